@@ -1,0 +1,155 @@
+"""Checks answers, in a process of its own that may be killed at any time.
+
+This file is run as a script by `MathVerifyEnvironment`, by its path, so that neither the
+package nor torch nor the user's script is imported here: a start takes half a second.
+Requests are pickles on standard input, ``(solutions, gym, answer, seconds)``; each is
+answered with one byte on standard output. One byte before them all says that imports are
+done. The end of the input ends the process; so does a request that takes much too long.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pickle
+import re
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+READY, RIGHT, WRONG, FAILED = b"R", b"1", b"0", b"E"
+
+_EXTRA_MEMORY_BYTES = 1 << 30
+_GRACE_S = 2.0
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?|\d+(?:\.\d+)?")
+_DELIMITERS = ("\\boxed", "\\(", "\\[")
+
+
+def is_equal(solutions: Sequence[str], answer: str) -> bool:
+    r"""Return whether the final answer of a text equals one of ``solutions``.
+
+    Solutions are numbers or LaTeX, bare, between dollars or in ``\boxed{}``; one that
+    reads as neither must be repeated word for word.
+
+    Cost: has no time limit of its own.
+    """
+    from math_verify import parse, verify
+
+    parsed_answer = parse(answer, parsing_timeout=None)
+    for solution in solutions:
+        is_marked = any(mark in solution for mark in _DELIMITERS) or solution.count("$") > 1
+        marked = solution if is_marked else f"\\boxed{{{solution}}}"
+        gold = parse(marked, parsing_timeout=None) or parse(solution, parsing_timeout=None)
+        if not gold and solution.strip() in (_boxed(answer), answer.strip()):
+            return True
+        if verify(gold, parsed_answer, timeout_seconds=None):
+            return True
+    return False
+
+
+def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
+    """Return whether reasoning-gym's scorer gives the final answer of a text full marks.
+
+    Partial credit is not success.
+    """
+    score = _scorer(task)
+    return any(score(answer=final, entry=entry) == 1.0 for final in final_answers(answer))
+
+
+def final_answers(answer: str) -> list[str]:
+    r"""Return what may be meant as the final answer of a text.
+
+    That is the content of the last ``\boxed{}``; without one, the text as a whole or the
+    last number in it.
+
+    Example:
+        >>> final_answers("so it is \\boxed{-4}, not 5"), final_answers("7 - 8 = -1.")
+        (['-4'], ['7 - 8 = -1.', '-1'])
+    """
+    boxed = _boxed(answer)
+    candidates = [answer.strip()] if boxed is None else [boxed]
+    numbers = _NUMBER.findall(answer) if boxed is None else _NUMBER.findall(boxed)
+    if numbers and (boxed is None or numbers[-1] == boxed):
+        candidates.append(numbers[-1].replace(",", ""))
+    return list(dict.fromkeys(candidates))
+
+
+def _boxed(text: str) -> str | None:
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for i in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start:i].strip()
+    return None
+
+
+@functools.cache
+def _scorer(task: str) -> Any:
+    from reasoning_gym.factory import get_score_answer_fn
+
+    return get_score_answer_fn(task)
+
+
+def _answer_to(solutions: Sequence[str], gym: tuple[str, Any] | None, answer: str) -> bytes:
+    try:
+        is_right = is_full_score(*gym, answer) if gym else is_equal(solutions, answer)
+    except Exception:  # noqa: BLE001 - libraries meet hostile text here and may raise anything
+        return FAILED
+    return RIGHT if is_right else WRONG
+
+
+def _limit_memory() -> None:
+    """Allow a little more than is in use now; where that is unknown, set no limit."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            in_use = int(statm.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return
+    hard_limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + _EXTRA_MEMORY_BYTES, hard_limit))
+
+
+def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """Keep the pipes for the protocol; nothing a library prints may reach them."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    return requests, replies
+
+
+def main(needs_gym: bool) -> None:
+    """Serve requests until the input ends."""
+    requests, replies = _take_standard_streams()
+    import math_verify  # noqa: F401 - so that no request pays for it
+
+    if needs_gym:
+        import reasoning_gym  # noqa: F401 - so that no request pays for it
+    logging.disable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory()
+    os.dup2(1, 2)
+    replies.write(READY)
+    while True:
+        try:
+            solutions, gym, answer, seconds = pickle.load(requests)
+        except EOFError:
+            return
+        # The alarm's default action ends the process, whatever it is doing: it leaves no
+        # orphan behind if the parent is gone and cannot kill it in time.
+        signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_S)
+        reply = _answer_to(solutions, gym, answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(reply)
+
+
+if __name__ == "__main__":
+    main(needs_gym="--reasoning-gym" in sys.argv[1:])

@@ -1,0 +1,19 @@
+"""What can go wrong in an episode. Every error names the episode it belongs to."""
+
+from __future__ import annotations
+
+
+class EpisodeError(RuntimeError):
+    """An episode ended without a trajectory."""
+
+    def __init__(self, qid: str, reason: str) -> None:
+        super().__init__(f"episode {qid!r}: {reason}")
+        self.qid = qid
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[EpisodeError], tuple[str, str]]:
+        return type(self), (self.qid, self.reason)
+
+
+class GenerationError(EpisodeError):
+    """The engine could not generate: the request was refused, cancelled or lost."""

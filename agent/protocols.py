@@ -1,0 +1,189 @@
+"""The promises between agent, environment and engine.
+
+An agent puts ``(qid, token_ids, sampling)`` on its observation queue and takes exactly one
+reply from its action queue for each: a `GenerationOutput`, or a `GenerationError` where the
+engine could not generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from trajpack.agent.errors import GenerationError
+from trajpack.packing.types import Trajectory, VersionSpan
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The opening of an episode."""
+
+    id: str
+    """The episode's ``qid``: unique among the episodes in flight."""
+    input_ids: Sequence[int]
+    """Token ids of the conversation so far, generation prompt included."""
+    task_id: int | None = None
+    """Kind of task, as the data set numbers it."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the engine samples one completion."""
+
+    max_new_tokens: int = 256
+    """Tokens of one completion at most, stop token included."""
+    temperature: float = 1.0
+    """0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens that holds this much probability."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0 takes all."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 or more, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """One sample, as the engine returned it."""
+
+    qid: str
+    """The episode it answers."""
+    prompt_ids: Sequence[int]
+    """Token ids the engine saw."""
+    output_ids: Sequence[int]
+    """Token ids it sampled, stop token included."""
+    output_logprobs: Sequence[float]
+    """Log-probability of each sampled token (natural log)."""
+    no_eos: bool
+    """True when generation stopped without an end-of-sequence token."""
+    version_start: int
+    """Policy version of the first sampled token."""
+    version_end: int
+    """Policy version of the last sampled token."""
+    version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
+    """`(version, start, end)` spans over the sampled tokens, where the engine reports them."""
+
+    @classmethod
+    def from_bundled(cls, bundled: Any) -> GenerationOutput:
+        """Convert AReaL's bundled outputs of one sample.
+
+        Args:
+            bundled: An object with ``qid, prompt_ids, seqs, output_ids, logprobs, no_eos,
+                version_start, version_end`` where all but ``qid`` and ``prompt_ids`` are
+                lists with one entry, and ``logprobs[0]`` spans the whole sequence but its
+                first token.
+
+        Raises:
+            ValueError: If it holds another number of samples than one, or its lengths
+                disagree.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> bundled = SimpleNamespace(
+            ...     qid="q0", prompt_ids=[5, 6], output_ids=[[7]], seqs=[[5, 6, 7]],
+            ...     logprobs=[[0.0, -0.5]], no_eos=[False], version_start=[3], version_end=[4],
+            ... )
+            >>> output = GenerationOutput.from_bundled(bundled)
+            >>> output.output_ids, output.output_logprobs, output.version_end
+            ([7], [-0.5], 4)
+        """
+        qid = str(bundled.qid)
+        names = ("seqs", "output_ids", "logprobs", "no_eos", "version_start", "version_end")
+        for name in names:
+            _check_bundled(qid, f"samples in {name}", 1, len(getattr(bundled, name)))
+        prompt_ids, output_ids = list(bundled.prompt_ids), list(bundled.output_ids[0])
+        logprobs = list(bundled.logprobs[0])
+        if not prompt_ids:
+            raise ValueError(f"bundled output {qid!r}: expected a prompt, got no tokens")
+        length = len(prompt_ids) + len(output_ids)
+        _check_bundled(qid, "tokens in seqs[0]", length, len(bundled.seqs[0]))
+        _check_bundled(qid, "entries in logprobs[0]", length - 1, len(logprobs))
+        return cls(
+            qid=qid,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            output_logprobs=logprobs[len(prompt_ids) - 1 :],
+            no_eos=bool(bundled.no_eos[0]),
+            version_start=int(bundled.version_start[0]),
+            version_end=int(bundled.version_end[0]),
+        )
+
+
+def _check_bundled(qid: str, what: str, expected: int, got: int) -> None:
+    if got != expected:
+        raise ValueError(f"bundled output {qid!r}: expected {expected} {what}, got {got}")
+
+
+Observation: TypeAlias = tuple[str, Sequence[int], Any]
+"""What an agent asks of an engine: ``(qid, token_ids, sampling)``."""
+Reply: TypeAlias = GenerationOutput | GenerationError
+
+
+class Environment(Protocol):
+    """Answers actions with rewards. One environment may serve many episodes at once."""
+
+    async def reset(self) -> Any:
+        """Start an episode."""
+        ...
+
+    async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Take ``action`` and return ``(observation, reward, terminated, truncated, info)``."""
+        ...
+
+
+class Agent(Protocol):
+    """Holds one conversation at a time, as often as asked, for any number at once."""
+
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[Observation],
+        act_queue: asyncio.Queue[Reply],
+    ) -> list[Trajectory]:
+        """Run one episode and return what it produced.
+
+        Raises:
+            EpisodeError: With the prompt's id, if the episode cannot be finished.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Turns token ids into sampled completions, for many episodes at once."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        ...
+
+    @property
+    def obs_queue(self) -> asyncio.Queue[Observation]:
+        """Where agents put what they ask."""
+        ...
+
+    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
+        """Return the queue on which replies to ``qid`` will come.
+
+        Raises:
+            ValueError: If an episode of that name is open.
+        """
+        ...
+
+    def close_episode(self, qid: str) -> None:
+        """Forget ``qid``; a generation in flight for it is cancelled."""
+        ...
+
+    async def __aenter__(self) -> Engine: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...

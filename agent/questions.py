@@ -1,0 +1,174 @@
+"""Questions with known answers, from a file or made by reasoning-gym."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, str]
+"""One message of a chat: its ``role`` and its ``content``."""
+
+DEFAULT_TASK = "chain_sum"
+"""The reasoning-gym task used where none is named: sums and differences of integers."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and what counts as a right answer to it."""
+
+    id: str
+    """Unique among the questions used together."""
+    messages: tuple[Message, ...]
+    """The chat that asks it."""
+    solutions: tuple[str, ...]
+    """An answer equal to any of these is right."""
+    task_id: int | None = None
+    """Kind of task, as the data set numbers it."""
+    gym_task: str | None = None
+    """The reasoning-gym task whose own scorer judges the answer, instead of ``solutions``."""
+    gym_entry: Mapping[str, Any] | None = None
+    """What that scorer needs to know."""
+
+    @property
+    def text(self) -> str:
+        """The content of all messages, for people to read."""
+        return "\n\n".join(message["content"] for message in self.messages)
+
+
+def load_questions(path: str | os.PathLike[str]) -> list[Question]:
+    r"""Read questions from a JSONL file, one object per line.
+
+    A line is either of GSM8K's form, ``question`` and ``answer`` with the final answer
+    after ``####``, or has ``prompt`` (a string or a list of chat messages) and
+    ``solutions`` (a list of strings). ``query_id`` or ``id`` (a string or an integer) and
+    ``task_id`` (an integer) are optional; a question without id is called after the file
+    and the line, ``gsm8k_test-1``. Blank lines are skipped.
+
+    Raises:
+        ValueError: With file and line number, if a line is not what it should be, or if
+            there is no question at all.
+        OSError: If the file cannot be read, `FileNotFoundError` if it does not exist.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "sums.jsonl"
+        >>> line = '{"question": "1 + 1?", "answer": "One and one is two.\\n#### 2"}\n'
+        >>> _ = path.write_text(line)
+        >>> load_questions(path)[0].id, load_questions(path)[0].solutions
+        ('sums-1', ('2',))
+    """
+    path = Path(path)
+    questions: dict[str, Question] = {}
+    line_numbers: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                question = _parse(line, default_id=f"{path.stem}-{number}")
+                if question.id in questions:
+                    first = line_numbers[question.id]
+                    raise ValueError(f"id {question.id!r} is taken by line {first}")
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            questions[question.id] = question
+            line_numbers[question.id] = number
+    if not questions:
+        raise ValueError(f"{path}: no question in this file")
+    return list(questions.values())
+
+
+def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
+    """Make questions of one reasoning-gym task; the same seed makes the same ones.
+
+    Args:
+        name: The task, by reasoning-gym's name.
+        size: How many.
+        seed: Of reasoning-gym's generator.
+
+    Raises:
+        ValueError: If ``size`` is not positive or no such task exists.
+
+    Cost: the first call imports reasoning-gym, about a second.
+    """
+    from reasoning_gym import create_dataset
+
+    if size < 1:
+        raise ValueError(f"reasoning_gym_questions: size must be at least 1, got {size}")
+    entries = create_dataset(name, size=size, seed=seed)
+    return [
+        Question(
+            id=f"{name}-{seed}-{i}",
+            messages=({"role": "user", "content": entry["question"]},),
+            solutions=() if entry["answer"] is None else (str(entry["answer"]),),
+            gym_task=name,
+            gym_entry=entry,
+        )
+        for i, entry in enumerate(entries)
+    ]
+
+
+def _parse(line: bytes, default_id: str) -> Question:
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected an object, got {type(fields).__name__}")
+    if "question" in fields:
+        messages = _messages(fields["question"], "question")
+        solutions = _final_answer(_text(fields.get("answer"), "answer"))
+    elif "prompt" in fields:
+        messages = _messages(fields["prompt"], "prompt")
+        solutions = _solutions(fields.get("solutions"))
+    else:
+        raise ValueError("expected 'question' and 'answer', or 'prompt' and 'solutions'")
+    task_id = fields.get("task_id")
+    if task_id is not None and (isinstance(task_id, bool) or not isinstance(task_id, int)):
+        raise ValueError(f"task_id must be an integer, got {task_id!r}")
+    question_id = fields.get("query_id", fields.get("id", default_id))
+    if isinstance(question_id, int) and not isinstance(question_id, bool):
+        question_id = str(question_id)
+    return Question(_text(question_id, "id"), messages, solutions, task_id)
+
+
+def _messages(value: Any, name: str) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        return ({"role": "user", "content": _text(value, name)},)
+    if not value:
+        raise ValueError(f"{name} has no messages")
+    if not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{name} must be a string or a list of messages")
+    return tuple(
+        {key: _text(message.get(key), f"{key} in {name}") for key in ("role", "content")}
+        for message in value
+    )
+
+
+def _solutions(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"solutions must be a list of at least one string, got {value!r:.80}")
+    return tuple(_text(solution, "solutions") for solution in value)
+
+
+def _final_answer(answer: str) -> tuple[str, ...]:
+    _, mark, final = answer.rpartition("####")
+    if not mark or not final.strip():
+        raise ValueError("answer has no final answer after '####'")
+    return (final.strip(),)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} must be a string that is not empty, got {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half of a surrogate pair") from error
+    return value

@@ -1,0 +1,185 @@
+"""Many episodes at once, on one engine, with results as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from trajpack.agent.errors import EpisodeError
+from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
+from trajpack.packing.types import Trajectory
+
+Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """What came of one episode: trajectories, or the error that ended it."""
+
+    prompt: Prompt
+    """The prompt as given to the runner."""
+    trajectories: tuple[Trajectory, ...]
+    """What the agent produced; empty if the episode failed."""
+    error: EpisodeError | None = None
+    """Why it failed, with the original exception as its cause; ``None`` if it did not."""
+    sample: int = 0
+    """Which of the prompt's rollouts this is, from 0."""
+
+    @property
+    def qid(self) -> str:
+        """Name of the episode: ``prompt.id``, an at sign and the sample.
+
+        Example:
+            >>> EpisodeResult(Prompt("gsm8k-7", [1]), (), sample=2).qid
+            'gsm8k-7@2'
+        """
+        return f"{self.prompt.id}@{self.sample}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    num_prompts: int = 0
+    """Prompts taken so far."""
+    num_started: int = 0
+    """Episodes begun, ``group_size`` to a prompt."""
+    num_finished: int = 0
+    """Episodes ended, the failed ones included."""
+    num_failed: int = 0
+    """Episodes that ended with an error."""
+    num_turns: int = 0
+    """Turns of the finished episodes."""
+    num_rewarded_turns: int = 0
+    """Those among them with a reward above zero."""
+    num_tokens: int = 0
+    """Tokens sampled in those turns."""
+    reward_sum: float = 0.0
+    """Sum of the rewards of those turns, not discounted."""
+    elapsed_s: float = 0.0
+    """Seconds since the run began."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of finished episodes per second of the run.
+
+        Example:
+            >>> Progress(num_tokens=500, elapsed_s=2.0).tokens_per_s
+            250.0
+        """
+        return self.num_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+@dataclass
+class _Run:
+    """The moving parts of one call to `RolloutRunner.run`."""
+
+    slots: asyncio.Semaphore
+    results: asyncio.Queue[EpisodeResult | None]
+    progress: Progress = field(default_factory=Progress)
+    began: float = field(default_factory=time.monotonic)
+
+    def count(self, result: EpisodeResult) -> Progress:
+        turns = [turn for trajectory in result.trajectories for turn in trajectory.turns]
+        so_far = self.progress
+        self.progress = replace(
+            so_far,
+            num_finished=so_far.num_finished + 1,
+            num_failed=so_far.num_failed + (result.error is not None),
+            num_turns=so_far.num_turns + len(turns),
+            num_rewarded_turns=so_far.num_rewarded_turns + sum(turn.reward > 0 for turn in turns),
+            num_tokens=so_far.num_tokens + sum(len(turn.completion_ids) for turn in turns),
+            reward_sum=so_far.reward_sum + sum(turn.reward for turn in turns),
+            elapsed_s=time.monotonic() - self.began,
+        )
+        return self.progress
+
+
+class RolloutRunner:
+    """Rolls prompts out: one agent and one environment, any number of episodes at once.
+
+    Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
+    ``q``, unless the agent gave them one, so that samples of a prompt can be compared.
+
+    Args:
+        engine: Has been entered by the caller, and is not closed here.
+        agent: Collects the trajectories.
+        environment: Shared by all episodes.
+        concurrency: Episodes in flight at most. As many finished ones again may wait to
+            be taken; then no new ones begin.
+        group_size: Episodes for each prompt.
+        on_progress: Called before each result is handed over. What it raises ends the run.
+
+    Raises:
+        ValueError: If ``concurrency`` or ``group_size`` is below 1.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        agent: Agent,
+        environment: Environment,
+        *,
+        concurrency: int = 64,
+        group_size: int = 1,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        for name, value in (("concurrency", concurrency), ("group_size", group_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._engine = engine
+        self._agent = agent
+        self._environment = environment
+        self._concurrency = concurrency
+        self._group_size = group_size
+        self._on_progress = on_progress
+
+    async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
+        """Yield a result for each episode, in the order in which they finish.
+
+        Prompts are taken one by one, as episodes end. An exception in an episode, from
+        the agent or the environment, is its result's ``error``. Leaving the loop early,
+        closing the generator or cancelling the task that iterates cancels every episode
+        in flight and closes it in the engine; close the generator with
+        `contextlib.aclosing` where that must have happened before the next statement.
+
+        Raises:
+            Exception: What iterating ``prompts`` or ``on_progress`` raised; episodes in
+                flight are cancelled.
+        """
+        run = _Run(asyncio.Semaphore(self._concurrency), asyncio.Queue(self._concurrency))
+        # The task group lives in a task of its own: its scope must not span a yield.
+        episodes = asyncio.create_task(self._run_episodes(prompts, run))
+        try:
+            while (result := await run.results.get()) is not None:
+                progress = run.count(result)
+                if self._on_progress is not None:
+                    self._on_progress(progress)
+                yield result
+            await episodes
+        finally:
+            episodes.cancel()
+            await asyncio.wait({episodes})
+
+    async def _run_episodes(self, prompts: Prompts, run: _Run) -> None:
+        try:
+            async with asyncio.TaskGroup() as group, aclosing(self._samples(prompts, run)) as todo:
+                async for prompt, sample in todo:
+                    group.create_task(self._run_episode(prompt, sample, run))
+        except* Exception as errors:
+            # Episodes raise nothing, so this is what iterating the prompts raised.
+            await run.results.put(None)
+            raise errors.exceptions[0] from None
+        await run.results.put(None)
+
+    async def _samples(self, prompts: Prompts, run: _Run) -> AsyncIterator[tuple[Prompt, int]]:
+        """Yield what to roll out next, each once there is room for it."""
+        async for prompt in _one_by_one(prompts, run.slots):
+            ...
+
+    async def _run_episode(self, prompt: Prompt, sample: int, run: _Run) -> None:
+        ...

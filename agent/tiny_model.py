@@ -1,0 +1,110 @@
+"""A causal model and a tokenizer small enough to make on the spot, for demos and tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_VOCABULARY_SIZE = 384
+_PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_TEXT = (
+    "system\nYou are a careful assistant. Think step by step, then answer the question.",
+    "user\nWhat is 12 + 30? Give the final answer inside \\boxed{}.",
+    "assistant\nThe sum of 12 and 30 is 42, so the answer is \\boxed{42}.",
+    "user\nUnfortunately your answer is wrong. Let's try again.",
+    "user\nCongratulations! You are correct!",
+    "There are 7 days in a week and 24 hours in a day, so there are 168 hours in a week.",
+    "If a train travels 60 miles in one hour, how many miles does it travel in 3 hours?",
+    "She sold 48 clips in April and half as many in May; how many did she sell altogether?",
+    "State your final answer to the following question, and show the steps of the solution.",
+    "The price of the book is $15, and the price of the pen is $2. What do they cost together?",
+)
+
+
+def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Build a tiny Qwen3 with random weights, and a byte-level tokenizer for it.
+
+    The model has 2 layers of width 64 and 384 tokens of vocabulary. The tokenizer is a
+    byte-pair encoding that every Unicode string survives, with a ChatML chat template
+    that marks what the assistant said (``return_assistant_tokens_mask``); a message ends
+    with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both can
+    be written with their ``save_pretrained``.
+
+    Args:
+        seed: Of the weights. Equal seeds give equal weights; the tokenizer is always the
+            same. The state of torch's random generators is left as it was.
+
+    Returns:
+        The model, in evaluation mode and float32 on the CPU, and its tokenizer.
+
+    Raises:
+        ImportError: If transformers is not installed.
+
+    Cost: under a second once transformers is imported.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=8192,
+        # Wide enough that the next token is far from uniform, and that temperature matters.
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # The default generator alone: torch.manual_seed would reseed every device.
+        torch.default_generator.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    return model.eval(), tokenizer
+
+
+def _build_tokenizer() -> PreTrainedTokenizerBase:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY_SIZE,
+        special_tokens=[_PAD, _START, _END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_TEXT, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=_END,
+        pad_token=_PAD,
+        additional_special_tokens=[_START],
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,281 @@
+"""What transformers continuous batching needs to be told, and what it can be asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajpack.agent.protocols import SamplingParams
+
+_MIN_TEMPERATURE = 1e-5
+"""Below it logits divided by the temperature may leave the range of float32."""
+
+_CANNOT_DO: tuple[tuple[str, object], ...] = (
+    ("n", 1),
+    ("n_samples", 1),
+    ("min_new_tokens", 0),
+    ("frequency_penalty", 0.0),
+    ("ignore_eos", False),
+    ("stop", None),
+)
+"""Fields of other libraries' sampling objects, with the only value that can be honoured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a request must keep to."""
+
+    vocabulary_size: int
+    """Token ids are below it."""
+    capacity: int
+    """Tokens of key-value cache, shared by all requests in flight."""
+    max_positions: int | None = None
+    """Longest sequence the model has positions for; ``None`` if it does not say."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion."""
+
+
+def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
+    """Read sampling parameters from any object that has ``max_new_tokens``.
+
+    ``temperature``, ``top_p`` and ``top_k`` are read where the object has them, and so is
+    ``greedy``, which means temperature 0. A ``top_k`` below 1 or beyond the vocabulary
+    takes every token.
+
+    Raises:
+        AttributeError: If there is no ``max_new_tokens``.
+        TypeError: If a value is not a number.
+        ValueError: If a value is out of range, or asks for what cannot be done.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> asked = SimpleNamespace(max_new_tokens=8, greedy=True, top_k=10**8)
+        >>> read_sampling(asked, Limits(vocabulary_size=384, capacity=1024))
+        SamplingParams(max_new_tokens=8, temperature=0.0, top_p=1.0, top_k=0)
+    """
+    for name, only in _CANNOT_DO:
+        value = getattr(sampling, name, only)
+        if value != only and value:
+            raise ValueError(f"{name}={value!r} cannot be honoured by this engine, only {only!r}")
+    unknown = set(getattr(sampling, "stop_token_ids", None) or ()) - limits.eos_token_ids
+    if unknown:
+        raise ValueError(
+            f"stop_token_ids {sorted(unknown)} are not among the engine's end-of-sequence tokens "
+            f"{sorted(limits.eos_token_ids)}"
+        )
+    greedy = bool(getattr(sampling, "greedy", False))
+    top_k = int(getattr(sampling, "top_k", 0))
+    params = SamplingParams(
+        max_new_tokens=int(sampling.max_new_tokens),
+        temperature=0.0 if greedy else float(getattr(sampling, "temperature", 1.0)),
+        top_p=float(getattr(sampling, "top_p", 1.0)),
+        top_k=top_k if 0 < top_k < limits.vocabulary_size else 0,
+    )
+    if 0 < params.temperature < _MIN_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 or at least {_MIN_TEMPERATURE}, got {params.temperature}"
+        )
+    return params
+
+
+def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -> list[int]:
+    """Return ``token_ids`` as a list of ints that is safe to hand to the model.
+
+    One request that breaks a limit would end the generation of all others.
+
+    Raises:
+        ValueError: If the prompt is empty, not one-dimensional, not of integers, holds an id
+            out of vocabulary, or leaves no room for ``max_new_tokens``.
+
+    Example:
+        >>> read_prompt([1, 2, 400], 8, Limits(vocabulary_size=384, capacity=1024))
+        Traceback (most recent call last):
+            ...
+        ValueError: token id 400 is out of vocabulary (0 to 383)
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.size == 0:
+        raise ValueError(f"the prompt must be a non-empty sequence of ids, got shape {ids.shape}")
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be integers, got {ids.dtype}")
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < limits.vocabulary_size:
+            raise ValueError(
+                f"token id {extreme} is out of vocabulary (0 to {limits.vocabulary_size - 1})"
+            )
+    total = ids.size + max_new_tokens
+    asked = f"a prompt of {ids.size} tokens and {max_new_tokens} new ones"
+    if total > limits.capacity:
+        raise ValueError(f"{asked} do not fit the key-value cache of {limits.capacity} tokens")
+    if limits.max_positions is not None and total > limits.max_positions:
+        raise ValueError(f"{asked} exceed the {limits.max_positions} positions of the model")
+    prompt: list[int] = ids.tolist()
+    return prompt
+
+
+def processor_arguments(params: SamplingParams, vocabulary_size: int) -> dict[str, float | int]:
+    """Translate sampling parameters to the per-request arguments of continuous batching.
+
+    Greedy decoding is the one likeliest token at temperature 1.
+
+    Example:
+        >>> processor_arguments(SamplingParams(temperature=0.0), 384)
+        {'temperature': 1.0, 'top_p': 1.0, 'top_k': 1}
+    """
+    if params.temperature == 0:
+        return {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
+    top_k = params.top_k or vocabulary_size
+    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": top_k}
+
+
+def build_batching(
+    model: Any,
+    *,
+    eos_token_ids: frozenset[int],
+    num_blocks: int | None,
+    page_size: int | None,
+    max_batch_tokens: int | None,
+    seed: int,
+) -> Any:
+    """Return a continuous batching loop for ``model``: cache allocated, not yet started.
+
+    Requests never share cache blocks: a block that outlives a weight update would carry
+    keys and values of the older weights into new requests.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    on_cpu = model.device.type == "cpu"
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    options: dict[str, Any] = {
+        "return_logprobs": True,
+        "per_request_processors": True,
+        "allow_block_sharing": False,
+        "use_async_batching": False,
+        "use_cuda_graph": False,
+        "seed": seed,
+        # Left open, a CPU spends many seconds and most of its memory on the cache.
+        "num_blocks": 512 if num_blocks is None and on_cpu else num_blocks,
+        "max_batch_tokens": 512 if max_batch_tokens is None and on_cpu else max_batch_tokens,
+    }
+    page_name = "page_size" if "page_size" in known else "block_size"
+    options[page_name] = page_size or (32 if on_cpu else 256)
+    if "auto_switch_to_flash" in known:
+        options["auto_switch_to_flash"] = False
+    # A processor exists only where the default differs from the neutral value; each request
+    # brings its own values, so these are never used.
+    generation = GenerationConfig(
+        do_sample=True,
+        temperature=0.5,
+        top_p=0.5,
+        top_k=1,
+        max_new_tokens=1,
+        eos_token_id=sorted(eos_token_ids) or -1,
+    )
+    batching = model.init_continuous_batching(
+        generation_config=generation,
+        continuous_batching_config=ContinuousBatchingConfig(**options),
+    )
+    _skip_idle_filters(batching.logit_processor, vocabulary_size(model))
+    batching.warmup()
+    return batching
+
+
+def vocabulary_size(model: Any) -> int:
+    """Number of token ids that the model both reads and writes."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def read_limits(model: Any, batching: Any, eos_token_ids: frozenset[int]) -> Limits:
+    """Return what requests to ``batching`` must keep to."""
+    config = batching.continuous_batching_config
+    page_size = config.page_size if hasattr(config, "page_size") else config.block_size
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return Limits(
+        vocabulary_size=vocabulary_size(model),
+        capacity=int(batching.batch_processor.cache.num_blocks) * page_size,
+        max_positions=max_positions,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """Return the tokens that end a completion: as given, or else the model's own."""
+    for given in (eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id):
+        if given is not None:
+            return frozenset([given] if isinstance(given, int) else given)
+    return frozenset()
+
+
+def load_weights(
+    batching: Any,
+    model: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    when_loaded: Callable[[], None],
+) -> None:
+    """Copy weights into ``model`` while ``batching`` stands still between two steps.
+
+    Blocks until the running step has ended. ``when_loaded`` is called before generation
+    goes on.
+
+    Raises:
+        ValueError: If names or shapes differ from the model's; nothing is copied.
+        RuntimeError: If generation is not running, or transformers cannot pause it.
+    """
+    if not hasattr(batching, "pause"):
+        raise RuntimeError("weight updates in flight need transformers 5.19 or newer")
+    _check_weights(model, state_dict)
+    with batching.pause():
+        model.load_state_dict(state_dict, strict=False)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        when_loaded()
+
+
+def _check_weights(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Raise before anything is copied: a load that fails halfway cannot be undone."""
+    own = model.state_dict()
+    unknown = sorted(set(state_dict) - set(own))
+    given = {own[name].data_ptr() for name in set(own) & set(state_dict)}
+    missing = sorted(
+        name for name in set(own) - set(state_dict) if own[name].data_ptr() not in given
+    )
+    if unknown or missing:
+        raise ValueError(f"weights unknown to the model: {unknown}; missing: {missing}")
+    for name, tensor in state_dict.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}"
+            )
+
+
+def _skip_idle_filters(processors: Any, vocabulary_size: int) -> None:
+    """Make the top-k and top-p filters free while no request of a batch uses them.
+
+    Each sorts the vocabulary for every token, which would cost more than sampling itself.
+    """
+    for processor in processors.logits_processor:
+        for name, neutral in (("top_k", vocabulary_size), ("top_p", 1.0)):
+            if name in getattr(processor, "supported_kwargs", ()):
+                _skip_when_neutral(processor, name, neutral)
+
+
+def _skip_when_neutral(processor: Any, name: str, neutral: float) -> None:
+    stock = type(processor)
+
+    class SkippedWhenNeutral(stock):  # type: ignore[valid-type,misc]
+        idle = False
+
+        def prepare_tensor_args(self, requests: list[Any]) -> Any:
+            values = (request.state.logit_processor_kwargs.get(name) for request in requests)
+            self.idle = all(value == neutral for value in values)
+            return super().prepare_tensor_args(requests)
+
+        def __call__(self, scores: Any, tensor_arg: Any) -> Any:
+            return scores if self.idle else super().__call__(scores, tensor_arg)
+
+    processor.__class__ = SkippedWhenNeutral

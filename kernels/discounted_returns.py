@@ -1,0 +1,151 @@
+"""Discounted returns of packed segments: the reverse scan ``y[t] = x[t] + discount * y[t + 1]``."""
+
+from __future__ import annotations
+
+import torch
+
+from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
+from trajpack.kernels.validation import check_cu_seqlens, check_device, check_tensor
+
+OP = "discounted_returns"
+
+
+def discounted_returns(
+    rewards: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    discount: float | torch.Tensor,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Discount rewards backward inside each segment.
+
+    Walking a segment from its last entry to its first::
+
+        Gₜ = rₜ + discount · Gₜ₊₁          G = 0 past the last entry
+
+    Nothing crosses a segment boundary, and a segment's returns are bitwise the same
+    whatever it is packed with.
+
+    Args:
+        rewards: ``[entries]``, float32 or float64, one per turn (or per token).
+        cu_seqlens: ``[segments + 1]`` int32 boundaries: starts at 0, ends at ``entries``,
+            never decreases. An empty segment is allowed. Its values are not checked.
+        discount: One for all segments, or a ``[segments]`` float32 or float64 tensor.
+        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
+            implementation that cannot run raises.
+
+    Returns:
+        ``[entries]`` float32; the sums are made in float64. Differentiable with respect to
+        ``rewards``.
+
+    Raises:
+        TypeError: If a dtype is none of the above.
+        ValueError: If shapes or devices disagree.
+
+    Cost: one launch (a second one fills ``discount`` in where it is a float), no copy, no
+    host synchronisation.
+
+    Example:
+        >>> rewards = torch.tensor([-1.0, -1.0, 1.0, 5.0])
+        >>> cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32)
+        >>> discounted_returns(rewards, cu_seqlens, 0.5)
+        tensor([-1.2500, -0.5000,  1.0000,  5.0000])
+
+    Reference:
+        Sutton and Barto, Reinforcement Learning, 2nd edition, equation 3.9.
+    """
+    check_tensor(OP, "rewards", rewards, ndim=1, dtypes=(torch.float32, torch.float64))
+    check_cu_seqlens(OP, cu_seqlens, device=rewards.device)
+    segments = cu_seqlens.shape[0] - 1
+    if isinstance(discount, torch.Tensor):
+        check_tensor(OP, "discount", discount, ndim=1, dtypes=(torch.float32, torch.float64))
+        check_device(OP, "discount", discount, rewards.device)
+        if discount.shape[0] != segments:
+            raise ValueError(
+                f"{OP}: discount must have one entry for each of {segments} segment(s), "
+                f"got shape {list(discount.shape)}"
+            )
+        discount = discount.double()
+    else:
+        discount = rewards.new_full((segments,), float(discount), dtype=torch.float64)
+    chosen = resolve_impl(OP, impl, rewards)
+    returns: torch.Tensor = torch.ops.trajpack.discounted_returns(
+        rewards.contiguous(), cu_seqlens.contiguous(), discount.contiguous(), chosen
+    )
+    return returns
+
+
+def discounted_returns_reference(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor
+) -> torch.Tensor:
+    """Say in plain torch what `discounted_returns` means, for ``discount`` of shape [segments].
+
+    Doubling: after round k an entry holds the discounted sum of the 2ᵏ entries from it on,
+    so it takes in the entry 2ᵏ further on, if that is still in its segment. No value is read
+    by the host, so it runs on any device, and O(entries · log entries) work is all it costs.
+    """
+    entries = rewards.shape[0]
+    index = torch.arange(entries, device=rewards.device)
+    segment = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
+    end = cu_seqlens[1:].long()[segment]
+    weight = discount.double()[segment]
+    sums = rewards.double()
+    reach = 1
+    while reach < entries:
+        later = torch.where(index[:-reach] + reach < end[:-reach], sums[reach:], 0.0)
+        # a weight may overflow only where `later` is 0: keep 0 · inf out
+        step = torch.where(later == 0, 0.0, weight[:-reach] * later)
+        sums = torch.cat([sums[:-reach] + step, sums[-reach:]])
+        weight = weight * weight
+        reach *= 2
+    return sums.float()
+
+
+def _run(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor, impl: str
+) -> torch.Tensor:
+    if impl == "torch":
+        return discounted_returns_reference(rewards, cu_seqlens, discount)
+    from trajpack.kernels.discounted_returns_triton import discounted_returns_forward
+
+    return discounted_returns_forward(rewards, cu_seqlens, discount)
+
+
+def _fake(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor, impl: str
+) -> torch.Tensor:
+    return torch.empty_like(rewards, dtype=torch.float32)
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, str],
+    output: torch.Tensor,
+) -> None:
+    rewards, cu_seqlens, discount, ctx.impl = inputs  # type: ignore[attr-defined]
+    ctx.dtype = rewards.dtype  # type: ignore[attr-defined]
+    ctx.save_for_backward(cu_seqlens, discount)
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+) -> tuple[torch.Tensor, None, None, None]:
+    # the transpose of a scan from the right is the scan from the left: mirror, scan, mirror
+    cu_seqlens, discount = ctx.saved_tensors  # type: ignore[attr-defined]
+    mirrored = (grad.shape[0] - cu_seqlens).flip(0)
+    scanned = torch.ops.trajpack.discounted_returns(
+        grad.flip(0).contiguous(),
+        mirrored,
+        discount.flip(0),
+        ctx.impl,  # type: ignore[attr-defined]
+    )
+    return scanned.flip(0).to(ctx.dtype), None, None, None  # type: ignore[attr-defined]
+
+
+LIBRARY.define(
+    "discounted_returns(Tensor rewards, Tensor cu_seqlens, Tensor discount, str impl) -> Tensor"
+)
+LIBRARY.impl("discounted_returns", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("trajpack::discounted_returns", _fake, lib=LIBRARY)
+torch.library.register_autograd(
+    "trajpack::discounted_returns", _backward, setup_context=_setup_context, lib=LIBRARY
+)

@@ -1,0 +1,188 @@
+"""The packed batch: what a trainer holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trajpack.packing.layout import Layout
+from trajpack.packing.types import Trajectory
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedBatch:
+    """Trajectories as flat, unpadded tensors on one device.
+
+    Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape
+    ``[tokens]``, sequence after sequence; tensors over turns of shape ``[turns]``, trajectory
+    after trajectory, oldest turn first. Host tuples have one entry for each trajectory.
+    """
+
+    input_ids: torch.Tensor
+    """int64 ``[tokens]``: token ids."""
+    position_ids: torch.Tensor
+    """int64 ``[tokens]``: positions, from 0 in every sequence."""
+    sequence_ids: torch.Tensor
+    """int32 ``[tokens]``: index of the token's sequence."""
+    turn_ids: torch.Tensor
+    """int32 ``[tokens]``: turn that generated the token, as in ``turn_returns[turn_ids]``, or -1."""
+    prompt_mask: torch.Tensor
+    """bool ``[tokens]``: True on prompt and observation tokens."""
+    loss_mask: torch.Tensor
+    """bool ``[tokens]``: True on generated tokens, each exactly once in the batch."""
+    rollout_logprobs: torch.Tensor
+    """float32 ``[tokens]``: log-probability at the token's own index; 0 where not generated."""
+    policy_versions: torch.Tensor
+    """int32 ``[tokens]``: version of the weights that sampled the token, or -1."""
+    returns: torch.Tensor
+    """float32 ``[tokens]``: return of the token's turn; 0 where not generated."""
+
+    cu_seqlens: torch.Tensor
+    """int32 ``[sequences + 1]``: sequence boundaries; starts at 0, ends at ``tokens``."""
+    turn_rewards: torch.Tensor
+    """float64 ``[turns]``: rewards as given."""
+    turn_returns: torch.Tensor
+    """float32 ``[turns]``: rewards discounted backward over the trajectory's turns."""
+    turn_truncated: torch.Tensor
+    """bool ``[turns]``: True where no end-of-sequence token was sampled."""
+    turn_version_start: torch.Tensor
+    """int32 ``[turns]``: policy version of the first sampled token."""
+    turn_version_end: torch.Tensor
+    """int32 ``[turns]``: policy version of the last sampled token."""
+    turn_sequence: torch.Tensor
+    """int32 ``[turns]``: sequence that holds the turn's completion."""
+    turn_spans: torch.Tensor
+    """int32 ``[turns, 2]``: the completion's first token in the batch, and one past its last."""
+    cu_turns: torch.Tensor
+    """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
+
+    layout: Layout
+    """``"merged"`` or ``"turns"``."""
+    seqlens: tuple[int, ...]
+    """Tokens of each sequence."""
+    num_generated: int
+    """Generated tokens: what `loss_mask` selects."""
+    ids: tuple[str, ...]
+    """Names of the trajectories."""
+    groups: tuple[str | None, ...]
+    """Groups of the trajectories."""
+    task_ids: tuple[int | None, ...]
+    """Kinds of task of the trajectories."""
+    birth_times_ms: tuple[int | None, ...]
+    """When their episodes began, in milliseconds since the epoch."""
+    turn_discounts: tuple[float, ...]
+    """Their discounts from one turn to the next."""
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sequence; 0 in an empty batch. Read from the host."""
+        return max(self.seqlens, default=0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of all trajectories."""
+        return self.turn_rewards.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.input_ids.device
+
+    def __len__(self) -> int:
+        """Sequences in the batch."""
+        return len(self.seqlens)
+
+    def __repr__(self) -> str:
+        versions = "" if self.device.type != "cpu" or not self.num_turns else self._versions()
+        return (
+            f"PackedBatch({self.layout!r}: {len(self.ids)} trajectories, {self.num_turns} turns "
+            f"in {len(self)} sequences; {self.num_tokens:,} tokens, {self.num_generated:,} "
+            f"generated; longest {self.max_seqlen:,}{versions}; {self.device})"
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor by its field's name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """Return the batch on ``device``; itself if it is there already.
+
+        Cost: one copy a tensor. To get a batch to a device, pack it there: that is one copy.
+        """
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self.tensors().items()
+        }
+        if all(moved[name] is tensor for name, tensor in self.tensors().items()):
+            return self
+        return dataclasses.replace(self, **moved)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return keyword arguments for a Hugging Face causal model's ``forward``.
+
+        One row that holds every sequence. The model keeps them apart by position ids alone,
+        which it does only without an attention mask and without a cache: pass no
+        ``attention_mask`` beside these, a mask of ones would let sequences see each other.
+        Flash-attention models read the boundaries from the other arguments; eager and sdpa
+        ignore them.
+
+        Returns:
+            ``input_ids`` and ``position_ids`` of shape ``[1, tokens]``, ``use_cache=False``,
+            ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``.
+
+        Cost: views; nothing is copied or synchronised.
+        """
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "use_cache": False,
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+        }
+
+    def unpack(self) -> list[Trajectory]:
+        """Return the trajectories that were packed: equal in every value, in their order.
+
+        Cost: copies the batch to the host (synchronises); the turns' arrays are views of that.
+        """
+        from trajpack.packing.unpack import unpack
+
+        return unpack(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the batch to a ``.safetensors`` file, whole or not at all.
+
+        Raises:
+            OSError: If it cannot be written; what was at ``path`` stays as it was.
+        """
+        from trajpack.packing.storage import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PackedBatch:
+        """Read a batch that `save` wrote, to the host.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is not a packed batch, or one of an unknown schema.
+        """
+        from trajpack.packing.storage import load
+
+        return load(path)
+
+    def _versions(self) -> str:
+        low, high = int(self.turn_version_start.min()), int(self.turn_version_end.max())
+        return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"

@@ -1,0 +1,206 @@
+"""The border: whatever a caller holds becomes checked int32 ids and float32 log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+INT32_MAX = 2**31 - 1
+
+
+def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
+    """Convert token ids to a 1-D int32 array; a copy only where dtype or container demand one.
+
+    Raises:
+        TypeError: If they are not integers.
+        ValueError: If they are negative, beyond int32, or not one-dimensional.
+    """
+    ids = _as_array(name, values, "i")
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {list(ids.shape)}")
+    if ids.size == 0:
+        return np.empty(0, np.int32)
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
+    if high > INT32_MAX:
+        raise ValueError(f"{name} must fit int32, got {high} at index {ids.argmax()}")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
+    """Convert log-probabilities to a 1-D float32 array.
+
+    Raises:
+        TypeError: If they are not numbers.
+        ValueError: If one is not finite as float32, or they are not one-dimensional.
+    """
+    logprobs = _as_array(name, values, "f")
+    if logprobs.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {list(logprobs.shape)}")
+    if logprobs.size and logprobs.dtype.kind not in "fiu":
+        raise TypeError(f"{name} must be floats, got {logprobs.dtype}")
+    with np.errstate(over="ignore"):
+        narrow = np.ascontiguousarray(logprobs, np.float32)
+    finite = np.isfinite(narrow)
+    if not finite.all():
+        where = int(finite.argmin())
+        raise ValueError(f"{name} must be finite float32, got {logprobs[where]} at index {where}")
+    return narrow
+
+
+def as_number(name: str, value: Any) -> float:
+    """Convert a reward or a discount to a finite float."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def as_integer(name: str, value: Any) -> int:
+    """Convert a version or an id to a Python int."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    return int(value.__index__())
+
+
+def merge_spans(
+    spans: Sequence[Any] | None, version_start: int, version_end: int
+) -> tuple[list[tuple[int, int, int]] | None, int, int]:
+    """Bring version spans into the one form that says what they say.
+
+    Empty spans go, neighbours of one version merge, and a single span becomes ``None`` with
+    its version as start and end. Start and end left at 0 are taken from the spans.
+    """
+    merged: list[tuple[int, int, int]] = []
+    for version, start, end in spans or ():
+        if start == end:
+            continue
+        if merged and merged[-1][0] == version and merged[-1][2] == start:
+            merged[-1] = (version, merged[-1][1], end)
+        else:
+            merged.append((version, start, end))
+    if merged and version_start == version_end == 0:
+        version_start, version_end = merged[0][0], merged[-1][0]
+    single = len(merged) <= 1 and (not merged or version_start == version_end == merged[0][0])
+    return (None if single else merged), version_start, version_end
+
+
+def as_version_runs(
+    name: str, spans: Sequence[Any] | None, version_start: Any, version_end: Any, num_tokens: int
+) -> tuple[list[tuple[int, int, int]], int, int]:
+    """Check a turn's versions and return ``(version, start, end)`` runs over its completion.
+
+    Without spans every token counts as sampled by the start version.
+
+    Raises:
+        TypeError: If a version or a bound is not an integer.
+        ValueError: If versions run backwards, are negative or beyond int32, or if the spans
+            do not cover the completion or contradict start and end.
+    """
+    first = as_integer(f"{name}version_start", version_start)
+    last = as_integer(f"{name}version_end", version_end)
+    if spans is not None:
+        spans = [_as_span(name, span) for span in spans]
+        _check_cover(name, spans, num_tokens)
+    merged, first, last = merge_spans(spans, first, last)
+    if not 0 <= first <= INT32_MAX or not 0 <= last <= INT32_MAX:
+        raise ValueError(f"{name}versions must be in [0, {INT32_MAX}], got {first} to {last}")
+    if last < first:
+        raise ValueError(
+            f"{name}versions must not run backwards, got version_start {first} "
+            f"and version_end {last}"
+        )
+    if merged is None:
+        return [(first, 0, num_tokens)], first, last
+    versions = [version for version, _, _ in merged]
+    if versions != sorted(versions):
+        raise ValueError(f"{name}version_spans must not run backwards, got versions {versions}")
+    if (versions[0], versions[-1]) != (first, last):
+        raise ValueError(
+            f"{name}version_spans say versions {versions[0]} to {versions[-1]}, but "
+            f"version_start is {first} and version_end is {last}"
+        )
+    return merged, first, last
+
+
+def same_values(left: Any, right: Any, dtype: npt.DTypeLike = None) -> bool:
+    """Tell whether two array-likes hold the same values, as ``dtype`` where it is given."""
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(_host(left, dtype), _host(right, dtype)))
+
+
+def _as_span(name: str, span: Any) -> tuple[int, int, int]:
+    try:
+        version, start, end = span
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}version_spans must be (version, start, end) triples, got {span!r}"
+        ) from None
+    field = f"{name}version_spans"
+    return as_integer(field, version), as_integer(field, start), as_integer(field, end)
+
+
+def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: int) -> None:
+    reached = 0
+    for _, start, end in spans:
+        if start != reached or end < start:
+            raise ValueError(
+                f"{name}version_spans must follow each other from 0, got [{start}, {end}) "
+                f"where a span from {reached} was expected"
+            )
+        reached = end
+    if reached != num_tokens:
+        raise ValueError(
+            f"{name}version_spans must cover {num_tokens} completion tokens, they cover {reached}"
+        )
+
+
+def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
+    if isinstance(values, torch.Tensor):
+        return _host(values)
+    if isinstance(values, np.ndarray):
+        return values
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
+    try:
+        # array refuses what numpy would quietly round, and is the fastest way out of a list
+        return np.frombuffer(array(typecode, values), dtype=f"{typecode}4")
+    except OverflowError:
+        wrong = next(i for i, value in enumerate(values) if not -INT32_MAX <= value <= INT32_MAX)
+        raise ValueError(
+            f"{name} must be in [0, {INT32_MAX}], got {values[wrong]} at index {wrong}"
+        ) from None
+    except TypeError:
+        expected = "integers" if typecode == "i" else "floats"
+        raise TypeError(f"{name} must be {expected}, got {_odd_one(values, typecode)}") from None
+
+
+def _odd_one(values: Sequence[Any], typecode: str) -> str:
+    for index, value in enumerate(values):
+        try:
+            array(typecode, [value])
+        except TypeError:
+            return f"{value!r} at index {index}"
+        except OverflowError:
+            continue
+    return repr(values)  # pragma: no cover - a sequence that changes while it is read
+
+
+def _host(values: Any, dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        if values.dtype == torch.bfloat16:
+            values = values.float()
+        values = values.numpy()
+    return np.asarray(values, dtype)

@@ -1,0 +1,93 @@
+"""Turns and trajectories: what an agent hands over, before anything is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajpack.packing.conversion import merge_spans, same_values
+
+IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
+
+
+class VersionSpan(NamedTuple):
+    """Completion tokens ``[start, end)`` that one version of the policy sampled."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One exchange: the prompt the engine saw and the completion it sampled.
+
+    Arrays may be numpy arrays, torch tensors (CPU or CUDA) or plain sequences. They
+    are kept as given; `TrajectoryBuffer.add` converts and checks them once. Two turns
+    are equal when they hold the same values, whatever arrays hold them: ids compare as
+    integers, log-probabilities as float32, version spans as versions per token.
+
+    Example:
+        >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))
+        True
+    """
+
+    prompt_ids: IntArray
+    """Token ids of everything the engine saw: the whole conversation so far."""
+    completion_ids: IntArray
+    """Token ids it sampled, stop token included. May be empty."""
+    completion_logprobs: FloatArray
+    """Log-probability of each completion token at the time it was sampled (natural log)."""
+    reward: float = 0.0
+    """Reward of this turn as the agent shaped it, not yet discounted."""
+    truncated: bool = False
+    """True when no end-of-sequence token was sampled."""
+    version_start: int = 0
+    """Policy version that sampled the first completion token."""
+    version_end: int = 0
+    """Policy version that sampled the last completion token."""
+    version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
+    """`(version, start, end)` spans that cover the completion, where the engine reports them."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Turn):
+            return NotImplemented
+        return (
+            self._scalars() == other._scalars()
+            and same_values(self.prompt_ids, other.prompt_ids)
+            and same_values(self.completion_ids, other.completion_ids)
+            and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _scalars(self) -> tuple[Any, ...]:
+        versions = merge_spans(self.version_spans, self.version_start, self.version_end)
+        return self.reward, self.truncated, versions
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """All turns of one agent in one episode, oldest first."""
+
+    id: str
+    """Names the trajectory in every error and in the packed batch."""
+    turns: Sequence[Turn]
+    """At least one turn."""
+    group: str | None = None
+    """Trajectories of one group share a task and are compared with each other."""
+    turn_discount: float = 1.0
+    """Discount from one turn to the next; token-level discounts are another matter."""
+    task_id: int | None = None
+    """Kind of task, as the data set numbers it."""
+    birth_time_ms: int | None = None
+    """When the episode began, in milliseconds since the epoch."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turns", tuple(self.turns))

@@ -1,0 +1,60 @@
+"""From a packed batch back to the trajectories it was packed from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajpack.packing.batch import PackedBatch
+from trajpack.packing.types import Trajectory, Turn, VersionSpan
+
+
+def unpack(batch: PackedBatch) -> list[Trajectory]:
+    """Invert `trajpack.pack`; see `PackedBatch.unpack`.
+
+    In every layout a turn's prompt is what stands before its completion in its sequence.
+    """
+    host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors().items()}
+    ids = host["input_ids"].astype(np.int32)
+    turns = [_turn(host, ids, turn) for turn in range(batch.num_turns)]
+    bounds = host["cu_turns"].tolist()
+    return [
+        Trajectory(
+            id=batch.ids[index],
+            turns=turns[begin:end],
+            group=batch.groups[index],
+            turn_discount=batch.turn_discounts[index],
+            task_id=batch.task_ids[index],
+            birth_time_ms=batch.birth_times_ms[index],
+        )
+        for index, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+    ]
+
+
+def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: int) -> Turn:
+    start = int(host["cu_seqlens"][host["turn_sequence"][turn]])
+    begin, end = host["turn_spans"][turn].tolist()
+    return Turn(
+        prompt_ids=ids[start:begin],
+        completion_ids=ids[begin:end],
+        completion_logprobs=host["rollout_logprobs"][begin:end],
+        reward=float(host["turn_rewards"][turn]),
+        truncated=bool(host["turn_truncated"][turn]),
+        version_start=int(host["turn_version_start"][turn]),
+        version_end=int(host["turn_version_end"][turn]),
+        version_spans=_spans(host["policy_versions"][begin:end]),
+    )
+
+
+def _spans(versions: npt.NDArray[np.int32]) -> list[VersionSpan] | None:
+    """Return the stretches of equal version, or ``None`` where there is but one."""
+    changes = np.flatnonzero(np.diff(versions)) + 1
+    if not changes.size:
+        return None
+    bounds = [0, *changes.tolist(), len(versions)]
+    return [
+        VersionSpan(int(versions[start]), start, end)
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]

@@ -31,20 +31,21 @@ _DELIMITERS = ("\\boxed", "\\(", "\\[")
 def is_equal(solutions: Sequence[str], answer: str) -> bool:
     r"""Return whether the final answer of a text equals one of ``solutions``.
 
-    Solutions are numbers or LaTeX, bare, between dollars or in ``\boxed{}``; one that
-    reads as neither must be repeated word for word.
+    Solutions are numbers or LaTeX, bare, between dollars or in ``\boxed{}``. A solution
+    repeated word for word, alone or in a box, is right whatever it is.
 
     Cost: has no time limit of its own.
     """
     from math_verify import parse, verify
 
+    final = _boxed(answer) or answer.strip()
+    if any(final == solution.strip() for solution in solutions):
+        return True
     parsed_answer = parse(answer, parsing_timeout=None)
     for solution in solutions:
         is_marked = any(mark in solution for mark in _DELIMITERS) or solution.count("$") > 1
         marked = solution if is_marked else f"\\boxed{{{solution}}}"
-        gold = parse(marked, parsing_timeout=None) or parse(solution, parsing_timeout=None)
-        if not gold and solution.strip() in (_boxed(answer), answer.strip()):
-            return True
+        gold = parse(marked, parsing_timeout=None)
         if verify(gold, parsed_answer, timeout_seconds=None):
             return True
     return False

@@ -114,7 +114,7 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
 
 def _parse(line: bytes, default_id: str) -> Question:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.rstrip().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:

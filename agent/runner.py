@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -167,19 +166,63 @@ class RolloutRunner:
 
     async def _run_episodes(self, prompts: Prompts, run: _Run) -> None:
         try:
-            async with asyncio.TaskGroup() as group, aclosing(self._samples(prompts, run)) as todo:
-                async for prompt, sample in todo:
+            async with asyncio.TaskGroup() as group:
+                async for prompt, sample in self._samples(prompts, run):
                     group.create_task(self._run_episode(prompt, sample, run))
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             # Episodes raise nothing, so this is what iterating the prompts raised.
             await run.results.put(None)
             raise errors.exceptions[0] from None
         await run.results.put(None)
 
     async def _samples(self, prompts: Prompts, run: _Run) -> AsyncIterator[tuple[Prompt, int]]:
-        """Yield what to roll out next, each once there is room for it."""
-        async for prompt in _one_by_one(prompts, run.slots):
-            ...
+        """Yield what to roll out next, together with a slot for it."""
+        await run.slots.acquire()
+        async for prompt in _one_by_one(prompts):
+            run.progress = replace(run.progress, num_prompts=run.progress.num_prompts + 1)
+            for sample in range(self._group_size):
+                yield prompt, sample
+                await run.slots.acquire()
 
     async def _run_episode(self, prompt: Prompt, sample: int, run: _Run) -> None:
-        ...
+        run.progress = replace(run.progress, num_started=run.progress.num_started + 1)
+        result = EpisodeResult(prompt, (), sample=sample)
+        try:
+            trajectories = await self._collect(prompt, result.qid)
+            result = replace(result, trajectories=trajectories)
+        except EpisodeError as error:
+            result = replace(result, error=error)
+        await run.results.put(result)
+        run.slots.release()
+
+    async def _collect(self, prompt: Prompt, qid: str) -> tuple[Trajectory, ...]:
+        task = asyncio.current_task()
+        try:
+            replies = self._engine.open_episode(qid)
+            try:
+                trajectories = await self._agent.collect_trajectory(
+                    replace(prompt, id=qid), self._environment, self._engine.obs_queue, replies
+                )
+            finally:
+                self._engine.close_episode(qid)
+            return tuple(
+                replace(trajectory, group=prompt.id) if trajectory.group is None else trajectory
+                for trajectory in trajectories
+            )
+        except asyncio.CancelledError as error:
+            if task is None or task.cancelling():
+                raise
+            raise EpisodeError(qid, "something the agent awaited was cancelled") from error
+        except Exception as error:  # of any kind: it must not end the other episodes
+            if isinstance(error, EpisodeError) and error.qid == qid:
+                raise
+            raise EpisodeError(qid, f"{type(error).__name__}: {error}") from error
+
+
+async def _one_by_one(prompts: Prompts) -> AsyncIterator[Prompt]:
+    if isinstance(prompts, AsyncIterable):
+        async for prompt in prompts:
+            yield prompt
+    else:
+        for prompt in prompts:
+            yield prompt

@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -74,8 +75,14 @@ class TransformersEngine:
     ) -> None:
         self._model: Any = model
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
-        self._options: dict[str, Any] = dict(
-            num_blocks=num_blocks, page_size=page_size, max_batch_tokens=max_batch_tokens, seed=seed
+        self._build = partial(
+            batching.build_batching,
+            model,
+            eos_token_ids=self._eos_token_ids,
+            num_blocks=num_blocks,
+            page_size=page_size,
+            max_batch_tokens=max_batch_tokens,
+            seed=seed,
         )
         self._was_training = self._model.training
         self._attention = self._model.config._attn_implementation
@@ -154,7 +161,6 @@ class TransformersEngine:
         except BaseException:
             await _run_to_end(self._stop)
             raise
-        self._limits = batching.read_limits(self._model, self._batching, self._eos_token_ids)
         self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._watch())]
         return self
 
@@ -168,9 +174,8 @@ class TransformersEngine:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start(self) -> None:
-        self._batching = batching.build_batching(
-            self._model, eos_token_ids=self._eos_token_ids, **self._options
-        )
+        self._batching = self._build()
+        self._limits = batching.read_limits(self._model, self._batching, self._eos_token_ids)
         self._batching.start()
 
     def _stop(self) -> None:
@@ -183,15 +188,12 @@ class TransformersEngine:
     def _load(self, state_dict: Mapping[str, torch.Tensor], version: int, loop: _Loop) -> None:
         def switch() -> None:
             self._version = version
-            loop.call_soon_threadsafe(self._report_as, version)
+            loop.call_soon_threadsafe(setattr, self, "_reported_version", version)
 
         with self._updating:
             if version <= self._version:
                 raise ValueError(f"version must exceed {self._version}, got {version}")
             batching.load_weights(self._batching, self._model, state_dict, switch)
-
-    def _report_as(self, version: int) -> None:
-        self._reported_version = version
 
     async def _serve(self) -> None:
         while True:
@@ -229,14 +231,11 @@ class TransformersEngine:
             qid, token_ids, sampling = observation
             episode = self._episodes.get(qid)
         except (TypeError, ValueError):
-            _logger.warning("not (qid, token_ids, sampling), ignored: %.200r", observation)
-            return
+            return _logger.warning("no (qid, token_ids, sampling), ignored: %.200r", observation)
         if episode is None:
-            _logger.warning("observation for %r, which is not open, ignored", qid)
-            return
+            return _logger.warning("observation for %r, which is not open, ignored", qid)
         if self._end is not None:
-            episode.replies.put_nowait(self._end.as_error(qid))
-            return
+            return episode.replies.put_nowait(self._end.as_error(qid))
         try:
             self._submit(qid, episode, token_ids, sampling)
         except Exception as error:  # noqa: BLE001 - a request of any shape must leave the rest alone
@@ -260,7 +259,8 @@ class TransformersEngine:
         )
         if accepted is None:
             self._batching.output_router.result_handlers.pop(request_id, None)
-            raise RuntimeError("generation takes no more requests")
+            cause = self._batching.background_thread_status.fatal_error
+            raise RuntimeError(f"generation has died: {cause!r}") from cause
         self._requests[request_id] = Request(qid, prompt)
         episode.request_ids.add(request_id)
 
@@ -270,9 +270,8 @@ class TransformersEngine:
         if request is None:
             return
         if result.error is not None:
-            reason = f"generation failed: {result.error}"
-            self._reply(result.request_id, GenerationError(request.qid, reason))
-            return
+            failure = GenerationError(request.qid, f"generation failed: {result.error}")
+            return self._reply(result.request_id, failure)
         request.extend_to(len(result.generated_tokens), self._reported_version)
         if result.is_finished():
             self._reply(result.request_id, request.complete(result, self._eos_token_ids))

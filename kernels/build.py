@@ -60,18 +60,18 @@ class TokenFields(NamedTuple):
     """float32 return of the token's turn; 0 where not generated."""
 
 
-FIELD_DTYPES = TokenFields(
-    input_ids=torch.int64,
-    position_ids=torch.int64,
-    sequence_ids=torch.int32,
-    turn_ids=torch.int32,
-    prompt_mask=torch.bool,
-    loss_mask=torch.bool,
-    rollout_logprobs=torch.float32,
-    policy_versions=torch.int32,
-    returns=torch.float32,
-)
-"""The one table of per-token fields and their dtypes."""
+FIELD_DTYPES = {
+    "input_ids": torch.int64,
+    "position_ids": torch.int64,
+    "sequence_ids": torch.int32,
+    "turn_ids": torch.int32,
+    "prompt_mask": torch.bool,
+    "loss_mask": torch.bool,
+    "rollout_logprobs": torch.float32,
+    "policy_versions": torch.int32,
+    "returns": torch.float32,
+}
+"""The one table of per-token fields and their dtypes, in the order of `TokenFields`."""
 
 
 def build(
@@ -196,7 +196,7 @@ def _run(
 def _fake(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> list[torch.Tensor]:
-    return [words.new_empty(num_tokens, dtype=dtype) for dtype in FIELD_DTYPES]
+    return [words.new_empty(num_tokens, dtype=dtype) for dtype in FIELD_DTYPES.values()]
 
 
 LIBRARY.define(

@@ -114,7 +114,8 @@ def build_forward(
     """Launch the kernel on contiguous inputs and cut the outputs to ``num_tokens``."""
     tiles = triton.cdiv(num_tokens, BLOCK)
     whole = [
-        torch.empty(tiles * BLOCK, dtype=dtype, device=words.device) for dtype in FIELD_DTYPES
+        torch.empty(tiles * BLOCK, dtype=dtype, device=words.device)
+        for dtype in FIELD_DTYPES.values()
     ]
     if tiles:
         # Triton takes a bool pointer for one bit; the masks are bytes

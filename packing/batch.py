@@ -29,7 +29,7 @@ class PackedBatch:
     sequence_ids: torch.Tensor
     """int32 ``[tokens]``: index of the token's sequence."""
     turn_ids: torch.Tensor
-    """int32 ``[tokens]``: turn that generated the token, as in ``turn_returns[turn_ids]``, or -1."""
+    """int32 ``[tokens]``: turn that generated the token, an index of the turn tensors, or -1."""
     prompt_mask: torch.Tensor
     """bool ``[tokens]``: True on prompt and observation tokens."""
     loss_mask: torch.Tensor
@@ -119,7 +119,7 @@ class PackedBatch:
 
         Cost: one copy a tensor. To get a batch to a device, pack it there: that is one copy.
         """
-        moved = {
+        moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self.tensors().items()
         }

@@ -17,8 +17,7 @@ from trajpack.packing.chains import CheckedTurn, find_chains
 from trajpack.packing.conversion import as_integer, as_number
 from trajpack.packing.layout import SPAN_COLUMNS, Arrangement, Layout, Spans, arrange
 from trajpack.packing.staging import GrowingArray, Staging
-from trajpack.packing.types import Trajectory, Turn  # noqa: F401  (Turn: for the examples)
-
+from trajpack.packing.types import Trajectory
 
 TURN_COLUMNS = ("version_start", "version_end", "truncated")
 
@@ -53,6 +52,7 @@ def pack(
     Cost: as `TrajectoryBuffer.add` for each and `TrajectoryBuffer.pack` once.
 
     Example:
+        >>> from trajpack import Trajectory, Turn
         >>> first = Turn([1, 2], [3, 4], [-0.1, -0.2], reward=-1.0)
         >>> second = Turn([1, 2, 3, 4, 5], [6], [-0.3], reward=1.0)
         >>> batch = pack([Trajectory("a", [first, second], turn_discount=0.5)])
@@ -83,6 +83,7 @@ class TrajectoryBuffer:
         capacity: Tokens it may hold; unlimited if ``None``.
 
     Example:
+        >>> from trajpack import Trajectory, Turn
         >>> buffer = TrajectoryBuffer(capacity=100)
         >>> buffer.add(Trajectory("a", [Turn([1, 2], [3], [-0.5])]))
         >>> len(buffer), buffer.num_turns, buffer.num_tokens
@@ -105,6 +106,14 @@ class TrajectoryBuffer:
         self._turns = GrowingArray(np.int32, width=len(TURN_COLUMNS))
         self._num_turns = GrowingArray(np.int32)
         self._discounts = GrowingArray(np.float64)
+        self._growing = (
+            self._spans,
+            self._chain_words,
+            self._rewards,
+            self._turns,
+            self._num_turns,
+            self._discounts,
+        )
         self._labels: list[Labels] = []
         self._num_tokens = 0
         self._num_generated = 0
@@ -133,9 +142,7 @@ class TrajectoryBuffer:
     @property
     def num_bytes(self) -> int:
         """Bytes its content takes: 4 a token, 4 more a generated token, and the turn tables."""
-        tables = (self._spans, self._chain_words, self._rewards, self._turns)
-        tables += (self._num_turns, self._discounts)
-        return 4 * self._staging.used + sum(table.rows.nbytes for table in tables)
+        return 4 * self._staging.used + sum(table.rows.nbytes for table in self._growing)
 
     def add(self, trajectory: Trajectory) -> None:
         """Check a trajectory and store what is new in each of its turns.
@@ -181,10 +188,8 @@ class TrajectoryBuffer:
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""
         self._staging.clear()
-        for table in (self._spans, self._chain_words, self._rewards, self._turns):
+        for table in self._growing:
             table.clear()
-        self._num_turns.clear()
-        self._discounts.clear()
         self._labels.clear()
         self._num_tokens = 0
         self._num_generated = 0

@@ -63,9 +63,7 @@ def check_turn(trajectory_id: str, index: int, turn: Turn) -> CheckedTurn:
         where, turn.version_spans, turn.version_start, turn.version_end, completion.size
     )
     reward = as_number(f"{where}reward", turn.reward)
-    return CheckedTurn(
-        prompt, completion, logprobs, reward, bool(turn.truncated), runs, start, end
-    )
+    return CheckedTurn(prompt, completion, logprobs, reward, bool(turn.truncated), runs, start, end)
 
 
 def find_chains(trajectory: Trajectory) -> tuple[list[CheckedTurn], list[int], list[CheckedTurn]]:

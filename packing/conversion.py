@@ -134,7 +134,7 @@ def as_version_runs(
     return merged, first, last
 
 
-def same_values(left: Any, right: Any, dtype: npt.DTypeLike = None) -> bool:
+def same_values(left: Any, right: Any, dtype: npt.DTypeLike | None = None) -> bool:
     """Tell whether two array-likes hold the same values, as ``dtype`` where it is given."""
     with np.errstate(over="ignore"):
         return bool(np.array_equal(_host(left, dtype), _host(right, dtype)))
@@ -197,7 +197,7 @@ def _odd_one(values: Sequence[Any], typecode: str) -> str:
     return repr(values)  # pragma: no cover - a sequence that changes while it is read
 
 
-def _host(values: Any, dtype: npt.DTypeLike = None) -> npt.NDArray[Any]:
+def _host(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         if values.dtype == torch.bfloat16:

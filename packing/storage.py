@@ -9,8 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trajpack.packing.batch import PackedBatch
 
 FORMAT = "trajpack.PackedBatch"
@@ -41,15 +39,15 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             _check_schema(path, metadata)
-            tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
-    host: dict[str, Any] = json.loads(metadata["host"])
-    host = {k: tuple(v) if isinstance(v, list) else v for k, v in host.items()}
-    return PackedBatch(**tensors, **host)
+            values: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        host = json.loads(metadata["host"])
+        values.update((k, tuple(v) if isinstance(v, list) else v) for k, v in host.items())
+        return PackedBatch(**values)
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{os.fspath(path)} is not a readable packed batch: {error}") from error
 
 
 def _check_schema(path: str | os.PathLike[str], metadata: dict[str, str]) -> None:

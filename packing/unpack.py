@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
             task_id=batch.task_ids[index],
             birth_time_ms=batch.birth_times_ms[index],
         )
-        for index, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        for index, (begin, end) in enumerate(pairwise(bounds))
     ]
 
 
@@ -54,7 +55,4 @@ def _spans(versions: npt.NDArray[np.int32]) -> list[VersionSpan] | None:
     if not changes.size:
         return None
     bounds = [0, *changes.tolist(), len(versions)]
-    return [
-        VersionSpan(int(versions[start]), start, end)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [VersionSpan(int(versions[start]), start, end) for start, end in pairwise(bounds)]

@@ -1,0 +1,62 @@
+"""Set-up of every test: Triton's interpreter, reproducible examples, visible garbage."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated
+
+settings.register_profile("trajpack", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("trajpack")
+
+GARBAGE = 0x5A
+"""Byte that uninitialised memory of trajpack is filled with, where it is not NaN."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def poisoned_memory() -> Iterator[None]:
+    """Fill memory that trajpack allocates uninitialised, so that an unwritten output shows."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (torch, "empty"),
+            (torch, "empty_like"),
+            (torch.Tensor, "new_empty"),
+            (np, "empty"),
+            (np, "empty_like"),
+        ):
+            patch.setattr(owner, name, _poisoning(getattr(owner, name)))
+        yield
+
+
+def _poisoning(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        fresh = allocate(*args, **kwargs)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("trajpack."):
+            _poison(torch.from_numpy(fresh) if isinstance(fresh, np.ndarray) else fresh)
+        return fresh
+
+    return poisoned
+
+
+def _poison(fresh: torch.Tensor) -> None:
+    if fresh.is_floating_point():
+        fresh.fill_(float("nan"))
+    elif fresh.device.type != "meta" and fresh.numel():
+        fresh.view(torch.uint8).fill_(GARBAGE)

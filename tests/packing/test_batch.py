@@ -1,0 +1,146 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack.trajectory_testing import assert_batches_equal, random_trajectory
+
+
+def some_trajectories(count=3):
+    generator = np.random.default_rng(0)
+    sizes = {"prompt": (1, 9), "completion": (1, 9), "vocabulary": 64}
+    drawn = [random_trajectory(generator, f"t{i}", num_turns=1 + i, **sizes) for i in range(count)]
+    broken = Trajectory("broken", [Turn([1], [2], [-1.0]), Turn([3], [4], [-1.0], truncated=True)])
+    return [*drawn, dataclasses.replace(broken, group="g", task_id=3, birth_time_ms=2**45)]
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_a_saved_batch_is_loaded_exactly(tmp_path, layout):
+    batch = pack(some_trajectories(), layout=layout)
+    batch.save(tmp_path / "batch.safetensors")
+    loaded = PackedBatch.load(tmp_path / "batch.safetensors")
+    assert_batches_equal(batch, loaded)
+    assert loaded.unpack() == some_trajectories()
+
+
+def test_an_empty_batch_is_saved_and_loaded(tmp_path):
+    pack([]).save(tmp_path / "batch.safetensors")
+    assert_batches_equal(pack([]), PackedBatch.load(tmp_path / "batch.safetensors"))
+
+
+def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "batch.safetensors"
+    pack(some_trajectories(1)).save(path)
+    before = path.read_bytes()
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        pack(some_trajectories()).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_saving_into_a_missing_folder_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        pack([]).save(tmp_path / "nowhere" / "batch.safetensors")
+
+
+def test_files_that_are_no_batch_are_refused(tmp_path):
+    path = tmp_path / "batch.safetensors"
+    with pytest.raises(FileNotFoundError):
+        PackedBatch.load(path)
+    path.write_bytes(b"not a safetensors file")
+    with pytest.raises(ValueError, match="is not a readable packed batch"):
+        PackedBatch.load(path)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"its format is None, expected 'trajpack.PackedBatch'"):
+        PackedBatch.load(path)
+    save_file(
+        {"x": torch.zeros(1)}, path, {"format": "trajpack.PackedBatch", "schema_version": "9"}
+    )
+    with pytest.raises(ValueError, match="has schema version 9, this release reads version 1"):
+        PackedBatch.load(path)
+    save_file(
+        {"x": torch.zeros(1)}, path, {"format": "trajpack.PackedBatch", "schema_version": "1"}
+    )
+    with pytest.raises(ValueError, match="is not a readable packed batch"):
+        PackedBatch.load(path)
+
+
+def test_a_batch_moves_between_devices_with_all_its_fields():
+    batch = pack(some_trajectories())
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    assert all(tensor.is_meta for tensor in moved.tensors().values())
+    assert moved.ids == batch.ids
+
+
+def test_a_batch_says_what_it_holds():
+    turns = [Turn([1, 2], [3] * 1500, [0.0] * 1500, version_end=2), Turn([4], [5], [0.0])]
+    batch = pack([Trajectory("a", turns)])
+    assert repr(batch) == (
+        "PackedBatch('merged': 1 trajectories, 2 turns in 2 sequences; 1,504 tokens, "
+        "1,501 generated; longest 1,502; policy versions 0 to 2; cpu)"
+    )
+    assert "meta" in repr(batch.to("meta"))
+
+
+def make_model(family, attention):
+    import transformers
+
+    config = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attn_implementation": attention,
+    }
+    torch.manual_seed(0)
+    if family == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_a_packed_batch_gives_the_logits_of_its_separate_sequences(family, attention, layout):
+    model = make_model(family, attention)
+    single = Trajectory("single", [Turn([5], [], [])])  # a sequence of one token
+    batch = pack([single, *some_trajectories(), single], layout=layout)
+    with torch.no_grad():
+        packed = model(**batch.model_inputs()).logits[0]
+        alone = [model(ids[None]).logits[0] for ids in batch.input_ids.split(batch.seqlens)]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-5)
+
+
+def test_model_inputs_leave_no_room_for_the_silent_traps():
+    inputs = pack(some_trajectories()).model_inputs()
+    assert "attention_mask" not in inputs
+    assert inputs["use_cache"] is False
+    assert inputs["input_ids"].shape == inputs["position_ids"].shape
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+    assert isinstance(inputs["max_length_q"], int)
+
+
+@pytest.mark.parametrize("change", [{"use_cache": True}, {"attention_mask": None}])
+def test_the_traps_are_real(change):
+    """A cache or a mask of ones lets sequences see each other: why `model_inputs` excludes them."""
+    model = make_model("qwen3", "sdpa")
+    batch = pack(some_trajectories())
+    if "attention_mask" in change:
+        change = {"attention_mask": torch.ones(1, batch.num_tokens, dtype=torch.long)}
+    with torch.no_grad():
+        right = model(**batch.model_inputs()).logits
+        wrong = model(**batch.model_inputs() | change).logits
+    assert (right - wrong).abs().max() > 1e-3

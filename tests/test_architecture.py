@@ -1,0 +1,100 @@
+"""Imports point one way, files stay small, and optional packages stay optional."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ALLOWED = {
+    "kernels": {"kernels"},
+    "packing": {"kernels", "packing"},
+    "agent": {"packing", "agent"},
+}
+PRODUCT = sorted(
+    path for folder in (*ALLOWED, "src/trajpack") for path in (ROOT / folder).rglob("*.py")
+)
+MAX_LINES = 300
+MAX_FUNCTION_LINES = 40
+CLI_ONLY = {"typer", "rich"}
+OPTIONAL = {"triton", "transformers", "math_verify", "reasoning_gym", "hypothesis"} | CLI_ONLY
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node
+
+
+def product_files():
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in PRODUCT]
+
+
+@pytest.mark.parametrize("layer", ALLOWED)
+def test_imports_point_from_agent_to_packing_to_kernels(layer):
+    for path in (ROOT / layer).rglob("*.py"):
+        for module, _ in imported_modules(ast.parse(path.read_text())):
+            parts = module.split(".")
+            if parts[0] == "trajpack":
+                assert len(parts) > 1, f"{path} imports the facade"
+                assert parts[1] in ALLOWED[layer], f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", product_files())
+def test_imports_are_absolute_and_private_names_stay_in_their_folder(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            if (node.module or "").startswith("trajpack"):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert not private, f"line {node.lineno} imports {private}"
+
+
+@pytest.mark.parametrize("path", product_files())
+def test_files_and_functions_stay_within_their_budgets(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1 - docstring_lines(node)
+            is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            assert lines <= MAX_FUNCTION_LINES or is_kernel, f"{node.name} has {lines} lines"
+
+
+def docstring_lines(node):
+    if ast.get_docstring(node) is None:
+        return 0
+    return node.body[0].end_lineno - node.body[0].lineno + 1
+
+
+@pytest.mark.parametrize("path", product_files())
+def test_only_triton_files_import_triton_when_they_are_imported(path):
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and not path.name.endswith("_triton.py"):
+            for module, _ in imported_modules(ast.Module([node], [])):
+                assert module.split(".")[0] not in OPTIONAL - CLI_ONLY, module
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True
+    )
+    return done.stdout.split()
+
+
+def test_importing_the_package_loads_no_optional_package():
+    loaded = run_python("import sys, trajpack; print(*{m.split('.')[0] for m in sys.modules})")
+    assert not OPTIONAL & set(loaded)
+
+
+def test_importing_the_package_adds_little_to_importing_torch():
+    code = (
+        "import time, torch, numpy; begin = time.perf_counter(); import trajpack; "
+        "print(time.perf_counter() - begin)"
+    )
+    seconds = min(float(run_python(code)[0]) for _ in range(3))
+    assert seconds < 0.3

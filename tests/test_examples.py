@@ -1,0 +1,51 @@
+"""Every example runs: in docstrings, in the README, in docs/ and in examples/."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    ".".join(("trajpack", *path.relative_to(ROOT).with_suffix("").parts))
+    for layer in ("kernels", "packing", "agent")
+    for path in (ROOT / layer).rglob("*.py")
+    if ">>>" in path.read_text()
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_of_a_page_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    if not blocks:
+        pytest.skip("no python in this page")
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    names = {"__name__": "page"}
+    for block in blocks:
+        if ">>>" in block:
+            runner.run(parser.get_doctest(block, names, page.name, str(page), 0), clear_globs=False)
+        else:
+            exec(compile(block, str(page), "exec"), names)
+    assert not runner.failures
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_example_scripts_run(script, tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run(
+        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, env=environment, check=True
+    )

@@ -1,0 +1,97 @@
+"""The shape of the repository: real files in root folders, one import name through three links."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ["kernels", "packing", "agent"]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_each_layer_is_a_relative_link_to_its_root_folder(layer):
+    link = ROOT / "src" / "trajpack" / layer
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../../{layer}"
+    assert link.resolve() == ROOT / layer
+    assert any((ROOT / layer).glob("*.py"))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_root_folder_is_a_package_of_its_own(layer):
+    # a root kernels/ that can be imported would shadow the package that transformers imports
+    assert not list((ROOT / layer).rglob("__init__.py"))
+
+
+def test_kernels_is_never_this_repository():
+    found = importlib.util.find_spec("kernels")
+    locations = [] if found is None else [found.origin, *(found.submodule_search_locations or [])]
+    outside = [where for where in locations if where and not Path(where).is_relative_to(ROOT)]
+    # a namespace without __init__.py may be seen from the root, but holds no module of its own
+    assert outside or found is None or found.loader is None or found.origin is None
+
+
+def test_the_top_level_holds_what_the_design_names():
+    for name in ["pyproject.toml", *LAYERS, "benchmarks", "tests", "docs", "examples", "src"]:
+        assert (ROOT / name).exists(), name
+    for name in ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", ".ci/run"]:
+        assert (ROOT / name).is_file(), name
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """Build sdist and wheel without isolation: setuptools is part of the installation."""
+    out = tmp_path_factory.mktemp("dist")
+    code = (
+        "import setuptools.build_meta as backend, sys; out = sys.argv[1]\n"
+        "backend.build_wheel(out); backend.build_sdist(out)"
+    )
+    copy = tmp_path_factory.mktemp("tree") / "trajpack"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.split("\0")  # fmt: skip
+    if names == [""]:
+        pytest.skip("not a git checkout: there is no list of the files to build from")
+    for name in filter(None, names):
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).exists():
+            target.write_bytes((ROOT / name).read_bytes())
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(out)],
+        cwd=copy, check=True, capture_output=True,
+    )  # fmt: skip
+    return out
+
+
+def test_the_wheel_holds_one_package_with_real_files(built):
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ["__init__.py", "py.typed", "cli.py", *(f"{layer}/" for layer in LAYERS)]:
+        assert any(entry.startswith(f"trajpack/{name}") for entry in names), name
+    tops = {entry.split("/")[0] for entry in names}
+    assert tops == {"trajpack", *(top for top in tops if top.endswith(".dist-info"))}
+    in_wheel = {entry for entry in names if entry.endswith(".py")}
+    in_tree = {
+        f"trajpack/{path.relative_to(ROOT)}"
+        for layer in LAYERS
+        for path in (ROOT / layer).rglob("*.py")
+    }
+    assert in_tree <= in_wheel
+
+
+def test_the_sdist_holds_the_layers(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for layer in LAYERS:
+        assert any(name.startswith(f"src/trajpack/{layer}/") for name in names), layer

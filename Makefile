@@ -1,0 +1,51 @@
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## Show what can be made
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# exact versions; torch is installed by itself first, so that no other package chooses its build
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+.PHONY: install
+install: $(STAMP) ## Make the virtual environment with everything in it
+
+.PHONY: demo
+demo: install ## Roll out a small model on a built-in task, pack the turns, look at the batch
+	$(BIN)/trajpack rollout --out demo/batch.safetensors --answers demo/answers
+	$(BIN)/trajpack inspect demo/batch.safetensors
+
+.PHONY: check
+check: install ## Format, lint and type check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.PHONY: test
+test: install ## Run every test that needs no GPU
+	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --dist loadgroup -m "not gpu"
+
+# the next two also run without `make install`, where torch, triton and pytest are there already
+GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
+
+.PHONY: test-gpu
+test-gpu: ## Run the tests that need a CUDA device
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
+
+.PHONY: bench
+bench: install ## Time the host path
+	$(BIN)/python -m pytest benchmarks -q --benchmark-only --benchmark-columns=min,median,rounds -m "not gpu"
+
+.PHONY: bench-gpu
+bench-gpu: ## Time the device path; needs a CUDA device
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks -q --benchmark-only -m gpu

@@ -88,7 +88,7 @@ def discounted_returns_reference(
     segment = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
     end = cu_seqlens[1:].long()[segment]
     weight = discount.double()[segment]
-    sums = rewards.double()
+    sums = rewards.double() + 0.0  # no -0, which a round of adding 0 would turn into 0
     reach = 1
     while reach < entries:
         later = torch.where(index[:-reach] + reach < end[:-reach], sums[reach:], 0.0)

@@ -205,7 +205,8 @@ def read_limits(model: Any, batching: Any, eos_token_ids: frozenset[int]) -> Lim
 
 def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]:
     """Return the tokens that end a completion: as given, or else the model's own."""
-    for given in (eos_token_id, model.generation_config.eos_token_id, model.config.eos_token_id):
+    holders = (model.generation_config, model.config.get_text_config())
+    for given in (eos_token_id, *(getattr(holder, "eos_token_id", None) for holder in holders)):
         if given is not None:
             return frozenset([given] if isinstance(given, int) else given)
     return frozenset()

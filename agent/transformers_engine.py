@@ -249,7 +249,8 @@ class TransformersEngine:
         prompt = batching.read_prompt(token_ids, params.max_new_tokens, limits)
         request_id = f"{next(self._request_numbers)}:{qid}"
         self._batching.register_result_handler(request_id, self._report)
-        accepted = self._batching.add_request(
+        # If generation is dying it drops the request; then the watch replies, with the cause.
+        self._batching.add_request(
             prompt,
             request_id=request_id,
             max_new_tokens=params.max_new_tokens,
@@ -257,10 +258,6 @@ class TransformersEngine:
             streaming=True,
             **batching.processor_arguments(params, limits.vocabulary_size),
         )
-        if accepted is None:
-            self._batching.output_router.result_handlers.pop(request_id, None)
-            cause = self._batching.background_thread_status.fatal_error
-            raise RuntimeError(f"generation has died: {cause!r}") from cause
         self._requests[request_id] = Request(qid, prompt)
         episode.request_ids.add(request_id)
 

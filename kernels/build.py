@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from trajpack.kernels.build_host import build_on_host
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.validation import check_device, check_tensor
 
 OP = "build"
-
-
-class Run(IntEnum):
-    """Columns of the run table. A run is a stretch of tokens that share all but their index."""
-
-    START = 0
-    """Index of the run's first token in the batch; the next row's START ends the run."""
-    SOURCE = 1
-    """Index of its first token id in the word stream."""
-    LOGPROB = 2
-    """Index of its first log-probability in the word stream; unread where not generated."""
-    POSITION = 3
-    """Position of its first token in its sequence."""
-    SEQUENCE = 4
-    """Sequence it belongs to."""
-    TURN = 5
-    """Turn that generated it, or -1."""
-    VERSION = 6
-    """Policy version that generated it, or -1."""
-
-
-RUN_WIDTH = 8
-"""int32 words in a row of the run table: one 32-byte sector, the last word unused."""
 
 
 class TokenFields(NamedTuple):
@@ -132,60 +109,32 @@ def build_reference(
     No value is read by the host, so it runs on any device.
     """
     start = runs[:, Run.START]
-    lengths = start.diff()
-    turn = runs[:-1, Run.TURN]
+    run = torch.repeat_interleave(start.diff(), output_size=num_tokens).long()
+    offset = torch.arange(num_tokens, device=words.device) - start[run]
+    turn = runs[run, Run.TURN]
     generated = turn >= 0
-    run_returns = turn_returns.new_zeros(turn.shape)
+    logprob = torch.where(generated, runs[run, Run.LOGPROB] + offset, 0)
+    returns = torch.zeros(num_tokens, device=words.device)
     if turn_returns.shape[0]:
-        run_returns = torch.where(generated, turn_returns[turn.clamp(min=0)], run_returns)
-
-    def expand(column: torch.Tensor) -> torch.Tensor:
-        return _repeated(column, lengths, num_tokens)
-
-    index = torch.arange(num_tokens, dtype=torch.int32, device=words.device)
-    loss_mask = expand(generated)
-    source = expand((runs[:, Run.SOURCE] - start)[:-1]).add_(index)
-    logprob = expand(torch.where(generated, (runs[:, Run.LOGPROB] - start)[:-1], 0))
-    logprob.add_(index).mul_(loss_mask)  # word 0 where not generated: read, then masked
+        returns = torch.where(generated, turn_returns[turn.clamp(min=0)], 0.0)
     return TokenFields(
-        input_ids=_widened(_gathered(words, source)),
-        position_ids=_widened(expand((runs[:, Run.POSITION] - start)[:-1]).add_(index)),
-        sequence_ids=expand(runs[:-1, Run.SEQUENCE]),
-        turn_ids=expand(turn),
-        prompt_mask=expand(~generated),
-        loss_mask=loss_mask,
-        rollout_logprobs=(
-            _gathered(words.view(torch.float32), logprob).masked_fill_(~loss_mask, 0.0)
-        ),
-        policy_versions=expand(runs[:-1, Run.VERSION]),
-        returns=expand(run_returns),
+        input_ids=words[runs[run, Run.SOURCE] + offset].long(),
+        position_ids=runs[run, Run.POSITION] + offset,
+        sequence_ids=runs[run, Run.SEQUENCE],
+        turn_ids=turn,
+        prompt_mask=~generated,
+        loss_mask=generated,
+        rollout_logprobs=torch.where(generated, words.view(torch.float32)[logprob], 0.0),
+        policy_versions=runs[run, Run.VERSION],
+        returns=returns,
     )
-
-
-def _repeated(column: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """Repeat each entry of ``column`` as often as ``lengths`` says, ``total`` in all."""
-    if column.device.type != "cpu":
-        return torch.repeat_interleave(column, lengths, output_size=total)
-    # numpy fills run by run, and into huge pages: 10 times faster than torch's gather
-    return torch.from_numpy(np.repeat(column.numpy(), lengths.numpy()))
-
-
-def _gathered(words: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    if words.device.type != "cpu" or not index.shape[0]:
-        return words.index_select(0, index)
-    fresh = torch.from_numpy(np.empty(index.shape[0], np.int32)).view(words.dtype)  # huge pages
-    return torch.index_select(words, 0, index, out=fresh)
-
-
-def _widened(values: torch.Tensor) -> torch.Tensor:
-    if values.device.type != "cpu":
-        return values.long()
-    return torch.from_numpy(values.numpy().astype(np.int64))  # 8 times faster than torch's cast
 
 
 def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> list[torch.Tensor]:
+    if impl == "torch" and words.device.type == "cpu":
+        return build_on_host(words, runs, turn_returns, num_tokens)
     if impl == "torch":
         return list(build_reference(words, runs, turn_returns, num_tokens))
     from trajpack.kernels.build_triton import build_forward

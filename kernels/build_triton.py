@@ -2,8 +2,8 @@
 
 Outputs are allocated in whole tiles, so every store is full width and unmasked. A program
 finds the run that holds its first token by a 64-ary search. A tile inside one run, the common
-case, reads the stream with unmasked vector loads; a tile over several runs first selects, run
-by run, where each of its tokens comes from, then gathers once.
+case, reads the stream without a mask; a tile over several runs takes them one after another,
+each lane from the run it lies in, and stores once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.build import FIELD_DTYPES, RUN_WIDTH, Run
+from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.kernels.runs import RUN_WIDTH, Run
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -122,6 +123,6 @@ def build_forward(
         fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in whole)
         build_kernel[(tiles,)](
             words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
-            BLOCK=BLOCK, num_warps=NUM_WARPS,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return [field[:num_tokens] for field in whole]

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.kernels.build import RUN_WIDTH, Run
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.packing.conversion import INT32_MAX
 
 Layout: TypeAlias = Literal["merged", "turns"]

@@ -214,6 +214,17 @@ def test_a_request_may_fill_the_whole_cache() -> None:
     assert_logprobs(second, logits_of(second))
 
 
+def test_more_requests_than_the_cache_holds_all_finish() -> None:
+    async def body() -> list[GenerationOutput]:
+        async with small_engine(num_blocks=20, eos_token_id=NEVER) as engine:
+            asked = (generate(engine, str(k), PROMPT, SamplingParams(200)) for k in range(5))
+            return await asyncio.gather(*asked)
+
+    for output in asyncio.run(body()):
+        assert len(output.output_ids) == 200
+        assert_logprobs(output, logits_of(output))
+
+
 def test_a_request_beyond_the_positions_of_the_model_is_refused() -> None:
     async def body() -> Reply:
         async with small_engine(num_blocks=600) as engine:

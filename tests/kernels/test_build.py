@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,10 @@ def by_loop(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
 ) -> TokenFields:
     """Write the fields of one token after the other."""
-    fields = TokenFields(*(torch.zeros(num_tokens, dtype=dtype) for dtype in FIELD_DTYPES))
+    fields = TokenFields(*(torch.zeros(num_tokens, dtype=dtype) for dtype in FIELD_DTYPES.values()))
     bits = fields.rollout_logprobs.view(torch.int32)
     table = runs.tolist()
-    for row, following in zip(table, table[1:], strict=False):
+    for row, following in pairwise(table):
         start, source, logprob, position, sequence, turn, version, _ = row
         for step in range(following[Run.START] - start):
             token = start + step

@@ -142,7 +142,7 @@ def test_what_is_not_finite_spreads_only_to_earlier_entries(impl: str, value: fl
     ),
     discount=st.sampled_from([0.0, 0.3, 0.99, 1.0, -0.7]),
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_a_segment_has_the_same_bits_whatever_it_is_packed_with(
     impl: str, segments: list[list[float]], discount: float
 ) -> None:

@@ -168,16 +168,10 @@ def build_batching(
         options["auto_switch_to_flash"] = False
     # A processor exists only where the default differs from the neutral value; each request
     # brings its own values, so these are never used.
-    generation = GenerationConfig(
-        do_sample=True,
-        temperature=0.5,
-        top_p=0.5,
-        top_k=1,
-        max_new_tokens=1,
-        eos_token_id=sorted(eos_token_ids) or -1,
-    )
+    placeholders = {"temperature": 0.5, "top_p": 0.5, "top_k": 1, "max_new_tokens": 1}
+    eos = sorted(eos_token_ids) or -1
     batching = model.init_continuous_batching(
-        generation_config=generation,
+        generation_config=GenerationConfig(do_sample=True, eos_token_id=eos, **placeholders),
         continuous_batching_config=ContinuousBatchingConfig(**options),
     )
     _skip_idle_filters(batching.logit_processor, vocabulary_size(model))

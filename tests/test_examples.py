@@ -37,7 +37,9 @@ def test_python_blocks_of_a_page_run(page):
     names = {"__name__": "page"}
     for block in blocks:
         if ">>>" in block:
-            runner.run(parser.get_doctest(block, names, page.name, str(page), 0), clear_globs=False)
+            example = parser.get_doctest(block, names, page.name, str(page), 0)
+            example.globs = names  # a later block goes on with the names of an earlier one
+            runner.run(example, clear_globs=False)
         else:
             exec(compile(block, str(page), "exec"), names)
     assert not runner.failures

@@ -1,10 +1,16 @@
 """The public surface is a promise: what it holds, that it is sorted, and that it is documented."""
 
+import ast
+import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 
 import trajpack
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ["agent", "kernels"]
 
 
 def test_the_facade_exports_what_users_were_promised():
@@ -36,3 +42,39 @@ def test_no_exported_function_swallows_keywords(name):
     exported = getattr(trajpack, name)
     parameters = inspect.signature(exported).parameters.values()
     assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def names_of_layers():
+    modules = [importlib.import_module(f"trajpack.{layer}") for layer in LAYERS]
+    return [
+        pytest.param(module, name, id=f"{module.__name__}.{name}")
+        for module in modules
+        for name in module.__all__
+    ]
+
+
+@pytest.mark.parametrize(("layer", "name"), names_of_layers())
+def test_every_name_of_a_layer_can_be_imported_and_is_documented(layer, name):
+    exported = getattr(layer, name)
+    assert exported.__name__ == name
+    assert inspect.getdoc(exported)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_type_checkers_are_told_the_same_names(layer):
+    stub = ast.parse((ROOT / layer / "__init__.pyi").read_text())
+    told = {
+        alias.asname: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    module = importlib.import_module(f"trajpack.{layer}")
+    assert sorted(told) == module.__all__
+    for name, source in told.items():
+        assert getattr(importlib.import_module(source), name) is getattr(module, name)
+
+
+def test_an_unknown_name_of_a_layer_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'trajpack.agent' has no attribute 'Agents'"):
+        trajpack.agent.Agents  # noqa: B018

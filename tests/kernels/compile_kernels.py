@@ -51,7 +51,7 @@ def masked_kernel(source, out, num_tokens, BLOCK: tl.constexpr):
 def hinted_kernel(source, out, begin, BLOCK: tl.constexpr):
     """Planted: promises an alignment that only some runs have."""
     token = tl.arange(0, BLOCK)
-    tl.store(out + token, tl.load(tl.multiple_of(source + begin + token, 4)))
+    tl.store(out + token, tl.load(tl.multiple_of(source + begin + token, 16)))
 
 
 class Recorder:

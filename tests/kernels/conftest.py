@@ -15,11 +15,18 @@ import torch
 from filelock import FileLock
 
 
+@pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Skip a test that runs a kernel on CPU tensors where the interpreter is off."""
+    if not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("the interpreter is off where a GPU is present")
+
+
 @pytest.fixture(scope="session", params=["torch", "triton"])
 def impl(request: pytest.FixtureRequest) -> str:
     """Name of an implementation that takes CPU tensors; Triton's runs in its interpreter."""
-    if request.param == "triton" and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("the interpreter is off where a GPU is present")
+    if request.param == "triton":
+        request.getfixturevalue("interpreter")
     return str(request.param)
 
 

@@ -1,0 +1,232 @@
+"""A rollout from start to end: questions, model, engine, environment, agent and runner."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trajpack.agent.causal_model import SetupError, first_line, load_model
+from trajpack.agent.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.math_verify_environment import MathVerifyEnvironment
+from trajpack.agent.protocols import Prompt, SamplingParams
+from trajpack.agent.questions import Question, load_questions, reasoning_gym_questions
+from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner
+from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.transformers_engine import TransformersEngine
+from trajpack.packing.buffer import TrajectoryBuffer
+from trajpack.packing.types import Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """What to roll out, and how.
+
+    The same settings give the same questions, the same weights and the same order of
+    trajectories. They also give the same tokens if ``concurrency`` is 1; otherwise requests
+    share a random generator, and which of them comes first depends on the clock.
+
+    Raises:
+        SetupError: If a value is out of range.
+    """
+
+    dataset: Path | None = None
+    """JSONL file of questions, see `load_questions`; ``None`` makes sums by reasoning-gym."""
+    model: Path | None = None
+    """Folder of a transformers causal language model and its tokenizer; ``None`` makes a tiny
+    one with random weights."""
+    num_prompts: int = 16
+    """How many questions: the first ones of the file, or all if it has fewer."""
+    num_turns: int = 3
+    """Turns of an episode."""
+    group_size: int = 2
+    """Episodes for each question."""
+    concurrency: int = 16
+    """Episodes in flight at most."""
+    max_new_tokens: int = 32
+    """Tokens of one completion at most."""
+    turn_discount: float = 1.0
+    """Discount from one turn to the next."""
+    device: str = "cpu"
+    """Where the model runs and the batch is packed."""
+    seed: int = 0
+    """Of the tiny model's weights, the questions made and the sampling."""
+    answers: Path | None = None
+    """Folder of the answer log; ``None`` keeps none."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "num_turns", "group_size", "concurrency", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise SetupError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not math.isfinite(self.turn_discount):
+            raise SetupError(f"turn_discount must be finite, got {self.turn_discount}")
+        if not 0 <= self.seed < 2**32:
+            raise SetupError(f"seed must be in [0, 2**32), got {self.seed}")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Everything episodes need, made and checked before the first one begins."""
+
+    settings: RolloutSettings
+    """As given."""
+    questions: list[Question]
+    """What is asked, in order."""
+    prompts: list[Prompt]
+    """The same questions as the model sees them."""
+    model: Any
+    """On its device."""
+    tokenizer: Any
+    """Of the model."""
+    agent: MathMultiTurnAgent
+    """Leads the conversations."""
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes of the whole rollout."""
+        return len(self.prompts) * self.settings.group_size
+
+    @asynccontextmanager
+    async def episodes(
+        self, on_progress: Callable[[Progress], None] | None = None
+    ) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
+        """Start environment and engine, and give the results as episodes finish.
+
+        Leaving the context, or being cancelled in it, cancels every episode in flight and
+        shuts both down.
+
+        Raises:
+            SetupError: If the engine cannot run the model.
+        """
+        settings = self.settings
+        async with AsyncExitStack() as stack:
+            environment = await stack.enter_async_context(MathVerifyEnvironment(self.questions))
+            try:
+                engine = TransformersEngine(self.model, seed=settings.seed)
+                await stack.enter_async_context(engine)
+            except (RuntimeError, ValueError) as error:
+                raise SetupError(
+                    f"the engine cannot run this model: {first_line(error)}"
+                ) from error
+            runner = RolloutRunner(
+                engine,
+                self.agent,
+                environment,
+                concurrency=settings.concurrency,
+                group_size=settings.group_size,
+                on_progress=on_progress,
+            )
+            yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
+
+    def outcome(self, results: Iterable[EpisodeResult]) -> RolloutOutcome:
+        """Put results, which come as they finish, into the order of the prompts."""
+        place = {prompt.id: index for index, prompt in enumerate(self.prompts)}
+        ordered = sorted(results, key=lambda result: (place[result.prompt.id], result.sample))
+        return RolloutOutcome(tuple(ordered))
+
+
+@dataclass(frozen=True)
+class RolloutOutcome:
+    """What came of the episodes that finished, by prompt and sample."""
+
+    results: tuple[EpisodeResult, ...]
+    """One for each episode that finished."""
+    trajectories: tuple[Trajectory, ...] = field(init=False)
+    """Of all episodes that did not fail."""
+
+    def __post_init__(self) -> None:
+        trajectories = (item for result in self.results for item in result.trajectories)
+        object.__setattr__(self, "trajectories", tuple(trajectories))
+
+    @property
+    def failures(self) -> Counter[str]:
+        """How many episodes failed, by reason."""
+        return Counter(result.error.reason for result in self.results if result.error is not None)
+
+    def fill_buffer(self, device: torch.device | str) -> TrajectoryBuffer:
+        """Return a buffer for ``device`` that holds the trajectories."""
+        buffer = TrajectoryBuffer(device=device)
+        for trajectory in self.trajectories:
+            buffer.add(trajectory)
+        return buffer
+
+
+def prepare_rollout(settings: RolloutSettings) -> Rollout:
+    """Load or make what a rollout needs, and check that it fits together.
+
+    Raises:
+        SetupError: With one line for the user, if a file cannot be read, the device does not
+            exist, or a question is too long for the model.
+        ModuleNotFoundError: If an optional package is missing.
+
+    Cost: imports transformers, some seconds, and loads the model.
+    """
+    questions = _choose_questions(settings)
+    device = _check_device(settings.device)
+    if settings.model is None:
+        model, tokenizer = build_tiny_model(settings.seed)
+    else:
+        model, tokenizer = load_model(settings.model)
+    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    prompts = [_encode(question, tokenizer) for question in questions]
+    for prompt in prompts:
+        total = len(prompt.input_ids) + settings.max_new_tokens
+        if max_positions is not None and total > max_positions:
+            raise SetupError(
+                f"question {prompt.id!r} is too long: {len(prompt.input_ids):,} tokens and "
+                f"{settings.max_new_tokens:,} new ones exceed the model's {max_positions:,} positions"
+            )
+    agent = MathMultiTurnAgent(
+        SamplingParams(max_new_tokens=settings.max_new_tokens),
+        tokenizer,
+        settings.answers,
+        turn_level_discount=settings.turn_discount,
+        num_turns=settings.num_turns,
+        max_total_tokens=max_positions,
+    )
+    try:
+        model = model.to(device)
+    except RuntimeError as error:
+        raise SetupError(f"the model does not fit {device}: {first_line(error)}") from error
+    return Rollout(settings, questions, prompts, model, tokenizer, agent)
+
+
+def _choose_questions(settings: RolloutSettings) -> list[Question]:
+    if settings.dataset is None:
+        return reasoning_gym_questions(size=settings.num_prompts, seed=settings.seed)
+    try:
+        questions = load_questions(settings.dataset)
+    except OSError as error:
+        raise SetupError(f"cannot read {settings.dataset}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise SetupError(str(error)) from error
+    return questions[: settings.num_prompts]
+
+
+def _check_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError) as error:
+        raise SetupError(f"device {name!r} cannot be used: {first_line(error)}") from error
+    return device
+
+
+def _encode(question: Question, tokenizer: Any) -> Prompt:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            list(question.messages), tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, ValueError) as error:
+        reason = first_line(error)
+        raise SetupError(f"question {question.id!r} cannot be put as a chat: {reason}") from error
+    input_ids = tokenizer.encode(text, add_special_tokens=False)
+    return Prompt(question.id, input_ids, task_id=question.task_id)

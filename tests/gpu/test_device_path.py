@@ -1,0 +1,245 @@
+"""The device path on real hardware: right, repeatable, asynchronous, capturable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
+from trajpack.kernels.build import TokenFields, build
+from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.testing import assert_same_bits, boundaries, random_build_inputs, returns_by_loop
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = ("merged", "turns")
+SCANNED = {"turn_returns", "returns"}
+"""Fields that hold sums; all others are moved, bit for bit."""
+
+
+@pytest.fixture
+def sync_is_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def random_trajectories(num: int, longest: int, seed: int = 0) -> list[Trajectory]:
+    """Conversations of 1 to 6 turns, each with up to ``longest`` new tokens a turn."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for index in range(num):
+        turns, seen = [], rng.integers(0, 2**31 - 1, 0)
+        for _ in range(rng.integers(1, 7)):
+            prompt = np.concatenate([seen, rng.integers(0, 150_000, rng.integers(1, longest))])
+            completion = rng.integers(0, 150_000, rng.integers(0, longest))
+            logprobs = -rng.random(len(completion))
+            version = int(rng.integers(5))
+            turns.append(Turn(prompt, completion, logprobs, rng.normal(), False, version, version))
+            seen = np.concatenate([prompt, completion]) if rng.random() < 0.8 else prompt[:1]
+        trajectories.append(Trajectory(str(index), turns, turn_discount=rng.random()))
+    return trajectories
+
+
+def filled_buffer(trajectories: list[Trajectory], device: str = "cuda") -> TrajectoryBuffer:
+    buffer = TrajectoryBuffer(device=device)
+    for trajectory in trajectories:
+        buffer.add(trajectory)
+    return buffer
+
+
+def assert_close_to(actual: torch.Tensor, exact: np.ndarray) -> None:
+    """Assert float32 roundings of ``exact``: 1 ulp, and what float64 loses of the largest."""
+    allowed = np.spacing(np.abs(exact).astype(np.float32)) + 1e-13 * np.abs(exact).max(initial=0)
+    error = np.abs(actual.detach().cpu().double().numpy() - exact)
+    assert (error <= allowed).all(), f"off by {(error / allowed).max():.3g} times the tolerance"
+
+
+def assert_same_fields(actual: TokenFields, expected: TokenFields) -> None:
+    for name, *pair in zip(TokenFields._fields, actual, expected, strict=True):
+        assert_same_bits(*pair, name)
+
+
+def assert_same_batch(actual: PackedBatch, expected: PackedBatch, skip: Any = ()) -> None:
+    for name, tensor in expected.tensors().items():
+        if name not in skip:
+            assert_same_bits(actual.tensors()[name], tensor, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", ["many turns", "block edges", "long", "many entries"])
+def test_returns_equal_the_float64_loop(shape: str, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    lengths = {
+        "many turns": rng.integers(0, 9, 20_000),
+        "block edges": rng.choice([0, 1, 63, 64, 65, 127, 128, 129], 1000),
+        "long": np.array([100_000, 3, 0, 40_000]),
+        "many entries": rng.integers(50, 2000, 1000),
+    }[shape].tolist()
+    discounts = rng.uniform(-1, 1, len(lengths))
+    rewards = torch.from_numpy(rng.standard_normal(sum(lengths))).to(dtype)
+    exact = returns_by_loop(rewards.numpy(), lengths, discounts)
+    on_device = (t.cuda() for t in (rewards, boundaries(lengths), torch.from_numpy(discounts)))
+    assert_close_to(discounted_returns(*on_device), exact)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gradients_on_the_device_are_those_on_the_host(impl: Any) -> None:
+    lengths = [70, 0, 3, 1, 400]
+    grads = []
+    for device in ("cpu", "cuda"):
+        rewards = torch.zeros(sum(lengths), dtype=torch.float64, device=device).requires_grad_()
+        weight = torch.linspace(-1, 1, sum(lengths), device=device)
+        chosen = impl if device == "cuda" else "torch"
+        returns = discounted_returns(rewards, boundaries(lengths).to(device), 0.9, chosen)
+        (returns * weight).sum().backward()
+        grads.append(rewards.grad.cpu())  # type: ignore[union-attr]
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("shape", ["8 million tokens", "tiny runs", "few long runs", "tile edges"])
+def test_build_equals_the_host_bit_for_bit(shape: str, impl: Any) -> None:
+    rng = np.random.default_rng(0)
+    lengths = {
+        "8 million tokens": rng.integers(50, 4000, 4096),
+        "tiny runs": rng.integers(0, 9, 200_000),
+        "few long runs": np.array([1_000_000, 0, 3, 70_000]),
+        "tile edges": rng.choice([0, 1, 1023, 1024, 1025, 2048], 300),
+    }[shape].tolist()
+    *inputs, num_tokens = random_build_inputs(rng, lengths, num_turns=1000)
+    expected = build(*inputs, num_tokens, "torch")  # type: ignore[arg-type]
+    words, runs, returns = (tensor.cuda() for tensor in inputs)  # type: ignore[attr-defined]
+    assert_same_fields(build(words, runs, returns, num_tokens, impl), expected)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_build_takes_words_at_any_address(offset: int) -> None:
+    words, runs, returns, num_tokens = random_build_inputs(np.random.default_rng(0), [5000, 7, 90])
+    shifted = torch.cat([words[:offset], words]).cuda()[offset:]
+    actual = build(shifted, runs.cuda(), returns.cuda(), num_tokens)
+    assert_same_fields(actual, build(words, runs, returns, num_tokens))
+
+
+def test_kernels_repeat_bit_for_bit() -> None:
+    rng = np.random.default_rng(0)
+    words, runs, returns, num_tokens = random_build_inputs(rng, rng.integers(0, 3000, 500).tolist())
+    inputs = words.cuda(), runs.cuda(), returns.cuda(), num_tokens
+    rewards, lengths = torch.randn(100_000, device="cuda"), [50_000, 49_000, *[10] * 100]
+    cu_seqlens = boundaries(lengths).cuda()
+    fields = build(*inputs)
+    scanned = discounted_returns(rewards, cu_seqlens, 0.999)
+    for _ in range(20):
+        assert_same_fields(build(*inputs), fields)
+        assert_same_bits(discounted_returns(rewards, cu_seqlens, 0.999), scanned)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("num", "longest"), [(1, 2), (300, 20), (256, 2500)])
+def test_a_batch_is_the_same_on_device_and_host(layout: Any, num: int, longest: int) -> None:
+    trajectories = random_trajectories(num, longest)
+    on_host, on_device = (
+        filled_buffer(trajectories, device).pack(layout=layout) for device in ("cpu", "cuda")
+    )
+    assert_same_batch(on_device, on_host, skip=SCANNED)
+    for name in SCANNED:
+        assert_close_to(on_device.tensors()[name], on_host.tensors()[name].double().numpy())
+    assert on_device.seqlens == on_host.seqlens
+    assert on_device.unpack() == trajectories
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trajectory_has_the_same_bits_whatever_it_is_packed_with(layout: Any) -> None:
+    trajectories = random_trajectories(60, 700)
+    together = filled_buffer(trajectories).pack(layout=layout)
+    alone = [filled_buffer([each]).pack(layout=layout) for each in trajectories]
+    for name in ("input_ids", "position_ids", "loss_mask", "rollout_logprobs", *SCANNED):
+        parts = torch.cat([batch.tensors()[name] for batch in alone])
+        assert_same_bits(together.tensors()[name], parts, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pack_never_waits_for_the_device(layout: Any, request: pytest.FixtureRequest) -> None:
+    buffer = filled_buffer(random_trajectories(100, 300))
+    expected = buffer.pack(layout=layout)  # compiles
+    request.getfixturevalue("sync_is_error")
+    batch = buffer.pack(layout=layout)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_same_batch(batch, expected)
+
+
+def test_a_wait_for_the_device_would_be_noticed(sync_is_error: None) -> None:
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(3, device="cuda").sum().item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pack_is_captured_in_a_graph(layout: Any) -> None:
+    buffer = filled_buffer(random_trajectories(100, 300))
+    expected = buffer.pack(layout=layout)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = buffer.pack(layout=layout)
+    for tensor in captured.tensors().values():
+        tensor.zero_()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_batch(captured, expected)
+
+
+def test_a_pack_keeps_to_the_current_stream() -> None:
+    buffer = filled_buffer(random_trajectories(100, 300))
+    expected = buffer.pack()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        batch = buffer.pack()
+        assert not stream.query(), "the host did not wait for the copy or the kernels"
+    stream.synchronize()
+    assert_same_batch(batch, expected)
+
+
+def test_a_batch_in_flight_survives_the_next_fill_of_the_buffer() -> None:
+    first, second = random_trajectories(50, 2000), random_trajectories(50, 2000, seed=1)
+    buffer = filled_buffer(first)
+    torch.cuda._sleep(100_000_000)  # the copy has not begun when the buffer is filled again
+    batch = buffer.pack()
+    buffer.clear()
+    for trajectory in second:
+        buffer.add(trajectory)
+    assert batch.unpack() == first
+    assert buffer.pack().unpack() == second
+
+
+def test_the_buffer_is_pinned_through_its_growth() -> None:
+    buffer = TrajectoryBuffer(device="cuda")
+    for trajectory in random_trajectories(20, 500):
+        buffer.add(trajectory)
+        assert buffer._staging._words.is_pinned()
+
+
+def test_the_device_sees_one_copy_and_two_kernels() -> None:
+    buffer = filled_buffer(random_trajectories(100, 300))
+    buffer.pack()  # compiles
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        buffer.pack()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    names = [event.name for event in profile.events() if event.device_type == on_device]
+    if not names:
+        pytest.skip("the profiler sees no device")
+    assert sum("Memcpy" in name for name in names) == 1, names
+    assert sorted(n for n in names if "Mem" not in n) == [
+        "build_kernel",
+        "discounted_returns_kernel",
+    ], names

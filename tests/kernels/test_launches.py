@@ -1,0 +1,142 @@
+"""What `pack` asks of the device: launches, compiled variants, copies, and no answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
+from trajpack.kernels import build_triton, discounted_returns_triton
+from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.packing import buffer as buffer_module
+
+LAYOUTS = ("merged", "turns")
+VIEWS = {"aten.slice.Tensor", "aten.view.default", "aten.view.dtype"}
+VIEWS |= {"aten.detach.default", "aten.empty.memory_format"}
+OPS = {"trajpack.discounted_returns.default": 1, "trajpack.build.default": 1}
+
+
+class RecordedOps(TorchDispatchMode):
+    """Counts the ops that run on the device, or bring something to it."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        result = op(*arguments, **(keywords or {}))
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if any(isinstance(r, torch.Tensor) and r.device.type == self.device for r in results):
+            self.counts[str(op)] += 1
+        return result
+
+
+def filled_buffer(device: str = "meta", num_trajectories: int = 3) -> TrajectoryBuffer:
+    buffer = TrajectoryBuffer(device=device)
+    for index in range(num_trajectories):
+        first = Turn([1, 2], [3] * index, [-0.5] * index, reward=1.0)
+        second = Turn([1, 2, *[3] * index, 4], [5, 6], [-1.0, -2.0])
+        buffer.add(Trajectory(str(index), [first, second], turn_discount=0.5))
+    return buffer
+
+
+def ops_of_pack(buffer: TrajectoryBuffer, layout: Any) -> Counter[str]:
+    with RecordedOps(buffer.device.type) as recorded:
+        buffer.pack(layout=layout)
+    return recorded.counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pack_makes_two_launches_at_any_size(compiled: dict[str, Any], layout: str) -> None:
+    cases = [case for case in compiled["launches"] if case["layout"] == layout]
+    assert {case["num_trajectories"] for case in cases} == {0, 1, 10, 1000}
+    for case in cases:
+        kernels = [kernel for kernel, _ in case["launches"]]
+        expected = ["discounted_returns_kernel", "build_kernel"] if case["num_tokens"] else []
+        assert kernels == expected, case
+
+
+def test_grids_cover_the_batch_and_no_more(compiled: dict[str, Any]) -> None:
+    for case in compiled["launches"]:
+        if case["num_tokens"]:
+            rows = -(-case["num_trajectories"] // discounted_returns_triton.ROWS)
+            tiles = -(-case["num_tokens"] // build_triton.BLOCK)
+            assert [grid for _, grid in case["launches"]] == [[rows, 1, 1], [tiles, 1, 1]], case
+
+
+def test_fields_are_allocated_in_whole_tiles_for_the_unmasked_stores(
+    compiled: dict[str, Any],
+) -> None:
+    for case in compiled["launches"]:
+        if case["num_tokens"]:
+            tiles = -(-case["num_tokens"] // build_triton.BLOCK)
+            assert case["field_sizes"] == len(FIELD_DTYPES) * [tiles * build_triton.BLOCK], case
+
+
+def test_ragged_sizes_share_the_compiled_variants(compiled: dict[str, Any]) -> None:
+    tokens = {case["num_tokens"] for case in compiled["launches"]}
+    assert len(tokens) > 12, "sizes that divide by 16 and sizes that do not"
+    assert [case["variants"] for case in compiled["launches"]] == [
+        2 if case["num_trajectories"] else 0 for case in compiled["launches"]
+    ]
+
+
+def test_the_launchers_read_no_value(compiled: dict[str, Any]) -> None:
+    assert compiled["launches_on_meta"] == 6  # every launcher ran on tensors that have none
+
+
+def test_triton_without_a_gpu_is_refused_with_a_way_out(compiled: dict[str, Any]) -> None:
+    assert compiled["refusal"] == (
+        "pack: impl='triton' needs cuda tensors, got tensors on cpu; "
+        "use impl='torch', or set TRITON_INTERPRET=1 to run the kernel on the host"
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_trajectories", [1, 3, 50])
+def test_a_pack_copies_once_and_computes_only_in_its_own_ops(
+    layout: str, num_trajectories: int
+) -> None:
+    counts = ops_of_pack(filled_buffer(num_trajectories=num_trajectories), layout)
+    assert counts.pop("aten._to_copy.default") == 1
+    assert {op: count for op, count in counts.items() if op not in VIEWS} == OPS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pack_needs_no_value_from_the_device(layout: Any) -> None:
+    on_host, on_meta = (filled_buffer(device).pack(layout=layout) for device in ("cpu", "meta"))
+    for name, tensor in on_host.tensors().items():
+        same = on_meta.tensors()[name]
+        assert (same.shape, same.dtype, same.device.type) == (tensor.shape, tensor.dtype, "meta")
+    assert on_meta.seqlens == on_host.seqlens
+    assert on_meta.max_seqlen == on_host.max_seqlen
+
+
+def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = buffer_module.build
+
+    def reading_build(words: Any, runs: torch.Tensor, *rest: Any) -> Any:
+        return build(words, runs[: int(runs[-1, 0].item()) + 1], *rest)
+
+    monkeypatch.setattr(buffer_module, "build", reading_build)
+    assert isinstance(filled_buffer("cpu").pack(), PackedBatch)
+    with pytest.raises(RuntimeError, match="meta"):
+        filled_buffer().pack()
+
+
+def test_a_second_copy_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    discounted_returns = buffer_module.discounted_returns
+
+    def copying_returns(rewards: torch.Tensor, cu_turns: Any, discounts: Any, impl: Any) -> Any:
+        ones = torch.ones(discounts.shape, dtype=torch.float64).to(rewards.device)
+        return discounted_returns(rewards, cu_turns, ones, impl)
+
+    monkeypatch.setattr(buffer_module, "discounted_returns", copying_returns)
+    assert ops_of_pack(filled_buffer(), "merged")["aten._to_copy.default"] == 2

@@ -1,6 +1,7 @@
 """Named, seeded workloads."""
 
 import numpy as np
+
 from trajpack.trajectory_testing import random_trajectory
 
 

@@ -201,7 +201,9 @@ def sequence_panel(
     grid.add_column(overflow="fold")
     turns = np.flatnonzero(batch.turn_sequence.cpu().numpy() == sequence).tolist()
     for turn in turns[:_MAX_SPANS]:
-        grid.add_row(Text(f"turn {_number_in_trajectory(batch, turn)}"), "", _turn_line(batch, turn))
+        grid.add_row(
+            Text(f"turn {_number_in_trajectory(batch, turn)}"), "", _turn_line(batch, turn)
+        )
     grid.add_row("", "", "")
     spans = sequence_spans(batch, sequence)
     for span in spans[:_MAX_SPANS]:

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from trajpack import TrajectoryBuffer
 
 from benchmarks.workloads import multi_turn
+from trajpack import TrajectoryBuffer
 
 REQUIRED_RATIO = 10
 

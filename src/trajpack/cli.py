@@ -11,14 +11,13 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from trajpack.agent.causal_model import SetupError, load_tokenizer
+from trajpack.agent.causal_model import SetupError, first_line, load_tokenizer
 from trajpack.agent.rollout import Rollout, RolloutSettings, prepare_rollout
 from trajpack.agent.rollout_report import check_writable, report, save_rollout, tokenizer_folder
 from trajpack.agent.runner import EpisodeResult, Progress
@@ -75,9 +74,7 @@ def _read(arguments: Sequence[str]) -> Work | int:
     app.command("inspect")(inspect_batch)
     (usage_error,) = typer.BadParameter.__bases__
     try:
-        work: Work | int | None = app(
-            list(arguments), prog_name="trajpack", standalone_mode=False
-        )
+        work: Work | int | None = app(list(arguments), prog_name="trajpack", standalone_mode=False)
     except usage_error as error:
         raise SetupError(f"{error.format_message()} (see trajpack --help)") from error
     return work or 0
@@ -168,30 +165,167 @@ def _roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
         raise SetupError(f"--out must be a .safetensors file, got {out}")
     _say("loading model and questions")
     prepared = _prepare(settings)
-    for folder in (out.parent, settings.answers):
-        if folder is not None:
-            with _writing(folder):
-                check_writable(folder)
-    board = _Board(prepared.num_episodes)
+    for folder in filter(None, (out.parent, settings.answers)):
+        with _writing(folder):
+            check_writable(folder)
     results: list[EpisodeResult] = []
-    with board:
+    with _Board(prepared.num_episodes) as board:
         interrupted = asyncio.run(_collect(prepared, results, board))
     outcome = prepared.outcome(results)
+    if not outcome.trajectories and interrupted:
+        raise KeyboardInterrupt
     if not outcome.trajectories:
-        if interrupted:
-            raise KeyboardInterrupt
-        reason = outcome.failures.most_common(1)[0][0]
-        raise SetupError(f"all {len(results)} episodes failed, most with: {reason}")
+        reason, _ = outcome.failures.most_common(1)[0]
+        raise SetupError(f"all {len(results)} episodes failed, most of them so: {reason}")
     buffer = outcome.fill_buffer(settings.device)
     batch = buffer.pack(layout=layout)
     with _writing(out):
         save_rollout(batch, prepared.tokenizer, out)
+    console = _console()
     title = f"{len(results):,} of {prepared.num_episodes:,} episodes"
     rows = report(outcome, board.progress, batch, buffer.num_tokens)
-    console = _console()
     console.print(inspection.as_table(rows, title))
     if settings.model is None:
-        typer.echo("The tiny model has random weights: right answers are luck.")
-    typer.echo(f"batch      {out}\ntokenizer  {tokenizer_folder(out)}\nanswers    {settings.answers}")
-    typer.echo(f"Look at it with: trajpack inspect {out}")
+        _tell(console, "The tiny model has random weights: a right answer is luck.", "dim")
+    _tell(console, f"batch      {out}")
+    _tell(console, f"tokenizer  {tokenizer_folder(out)}")
+    _tell(console, f"answers    {settings.answers}")
+    _tell(console, f"Look at it with: trajpack inspect {out}", "dim")
     return INTERRUPTED if interrupted else 0
+
+
+def _prepare(settings: RolloutSettings) -> Rollout:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prepared = prepare_rollout(settings)
+    if len(prepared.prompts) < settings.num_prompts:
+        _say(f"{settings.dataset} has {len(prepared.prompts):,} questions: all are asked")
+    return prepared
+
+
+async def _collect(prepared: Rollout, results: list[EpisodeResult], board: _Board) -> bool:
+    """Gather results until all are there, and return whether Ctrl-C came first.
+
+    The first Ctrl-C cancels this coroutine; a second one raises where the loop stands.
+    """
+    try:
+        async with prepared.episodes(board.update) as stream:
+            try:
+                async for result in stream:
+                    results.append(result)
+            except asyncio.CancelledError:
+                board.say("stopping; Ctrl-C again to give up what has finished")
+                raise
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+class _Board:
+    """Shows how far the episodes are: a live bar on a terminal, lines elsewhere."""
+
+    def __init__(self, num_episodes: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        console = _console(stderr=True)
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        columns = (
+            TextColumn("episodes"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
+        self._bar = Bar(*columns, console=console, disable=not self._is_live)
+        self._task = self._bar.add_task("", total=num_episodes, words="")
+        self._num_episodes = num_episodes
+        self._next_line_at = 0.0
+        self.progress = Progress()
+
+    def __enter__(self) -> _Board:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.stop()
+
+    def update(self, progress: Progress) -> None:
+        self.progress = progress
+        share = progress.num_rewarded_turns / progress.num_turns if progress.num_turns else 0.0
+        words = f"{progress.num_turns:,} turns, {progress.tokens_per_s:,.0f} tokens/s, {share:.0%} right"
+        words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
+        self._bar.update(self._task, completed=progress.num_finished, words=words)
+        is_last = progress.num_finished == self._num_episodes
+        if not self._is_live and (is_last or time.monotonic() >= self._next_line_at):
+            self._next_line_at = time.monotonic() + _LINE_INTERVAL_S
+            _say(f"episodes {progress.num_finished:,} of {self._num_episodes:,}, {words}")
+
+    def say(self, text: str) -> None:
+        if self._is_live:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            _say(text)
+
+
+def _inspect(file: Path, tokenizer: Path | None, num_sequences: int, width: int | None) -> int:
+    try:
+        batch = PackedBatch.load(file)
+    except OSError as error:
+        raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
+    except ValueError as error:
+        raise SetupError(str(error)) from error
+    beside = tokenizer_folder(file)
+    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
+    decode = None if folder is None or not num_sequences else _decoder(folder, batch)
+    console = _console(width=width)
+    console.print(inspection.as_table(inspection.describe(batch), file.name))
+    num_shown = min(num_sequences, len(batch))
+    if num_shown:
+        console.print(inspection.legend(decoded=decode is not None))
+    for sequence in range(num_shown):
+        console.print(inspection.sequence_panel(batch, sequence, decode))
+    if num_shown < len(batch):
+        hidden = inspection.counted(len(batch) - num_shown, "more sequence")
+        _tell(console, f"{hidden}; --sequences {len(batch)} shows all", "dim")
+    return 0
+
+
+def _decoder(folder: Path, batch: PackedBatch) -> inspection.Decode:
+    tokenizer = load_tokenizer(folder)
+    num_unknown = int((batch.input_ids >= len(tokenizer)).sum())
+    if num_unknown:
+        unknown = inspection.counted(num_unknown, "token")
+        _say(f"{unknown} not in the vocabulary of {folder}: is it the batch's tokenizer?")
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _console(*, stderr: bool = False, width: int | None = None) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, width=width, highlight=False, emoji=False)
+
+
+def _tell(console: Console, text: str, style: str | None = None) -> None:
+    """Print one line that is never wrapped, so that paths can be copied."""
+    console.print(inspection.printable(text), style=style, markup=False, soft_wrap=True)
+
+
+def _say(text: str) -> None:
+    """Print one line about what is going on, apart from the result."""
+    sys.stderr.write(f"trajpack: {inspection.printable(text)}\n")
+    sys.stderr.flush()
+
+
+def _refuse(message: str) -> int:
+    _say(f"error: {' '.join(message.split())}")
+    return REFUSED

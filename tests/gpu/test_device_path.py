@@ -231,7 +231,7 @@ def test_the_device_sees_one_copy_and_two_kernels() -> None:
     buffer.pack()  # compiles
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         buffer.pack()
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA

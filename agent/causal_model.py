@@ -6,16 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trajpack.packing.inspection import counted
+
 
 class SetupError(ValueError):
     """What the user asked for cannot be done; the message is one line for them to read."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error that says anything, or its type's name.
+    r"""Return the first line of an error that says anything, or its type's name.
 
     Example:
-        >>> first_line(RuntimeError("no such device; try:\\n  1. another one"))
+        >>> first_line(RuntimeError("no such device; try:\n  1. another one"))
         'no such device; try:'
     """
     lines = (line.strip() for line in str(error).splitlines())
@@ -45,10 +47,8 @@ def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
         raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
     missing = sorted(report["missing_keys"])
     if missing:
-        raise SetupError(
-            f"cannot load a model from {folder}: {len(missing)} weights are missing, "
-            f"the first is {missing[0]}"
-        )
+        lacking = f"it lacks {counted(len(missing), 'weight')}, the first is {missing[0]}"
+        raise SetupError(f"cannot load a model from {folder}: {lacking}")
     return model.eval(), tokenizer
 
 

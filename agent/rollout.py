@@ -180,7 +180,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         if max_positions is not None and total > max_positions:
             raise SetupError(
                 f"question {prompt.id!r} is too long: {len(prompt.input_ids):,} tokens and "
-                f"{settings.max_new_tokens:,} new ones exceed the model's {max_positions:,} positions"
+                f"{settings.max_new_tokens:,} new ones, the model has {max_positions:,} positions"
             )
     agent = MathMultiTurnAgent(
         SamplingParams(max_new_tokens=settings.max_new_tokens),

@@ -22,6 +22,7 @@ Kind: TypeAlias = Literal["prompt", "observation", "generated"]
 STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated": "bold green"}
 _HEAD_TOKENS, _TAIL_TOKENS = 96, 32
 _MAX_SPANS = 24
+_NEWLINE = "↵"
 
 
 class Span(NamedTuple):
@@ -79,6 +80,11 @@ def printable(text: str, keep: str = "") -> str:
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def _visible(text: str) -> str:
+    """Mark the ends of lines, so that those at either end of a text are not lost."""
+    return printable(text.replace("\n", f"{_NEWLINE}\n").removesuffix("\n"), keep="\n")
 
 
 def describe(batch: PackedBatch) -> list[tuple[str, str]]:
@@ -163,16 +169,14 @@ def legend(decoded: bool) -> Text:
         Text("prompt", STYLES["prompt"]),
         Text(", "),
         Text("observation", STYLES["observation"]),
-        Text(" (what the environment said between turns) and "),
+        Text(" (from the environment) and "),
         Text("generated", STYLES["generated"]),
-        Text(" tokens" if decoded else " tokens, as ids: a tokenizer would decode them"),
+        Text(" tokens" if decoded else " token ids"),
     ]
     return Text.assemble(*parts)
 
 
-def sequence_panel(
-    batch: PackedBatch, sequence: int, decode: Decode | None = None, width: int | None = None
-) -> Panel:
+def sequence_panel(batch: PackedBatch, sequence: int, decode: Decode | None = None) -> Panel:
     """Return one sequence with its turns and its text as a panel for a rich console.
 
     Every span has a line of its own, named after its kind, so that spans can be told apart
@@ -183,7 +187,6 @@ def sequence_panel(
         batch: On any device.
         sequence: Which one, from 0.
         decode: Turns token ids into text; ``None`` shows the ids.
-        width: Of the panel in columns; ``None`` takes the console's.
 
     Raises:
         IndexError: If there is no such sequence.
@@ -204,6 +207,8 @@ def sequence_panel(
         grid.add_row(
             Text(f"turn {_number_in_trajectory(batch, turn)}"), "", _turn_line(batch, turn)
         )
+    if len(turns) > _MAX_SPANS:
+        grid.add_row("", "", Text(f"... and {len(turns) - _MAX_SPANS:,} more turns", "dim"))
     grid.add_row("", "", "")
     spans = sequence_spans(batch, sequence)
     for span in spans[:_MAX_SPANS]:
@@ -214,7 +219,7 @@ def sequence_panel(
     if len(spans) > _MAX_SPANS:
         grid.add_row("", "", Text(f"... and {len(spans) - _MAX_SPANS:,} more spans", "dim"))
     title = Text(printable(_title(batch, sequence, turns)))
-    return Panel(grid, title=title, title_align="left", width=width)
+    return Panel(grid, title=title, title_align="left")
 
 
 def _title(batch: PackedBatch, sequence: int, turns: Sequence[int]) -> str:
@@ -251,7 +256,7 @@ def _turn_line(batch: PackedBatch, turn: int) -> Text:
 def _span_text(batch: PackedBatch, span: Span, decode: Decode | None) -> str:
     def shown(start: int, end: int) -> str:
         ids = batch.input_ids[start:end].tolist()
-        return " ".join(map(str, ids)) if decode is None else printable(decode(ids), keep="\n")
+        return " ".join(map(str, ids)) if decode is None else _visible(decode(ids))
 
     num_hidden = span.end - span.start - _HEAD_TOKENS - _TAIL_TOKENS
     if num_hidden <= 0:

@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import io
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from trajpack.agent.causal_model import SetupError, first_line, load_tokenizer
 from trajpack.agent.rollout import Rollout, RolloutSettings, prepare_rollout
-from trajpack.agent.rollout_report import check_writable, report, save_rollout, tokenizer_folder
-from trajpack.agent.runner import EpisodeResult, Progress
+from trajpack.agent.rollout_files import check_writable, save_rollout, tokenizer_folder
+from trajpack.agent.rollout_report import ProgressBoard, report
+from trajpack.agent.runner import EpisodeResult
 from trajpack.packing import inspection
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.layout import Layout
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 INTERRUPTED = 130
-_LINE_INTERVAL_S = 5.0
 
 Work: TypeAlias = Callable[[], int]
 """What a command does once its options are read; returns the exit status."""
@@ -59,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return _refuse(f"{error}; install trajpack[agent]")
     except KeyboardInterrupt:
-        _say("interrupted: nothing was written")
+        _say("interrupted: no batch was written")
         return INTERRUPTED
 
 
@@ -68,15 +67,18 @@ def _read(arguments: Sequence[str]) -> Work | int:
     import rich  # noqa: F401 - missing as often as typer is
     import typer
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_top)
     app.command("rollout")(rollout)
     app.command("inspect")(inspect_batch)
-    (usage_error,) = typer.BadParameter.__bases__
+    usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
+    work: Work | int | None
     try:
-        work: Work | int | None = app(list(arguments), prog_name="trajpack", standalone_mode=False)
+        with _writing("standard output"):  # of help
+            work = app(list(arguments), prog_name="trajpack", standalone_mode=False)
     except usage_error as error:
-        raise SetupError(f"{error.format_message()} (see trajpack --help)") from error
+        command = "trajpack" if error.ctx is None else error.ctx.command_path
+        raise SetupError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
     return work or 0
 
 
@@ -86,8 +88,9 @@ def _top(
 ) -> None:
     """Turns of LLM agents, packed into training batches.
 
-    Try:  trajpack rollout --out demo/batch.safetensors
-    and:  trajpack inspect demo/batch.safetensors
+    Try: trajpack rollout --out demo/batch.safetensors
+
+    and: trajpack inspect demo/batch.safetensors
     """
     if show_version:
         typer.echo(f"trajpack {version('trajpack')}")
@@ -97,7 +100,7 @@ def _top(
         raise typer.Exit(REFUSED)
 
 
-def rollout(  # noqa: PLR0913 - a command's options are its parameters
+def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     dataset: Annotated[Path | None, typer.Option(help=_DATASET, show_default=False)] = None,
     model: Annotated[Path | None, typer.Option(help=_MODEL, show_default=False)] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Questions to ask.")] = 16,
@@ -116,7 +119,7 @@ def rollout(  # noqa: PLR0913 - a command's options are its parameters
 
     Ctrl-C stops early and keeps what has finished; a second Ctrl-C gives up at once.
 
-    Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B --out batch.safetensors
+    Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B
     """
     settings = RolloutSettings(
         dataset=dataset,
@@ -169,7 +172,7 @@ def _roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
         with _writing(folder):
             check_writable(folder)
     results: list[EpisodeResult] = []
-    with _Board(prepared.num_episodes) as board:
+    with ProgressBoard(prepared.num_episodes, _console(stderr=True), _say) as board:
         interrupted = asyncio.run(_collect(prepared, results, board))
     outcome = prepared.outcome(results)
     if not outcome.trajectories and interrupted:
@@ -181,16 +184,16 @@ def _roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
     batch = buffer.pack(layout=layout)
     with _writing(out):
         save_rollout(batch, prepared.tokenizer, out)
-    console = _console()
     title = f"{len(results):,} of {prepared.num_episodes:,} episodes"
     rows = report(outcome, board.progress, batch, buffer.num_tokens)
-    console.print(inspection.as_table(rows, title))
-    if settings.model is None:
-        _tell(console, "The tiny model has random weights: a right answer is luck.", "dim")
-    _tell(console, f"batch      {out}")
-    _tell(console, f"tokenizer  {tokenizer_folder(out)}")
-    _tell(console, f"answers    {settings.answers}")
-    _tell(console, f"Look at it with: trajpack inspect {out}", "dim")
+    with _printing() as console:
+        console.print(inspection.as_table(rows, title))
+        if settings.model is None:
+            _tell(console, "The tiny model has random weights: a right answer is luck.", "dim")
+        _tell(console, f"batch      {out}")
+        _tell(console, f"tokenizer  {tokenizer_folder(out)}")
+        _tell(console, f"answers    {settings.answers}")
+        _tell(console, f"Look at it with: trajpack inspect {out}", "dim")
     return INTERRUPTED if interrupted else 0
 
 
@@ -201,11 +204,12 @@ def _prepare(settings: RolloutSettings) -> Rollout:
     logging.disable_progress_bar()
     prepared = prepare_rollout(settings)
     if len(prepared.prompts) < settings.num_prompts:
-        _say(f"{settings.dataset} has {len(prepared.prompts):,} questions: all are asked")
+        num_there = inspection.counted(len(prepared.prompts), "question")
+        _say(f"{settings.dataset} has {num_there}, fewer than {settings.num_prompts:,}: all asked")
     return prepared
 
 
-async def _collect(prepared: Rollout, results: list[EpisodeResult], board: _Board) -> bool:
+async def _collect(prepared: Rollout, results: list[EpisodeResult], board: ProgressBoard) -> bool:
     """Gather results until all are there, and return whether Ctrl-C came first.
 
     The first Ctrl-C cancels this coroutine; a second one raises where the loop stands.
@@ -223,54 +227,9 @@ async def _collect(prepared: Rollout, results: list[EpisodeResult], board: _Boar
     return False
 
 
-class _Board:
-    """Shows how far the episodes are: a live bar on a terminal, lines elsewhere."""
-
-    def __init__(self, num_episodes: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        console = _console(stderr=True)
-        self._is_live = console.is_terminal and not console.is_dumb_terminal
-        columns = (
-            TextColumn("episodes"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[words]}"),
-        )
-        self._bar = Bar(*columns, console=console, disable=not self._is_live)
-        self._task = self._bar.add_task("", total=num_episodes, words="")
-        self._num_episodes = num_episodes
-        self._next_line_at = 0.0
-        self.progress = Progress()
-
-    def __enter__(self) -> _Board:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.stop()
-
-    def update(self, progress: Progress) -> None:
-        self.progress = progress
-        share = progress.num_rewarded_turns / progress.num_turns if progress.num_turns else 0.0
-        words = f"{progress.num_turns:,} turns, {progress.tokens_per_s:,.0f} tokens/s, {share:.0%} right"
-        words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
-        self._bar.update(self._task, completed=progress.num_finished, words=words)
-        is_last = progress.num_finished == self._num_episodes
-        if not self._is_live and (is_last or time.monotonic() >= self._next_line_at):
-            self._next_line_at = time.monotonic() + _LINE_INTERVAL_S
-            _say(f"episodes {progress.num_finished:,} of {self._num_episodes:,}, {words}")
-
-    def say(self, text: str) -> None:
-        if self._is_live:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            _say(text)
-
-
 def _inspect(file: Path, tokenizer: Path | None, num_sequences: int, width: int | None) -> int:
     try:
+        file.open("rb").close()  # its errors are the clearer ones
         batch = PackedBatch.load(file)
     except OSError as error:
         raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
@@ -279,16 +238,16 @@ def _inspect(file: Path, tokenizer: Path | None, num_sequences: int, width: int 
     beside = tokenizer_folder(file)
     folder = beside if tokenizer is None and beside.is_dir() else tokenizer
     decode = None if folder is None or not num_sequences else _decoder(folder, batch)
-    console = _console(width=width)
-    console.print(inspection.as_table(inspection.describe(batch), file.name))
     num_shown = min(num_sequences, len(batch))
-    if num_shown:
-        console.print(inspection.legend(decoded=decode is not None))
-    for sequence in range(num_shown):
-        console.print(inspection.sequence_panel(batch, sequence, decode))
-    if num_shown < len(batch):
-        hidden = inspection.counted(len(batch) - num_shown, "more sequence")
-        _tell(console, f"{hidden}; --sequences {len(batch)} shows all", "dim")
+    with _printing(width) as console:
+        console.print(inspection.as_table(inspection.describe(batch), file.name))
+        if num_shown:
+            console.print(inspection.legend(decoded=decode is not None))
+        for sequence in range(num_shown):
+            console.print(inspection.sequence_panel(batch, sequence, decode))
+        if num_shown < len(batch):
+            hidden = inspection.counted(len(batch) - num_shown, "more sequence")
+            _tell(console, f"{hidden}; --sequences {len(batch)} shows all", "dim")
     return 0
 
 
@@ -302,7 +261,14 @@ def _decoder(folder: Path, batch: PackedBatch) -> inspection.Decode:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _printing(width: int | None = None) -> Iterator[Console]:
+    with _writing("standard output"):
+        yield _console(width=width)
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

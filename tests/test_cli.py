@@ -1,0 +1,421 @@
+"""The command, with the real engine, environment and tiny model."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import trajpack
+from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack.agent.math_verify_environment import MathVerifyEnvironment
+from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.cli import main, run
+
+torch.set_num_threads(1)
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
+SMALL = ["--num-prompts", "2", "--turns", "2", "--max-new-tokens", "8", "--concurrency", "1"]
+
+
+class Done(NamedTuple):
+    status: int
+    stdout: str
+    stderr: str
+
+
+def call(*arguments: Any) -> Done:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = run([str(argument) for argument in arguments])
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def refusal(*arguments: Any) -> str:
+    """Return the one line that says what is wrong, after checking that it is all there is."""
+    done = call(*arguments)
+    assert done.status == 2
+    assert not done.stdout
+    *before, line = done.stderr.splitlines()
+    assert line.startswith("trajpack: error: ")
+    assert not any("error" in other for other in before)
+    return line
+
+
+def tokens(batch: PackedBatch) -> list[tuple[str, list[int], list[int]]]:
+    return [
+        (trajectory.id, list(turn.prompt_ids), list(turn.completion_ids))
+        for trajectory in batch.unpack()
+        for turn in trajectory.turns
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rollout")
+
+
+@pytest.fixture(scope="module")
+def rolled_out(folder: Path) -> Done:
+    return call("rollout", *SMALL, "--out", folder / "batch.safetensors")
+
+
+@pytest.fixture(scope="module")
+def batch_file(folder: Path, rolled_out: Done) -> Path:
+    assert rolled_out.status == 0, rolled_out.stderr
+    return folder / "batch.safetensors"
+
+
+def test_rollout_packs_every_sample_of_every_prompt_in_order(batch_file: Path) -> None:
+    trajectories = PackedBatch.load(batch_file).unpack()
+    prompts = ["chain_sum-0-0", "chain_sum-0-1"]
+    assert [one.id for one in trajectories] == [f"{p}@{k}" for p in prompts for k in range(2)]
+    assert [one.group for one in trajectories] == [p for p in prompts for _ in range(2)]
+    for trajectory in trajectories:
+        first, second = trajectory.turns
+        assert 1 <= len(first.completion_ids) <= 8
+        seen = [*first.prompt_ids, *first.completion_ids]
+        assert list(second.prompt_ids)[: len(seen)] == seen
+
+
+def test_rollout_leaves_the_answers_and_the_tokenizer_beside_the_batch(batch_file: Path) -> None:
+    logs = sorted((batch_file.parent / "answers" / "0").glob("*.jsonl"))
+    assert [len(log.read_text().splitlines()) for log in logs] == [2] * 4
+    assert (batch_file.parent / "batch.tokenizer" / "tokenizer.json").is_file()
+    assert sorted(path.name for path in batch_file.parent.iterdir()) == [
+        "answers",
+        "batch.safetensors",
+        "batch.tokenizer",
+    ]
+
+
+def test_rollout_reports_what_it_came_to_without_control_characters(
+    rolled_out: Done, batch_file: Path
+) -> None:
+    for text in rolled_out[1:]:
+        assert all(char.isprintable() or char == "\n" for char in text)
+    assert re.search(r"episodes 4 of 4, 8 turns, [\d,]+ tokens/s, \d+% right", rolled_out.stderr)
+    batch = PackedBatch.load(batch_file)
+    num_as_turns = sum(len(prompt) + len(completion) for _, prompt, completion in tokens(batch))
+    assert f"{num_as_turns:,} against {batch.num_tokens:,}, a ratio of " in rolled_out.stdout
+    assert "4 finished, 0 of them failed" in rolled_out.stdout
+    assert "random weights" in rolled_out.stdout
+    for path in (batch_file, batch_file.with_suffix(".tokenizer"), batch_file.parent / "answers"):
+        assert f"{path}\n" in rolled_out.stdout
+
+
+def test_the_seed_decides_every_token_of_a_rollout_one_at_a_time(
+    batch_file: Path, tmp_path: Path
+) -> None:
+    again, other = tmp_path / "again.safetensors", tmp_path / "other.safetensors"
+    assert call("rollout", *SMALL, "--out", again).status == 0
+    assert call("rollout", *SMALL, "--out", other, "--seed", 1).status == 0
+    first, second = PackedBatch.load(batch_file), PackedBatch.load(again)
+    assert tokens(first) == tokens(second)
+    assert torch.equal(first.rollout_logprobs, second.rollout_logprobs)
+    assert tokens(first) != tokens(PackedBatch.load(other))
+
+
+def test_layout_and_discount_reach_the_batch(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "turns.safetensors"
+    options = ["--layout", "turns", "--turn-discount", "0.5", "--group-size", "1"]
+    assert call("rollout", *SMALL, *options, "--out", out).status == 0
+    batch = PackedBatch.load(out)
+    assert (batch.layout, len(batch), len(batch.ids)) == ("turns", 4, 2)
+    assert batch.turn_discounts == (0.5, 0.5)
+
+
+def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> None:
+    done = call("inspect", batch_file, "--sequences", 1, "--width", 100)
+    assert done.status == 0
+    assert not done.stderr
+    assert "\x1b" not in done.stdout
+    assert "4 in 2 groups" in done.stdout
+    assert "sequence 0: chain_sum-0-0@0 of group chain_sum-0-0" in done.stdout
+    assert "3 more sequences; --sequences 4 shows all" in done.stdout
+    kinds = re.findall(r"^│ +(prompt|observation|generated) ", done.stdout, re.MULTILINE)
+    assert kinds == ["prompt", "generated", "observation", "generated"]
+    assert "State the final answer to the following arithmetic problem" in done.stdout
+    assert re.search(r"turn 1 +reward -?1, return -?1, ", done.stdout)
+
+
+def test_inspect_without_a_tokenizer_shows_ids(tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("a", [Turn([101, 102], [103], [-0.5])])]).save(path)
+    done = call("inspect", path)
+    assert "101 102" in done.stdout
+    assert "token ids" in done.stdout
+
+
+def test_inspect_says_when_the_tokenizer_is_another_ones(batch_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("a", [Turn([1, 90_000], [3], [-0.5])])]).save(path)
+    done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
+    assert done.status == 0
+    assert "1 token not in the vocabulary" in done.stderr
+
+
+def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Path) -> None:
+    line = {
+        "id": "[red]\x1b[31m\u202e",
+        "prompt": "[bold]x[/bold] \x1b[2J :smile: [/]",
+        "solutions": ["2"],
+    }
+    (tmp_path / "evil.jsonl").write_text(json.dumps(line))
+    out = tmp_path / "evil.safetensors"
+    done = call("rollout", *SMALL, "--dataset", tmp_path / "evil.jsonl", "--out", out)
+    assert done.status == 0
+    assert "has 1 question, fewer than 2" in done.stderr
+    shown = call("inspect", out).stdout
+    for text in (*done[1:], shown):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert r"sequence 0: [red]\x1b[31m\u202e@0" in shown
+    assert r"[bold]x[/bold] \x1b[2J :smile: [/]" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--turns", "0"], "Invalid value for '--turns'"),
+        (["--num-prompts", "many"], "Invalid value for '--num-prompts'"),
+        (["--layout", "tree"], "Invalid value for '--layout'"),
+        (["--bogus"], "No such option: --bogus"),
+        (["--turn-discount", "nan"], "turn_discount must be finite, got nan"),
+        (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
+        (["--dataset", "."], "cannot read .: Is a directory"),
+        (["--model", "missing"], "cannot load a model from missing: it is not a folder"),
+        (["--model", "."], "cannot load a model from .: it has no config.json"),
+        (["--device", "no-such"], "device 'no-such' cannot be used: "),
+        (["--device", "meta"], "device 'meta' cannot be used: "),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
+        (["--max-new-tokens", "9000"], "question 'chain_sum-0-0' is too long: "),
+        (["--out", "batch.txt"], "--out must be a .safetensors file, got batch.txt"),
+        (["--out", "file/batch.safetensors"], "cannot write file: "),
+        (["--answers", "file"], "cannot write file: "),
+    ],
+)
+def test_rollout_refuses_in_one_line_and_writes_nothing(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert message in refusal("rollout", "--num-prompts", 1, *options)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
+
+
+def test_a_malformed_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path, out = tmp_path / "sums.jsonl", tmp_path / "batch.safetensors"
+    path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question": \n')
+    line = refusal("rollout", "--dataset", path, "--out", out)
+    assert "sums.jsonl, line 3: not JSON" in line
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_the_old_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "batch.safetensors"
+    out.write_text("what was there")
+    monkeypatch.setattr(os, "fsync", fsync)
+    line = refusal("rollout", *SMALL, "--out", out)
+    assert line.endswith(f"cannot write {out}: No space left on device")
+    assert out.read_text() == "what was there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "batch.safetensors"]
+
+
+def test_nothing_is_written_if_every_episode_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def step(*_: object) -> None:
+        raise RuntimeError("the judge is ill")
+
+    monkeypatch.setattr(MathVerifyEnvironment, "step", step)
+    out = tmp_path / "batch.safetensors"
+    line = refusal("rollout", *SMALL, "--out", out)
+    assert "all 4 episodes failed" in line
+    assert "the judge is ill" in line
+    assert not out.exists()
+
+
+def test_some_failures_are_reported_beside_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = MathVerifyEnvironment.step
+
+    async def step(self: MathVerifyEnvironment, action: Any) -> Any:
+        if action[0] == "chain_sum-0-0@1":
+            raise RuntimeError("the judge is ill")
+        return await honest(self, action)
+
+    monkeypatch.setattr(MathVerifyEnvironment, "step", step)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--out", out)
+    assert done.status == 0
+    assert PackedBatch.load(out).ids == ("chain_sum-0-0@0", "chain_sum-0-1@0", "chain_sum-0-1@1")
+    assert "4 finished, 1 of them failed" in done.stdout
+    assert "the judge is ill" in done.stdout
+
+
+def test_a_programming_error_is_not_dressed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(trajpack.TrajectoryBuffer, "pack", pack)
+    with pytest.raises(ValueError, match="a bug"):
+        call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
+
+
+def test_rollout_runs_a_model_from_a_folder(batch_file: Path, tmp_path: Path) -> None:
+    model, tokenizer = build_tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--model", tmp_path / "model", "--out", out)
+    assert done.status == 0
+    assert "random weights" not in done.stdout
+    assert tokens(PackedBatch.load(out)) == tokens(PackedBatch.load(batch_file))
+
+
+def test_a_broken_model_folder_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = build_tiny_model()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    assert f"cannot load a model from {tmp_path}: " in refusal("rollout", "--model", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert f"cannot load a tokenizer from {tmp_path}: " in refusal("rollout", "--model", tmp_path)
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="needs the questions of GSM8K")
+def test_rollout_asks_real_questions(tmp_path: Path) -> None:
+    out = tmp_path / "batch.safetensors"
+    options = ["--dataset", GSM8K, "--num-prompts", 4, "--group-size", 1, "--max-new-tokens", 8]
+    done = call("rollout", *options, "--out", out)
+    assert done.status == 0, done.stderr
+    assert PackedBatch.load(out).ids == tuple(f"gsm8k_test-{line}@0" for line in range(1, 5))
+    assert "Janet" in call("inspect", out, "--sequences", 1).stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file or directory"), (b"short", "is not a readable packed batch")],
+)
+def test_inspect_refuses_what_is_no_batch(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "batch.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    assert message in refusal("inspect", path)
+
+
+def test_inspect_refuses_a_folder_without_tokenizer(batch_file: Path, tmp_path: Path) -> None:
+    line = refusal("inspect", batch_file, "--tokenizer", tmp_path)
+    assert f"cannot load a tokenizer from {tmp_path}: it has no tokenizer_config.json" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", [["inspect"], ["--help"]])
+def test_output_that_goes_nowhere_is_refused(batch_file: Path, command: list[str]) -> None:
+    err = io.StringIO()
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
+    with redirect_stdout(full), redirect_stderr(err):
+        status = run(
+            [*command, *(["--sequences", "0", str(batch_file)] * (command == ["inspect"]))]
+        )
+    with pytest.raises(OSError, match="No space"):
+        full.close()
+    assert status == 2
+    assert err.getvalue() == (
+        "trajpack: error: cannot write standard output: No space left on device\n"
+    )
+
+
+def test_help_and_version() -> None:
+    assert call("--version") == (0, "trajpack 0.1.0\n", "")
+    assert "trajpack inspect demo/batch.safetensors" in call("--help").stdout
+    assert "reasoning-gym" in call("rollout", "--help").stdout
+    assert call().status == 2
+    assert "No such command 'train'; see trajpack --help" in refusal("train")
+
+
+def test_main_exits_with_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["trajpack", "--version"])
+    with redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 0
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "transformers", "reasoning_gym"])
+def test_a_missing_package_is_named_with_what_to_install(module: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from trajpack.cli import run; "
+        f"sys.exit(run(['rollout', '--out', {str(tmp_path / 'batch.safetensors')!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert line.startswith("trajpack: error: ")
+    assert module in line
+    assert line.endswith("install trajpack[agent]")
+    assert "Traceback" not in done.stderr
+
+
+def interrupt(out: Path, after: str) -> Done:
+    """Run a long rollout in a process of its own and press Ctrl-C once it says ``after``."""
+    # A test run in the background of a shell would hand down that the signal is ignored.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from trajpack.cli import main; main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", code, "rollout", "--out", str(out), "--num-prompts", "500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stderr is not None
+        said = ""
+        while after not in said:
+            line = child.stderr.readline()
+            assert line, said
+            said += line
+        child.send_signal(signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=60)
+    return Done(child.returncode, stdout, said + stderr)
+
+
+def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(tmp_path: Path) -> None:
+    out = tmp_path / "batch.safetensors"
+    done = interrupt(out, after="episodes 1 of 1,000")
+    assert done.status == 130, done.stderr
+    assert "stopping" in done.stderr
+    assert "Traceback" not in done.stderr
+    trajectories = PackedBatch.load(out).unpack()
+    assert 1 <= len(trajectories) < 1000
+    assert f"{len(trajectories):,} of 1,000 episodes" in done.stdout
+    assert all(len(trajectory.turns) == 3 for trajectory in trajectories)
+
+
+def test_an_interrupt_before_anything_had_finished_writes_nothing(tmp_path: Path) -> None:
+    done = interrupt(tmp_path / "batch.safetensors", after="loading")
+    assert done.status == 130
+    assert done.stderr.endswith("trajpack: interrupted: no batch was written\n")
+    assert not list(tmp_path.rglob("*.safetensors"))

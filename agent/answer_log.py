@@ -21,6 +21,8 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from trajpack.packing.inspection import printable
+
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789@_-.,:=+")
 _MAX_NAME_CHARS = 160
 """File systems take 255 bytes; suffixes and a mark for unfinished files come on top."""
@@ -120,7 +122,7 @@ def _as_json(qid: str, turn: LoggedTurn) -> str:
 
 def _as_text(qid: str, turn: LoggedTurn) -> str:
     title = (
-        f"{_printable(qid)} turn {turn.turn}: versions {turn.version_start} to "
+        f"{printable(qid)} turn {turn.turn}: versions {turn.version_start} to "
         f"{turn.version_end}, {'right' if turn.success else 'wrong'}, reward {turn.reward:g}"
     )
     return (
@@ -131,17 +133,7 @@ def _as_text(qid: str, turn: LoggedTurn) -> str:
 
 
 def _indented(text: str) -> str:
-    return "".join(f"    {_printable(line)}\n" for line in text.split("\n"))
-
-
-def _printable(text: str) -> str:
-    """Escape what is not printable: control characters, odd spaces, lone surrogates."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
+    return "".join(f"    {printable(line)}\n" for line in text.split("\n"))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -6,11 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trajpack.agent.errors import SetupError
 from trajpack.packing.inspection import counted
-
-
-class SetupError(ValueError):
-    """What the user asked for cannot be done; the message is one line for them to read."""
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What can go wrong in an episode. Every error names the episode it belongs to."""
+"""What can go wrong before and in an episode. An episode's errors name it."""
 
 from __future__ import annotations
 
@@ -17,3 +17,7 @@ class EpisodeError(RuntimeError):
 
 class GenerationError(EpisodeError):
     """The engine could not generate: the request was refused, cancelled or lost."""
+
+
+class SetupError(ValueError):
+    """What was asked for cannot be set up; the message is one line for a person to read."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from trajpack.agent.causal_model import SetupError, first_line, load_model
+from trajpack.agent.causal_model import first_line, load_model
+from trajpack.agent.errors import SetupError
 from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import Prompt, SamplingParams

@@ -16,7 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from trajpack.agent.causal_model import SetupError, first_line, load_tokenizer
+from trajpack.agent.causal_model import first_line, load_tokenizer
+from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout import Rollout, RolloutSettings, prepare_rollout
 from trajpack.agent.rollout_files import check_writable, save_rollout, tokenizer_folder
 from trajpack.agent.rollout_report import ProgressBoard, report

@@ -67,13 +67,16 @@ def random_build_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Return arguments of `trajpack.kernels.build.build` for runs of these lengths.
 
-    The words are arbitrary bits, every kind of NaN among them. Sources may overlap.
+    The words are arbitrary bits, every kind of NaN among them. Sources may overlap; about half
+    of the runs go on where the one before ends, in the stream, in their sequence or in both.
     """
-    longest = max(lengths, default=0)
-    words = rng.integers(-(2**31), 2**31, longest + 1000, dtype=np.int32)
+    words = rng.integers(-(2**31), 2**31, sum(lengths) + 1000, dtype=np.int32)
     count = len(lengths)
     runs = rng.integers(0, 1000, (count + 1, RUN_WIDTH), dtype=np.int32)
     runs[:, Run.START] = np.cumsum([0, *lengths])
+    for column in (Run.SOURCE, Run.POSITION):
+        for row in np.flatnonzero(rng.random(count) < 0.7)[1:]:
+            runs[row, column] = runs[row - 1, column] + lengths[row - 1]
     generated = rng.random(count + 1) < (0.6 if num_turns else 0.0)
     runs[:, Run.TURN] = np.where(generated, rng.integers(0, max(num_turns, 1), count + 1), -1)
     runs[:, Run.VERSION] = np.where(generated, runs[:, Run.VERSION], -1)

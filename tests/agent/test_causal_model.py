@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trajpack.agent.causal_model import SetupError, load_model, load_tokenizer, save_tokenizer
+from trajpack.agent.causal_model import load_model, load_tokenizer, save_tokenizer
+from trajpack.agent.errors import SetupError
 from trajpack.agent.tiny_model import build_tiny_model
 
 torch.set_num_threads(1)

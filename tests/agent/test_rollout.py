@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.agent.causal_model import SetupError
-from trajpack.agent.errors import EpisodeError
+from trajpack.agent.errors import EpisodeError, SetupError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout import Rollout, RolloutOutcome, RolloutSettings, prepare_rollout
 from trajpack.agent.runner import EpisodeResult, Progress

@@ -56,7 +56,7 @@ def ops_of_pack(buffer: TrajectoryBuffer, layout: Any) -> Counter[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pack_makes_two_launches_at_any_size(compiled: dict[str, Any], layout: str) -> None:
     cases = [case for case in compiled["launches"] if case["layout"] == layout]
-    assert {case["num_trajectories"] for case in cases} == {0, 1, 10, 1000}
+    assert {case["num_trajectories"] for case in cases} == {0, 1, 10, 16, 1000}
     for case in cases:
         kernels = [kernel for kernel, _ in case["launches"]]
         expected = ["discounted_returns_kernel", "build_kernel"] if case["num_tokens"] else []

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trajpack.trajectory_testing import random_trajectory
+from trajpack.testing import random_trajectory
 
 
 def multi_turn(num_trajectories=256, num_turns=5, seed=0):

@@ -8,7 +8,7 @@ import torch
 
 from trajpack.kernels.build_host import build_on_host
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 from trajpack.kernels.validation import check_device, check_tensor
 
 OP = "build"
@@ -92,8 +92,8 @@ def build(
         raise ValueError(
             f"{OP}: runs must have shape [runs + 1, {RUN_WIDTH}], got {list(runs.shape)}"
         )
-    if num_tokens < 0:
-        raise ValueError(f"{OP}: num_tokens must be 0 or more, got {num_tokens}")
+    if not 0 <= num_tokens <= MAX_TOKENS:
+        raise ValueError(f"{OP}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
     chosen = resolve_impl(OP, impl, words)
     fields = torch.ops.trajpack.build(
         words.contiguous(), runs.contiguous(), turn_returns.contiguous(), num_tokens, chosen

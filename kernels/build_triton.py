@@ -16,7 +16,9 @@ from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.kernels.runs import RUN_WIDTH, Run
 
 BLOCK = 1024
-NUM_WARPS = 4
+THREADS = 256
+"""Of a program. With 128, Triton 3.6 needs 145 registers a thread for sm_80, with 256 it is 78."""
+NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
 LOGPROB = tl.constexpr(int(Run.LOGPROB))

@@ -59,6 +59,8 @@ def discounted_returns(
     if isinstance(discount, torch.Tensor):
         check_tensor(OP, "discount", discount, ndim=1, dtypes=(torch.float32, torch.float64))
         check_device(OP, "discount", discount, rewards.device)
+        if discount.requires_grad:
+            raise ValueError(f"{OP}: no gradient flows to discount; pass discount.detach()")
         if discount.shape[0] != segments:
             raise ValueError(
                 f"{OP}: discount must have one entry for each of {segments} segment(s), "

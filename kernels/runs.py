@@ -26,3 +26,7 @@ class Run(IntEnum):
 
 RUN_WIDTH = 8
 """int32 words in a row of the run table: one 32-byte sector, the last word unused."""
+
+
+MAX_TOKENS = 2**31 - 1024
+"""Tokens of a batch at most: the kernel counts them in whole tiles of 1,024, in int32."""

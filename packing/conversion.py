@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 INT32_MAX = 2**31 - 1
+"""Greatest token id, version, and index into the word stream."""
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:

@@ -8,8 +8,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.kernels.runs import RUN_WIDTH, Run
-from trajpack.packing.conversion import INT32_MAX
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 
 Layout: TypeAlias = Literal["merged", "turns"]
 LAYOUTS = ("merged", "turns")
@@ -89,9 +88,9 @@ def arrange(
     bounds[1::2] = spans.begin - context
     bounds[2::2] = spans.end - spans.begin
     np.cumsum(bounds, out=bounds)
-    if bounds[-1] > INT32_MAX:
+    if bounds[-1] > MAX_TOKENS:
         raise ValueError(
-            f"a batch holds at most {INT32_MAX} tokens, layout {layout!r} needs {bounds[-1]}"
+            f"a batch holds at most {MAX_TOKENS} tokens, layout {layout!r} needs {bounds[-1]}"
         )
     turn_sequence = np.empty(num_turns, np.int32)
     turn_sequence[spans.turn] = sequence

@@ -119,7 +119,9 @@ class Staging:
     def _reserve(self, num_words: int) -> None:
         """Wait until the region may be written, and make room for ``num_words``."""
         if self._copied is not None:
-            self._copied.synchronize()
+            # while a graph is captured the host may not wait; all was done before it began
+            if not torch.cuda.is_current_stream_capturing():
+                self._copied.synchronize()
             self._copied = None
         if num_words > len(self._words):
             larger = self._allocate(max(num_words, 2 * len(self._words)))

@@ -72,9 +72,7 @@ def docstring_lines(node):
 
 @pytest.mark.parametrize("path", product_files())
 def test_optional_packages_are_imported_where_they_are_used(path):
-    allowed = {"testing.py": {"hypothesis"}}.get(path.name, set())
-    if path.name.endswith("_triton.py"):
-        allowed = {"triton"}
+    allowed = {"triton"} if path.name.endswith("_triton.py") else set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for module, _ in imported_modules(ast.Module([node], [])):

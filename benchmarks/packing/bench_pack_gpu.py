@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.workloads import multi_turn
 from trajpack import TrajectoryBuffer
-from trajpack.trajectory_testing import assert_batches_equal
+from trajpack.testing import assert_batches_equal
 
 pytestmark = [
     pytest.mark.gpu,

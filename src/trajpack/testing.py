@@ -1,14 +1,23 @@
-"""What tests of packed batches need: bitwise comparison, plain loops, random run tables."""
+"""For tests of packed batches, here and in what is built on them: comparison, references, inputs.
+
+`trajectories` and `trajectory_lists` are hypothesis strategies and need that package.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.packing.batch import PackedBatch
+from trajpack.packing.types import Trajectory, Turn, VersionSpan
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "tensor") -> None:
@@ -30,6 +39,15 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "
             f"{name}: {int(differ.sum())} of {differ.numel()} entries differ, first at "
             f"{list(first)}: {actual[first].item()} instead of {expected[first].item()}"
         )
+
+
+def assert_batches_equal(actual: PackedBatch, expected: PackedBatch) -> None:
+    """Raise unless two batches agree in every field, bit for bit, wherever they live."""
+    for name, tensor in expected.tensors().items():
+        assert_same_bits(actual.tensors()[name], tensor, name)
+    for name, value in vars(expected).items():
+        if not isinstance(value, torch.Tensor) and value != getattr(actual, name):
+            raise AssertionError(f"{name}: {getattr(actual, name)!r} instead of {value!r}")
 
 
 def returns_by_loop(
@@ -85,6 +103,112 @@ def random_build_inputs(
     turn_returns = rng.standard_normal(num_turns).astype(np.float32)
     tensors = (torch.from_numpy(array) for array in (words, runs, turn_returns))
     return (*tensors, int(runs[-1, Run.START]))  # type: ignore[return-value]
+
+
+def random_trajectory(
+    generator: np.random.Generator,
+    name: str,
+    *,
+    num_turns: int = 5,
+    prompt: tuple[int, int] = (50, 400),
+    completion: tuple[int, int] = (50, 1000),
+    vocabulary: int = 32_000,
+) -> Trajectory:
+    """Return a conversation in which every prompt repeats all that came before.
+
+    Args:
+        generator: Source of randomness; the same state gives the same trajectory.
+        name: Its id.
+        num_turns: Turns of the conversation.
+        prompt: Least and most tokens of the first prompt and of each observation.
+        completion: Least and most tokens of a completion.
+        vocabulary: Token ids are below it.
+    """
+    spoken = np.empty(0, np.int32)
+    turns = []
+    for turn in range(num_turns):
+        observed = generator.integers(0, vocabulary, generator.integers(*prompt), dtype=np.int32)
+        sampled = generator.integers(0, vocabulary, generator.integers(*completion), dtype=np.int32)
+        heard = np.concatenate([spoken, observed])
+        logprobs = -generator.random(sampled.size, dtype=np.float32)
+        reward = float(generator.choice([-1.0, 1.0]))
+        turns.append(Turn(heard, sampled, logprobs, reward, version_start=turn, version_end=turn))
+        spoken = np.concatenate([heard, sampled])
+    return Trajectory(name, turns, turn_discount=0.9)
+
+
+def trajectories(name: str | None = None) -> st.SearchStrategy[Trajectory]:
+    """Draw trajectories with prefix breaks, branches, empty completions and version changes."""
+    from hypothesis import strategies as st
+
+    return st.composite(_draw_trajectory)(name)
+
+
+def trajectory_lists(max_size: int = 4) -> st.SearchStrategy[list[Trajectory]]:
+    """Draw lists of trajectories, maybe empty."""
+    from hypothesis import strategies as st
+
+    return st.lists(trajectories(), max_size=max_size)
+
+
+def _draw_trajectory(draw: st.DrawFn, name: str | None) -> Trajectory:
+    from hypothesis import strategies as st
+
+    contexts: list[list[int]] = [[]]
+    turns: list[Turn] = []
+    for _ in range(draw(st.integers(1, 5))):
+        known = draw(st.sampled_from(contexts))  # an earlier context: goes on, branches, repeats
+        prompt = known + _draw_ids(draw, min_size=0 if known else 1)
+        completion = _draw_ids(draw)
+        turns.append(_draw_turn(draw, prompt, completion))
+        contexts.append(prompt + completion)
+    return Trajectory(
+        id=draw(st.text(max_size=5)) if name is None else name,
+        turns=turns,
+        group=draw(st.none() | st.text(max_size=3)),
+        turn_discount=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+        task_id=draw(st.none() | st.integers(0, 9)),
+        birth_time_ms=draw(st.none() | st.integers(0, 2**45)),
+    )
+
+
+def _draw_ids(draw: st.DrawFn, min_size: int = 0) -> list[int]:
+    from hypothesis import strategies as st
+
+    # few values, so that prefixes meet by chance too; one at the edge of int32
+    return draw(st.lists(st.sampled_from([0, 1, 2, 2**31 - 1]), min_size=min_size, max_size=6))
+
+
+def _draw_turn(draw: st.DrawFn, prompt: list[int], completion: list[int]) -> Turn:
+    from hypothesis import strategies as st
+
+    finite = st.floats(-100.0, 0.0, width=32)
+    logprobs = draw(st.lists(finite, min_size=len(completion), max_size=len(completion)))
+    start = draw(st.integers(0, 3))
+    spans = _draw_spans(draw, start, len(completion)) if draw(st.booleans()) else None
+    containers: list[Any] = [list, tuple, np.array, torch.tensor]
+    return Turn(
+        prompt_ids=draw(st.sampled_from(containers))(prompt),
+        completion_ids=completion,
+        completion_logprobs=draw(st.sampled_from(containers))(logprobs),
+        reward=draw(st.floats(-10.0, 10.0)),
+        truncated=draw(st.booleans()),
+        version_start=start,
+        version_end=spans[-1].version if spans else start + draw(st.integers(0, 2)),
+        version_spans=spans,
+    )
+
+
+def _draw_spans(draw: st.DrawFn, version: int, num_tokens: int) -> list[VersionSpan]:
+    from hypothesis import strategies as st
+
+    spans = []
+    begin = 0
+    while begin < num_tokens:
+        end = draw(st.integers(begin + 1, num_tokens))
+        spans.append(VersionSpan(version, begin, end))
+        version, begin = version + draw(st.integers(0, 2)), end
+    return spans
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

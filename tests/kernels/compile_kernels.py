@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn
+from trajpack.kernels import build_triton
 from trajpack.kernels.build_triton import build_forward, build_kernel
 from trajpack.kernels.discounted_returns_triton import (
     discounted_returns_forward,
@@ -102,6 +103,7 @@ PLANTED = (masked_kernel, hinted_kernel)
 def recording(target: GPUTarget, device: int) -> Iterator[Recorder]:
     recorder = Recorder(target, device)
     driver.set_active(recorder)
+    build_triton.NUM_WARPS = build_triton.THREADS // target.warp_size  # as where torch has it
     yield recorder
 
 

@@ -255,7 +255,7 @@ W, R, T, N = random_build_inputs(np.random.default_rng(0), [3, 4])
         (ValueError, "turn_returns must have 1 dimension", (W, R, T[None], N)),
         (ValueError, "runs is on meta but the other inputs are on cpu", (W, R.to("meta"), T, N)),
         (ValueError, "turn_returns is on meta but", (W, R, T.to("meta"), N)),
-        (ValueError, "num_tokens must be 0 or more, got -1", (W, R, T, -1)),
+        (ValueError, r"num_tokens must be in \[0, 2147482624\], got -1", (W, R, T, -1)),
         (ValueError, "impl must be 'auto', 'torch' or 'triton', got 'fast'", (W, R, T, N, "fast")),
     ],
 )

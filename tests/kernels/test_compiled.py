@@ -17,12 +17,12 @@ from trajpack.kernels.build import FIELD_DTYPES
 
 TARGETS = ("80", "90", "gfx942")
 REGISTERS = {
-    ("build_kernel", "80"): 128,  # four blocks of 128 threads share the 65,536 registers
-    ("build_kernel", "90"): 128,
+    ("build_kernel", "80"): 80,  # three blocks of 256 threads share the 65,536 registers
+    ("build_kernel", "90"): 80,
     ("build_kernel", "gfx942"): 64,  # eight waves share the 512 registers of a SIMD lane
     ("discounted_returns_kernel", "80"): 168,  # three blocks of 128 threads
     ("discounted_returns_kernel", "90"): 168,
-    ("discounted_returns_kernel", "gfx942"): 64,
+    ("discounted_returns_kernel", "gfx942"): 128,  # four waves; 104 with Triton 3.6 past 2 GiB
 }
 WIDEST = 16
 """Bytes that one memory instruction of a thread moves at most."""

@@ -292,6 +292,7 @@ META = torch.empty(2, device="meta")
         (ValueError, "discount must have 1 dimension", (torch.ones(3), CU, torch.tensor(1.0))),
         (ValueError, "discount is on meta but", (torch.ones(3), CU, META)),
         (ValueError, r"each of 2 segment\(s\), got.*\[3\]", (torch.ones(3), CU, torch.ones(3))),
+        (ValueError, "no gradient flows", (torch.ones(3), CU, torch.ones(2, requires_grad=True))),
         (ValueError, "impl must be .*, got 'nonsense'", (torch.ones(3), CU, 1.0, "nonsense")),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trajpack import PackedBatch, Trajectory, Turn, pack
-from trajpack.trajectory_testing import assert_batches_equal, random_trajectory
+from trajpack.testing import assert_batches_equal, random_trajectory
 
 
 def some_trajectories(count=3):

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.trajectory_testing import assert_batches_equal, random_trajectory
+from trajpack.testing import assert_batches_equal, random_trajectory
 
 
 def conversation(name="a", num_turns=3, seed=0, **sizes):

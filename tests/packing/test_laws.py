@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.trajectory_testing import assert_batches_equal, trajectories, trajectory_lists
+from trajpack.testing import assert_batches_equal, trajectories, trajectory_lists
 
 LAYOUTS = ["merged", "turns"]
 layouts = st.sampled_from(LAYOUTS)

@@ -33,7 +33,7 @@ check: install ## Format, lint and type check
 
 .PHONY: test
 test: install ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --dist loadgroup -m "not gpu"
+	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 300 -m "not gpu"
 
 # the next two also run without `make install`, where torch, triton and pytest are there already
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
@@ -44,7 +44,8 @@ test-gpu: ## Run the tests that need a CUDA device
 
 .PHONY: bench
 bench: install ## Time the host path
-	$(BIN)/python -m pytest benchmarks -q --benchmark-only --benchmark-columns=min,median,rounds -m "not gpu"
+	$(BIN)/python -m pytest benchmarks -q --benchmark-only --benchmark-columns=min,median,rounds \
+		$(if $(JSON),--benchmark-json=$(JSON)) -m "not gpu"
 
 .PHONY: bench-gpu
 bench-gpu: ## Time the device path; needs a CUDA device

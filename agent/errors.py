@@ -19,5 +19,9 @@ class GenerationError(EpisodeError):
     """The engine could not generate: the request was refused, cancelled or lost."""
 
 
+class EngineEndedError(GenerationError):
+    """The engine has died or was shut down: no later request can succeed either."""
+
+
 class SetupError(ValueError):
     """What was asked for cannot be set up; the message is one line for a person to read."""

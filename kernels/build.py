@@ -73,7 +73,8 @@ def build(
 
     Raises:
         TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree.
+        ValueError: If shapes or devices disagree, or, on the host, where the table can be
+            read, if it does not end at ``num_tokens``.
 
     Cost: one launch, no copy, no host synchronisation; 38 bytes written a token.
 
@@ -114,7 +115,7 @@ def build_reference(
     turn = runs[run, Run.TURN]
     generated = turn >= 0
     logprob = torch.where(generated, runs[run, Run.LOGPROB] + offset, 0)
-    returns = torch.zeros(num_tokens, device=words.device)
+    returns = torch.zeros(num_tokens, dtype=torch.float32, device=words.device)
     if turn_returns.shape[0]:
         returns = torch.where(generated, turn_returns[turn.clamp(min=0)], 0.0)
     return TokenFields(

@@ -24,6 +24,7 @@ def build_on_host(
     """Write the fields of `trajpack.kernels.build.TokenFields`, in their order."""
     stream, table, earned = words.numpy(), runs.numpy(), turn_returns.numpy()
     lengths = np.diff(table[:, Run.START])
+    _check_ends(table, lengths, num_tokens)
     rows, lengths = table[:-1][lengths > 0], lengths[lengths > 0]
     turns = rows[:, Run.TURN]
     generated = turns >= 0
@@ -57,6 +58,17 @@ def build_on_host(
         np.repeat(returns, lengths),
     )
     return [torch.from_numpy(field) for field in fields]
+
+
+def _check_ends(
+    table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], num_tokens: int
+) -> None:
+    first, last = table[0, Run.START], table[-1, Run.START]
+    if first != 0 or last != num_tokens or (lengths < 0).any():
+        raise ValueError(
+            f"build: runs must go from 0 to num_tokens {num_tokens} and never back, they go "
+            f"from {first} to {last}"
+        )
 
 
 def _joined(

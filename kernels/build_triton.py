@@ -1,9 +1,9 @@
 """Every per-token field in one launch: a program owns one tile of ``BLOCK`` output tokens.
 
 Outputs are allocated in whole tiles, so every store is full width and unmasked. A program
-finds the run that holds its first token by a 64-ary search. A tile inside one run, the common
-case, reads the stream without a mask; a tile over several runs takes them one after another,
-each lane from the run it lies in, and stores once.
+finds the run that holds its first token by a 64-ary search. A tile inside one run reads the
+stream without a mask; a tile over several runs takes them one after another, each lane from
+the run it lies in, and stores once.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def build_forward(
     if tiles:
         # Triton takes a bool pointer for one bit; the masks are bytes
         fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in whole)
-        build_kernel[(tiles,)](
-            words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
-            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(words):  # Triton launches on the current device
+            build_kernel[(tiles,)](
+                words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
+                BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
     return [field[:num_tokens] for field in whole]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
@@ -29,7 +31,8 @@ def discounted_returns(
         rewards: ``[entries]``, float32 or float64, one per turn (or per token).
         cu_seqlens: ``[segments + 1]`` int32 boundaries: starts at 0, ends at ``entries``,
             never decreases. An empty segment is allowed. Its values are not checked.
-        discount: One for all segments, or a ``[segments]`` float32 or float64 tensor.
+        discount: One for all segments, or a ``[segments]`` float32 or float64 tensor. Where
+            powers of it pass the reach of float64, returns are infinite or NaN.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
 
@@ -68,6 +71,8 @@ def discounted_returns(
             )
         discount = discount.double()
     else:
+        if not isinstance(discount, Real):
+            raise TypeError(f"{OP}: discount must be a number or a tensor, got {discount!r}")
         discount = rewards.new_full((segments,), float(discount), dtype=torch.float64)
     chosen = resolve_impl(OP, impl, rewards)
     returns: torch.Tensor = torch.ops.trajpack.discounted_returns(
@@ -82,17 +87,19 @@ def discounted_returns_reference(
     """Say in plain torch what `discounted_returns` means, for ``discount`` of shape [segments].
 
     Doubling: after round k an entry holds the discounted sum of the 2ᵏ entries from it on,
-    so it takes in the entry 2ᵏ further on, if that is still in its segment. No value is read
-    by the host, so it runs on any device, and O(entries · log entries) work is all it costs.
+    so it takes in the entry 2ᵏ further on, if that is still in its segment. A tensor on the
+    host is asked for its longest segment, which bounds the rounds; one on a device is not read.
     """
-    entries = rewards.shape[0]
+    entries = longest = rewards.shape[0]
+    if entries and cu_seqlens.device.type == "cpu":
+        longest = int(cu_seqlens.diff().max())
     index = torch.arange(entries, device=rewards.device)
     segment = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
     end = cu_seqlens[1:].long()[segment]
     weight = discount.double()[segment]
     sums = rewards.double() + 0.0  # no -0, which a round of adding 0 would turn into 0
     reach = 1
-    while reach < entries:
+    while reach < longest:
         later = torch.where(index[:-reach] + reach < end[:-reach], sums[reach:], 0.0)
         # a weight may overflow only where `later` is 0: keep 0 · inf out
         step = torch.where(later == 0, 0.0, weight[:-reach] * later)

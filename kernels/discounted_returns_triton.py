@@ -55,15 +55,9 @@ def discounted_returns_forward(
     returns = torch.empty_like(rewards, dtype=torch.float32)
     num_segments = cu_seqlens.shape[0] - 1
     if rewards.shape[0]:
-        discounted_returns_kernel[(triton.cdiv(num_segments, ROWS),)](
-            rewards,
-            cu_seqlens,
-            discount,
-            returns,
-            num_segments,
-            ROWS=ROWS,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )
+        with torch.cuda.device_of(rewards):  # Triton launches on the current device
+            discounted_returns_kernel[(triton.cdiv(num_segments, ROWS),)](
+                rewards, cu_seqlens, discount, returns, num_segments,
+                ROWS=ROWS, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
     return returns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,23 +12,27 @@ Impl: TypeAlias = Literal["auto", "torch", "triton"]
 LIBRARY = torch.library.Library("trajpack", "DEF")
 """Every op of this package is registered here, as ``torch.ops.trajpack.<name>``."""
 
+_HAS_TRITON = find_spec("triton") is not None
+
 
 def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", "triton"]:
     """Return the implementation that ``impl`` names for inputs that live where ``tensor`` does.
 
-    ``"auto"`` is Triton for CUDA tensors and torch for all others. A named implementation
-    that cannot run raises; it never falls back to the other.
+    ``"auto"`` is Triton for CUDA tensors, where it is installed, and torch for all others. A
+    named implementation that cannot run raises; it never falls back to the other.
 
     Raises:
         ValueError: If ``impl`` is none of ``"auto"``, ``"torch"``, ``"triton"``.
         RuntimeError: If ``"triton"`` is asked for where Triton cannot run.
     """
     if impl == "auto":
-        return "triton" if tensor.is_cuda else "torch"
+        return "triton" if tensor.is_cuda and _HAS_TRITON else "torch"
     if impl == "torch":
         return "torch"
     if impl != "triton":
         raise ValueError(f"{op}: impl must be 'auto', 'torch' or 'triton', got {impl!r}")
+    if not _HAS_TRITON:
+        raise RuntimeError(f"{op}: impl='triton' needs the triton package: trajpack[triton]")
     if not tensor.is_cuda and tensor.device.type != "meta":
         _check_triton_serves(op, tensor.device)
     return "triton"
@@ -35,11 +40,9 @@ def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", 
 
 def _check_triton_serves(op: str, device: torch.device) -> None:
     """Raise unless Triton's interpreter or its active driver takes tensors of ``device``."""
-    try:
-        import triton
-        from triton.runtime import driver
-    except ImportError as error:
-        raise RuntimeError(f"{op}: impl='triton' needs the triton package") from error
+    import triton
+    from triton.runtime import driver
+
     if triton.knobs.runtime.interpret:
         return
     try:

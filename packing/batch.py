@@ -109,6 +109,10 @@ class PackedBatch:
             f"generated; longest {self.max_seqlen:,}{versions}; {self.device})"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Let go of shared memory: pickles and deep copies hold the tensors alone."""
+        return vars(self) | {name: tensor.clone() for name, tensor in self.tensors().items()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by its field's name."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -157,7 +161,7 @@ class PackedBatch:
 
         Cost: copies the batch to the host (synchronises); the turns' arrays are views of that.
         """
-        from trajpack.packing.unpack import unpack
+        from trajpack.packing.unpack import unpack  # which itself needs this class
 
         return unpack(self)
 

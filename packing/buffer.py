@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,22 +14,13 @@ from trajpack.kernels.build import build
 from trajpack.kernels.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.chains import CheckedTurn, find_chains
-from trajpack.packing.conversion import as_integer, as_number
+from trajpack.packing.chains import CheckedTurn, Labels, check_labels, find_chains
+from trajpack.packing.conversion import as_integer
 from trajpack.packing.layout import SPAN_COLUMNS, Arrangement, Layout, Spans, arrange
 from trajpack.packing.staging import GrowingArray, Staging
 from trajpack.packing.types import Trajectory
 
 TURN_COLUMNS = ("version_start", "version_end", "truncated")
-
-
-class Labels(NamedTuple):
-    """What stays on the host of a trajectory."""
-
-    id: str
-    group: str | None
-    task_id: int | None
-    birth_time_ms: int | None
 
 
 def pack(
@@ -95,7 +87,7 @@ class TrajectoryBuffer:
     def __init__(
         self, device: torch.device | str | None = None, capacity: int | None = None
     ) -> None:
-        if capacity is not None and capacity < 1:
+        if capacity is not None and as_integer("capacity", capacity) < 1:
             raise ValueError(f"capacity must be at least 1 token, got {capacity}")
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.capacity = capacity
@@ -157,9 +149,10 @@ class TrajectoryBuffer:
                 and what came; nothing of the trajectory stays behind.
 
         Cost: converts and compares each prompt once at memory speed, stores each token once.
-            Reads CUDA tensors back (one synchronisation each). Waits for a copy in flight.
+            Reads CUDA tensors back (one synchronisation each). After `pack`, and without
+            `clear`, waits for that pack's copy.
         """
-        labels, discount = _check_labels(trajectory)
+        labels, discount = check_labels(trajectory)
         turns, chain_of, tips = find_chains(trajectory)
         num_new = sum(tip.num_tokens for tip in tips)
         if self.capacity is not None and self._num_tokens + num_new > self.capacity:
@@ -169,19 +162,18 @@ class TrajectoryBuffer:
                 "pack and clear it, or give it more capacity"
             )
         pieces = [piece for tip in tips for piece in (tip.prompt, tip.completion)]
-        begin = self._staging.write(*pieces, *(turn.logprobs for turn in turns))
-        # nothing below can fail
-        lengths = [tip.num_tokens for tip in tips]
-        chain_words = begin + np.cumsum([0, *lengths[:-1]])
-        self._append_spans(turns, chain_of, begin + num_new)
-        self._chain_words.append(chain_words)
-        self._rewards.append([turn.reward for turn in turns])
-        self._turns.append(
-            [(turn.version_start, turn.version_end, turn.truncated) for turn in turns]
-        )
-        self._num_turns.append([len(turns)])
-        self._discounts.append([discount])
-        self._labels.append(labels)
+        with self._all_or_nothing():
+            begin = self._staging.write(*pieces, *(turn.logprobs for turn in turns))
+            chain_words = begin + np.cumsum([0, *(tip.num_tokens for tip in tips[:-1])])
+            self._append_spans(turns, chain_of, begin + num_new)
+            self._chain_words.append(chain_words)
+            self._rewards.append([turn.reward for turn in turns])
+            self._turns.append(
+                [(turn.version_start, turn.version_end, turn.truncated) for turn in turns]
+            )
+            self._num_turns.append([len(turns)])
+            self._discounts.append([discount])
+            self._labels.append(labels)
         self._num_tokens += num_new
         self._num_generated += sum(turn.completion.size for turn in turns)
 
@@ -189,7 +181,7 @@ class TrajectoryBuffer:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""
         self._staging.clear()
         for table in self._growing:
-            table.clear()
+            table.truncate()
         self._labels.clear()
         self._num_tokens = 0
         self._num_generated = 0
@@ -207,16 +199,19 @@ class TrajectoryBuffer:
             RuntimeError: If ``impl`` cannot run for this device.
 
         Cost: one host-to-device copy of what the buffer stores plus small tables, two launches,
-            no synchronisation; 38 bytes a token are written on the device.
+            no synchronisation; 38 bytes a token are written on the device. Packing again before
+            `clear` waits for the copy of the pack before. A CUDA graph may capture it, and then
+            replays this batch.
         """
         resolve_impl("pack", impl, torch.empty(0, device=self.device))
         spans = Spans(*self._spans.rows.T)
         arrangement = arrange(layout, spans, self._chain_words.rows, self.num_turns)
-        words, tables = self._staging.send(self._tables(arrangement))
-        runs, discounts = tables.pop("runs"), tables.pop("turn_discounts")
-        returns = discounted_returns(tables["turn_rewards"], tables["cu_turns"], discounts, impl)
-        fields = build(words, runs, returns, arrangement.num_tokens, impl)
-        tables["turn_truncated"] = tables["turn_truncated"].view(torch.bool)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            words, tables = self._staging.send(self._tables(arrangement))
+            runs, discounts = tables.pop("runs"), tables.pop("turn_discounts")
+            rewards, cu_turns = tables["turn_rewards"], tables["cu_turns"]
+            returns = discounted_returns(rewards, cu_turns, discounts, impl)
+            fields = build(words, runs, returns, arrangement.num_tokens, impl)
         return PackedBatch(
             **fields._asdict(),
             **tables,
@@ -230,6 +225,20 @@ class TrajectoryBuffer:
             birth_times_ms=tuple(labels.birth_time_ms for labels in self._labels),
             turn_discounts=tuple(self._discounts.rows.tolist()),
         )
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Undo what was appended where memory runs out half-way, or Ctrl-C comes."""
+        used, num_labels = self._staging.used, len(self._labels)
+        lengths = [len(table) for table in self._growing]
+        try:
+            yield
+        except BaseException:
+            self._staging.truncate(used)
+            for table, length in zip(self._growing, lengths, strict=True):
+                table.truncate(length)
+            del self._labels[num_labels:]
+            raise
 
     def _append_spans(
         self, turns: Sequence[CheckedTurn], chain_of: Sequence[int], logprob: int
@@ -265,24 +274,5 @@ class TrajectoryBuffer:
             "turn_spans": arrangement.turn_spans,
             "turn_version_start": version_start,
             "turn_version_end": version_end,
-            "turn_truncated": truncated.astype(np.uint8),
+            "turn_truncated": truncated.astype(np.bool_),
         }
-
-
-def _check_labels(trajectory: Trajectory) -> tuple[Labels, float]:
-    if not isinstance(trajectory, Trajectory):
-        raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
-    if not isinstance(trajectory.id, str):
-        raise TypeError(f"trajectory id must be a str, got {trajectory.id!r}")
-    where = f"trajectory {trajectory.id!r}: "
-    if not isinstance(trajectory.group, str | None):
-        raise TypeError(f"{where}group must be a str or None, got {trajectory.group!r}")
-    task_id, birth_time_ms = (
-        None if value is None else as_integer(f"{where}{name}", value)
-        for name, value in (
-            ("task_id", trajectory.task_id),
-            ("birth_time_ms", trajectory.birth_time_ms),
-        )
-    )
-    labels = Labels(trajectory.id, trajectory.group, task_id, birth_time_ms)
-    return labels, as_number(f"{where}turn_discount", trajectory.turn_discount)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.conversion import (
     as_ids,
+    as_integer,
     as_logprobs,
     as_number,
     as_version_runs,
 )
 from trajpack.packing.types import Trajectory, Turn
+
+
+class Labels(NamedTuple):
+    """What stays on the host of a trajectory."""
+
+    id: str
+    group: str | None
+    task_id: int | None
+    birth_time_ms: int | None
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,31 @@ class CheckedTurn:
     def num_tokens(self) -> int:
         """Tokens of prompt and completion."""
         return self.prompt.size + self.completion.size
+
+
+def check_labels(trajectory: Trajectory) -> tuple[Labels, float]:
+    """Check all of a trajectory but its turns, and return it with the discount.
+
+    Raises:
+        TypeError: If a value is of the wrong kind.
+        ValueError: If a number is not finite or beyond int64.
+    """
+    if not isinstance(trajectory, Trajectory):
+        raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
+    if not isinstance(trajectory.id, str):
+        raise TypeError(f"trajectory id must be a str, got {trajectory.id!r}")
+    where = f"trajectory {trajectory.id!r}: "
+    if not isinstance(trajectory.group, str | None):
+        raise TypeError(f"{where}group must be a str or None, got {trajectory.group!r}")
+    task_id, birth_time_ms = (
+        None if value is None else as_integer(f"{where}{name}", value)
+        for name, value in (
+            ("task_id", trajectory.task_id),
+            ("birth_time_ms", trajectory.birth_time_ms),
+        )
+    )
+    labels = Labels(trajectory.id, trajectory.group, task_id, birth_time_ms)
+    return labels, as_number(f"{where}turn_discount", trajectory.turn_discount)
 
 
 def check_turn(trajectory_id: str, index: int, turn: Turn) -> CheckedTurn:

@@ -13,6 +13,7 @@ import torch
 
 INT32_MAX = 2**31 - 1
 """Greatest token id, version, and index into the word stream."""
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
@@ -59,20 +60,31 @@ def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Convert a reward or a discount to a finite float."""
+    """Convert a reward or a discount to a float that is finite as float32 too."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number, got {value!r}") from error
+    if not abs(number) <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite float32, got {number}")
     return number
 
 
 def as_integer(name: str, value: Any) -> int:
-    """Convert a version or an id to a Python int."""
+    """Convert a version, an id or a count to a Python int that fits int64."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    return int(value.__index__())
+    try:
+        number = int(value.__index__())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from error
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} must fit int64, got {number}")
+    return number
 
 
 def merge_spans(
@@ -169,7 +181,12 @@ def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: i
 
 def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
     if isinstance(values, torch.Tensor):
-        return _host(values)
+        try:
+            return _host(values)
+        except (RuntimeError, TypeError) as error:  # sparse, meta, a dtype that numpy lacks
+            raise TypeError(f"{name} cannot be read as an array: {error}") from error
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: its mask would be lost")
     if isinstance(values, np.ndarray):
         return values
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
@@ -178,23 +195,20 @@ def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
         # array refuses what numpy would quietly round, and is the fastest way out of a list
         return np.frombuffer(array(typecode, values), dtype=f"{typecode}4")
     except OverflowError:
-        wrong = next(i for i, value in enumerate(values) if not -INT32_MAX <= value <= INT32_MAX)
-        raise ValueError(
-            f"{name} must be in [0, {INT32_MAX}], got {values[wrong]} at index {wrong}"
-        ) from None
+        bound = f"in [0, {INT32_MAX}]" if typecode == "i" else "finite float32"
+        raise ValueError(f"{name} must be {bound}, got {_odd_one(values, typecode)}") from None
     except TypeError:
-        expected = "integers" if typecode == "i" else "floats"
-        raise TypeError(f"{name} must be {expected}, got {_odd_one(values, typecode)}") from None
+        kind = "integers" if typecode == "i" else "floats"
+        raise TypeError(f"{name} must be {kind}, got {_odd_one(values, typecode)}") from None
 
 
 def _odd_one(values: Sequence[Any], typecode: str) -> str:
+    """Name the first value that ``array`` does not take."""
     for index, value in enumerate(values):
         try:
             array(typecode, [value])
-        except TypeError:
+        except (TypeError, OverflowError):
             return f"{value!r} at index {index}"
-        except OverflowError:
-            continue
     return repr(values)  # pragma: no cover - a sequence that changes while it is read
 
 
@@ -203,5 +217,5 @@ def _host(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
         values = values.detach().cpu()
         if values.dtype == torch.bfloat16:
             values = values.float()
-        values = values.numpy()
+        values = values.resolve_neg().numpy()
     return np.asarray(values, dtype)

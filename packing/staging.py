@@ -42,16 +42,17 @@ class GrowingArray:
         self._rows[self._used : needed] = rows
         self._used = needed
 
-    def clear(self) -> None:
-        """Forget every row and keep the memory."""
-        self._used = 0
+    def truncate(self, count: int = 0) -> None:
+        """Forget the rows behind the first ``count`` and keep the memory."""
+        self._used = min(self._used, count)
 
 
 class Staging:
-    """One region of int32 words: a stream that grows, then the tables of one batch behind it.
+    """A region of int32 words: a stream that grows, then the tables of one batch behind it.
 
-    For a CUDA device the region is pinned, so that the copy is asynchronous. The host waits
-    for a copy in flight only when it next writes.
+    For a CUDA device there are two regions, both pinned, so that copies are asynchronous and
+    one region can be filled while the other is copied. The host waits for a copy only when it
+    writes to the region that this copy reads.
     """
 
     def __init__(self, device: torch.device, num_words: int = 0) -> None:
@@ -60,6 +61,7 @@ class Staging:
         """Words of the stream."""
         self._words = self._allocate(num_words)
         self._copied: torch.cuda.Event | None = None
+        self._spare = (self._allocate(0), self._copied)
 
     def write(self, *pieces: npt.NDArray[Any]) -> int:
         """Append arrays of 4-byte entries to the stream, bit for bit, and return where they begin.
@@ -73,47 +75,55 @@ class Staging:
             raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {needed}")
         self._reserve(needed)
         words = self._words.numpy()
+        end = begin
         for piece in pieces:
-            words[self.used : self.used + piece.size] = piece.view(np.int32)
-            self.used += piece.size
+            words[end : end + piece.size] = piece.view(np.int32)
+            end += piece.size
+        self.used = end
         return begin
 
+    def truncate(self, num_words: int) -> None:
+        """Forget what was written behind the first ``num_words`` of the stream."""
+        self.used = num_words
+
     def clear(self) -> None:
-        """Forget the stream and keep the memory."""
+        """Forget the stream and keep the memory. A region in flight makes way for the other."""
         self.used = 0
+        if self._copied is not None:
+            (self._words, self._copied), self._spare = self._spare, (self._words, self._copied)
 
     def send(
         self, tables: Mapping[str, npt.NDArray[Any]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Write ``tables`` behind the stream and bring both to the device in one copy.
 
-        On the host the stream is not copied: the tensor returned is a view that holds until
-        the next write. The tables are copied and stay valid.
+        On the host nothing is copied but the tables: the stream returned is a view that holds
+        until the next write. Every table is a tensor of its own and no view of another, though
+        on a device they share memory with the stream.
         """
         offsets = {}
         end = _aligned(self.used)
-        begin = end
         for name, table in tables.items():
-            offsets[name] = end - begin
+            offsets[name] = end
             end = _aligned(end + -(-table.nbytes // 4))
         self._reserve(end)
-        region = self._words.numpy()[begin:end].view(np.uint8)
+        region = self._words.numpy()[:end].view(np.uint8)
         for name, table in tables.items():
             at = 4 * offsets[name]
             region[at : at + table.nbytes] = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         if self.device.type == "cpu":
-            stream, header = self._words[: self.used], self._words[begin:end].clone()
-        else:
-            arena = self._words[:end].to(self.device, non_blocking=True)
-            self._remember_copy()
-            stream, header = arena[: self.used], arena[begin:]
-        return stream, {
-            name: _table(header, offsets[name], table) for name, table in tables.items()
+            on_host = {name: torch.from_numpy(table.copy()) for name, table in tables.items()}
+            return self._words[: self.used], on_host
+        arena = self._words[:end].to(self.device, non_blocking=True)
+        self._remember_copy()
+        return arena[: self.used], {
+            name: _table(arena, offsets[name], table) for name, table in tables.items()
         }
 
     def _allocate(self, num_words: int) -> torch.Tensor:
         if self.device.type == "cuda":
-            return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
+            # named, since torch's default device may be another, and only the host has pages to pin
+            return torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         return torch.from_numpy(np.empty(num_words, np.int32))
 
     def _reserve(self, num_words: int) -> None:
@@ -138,8 +148,14 @@ def _aligned(num_words: int) -> int:
     return -(-num_words // ALIGNMENT) * ALIGNMENT
 
 
-def _table(header: torch.Tensor, offset: int, table: npt.NDArray[Any]) -> torch.Tensor:
-    """View the words at ``offset`` as a tensor of ``table``'s dtype and shape."""
+def _table(arena: torch.Tensor, offset: int, table: npt.NDArray[Any]) -> torch.Tensor:
+    """Return the words at ``offset`` as a tensor of ``table``'s dtype and shape.
+
+    Not as a view: views share a version counter, and writing to one table would then
+    invalidate what autograd saved of another.
+    """
     dtype = torch.from_numpy(np.empty(0, table.dtype)).dtype
-    words = header[offset : offset + -(-table.nbytes // 4)]
-    return words.view(dtype)[: table.size].view(table.shape)
+    place = (arena.storage_offset() + offset) * arena.itemsize // dtype.itemsize
+    strides = [stride // table.itemsize for stride in np.ascontiguousarray(table).strides]
+    fresh = torch.empty(0, dtype=dtype, device=arena.device)
+    return fresh.set_(arena.untyped_storage(), place, table.shape, strides)

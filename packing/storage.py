@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import tempfile
+import uuid
 from pathlib import Path
-from typing import Any
 
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.consistency import checked_batch
 
 FORMAT = "trajpack.PackedBatch"
 SCHEMA_VERSION = 1
@@ -17,21 +16,21 @@ SCHEMA_VERSION = 1
 
 def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
     """Write ``batch`` to ``path``, whole or not at all; see `PackedBatch.save`."""
+    from safetensors import SafetensorError
     from safetensors.torch import save as serialise
 
-    # host tensors of their own, so that no two share memory
     tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors().items()}
-    host = {
-        field.name: getattr(batch, field.name)
-        for field in dataclasses.fields(batch)
-        if field.name not in tensors
-    }
+    host = {name: value for name, value in vars(batch).items() if name not in tensors}
     metadata = {
         "format": FORMAT,
         "schema_version": str(SCHEMA_VERSION),
         "host": json.dumps(host, allow_nan=False),
     }
-    _write_whole(Path(path), serialise(tensors, metadata))
+    try:
+        content = serialise(tensors, metadata)
+    except SafetensorError as error:  # its header holds 100 MB
+        raise ValueError(f"ids and groups take too much room: {error}") from error
+    _write_whole(Path(os.path.realpath(path)), content)
 
 
 def load(path: str | os.PathLike[str]) -> PackedBatch:
@@ -41,12 +40,13 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            _check_schema(path, metadata)
-            values: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        host = json.loads(metadata["host"])
-        values.update((k, tuple(v) if isinstance(v, list) else v) for k, v in host.items())
-        return PackedBatch(**values)
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{os.fspath(path)} is not a readable packed batch: {error}") from error
+    _check_schema(path, metadata)
+    try:
+        return checked_batch(tensors, json.loads(metadata["host"]))
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)} is not a readable packed batch: {error}") from error
 
 
@@ -65,14 +65,13 @@ def _check_schema(path: str | os.PathLike[str], metadata: dict[str, str]) -> Non
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Write to a file beside ``path`` and move it there, so that no reader sees half of it."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with unfinished.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        unfinished.replace(path)
     except BaseException:
-        os.unlink(name)
+        unfinished.unlink(missing_ok=True)
         raise

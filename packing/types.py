@@ -90,4 +90,10 @@ class Trajectory:
     """When the episode began, in milliseconds since the epoch."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", tuple(self.turns))
+        try:
+            object.__setattr__(self, "turns", tuple(self.turns))
+        except TypeError as error:
+            kind = type(self.turns).__name__
+            raise TypeError(
+                f"trajectory {self.id!r}: turns must be a sequence of turns, got {kind}"
+            ) from error

@@ -13,12 +13,21 @@ from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 
 def unpack(batch: PackedBatch) -> list[Trajectory]:
-    """Invert `trajpack.pack`; see `PackedBatch.unpack`.
+    """Return the trajectories of a batch: the inverse of `trajpack.pack`, bit for bit.
 
     In every layout a turn's prompt is what stands before its completion in its sequence.
+
+    Cost: copies the batch to the host (synchronises); the turns' arrays are views of that.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> trajectories = [Trajectory("a", [Turn([1, 2], [3], [-0.5], reward=1.0)])]
+        >>> unpack(pack(trajectories)) == trajectories
+        True
     """
     host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors().items()}
     ids = host["input_ids"].astype(np.int32)
+    host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # the batch's own, on the host
     turns = [_turn(host, ids, turn) for turn in range(batch.num_turns)]
     bounds = host["cu_turns"].tolist()
     return [

@@ -17,6 +17,7 @@ MODULES = sorted(
     for path in (ROOT / layer).rglob("*.py")
     if ">>>" in path.read_text()
 )
+MODULES.append("trajpack.testing")
 PAGES = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

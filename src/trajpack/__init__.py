@@ -8,8 +8,9 @@ import trajpack.kernels
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
+from trajpack.packing.unpack import unpack
 
-__all__ = ["PackedBatch", "Trajectory", "TrajectoryBuffer", "Turn", "VersionSpan", "pack"]
+__all__ = ["PackedBatch", "Trajectory", "TrajectoryBuffer", "Turn", "VersionSpan", "pack", "unpack"]
 
 
 def _export(layer: _ModuleType, names: dict[str, str]) -> None:

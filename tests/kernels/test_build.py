@@ -215,7 +215,7 @@ def test_it_compiles_into_one_graph(dynamic: bool) -> None:
         words: torch.Tensor, runs: torch.Tensor, returns: torch.Tensor, num_tokens: int
     ) -> TokenFields:
         built = build(words, runs, returns * 2, num_tokens)
-        return built._replace(position_ids=built.position_ids + 1)
+        return TokenFields(built.input_ids, built.position_ids + 1, *built[2:])
 
     compiled = torch.compile(fields, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for lengths in ([3, 4], [1, 0, 8]):
@@ -256,6 +256,7 @@ W, R, T, N = random_build_inputs(np.random.default_rng(0), [3, 4])
         (ValueError, "runs is on meta but the other inputs are on cpu", (W, R.to("meta"), T, N)),
         (ValueError, "turn_returns is on meta but", (W, R, T.to("meta"), N)),
         (ValueError, r"num_tokens must be in \[0, 2147482624\], got -1", (W, R, T, -1)),
+        (ValueError, r"runs must go from 0 to num_tokens 9 and never back", (W, R, T, 9)),
         (ValueError, "impl must be 'auto', 'torch' or 'triton', got 'fast'", (W, R, T, N, "fast")),
     ],
 )

@@ -17,6 +17,7 @@ from trajpack.packing import buffer as buffer_module
 LAYOUTS = ("merged", "turns")
 VIEWS = {"aten.slice.Tensor", "aten.view.default", "aten.view.dtype"}
 VIEWS |= {"aten.detach.default", "aten.empty.memory_format"}
+VIEWS |= {"aten.set_.source_Storage_storage_offset"}
 OPS = {"trajpack.discounted_returns.default": 1, "trajpack.build.default": 1}
 
 

@@ -1,4 +1,7 @@
 import dataclasses
+import json
+import os
+import pickle
 
 import numpy as np
 import pytest
@@ -72,6 +75,87 @@ def test_files_that_are_no_batch_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="is not a readable packed batch"):
         PackedBatch.load(path)
+
+
+def tampered(path, change):
+    """Save a batch with one part changed, past every check."""
+    from safetensors.torch import save_file
+
+    batch = pack(some_trajectories())
+    tensors = dict(batch.tensors())
+    host = {name: value for name, value in vars(batch).items() if name not in tensors}
+    tensors, host = change(tensors, host)
+    metadata = {"format": "trajpack.PackedBatch", "schema_version": "1", "host": json.dumps(host)}
+    save_file(tensors, path, metadata)
+    return path
+
+
+def other_host(**changes):
+    return lambda tensors, host: (tensors, {**host, **changes})
+
+
+def other_tensor(name, change):
+    return lambda tensors, host: ({**tensors, name: change(tensors[name])}, host)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, host: ({}, host), "its tensors are not those"),
+        (lambda tensors, host: (tensors, [1]), "its metadata is not that of a batch"),
+        (other_host(more=1), "its metadata is not that of a batch"),
+        (other_host(layout="tree"), "its layout is unknown"),
+        (other_host(seqlens="abc"), "seqlens is not a list of the right"),
+        (other_host(seqlens=[1]), "has shape"),
+        (other_host(ids=[]), "groups has a wrong length"),
+        (other_host(num_generated=1), "num_generated is not what"),
+        (other_host(num_generated="many"), "num_generated is not an int"),
+        (other_tensor("loss_mask", torch.Tensor.float), "loss_mask is not torch.bool"),
+        (other_tensor("returns", lambda returns: returns[:3].clone()), r"returns has shape \[3\]"),
+        (other_tensor("cu_seqlens", lambda bounds: bounds * 100), "cu_seqlens and seqlens"),
+        (other_tensor("cu_turns", torch.ones_like), "cu_turns does not run"),
+        (other_tensor("turn_sequence", lambda index: index + 99), "turn_sequence is out"),
+        (other_tensor("turn_spans", torch.zeros_like), "turn_spans leave their"),
+    ],
+)
+def test_a_batch_whose_parts_disagree_is_refused(tmp_path, change, message):
+    with pytest.raises(ValueError, match=f"is not a readable packed batch: .*{message}"):
+        PackedBatch.load(tampered(tmp_path / "batch.safetensors", change))
+
+
+def test_a_file_is_as_private_as_the_user_asks_and_links_stay_links(tmp_path):
+    before = os.umask(0o077)
+    try:
+        (tmp_path / "link.safetensors").symlink_to(tmp_path / "batch.safetensors")
+        pack([]).save(tmp_path / "link.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "link.safetensors").is_symlink()
+    assert (tmp_path / "batch.safetensors").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_writing_to_a_turn_tensor_leaves_what_autograd_saved_of_another(device):
+    batch = pack(some_trajectories(), device=device)
+    before = batch.cu_seqlens._version
+    batch.turn_rewards.sub_(1.0)
+    assert batch.cu_seqlens._version == before
+
+
+def test_a_pickled_batch_holds_its_tensors_alone():
+    batch = pack([Trajectory(str(i), [Turn([1], [2], [0.0])]) for i in range(1000)])
+    own = sum(tensor.nbytes for tensor in batch.tensors().values())
+    pickled = pickle.dumps(batch)
+    assert len(pickled) < own + 40_000
+    assert_batches_equal(pickle.loads(pickled), batch)
+
+
+def test_unpacked_turns_share_nothing_with_the_batch():
+    batch = pack(some_trajectories())
+    unpacked = batch.unpack()
+    for tensor in batch.tensors().values():
+        tensor.zero_()
+    assert unpacked == some_trajectories()
 
 
 def test_a_batch_moves_between_devices_with_all_its_fields():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan
+from trajpack.packing.staging import GrowingArray
 
 GOOD = Turn([1, 2], [3, 4], [-0.5, -0.25])
 NAN, INF = float("nan"), float("inf")
@@ -37,8 +38,12 @@ REFUSED = [
     ({"completion_logprobs": [0.0, None]}, TypeError, "must be floats, got None at index 1"),
     ({"completion_logprobs": np.array(["a", "b"])}, TypeError, "must be floats, got <U1"),
     ({"completion_logprobs": np.zeros((2, 1))}, ValueError, r"one dimension, got shape \[2, 1\]"),
-    ({"reward": NAN}, ValueError, "reward must be finite, got nan"),
-    ({"reward": INF}, ValueError, "reward must be finite, got inf"),
+    ({"reward": NAN}, ValueError, "reward must be finite float32, got nan"),
+    ({"reward": INF}, ValueError, "reward must be finite float32, got inf"),
+    ({"reward": 1e39}, ValueError, "reward must be finite float32, got 1e"),
+    ({"reward": 10**400}, ValueError, "reward must be finite float32, got inf"),
+    ({"reward": np.ones(2)}, TypeError, "reward must be a number, got array"),
+    ({"reward": torch.ones(2)}, TypeError, "reward must be a number, got tensor"),
     ({"reward": "1"}, TypeError, "reward must be a number, got str"),
     ({"reward": None}, TypeError, "reward must be a number, got NoneType"),
     ({"truncated": 1}, TypeError, "truncated must be a bool, got int"),
@@ -46,6 +51,11 @@ REFUSED = [
     ({"version_start": -1}, ValueError, r"versions must be in \[0, 2147483647\], got -1 to 0"),
     ({"version_end": 2**31}, ValueError, r"versions must be in \[0, 2147483647\]"),
     ({"version_start": 0.5}, TypeError, "version_start must be an integer, got float"),
+    ({"version_start": torch.tensor(1.5)}, TypeError, "version_start must be an integer, got ten"),
+    ({"prompt_ids": torch.ones(2, device="meta")}, TypeError, "prompt_ids cannot be read as an"),
+    ({"prompt_ids": torch.eye(2).to_sparse()}, TypeError, "prompt_ids cannot be read as an array"),
+    ({"prompt_ids": np.ma.array([1, 2])}, TypeError, "prompt_ids must not be a masked array"),
+    ({"completion_logprobs": [-3e9, 10**400]}, ValueError, "must be finite float32, got 1000.* at"),
     ({"version_spans": [(1, 0, 1)]}, ValueError, "must cover 2 completion tokens, they cover 1"),
     ({"version_spans": [(1, 1, 2)]}, ValueError, r"got \[1, 2\) where a span from 0"),
     ({"version_spans": [(1, 0, 2), (2, 1, 2)]}, ValueError, r"got \[1, 2\) where a span from 2"),
@@ -74,6 +84,7 @@ def test_a_bad_turn_is_refused_by_name_and_leaves_nothing_behind(change, kind, m
     ("trajectory", "kind", "message"),
     [
         (Trajectory("it", []), ValueError, "'it' must have at least one turn, got none"),
+        (Trajectory("it", [GOOD], task_id=2**70), ValueError, "'it': task_id must fit int64, got"),
         (Trajectory("it", [None]), TypeError, "'it', turn 0: expected a Turn, got NoneType"),
         (Trajectory(3, [GOOD]), TypeError, "trajectory id must be a str, got 3"),
         (Trajectory("it", [GOOD], group=3), TypeError, "'it': group must be a str or None, got 3"),
@@ -88,6 +99,33 @@ def test_a_bad_trajectory_is_refused_by_name(trajectory, kind, message):
     with pytest.raises(kind, match=message):
         buffer.add(trajectory)
     assert len(buffer) == buffer.num_bytes == 0
+
+
+def test_turns_that_are_no_sequence_are_refused_by_name():
+    with pytest.raises(TypeError, match="trajectory 'it': turns must be a sequence of turns"):
+        Trajectory("it", None)
+
+
+@pytest.mark.parametrize("step", range(7))
+def test_a_trajectory_that_memory_runs_out_for_leaves_nothing_behind(monkeypatch, step):
+    buffer = TrajectoryBuffer()
+    kept, lost, later = (Trajectory(name, [GOOD, GOOD]) for name in ("kept", "lost", "later"))
+    buffer.add(kept)
+    calls = iter(range(100))
+
+    def append(self, block, genuine=GrowingArray.append):
+        if next(calls) == step:
+            raise MemoryError
+        genuine(self, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GrowingArray, "append", append)
+        if step < 6:
+            with pytest.raises(MemoryError):
+                buffer.add(lost)
+    buffer.add(later)
+    assert buffer.pack().unpack() == [kept, later]
+    assert buffer.num_tokens == buffer.pack().num_tokens
 
 
 def test_turns_are_equal_when_their_values_are():

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.staging import Staging
 from trajpack.testing import assert_batches_equal, random_trajectory
 
 
@@ -98,6 +99,41 @@ def test_packing_leaves_the_buffer_as_it_was():
     buffer.add(conversation("b", seed=2))
     assert buffer.pack().ids == ("a", "b")
     assert_batches_equal(before, pack([conversation(seed=1)]))
+
+
+def test_pinned_memory_is_asked_of_the_host_whatever_the_default_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: asked.append(options))
+    Staging(torch.device("cuda"))
+    assert all(options["device"] == "cpu" and options["pin_memory"] for options in asked)
+    assert asked
+
+
+class Copy:
+    """Stands in for the event of a copy in flight."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first, second = Copy(), Copy()
+    staging = Staging(torch.device("cpu"))
+    staging.write(np.arange(5, dtype=np.int32))
+    in_flight, _ = staging.send({})
+    staging._copied = first
+    staging.clear()
+    staging.write(np.full(5, 7, np.int32))
+    assert in_flight.tolist() == [0, 1, 2, 3, 4]
+    assert first.waits == 0
+    staging._copied = second
+    staging.clear()
+    staging.write(np.full(5, 8, np.int32))
+    assert (first.waits, second.waits) == (1, 0)
 
 
 def test_growing_loses_nothing():

@@ -1,0 +1,108 @@
+"""Whether the parts of a batch that came from outside fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.packing.batch import PackedBatch
+from trajpack.packing.layout import LAYOUTS
+
+TURN_DTYPES = {
+    "turn_rewards": torch.float64,
+    "turn_returns": torch.float32,
+    "turn_truncated": torch.bool,
+    "turn_version_start": torch.int32,
+    "turn_version_end": torch.int32,
+    "turn_sequence": torch.int32,
+    "turn_spans": torch.int32,
+}
+DTYPES = FIELD_DTYPES | TURN_DTYPES | {"cu_seqlens": torch.int32, "cu_turns": torch.int32}
+LABELS: dict[str, tuple[type, ...]] = {
+    "ids": (str,),
+    "groups": (str, type(None)),
+    "task_ids": (int, type(None)),
+    "birth_times_ms": (int, type(None)),
+    "turn_discounts": (float,),
+}
+HOST = {field.name for field in dataclasses.fields(PackedBatch)} - set(DTYPES)
+
+
+class InconsistentBatch(ValueError):
+    """Parts that make no packed batch."""
+
+
+def checked_batch(tensors: Mapping[str, torch.Tensor], host: Any) -> PackedBatch:
+    """Put a batch together from host tensors and what stays on the host of it.
+
+    Raises:
+        InconsistentBatch: If a part is missing, foreign, of the wrong dtype, shape or type,
+            or if boundaries, lengths and turns do not tell one story.
+    """
+    _require(set(tensors) == set(DTYPES), "its tensors are not those of a batch")
+    _require(isinstance(host, dict) and set(host) == HOST, "its metadata is not that of a batch")
+    for name, dtype in DTYPES.items():
+        _require(tensors[name].dtype == dtype, f"{name} is not {dtype}")
+    _check_host(host)
+    _check_shapes(tensors, host)
+    _check_boundaries(tensors, host["seqlens"])
+    parts: dict[str, Any] = dict(tensors)
+    parts |= {name: tuple(v) if isinstance(v, list) else v for name, v in host.items()}
+    return PackedBatch(**parts)
+
+
+def _check_host(host: dict[str, Any]) -> None:
+    _require(host["layout"] in LAYOUTS, "its layout is unknown")
+    _require(type(host["num_generated"]) is int, "num_generated is not an integer")
+    for name, kinds in {**LABELS, "seqlens": (int,)}.items():
+        values = host[name]
+        _require(
+            isinstance(values, list) and all(type(value) in kinds for value in values),
+            f"{name} is not a list of the right type",
+        )
+        _require(name == "seqlens" or len(values) == len(host["ids"]), f"{name} has a wrong length")
+
+
+def _check_shapes(tensors: Mapping[str, torch.Tensor], host: dict[str, Any]) -> None:
+    num_tokens, num_turns = sum(host["seqlens"]), tensors["turn_rewards"].numel()
+    shapes = dict.fromkeys(FIELD_DTYPES, (num_tokens,))
+    shapes |= dict.fromkeys(TURN_DTYPES, (num_turns,))
+    shapes["cu_seqlens"] = (len(host["seqlens"]) + 1,)
+    shapes["cu_turns"] = (len(host["ids"]) + 1,)
+    for name, shape in shapes.items():
+        expected = (*shape, 2) if name == "turn_spans" else shape
+        got = tuple(tensors[name].shape)
+        _require(got == expected, f"{name} has shape {list(got)}, expected {list(expected)}")
+    trained = int(tensors["loss_mask"].sum())
+    _require(trained == host["num_generated"], "num_generated is not what loss_mask selects")
+
+
+def _check_boundaries(tensors: Mapping[str, torch.Tensor], seqlens: list[int]) -> None:
+    cu_seqlens, cu_turns = tensors["cu_seqlens"].long(), tensors["cu_turns"]
+    _require(
+        cu_seqlens[0] == 0
+        and cu_seqlens.diff().tolist() == seqlens
+        and min(seqlens, default=0) >= 0,
+        "cu_seqlens and seqlens disagree",
+    )
+    num_turns = tensors["turn_rewards"].numel()
+    _require(
+        cu_turns[0] == 0 and cu_turns[-1] == num_turns and bool((cu_turns.diff() >= 0).all()),
+        "cu_turns does not run from 0 to the number of turns",
+    )
+    sequence, spans = tensors["turn_sequence"].long(), tensors["turn_spans"]
+    _require(
+        bool(((sequence >= 0) & (sequence < len(seqlens))).all()), "turn_sequence is out of range"
+    )
+    begins, ends = spans.unbind(1)
+    inside = (cu_seqlens[sequence] <= begins) & (ends <= cu_seqlens[sequence + 1])
+    _require(bool((inside & (begins <= ends)).all()), "turn_spans leave their sequences")
+
+
+def _require(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise InconsistentBatch(otherwise)

@@ -10,7 +10,7 @@ import pytest
 import trajpack
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["agent", "kernels"]
+LAYERS = ["agent", "kernels", "packing"]
 
 
 def test_the_facade_exports_what_users_were_promised():
@@ -22,6 +22,7 @@ def test_the_facade_exports_what_users_were_promised():
         "Turn",
         "VersionSpan",
         "pack",
+        "unpack",
     }
 
 

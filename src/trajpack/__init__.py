@@ -5,6 +5,7 @@ from types import ModuleType as _ModuleType
 
 import trajpack.agent
 import trajpack.kernels
+import trajpack.packing
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
@@ -27,6 +28,18 @@ def _export(layer: _ModuleType, names: dict[str, str]) -> None:
 
 
 _export(trajpack.kernels, {"build": "build", "discounted_returns": "discounted_returns"})
+_export(
+    trajpack.packing,
+    {
+        "PackedBatch": "batch",
+        "Trajectory": "types",
+        "TrajectoryBuffer": "buffer",
+        "Turn": "types",
+        "VersionSpan": "types",
+        "pack": "buffer",
+        "unpack": "unpack",
+    },
+)
 _export(
     trajpack.agent,
     {

@@ -1,0 +1,9 @@
+"""What `trajpack.packing` exports, for type checkers; `trajpack` itself makes it so."""
+
+from trajpack.packing.batch import PackedBatch as PackedBatch
+from trajpack.packing.buffer import TrajectoryBuffer as TrajectoryBuffer
+from trajpack.packing.buffer import pack as pack
+from trajpack.packing.types import Trajectory as Trajectory
+from trajpack.packing.types import Turn as Turn
+from trajpack.packing.types import VersionSpan as VersionSpan
+from trajpack.packing.unpack import unpack as unpack

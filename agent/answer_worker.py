@@ -2,9 +2,9 @@
 
 This file is run as a script by `MathVerifyEnvironment`, by its path, so that neither the
 package nor torch nor the user's script is imported here: a start takes half a second.
-Requests are pickles on standard input, ``(solutions, gym, answer, seconds)``; each is
-answered with one byte on standard output. One byte before them all says that imports are
-done. The end of the input ends the process; so does a request that takes much too long.
+Requests are pickles on standard input, ``(nonce, solutions, gym, answer, seconds)``; each is
+answered on standard output with one byte and the nonce. One byte before them all says that
+imports are done. The end of the input ends the process; so does a request that takes too long.
 """
 
 from __future__ import annotations
@@ -22,10 +22,29 @@ from typing import Any, BinaryIO
 
 READY, RIGHT, WRONG, FAILED = b"R", b"1", b"0", b"E"
 
+NONCE_BYTES = 16
+
 _EXTRA_MEMORY_BYTES = 1 << 30
 _GRACE_S = 2.0
+_MAX_SCORED_CHARS = 1000
+_MAX_DEPTH = 50
+_NAMES = re.compile(
+    "a?(sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|[a-zA-Z]",
+)
+_TOKEN = re.compile(
+    r"0x[0-9a-fA-F]+|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[a-zA-Z]+(?!\d)|[-+*/^()=,: ]",
+    re.ASCII,
+)
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:/\d+)?|\d+(?:\.\d+)?")
 _DELIMITERS = ("\\boxed", "\\(", "\\[")
+
+
+def wall_seconds(cpu_seconds: float) -> float:
+    """Return how long a check may last that may compute for ``cpu_seconds``.
+
+    Longer, so that a check is not cut short because the machine is busy with others.
+    """
+    return 2 * cpu_seconds + 1
 
 
 def is_equal(solutions: Sequence[str], answer: str) -> bool:
@@ -54,10 +73,39 @@ def is_equal(solutions: Sequence[str], answer: str) -> bool:
 def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
     """Return whether reasoning-gym's scorer gives the final answer of a text full marks.
 
-    Partial credit is not success.
+    Partial credit is not success. The entry's own answer, word for word, is right without a
+    scorer; any other text that is not `is_arithmetic` is wrong, since scorers evaluate it.
     """
+    finals = final_answers(answer)
+    own = entry.get("answer")
+    if isinstance(own, str) and own.strip() in (answer.strip(), *finals):
+        return True
     score = _scorer(task)
-    return any(score(answer=final, entry=entry) == 1.0 for final in final_answers(answer))
+    return any(score(answer=final, entry=entry) == 1.0 for final in finals if is_arithmetic(final))
+
+
+def is_arithmetic(text: str) -> bool:
+    """Return whether a text is made of nothing but numbers, operators and known names.
+
+    Names are single letters and the usual functions. So there is no quote, underscore, dot
+    between names, or name of anything in Python, and evaluating the text computes a value.
+
+    Example:
+        >>> is_arithmetic("2*x**3 + sqrt(x)"), is_arithmetic("eval(x)"), is_arithmetic("x.y")
+        (True, False, False)
+    """
+    if not 0 < len(text) <= _MAX_SCORED_CHARS:
+        return False
+    end = depth = 0
+    for token in _TOKEN.finditer(text):
+        word = token.group()
+        if token.start() != end or (word.isalpha() and not _NAMES.fullmatch(word)):
+            return False
+        depth += {"(": 1, ")": -1}.get(word, 0)
+        if not 0 <= depth <= _MAX_DEPTH:
+            return False
+        end = token.end()
+    return end == len(text)
 
 
 def final_answers(answer: str) -> list[str]:
@@ -141,15 +189,17 @@ def main(needs_gym: bool) -> None:
     replies.write(READY)
     while True:
         try:
-            solutions, gym, answer, seconds = pickle.load(requests)
+            nonce, solutions, gym, answer, seconds = pickle.load(requests)
         except EOFError:
             return
-        # The alarm's default action ends the process, whatever it is doing: it leaves no
-        # orphan behind if the parent is gone and cannot kill it in time.
-        signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE_S)
+        # Either signal's default action ends the process, whatever it is doing. The alarm
+        # leaves no orphan behind if the parent is gone and cannot kill it in time.
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds(seconds) + _GRACE_S)
         reply = _answer_to(solutions, gym, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(reply)
+        replies.write(reply + nonce)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ the question that was asked ends the episode with an `EpisodeError`.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from trajpack.agent.errors import EpisodeError, GenerationError
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Reply
+from trajpack.packing.conversion import as_ids, as_logprobs, as_number, as_version_runs
 from trajpack.packing.types import Turn
-
-_INT32_MAX = 2**31 - 1
 
 
 class Completion(NamedTuple):
@@ -31,8 +30,12 @@ class Completion(NamedTuple):
     """Sampled tokens."""
     logprobs: npt.NDArray[np.float32]
     """One for each token."""
+    version_start: int
+    """Policy version of the first of them."""
+    version_end: int
+    """Policy version of the last of them."""
     reply: GenerationOutput
-    """What the engine said besides."""
+    """What the engine said, as it said it."""
 
 
 class Exchange(NamedTuple):
@@ -75,13 +78,36 @@ class Episode:
         Raises:
             EpisodeError: If the environment fails, or these are not token ids.
         """
-        try:
+        if not isinstance(self.qid, str):
+            raise self.error(f"the qid must be a str, got {type(self.qid).__name__}")
+        with self.guard("the environment's reset failed"):
             await self.env.reset()
-        except Exception as error:
-            raise self.error(f"the environment's reset failed: {error!r}") from error
-        self.token_ids = self._checked_ids("the prompt", prompt_ids).tolist()
+        with self.guard("the prompt was refused"):
+            self.token_ids = as_ids("prompt_ids", prompt_ids).tolist()
         if not self.token_ids:
             raise self.error("the prompt has no tokens")
+
+    @contextmanager
+    def guard(self, failure: str) -> Iterator[None]:
+        """Raise whatever is raised within as an error of this episode, with its cause.
+
+        That includes a cancellation which nobody asked of the task that runs the episode: it
+        is somebody else's and must not end this task silently.
+
+        Raises:
+            EpisodeError: That begins with ``failure``.
+            asyncio.CancelledError: If the task is being cancelled.
+        """
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self.error(f"{failure}: it was cancelled") from error
+        except Exception as error:
+            reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+            raise self.error(f"{failure}: {reason}") from error
 
     async def ask(self, gconfig: Any, timeout: float | None) -> Completion:  # noqa: ASYNC109
         """Have the conversation continued.
@@ -97,11 +123,14 @@ class Episode:
         request = (self.qid, self.token_ids.copy(), gconfig)
         try:
             async with asyncio.timeout(timeout):
-                await self.obs_queue.put(request)
-                reply = await self.act_queue.get()
+                with self.guard("the engine's queues failed"):
+                    await self.obs_queue.put(request)
+                    reply = await self.act_queue.get()
         except TimeoutError as error:
             raise self.error(f"no reply within {timeout} s") from error
         if isinstance(reply, GenerationError):
+            if reply.qid != self.qid:
+                raise self.error(f"an error of another episode came: {reply}") from reply
             raise reply
         if not isinstance(reply, GenerationOutput):
             raise self.error(f"expected a GenerationOutput, got {type(reply).__name__}")
@@ -113,14 +142,13 @@ class Episode:
         Raises:
             EpisodeError: If it fails, or does not return exactly one finite success.
         """
-        try:
+        with self.guard("the environment's step failed"):
             _, successes, terminated, truncated, _ = await self.env.step((self.qid, [answer]))
-            scores = [float(success) for success in successes]
-        except Exception as error:
-            raise self.error(f"the environment's step failed: {error!r}") from error
-        if len(scores) != 1 or not math.isfinite(scores[0]):
-            raise self.error(f"expected one finite success of the environment, got {scores}")
-        return scores[0], bool(terminated or truncated)
+            scores = [as_number("success", success) for success in successes]
+            ended = bool(terminated) or bool(truncated)
+        if len(scores) != 1:
+            raise self.error(f"expected one success of the environment, got {len(scores)}")
+        return scores[0], ended
 
     def keep(self, exchange: Exchange) -> None:
         """Add a turn that is over; its completion joins the conversation."""
@@ -137,8 +165,8 @@ class Episode:
                 completion_logprobs=completion.logprobs,
                 reward=exchange.reward,
                 truncated=bool(completion.reply.no_eos),
-                version_start=completion.reply.version_start,
-                version_end=completion.reply.version_end,
+                version_start=completion.version_start,
+                version_end=completion.version_end,
                 version_spans=completion.reply.version_spans,
             )
             for exchange in self.exchanges
@@ -146,36 +174,22 @@ class Episode:
         ]
 
     def _checked(self, reply: GenerationOutput) -> Completion:
-        if reply.qid != self.qid:
+        if not isinstance(reply.qid, str) or reply.qid != self.qid:
             raise self.error(f"the reply answers episode {reply.qid!r}")
-        prompt_ids = reply.prompt_ids
-        if not isinstance(prompt_ids, list):
-            prompt_ids = self._array("prompt ids", prompt_ids).tolist()
+        with self.guard("the reply was refused"):
+            prompt_ids = as_ids("prompt_ids", reply.prompt_ids).tolist()
+            ids = as_ids("output_ids", reply.output_ids)
+            logprobs = as_logprobs("output_logprobs", reply.output_logprobs)
+            _, first, last = as_version_runs(
+                "", reply.version_spans, reply.version_start, reply.version_end, ids.size
+            )
+            if not isinstance(reply.no_eos, bool | np.bool_):
+                raise TypeError(f"no_eos must be a bool, got {type(reply.no_eos).__name__}")
         if prompt_ids != self.token_ids:
             raise self.error(
                 f"the reply answers another prompt: expected the {len(self.token_ids)} tokens "
                 f"that were sent, got {len(prompt_ids)}"
             )
-        ids = self._checked_ids("the reply", reply.output_ids)
-        logprobs = self._array("log-probabilities", reply.output_logprobs)
         if logprobs.shape != ids.shape:
             raise self.error(f"the reply has {logprobs.size} log-probabilities for {ids.size} ids")
-        if logprobs.size and (logprobs.dtype.kind not in "iuf" or not np.isfinite(logprobs).all()):
-            raise self.error("the reply has a log-probability that is not a finite number")
-        return Completion(len(self.token_ids), ids, logprobs.astype(np.float32), reply)
-
-    def _checked_ids(self, owner: str, ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        array = self._array("token ids", ids)
-        if array.size == 0:
-            return np.empty(0, dtype=np.int32)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise self.error(f"{owner} has {array.ndim}-D {array.dtype} token ids, not integers")
-        if array.min() < 0 or array.max() > _INT32_MAX:
-            raise self.error(f"{owner} has a token id outside [0, {_INT32_MAX}]")
-        return array.astype(np.int32)
-
-    def _array(self, what: str, values: Any) -> npt.NDArray[Any]:
-        try:
-            return np.asarray(values)
-        except (TypeError, ValueError) as error:
-            raise self.error(f"cannot read {what}: {error}") from error
+        return Completion(len(self.token_ids), ids, logprobs, first, last, reply)

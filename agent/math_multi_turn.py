@@ -7,13 +7,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from trajpack.agent.answer_log import AnswerLog, LoggedTurn
+from trajpack.agent.causal_model import load_tokenizer
 from trajpack.agent.episode import Episode, Exchange
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.packing.conversion import as_integer, as_number
 from trajpack.packing.types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -41,16 +43,18 @@ class MathMultiTurnAgent:
 
     Raises:
         ValueError: On an option out of range, or where the ``gconfig`` asks for more
-            samples than one.
+            samples than one; as `SetupError`, where the tokenizer's folder cannot be read.
+        TypeError: If a number of turns or tokens is not an integer.
 
     Cost: tokens are handled a constant number of times per turn, by numpy and the
     tokenizer; the conversation is stored once and the turns are views of it.
     """
 
     gconfig: Any
-    """How the engine is to sample, handed to it as it is. An attribute ``n`` must be 1."""
+    """How the engine is to sample, handed to it as it is. Where it has ``n`` or ``n_samples``,
+    as an attribute or a key, that must be 1."""
     tokenizer: Any
-    """A Hugging Face tokenizer with a chat template, or the path of one."""
+    """A Hugging Face tokenizer with a chat template, or the local folder of one."""
     answer_save_path: str | os.PathLike[str] | None
     """Folder of the `AnswerLog`; None keeps no log. A finished episode is logged whole, an
     unfinished one not at all. Where the folder cannot be written to, the trajectory is
@@ -67,7 +71,8 @@ class MathMultiTurnAgent:
     stop_on_success: bool = False
     """End the episode at the first right answer."""
     stop_on_terminated: bool = False
-    """End the episode when the environment says it is terminated or truncated."""
+    """End the episode when the environment says it is terminated or truncated. A
+    `MathVerifyEnvironment` says so at every answer, so the episode ends after one turn."""
     max_total_tokens: int | None = None
     """Tokens of the whole conversation at most. A turn whose prompt and
     ``gconfig.max_new_tokens`` might exceed it is not asked; the episode ends before it."""
@@ -79,9 +84,7 @@ class MathMultiTurnAgent:
     def __post_init__(self) -> None:
         self._check_options()
         if isinstance(self.tokenizer, str | os.PathLike):
-            from transformers import AutoTokenizer
-
-            self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+            self.tokenizer = load_tokenizer(self.tokenizer)
         self._feedback_ids = {}
         if self.num_turns > 1:
             self._feedback_ids = {
@@ -140,19 +143,28 @@ class MathMultiTurnAgent:
         if not episode.exchanges:
             raise episode.error(
                 f"a prompt of {len(episode.token_ids)} tokens and a completion of up to "
-                f"{self.gconfig.max_new_tokens} exceed max_total_tokens={self.max_total_tokens}"
+                f"{self._max_new_tokens} exceed max_total_tokens={self.max_total_tokens}"
             )
+
+    @property
+    def _max_new_tokens(self) -> int:
+        return int(_option(self.gconfig, "max_new_tokens", None))
 
     def _fits(self, num_tokens: int) -> bool:
         limit = self.max_total_tokens
-        return limit is None or num_tokens + int(self.gconfig.max_new_tokens) <= limit
+        return limit is None or num_tokens + self._max_new_tokens <= limit
 
     async def _take_turn(self, episode: Episode) -> bool:
         """Ask once, hear the judgement, and return whether to stop here."""
         completion = await episode.ask(self.gconfig, self.generation_timeout)
-        answer = self._decode(completion.ids.tolist(), skip_special_tokens=True)
+        with episode.guard("its text could not be decoded"):
+            answer = self._decode(completion.ids.tolist(), skip_special_tokens=True)
+            if not isinstance(answer, str):
+                raise TypeError(f"the tokenizer decodes to {type(answer).__name__}, not str")
         score, ended = await episode.judge(answer)
-        reward = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+        with episode.guard("its reward is out of range"):
+            shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+            reward = as_number("reward", shaped)
         episode.keep(Exchange(completion, answer, bool(score), reward))
         return (bool(score) and self.stop_on_success) or (ended and self.stop_on_terminated)
 
@@ -161,7 +173,7 @@ class MathMultiTurnAgent:
             return
         try:
             await self._log.write(episode.qid, self._logged(episode))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
             logger.warning("episode %r: its answers were not logged: %s", episode.qid, error)
 
     def _logged(self, episode: Episode) -> list[LoggedTurn]:
@@ -179,8 +191,8 @@ class MathMultiTurnAgent:
                     answer_len=len(completion.ids),
                     success=success,
                     reward=reward,
-                    version_start=completion.reply.version_start,
-                    version_end=completion.reply.version_end,
+                    version_start=completion.version_start,
+                    version_end=completion.version_end,
                 )
             )
             prompt_text += self._decode(completion.ids.tolist())
@@ -201,17 +213,26 @@ class MathMultiTurnAgent:
         return ids
 
     def _check_options(self) -> None:
-        if getattr(self.gconfig, "n", 1) != 1:
-            raise ValueError(f"gconfig.n must be 1, got {self.gconfig.n}: one sample per turn")
-        if self.num_turns < 1:
+        for name in ("n", "n_samples"):
+            asked = _option(self.gconfig, name, 1)
+            if asked not in (None, 1):
+                raise ValueError(f"gconfig.{name} must be 1, got {asked}: one sample per turn")
+        if as_integer("num_turns", self.num_turns) < 1:
             raise ValueError(f"num_turns must be at least 1, got {self.num_turns}")
         for name in ("reward_scaling", "reward_bias", "turn_level_discount"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
         if self.max_total_tokens is not None:
-            if self.max_total_tokens < 1:
+            if as_integer("max_total_tokens", self.max_total_tokens) < 1:
                 raise ValueError(f"max_total_tokens must be positive, got {self.max_total_tokens}")
-            if not hasattr(self.gconfig, "max_new_tokens"):
+            if _option(self.gconfig, "max_new_tokens", None) is None:
                 raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
+            as_integer("gconfig.max_new_tokens", _option(self.gconfig, "max_new_tokens", None))
         if self.generation_timeout is not None and not self.generation_timeout > 0:
             raise ValueError(f"generation_timeout must be positive, got {self.generation_timeout}")
+
+
+def _option(gconfig: Any, name: str, default: Any) -> Any:
+    if isinstance(gconfig, Mapping):
+        return gconfig.get(name, default)
+    return getattr(gconfig, name, default)

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import os
-import pickle
 import queue
-import selectors
-import subprocess
-import sys
-import time
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from trajpack.agent import answer_worker
+from trajpack.agent.answer_checking import AnswerWorker, Verdict
 from trajpack.agent.questions import Question
 
-_SCRIPT = Path(answer_worker.__file__)
-_START_TIMEOUT_S = 120.0
 _MAX_ANSWER_CHARS = 16_384
-
-
-class _Verdict(Enum):
-    RIGHT = "right"
-    WRONG = "wrong"
-    TIMED_OUT = "timed_out"
-    FAILED = "failed"
+_MAX_DEFAULT_WORKERS = 4
 
 
 class MathVerifyEnvironment:
@@ -41,18 +26,27 @@ class MathVerifyEnvironment:
     ``@`` and anything without another ``@``. One environment serves any number of
     episodes and tasks at once; it must be closed, by `close` or ``async with``.
 
-    Answers are checked in worker processes, which start at the first `step` and import
-    neither torch nor the caller's script, so a script needs no ``__main__`` guard. Whatever
-    an answer does there harms no one: a check that takes too long is killed and the answer
-    counts as wrong, as it does when the worker dies or runs out of memory.
+    Answers are checked in worker processes, which start as they are needed and import
+    neither torch nor the caller's script, so a script needs no ``__main__`` guard. They see
+    nothing of the caller's environment variables but what finding modules takes. No text of a
+    model is run as code: reasoning-gym's scorers, some of which evaluate what they are given,
+    see numbers, operators and the names of the usual functions alone. Any other answer to
+    their questions is right if it is the entry's own answer word for word, and else wrong.
+
+    A check that computes for too long or runs out of memory counts as wrong. Where its
+    worker is lost for any other reason, it is made once more by a fresh one.
 
     Args:
-        questions: Every question that will be asked, ids unique.
-        workers: Processes that check answers at the same time.
-        timeout_s: Seconds for the check of one answer at most.
+        questions: Every question that will be asked. Ids are unique, and none is another
+            one followed by ``@`` and a suffix.
+        workers: Processes that check answers at the same time; None takes as many as there
+            are cores, but four at most.
+        timeout_s: Seconds of processor time for the check of one answer at most. On a busy
+            machine it may last somewhat more than twice as long.
 
     Raises:
-        ValueError: If an id appears twice, or an option is not positive.
+        ValueError: If an id appears twice or is another with a suffix, or an option is not
+            positive.
         ModuleNotFoundError: If math-verify or reasoning-gym is needed and not installed.
 
     Cost: about 80 MB and half a second to start for each worker, twice that with
@@ -61,25 +55,28 @@ class MathVerifyEnvironment:
     """
 
     def __init__(
-        self, questions: Iterable[Question], *, workers: int = 1, timeout_s: float = 5.0
+        self,
+        questions: Iterable[Question],
+        *,
+        workers: int | None = None,
+        timeout_s: float = 5.0,
     ) -> None:
+        if workers is None:
+            workers = min(_MAX_DEFAULT_WORKERS, os.cpu_count() or 1)
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        self._questions: dict[str, Question] = {}
-        for question in questions:
-            if question.id in self._questions:
-                raise ValueError(f"question id {question.id!r} appears twice")
-            self._questions[question.id] = question
+        self._questions = _by_id(questions)
         needs_gym = any(question.gym_task for question in self._questions.values())
         for module in ("math_verify", *(["reasoning_gym"] if needs_gym else [])):
             if importlib.util.find_spec(module) is None:
                 raise ModuleNotFoundError(f"{module} is needed: pip install 'trajpack[agent]'")
         self._timeout_s = timeout_s
-        self._is_closed = False
-        self._workers = [_Worker(needs_gym) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._workers = [AnswerWorker(needs_gym, self._closed) for _ in range(workers)]
+        # The last one used is the first to be used again: others start only where it is busy.
+        self._idle: queue.LifoQueue[AnswerWorker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
@@ -102,7 +99,8 @@ class MathVerifyEnvironment:
         Raises:
             ValueError: If no question has this ``qid``.
             TypeError: If an answer is not a string.
-            RuntimeError: If the environment is closed, or a worker cannot start.
+            RuntimeError: If the environment is closed, a worker cannot start, or two were
+                lost over one answer. It says nothing about the answers.
         """
         qid, answers = action
         question = self._question(qid)
@@ -111,20 +109,23 @@ class MathVerifyEnvironment:
         loop = asyncio.get_running_loop()
         self._refuse_if_closed()
         checks = [
-            loop.run_in_executor(self._threads, self._check, self._request(question, answer))
-            for answer in answers
+            loop.run_in_executor(self._threads, self._check, question, answer) for answer in answers
         ]
-        verdicts = await asyncio.gather(*checks)
+        try:
+            verdicts = await asyncio.gather(*checks)
+        except (RuntimeError, OSError) as error:
+            self._refuse_if_closed()
+            raise RuntimeError(f"step: an answer to {qid!r} was not checked: {error}") from error
         cut_short = {
             verdict.value: [given is verdict for given in verdicts]
-            for verdict in (_Verdict.TIMED_OUT, _Verdict.FAILED)
+            for verdict in (Verdict.TIMED_OUT, Verdict.FAILED)
         }
         info = cut_short if any(map(any, cut_short.values())) else {}
-        return None, [verdict is _Verdict.RIGHT for verdict in verdicts], True, False, info
+        return None, [verdict is Verdict.RIGHT for verdict in verdicts], True, False, info
 
     async def close(self) -> None:
-        """End all workers and wait until they are gone. A check in progress fails."""
-        self._is_closed = True
+        """End all workers and wait until they are gone. A `step` in progress raises."""
+        self._closed.set()
         for worker in self._workers:
             worker.kill()
         try:
@@ -144,99 +145,37 @@ class MathVerifyEnvironment:
                 return self._questions[question_id]
         raise ValueError(f"step: no question has the id {qid!r}")
 
-    def _request(self, question: Question, answer: str) -> bytes:
-        gym = (question.gym_task, question.gym_entry) if question.gym_task else None
-        answer = answer[-_MAX_ANSWER_CHARS:]
-        return pickle.dumps((question.solutions, gym, answer, self._timeout_s))
-
     def _refuse_if_closed(self) -> None:
-        if self._is_closed:
+        if self._closed.is_set():
             raise RuntimeError("the environment is closed")
 
-    def _check(self, request: bytes) -> _Verdict:
+    def _check(self, question: Question, answer: str) -> Verdict:
         """Run in one of as many threads as there are workers, so one is always idle."""
+        gym = (question.gym_task, question.gym_entry) if question.gym_task else None
         worker = self._idle.get()
         try:
             self._refuse_if_closed()
-            return worker.check(request, self._timeout_s)
+            answer = answer[-_MAX_ANSWER_CHARS:]
+            return worker.check((question.solutions, gym), answer, self._timeout_s)
         finally:
             self._idle.put(worker)
 
 
-class _Worker:
-    """A process that starts when needed and is replaced after it was killed or died."""
-
-    def __init__(self, needs_gym: bool) -> None:
-        self._needs_gym = needs_gym
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def check(self, request: bytes, timeout_s: float) -> _Verdict:
-        child = self._child
-        if child is None or child.poll() is not None:
-            child = self._start()
-        assert child.stdin is not None
-        try:
-            child.stdin.write(request)
-            child.stdin.flush()
-            reply = _read_byte(child, timeout_s)
-        except BrokenPipeError:
-            reply = b""
-        if reply == answer_worker.RIGHT:
-            return _Verdict.RIGHT
-        if reply == answer_worker.WRONG:
-            return _Verdict.WRONG
-        if reply != answer_worker.FAILED:
-            self.stop()
-        return _Verdict.TIMED_OUT if reply is None else _Verdict.FAILED
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.stop()
-        command = [sys.executable, "-P", "-W", "ignore", str(_SCRIPT)]
-        self._child = child = subprocess.Popen(
-            command + ["--reasoning-gym"] * self._needs_gym,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Thread pools of numerical libraries reserve memory for every core.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the caller to handle
-        )
-        if _read_byte(child, _START_TIMEOUT_S) != answer_worker.READY:
-            self.stop()
-            raise RuntimeError(f"a worker that checks answers did not start: {child.returncode}")
-        return child
-
-    def kill(self) -> None:
-        """End the process; a thread that waits for its reply gets none. Safe in any thread."""
-        child = self._child
-        if child is not None:
-            child.kill()
-
-    def stop(self) -> None:
-        """End the process, wait until it is gone and close its pipes."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            # What was not flushed was for the process that is gone.
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+def _by_id(questions: Iterable[Question]) -> dict[str, Question]:
+    by_id: dict[str, Question] = {}
+    for question in questions:
+        if question.id in by_id:
+            raise ValueError(f"question id {question.id!r} appears twice")
+        by_id[question.id] = question
+    for id in by_id:
+        stem, mark, _ = id.rpartition("@")
+        if mark and stem in by_id:
+            raise ValueError(
+                f"question id {id!r} might be a sample of the question with the id {stem!r}"
+            )
+    return by_id
 
 
-def _stop_all(workers: Iterable[_Worker]) -> None:
+def _stop_all(workers: Iterable[AnswerWorker]) -> None:
     for worker in workers:
         worker.stop()
-
-
-def _read_byte(child: subprocess.Popen[bytes], timeout_s: float) -> bytes | None:
-    """Return one byte, nothing if the process is gone, or None if none came in time."""
-    assert child.stdout is not None
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while (remaining := deadline - time.monotonic()) > 0:
-            if selector.select(remaining):
-                return os.read(child.stdout.fileno(), 1)
-    return None

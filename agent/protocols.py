@@ -84,7 +84,7 @@ class GenerationOutput:
                 first token.
 
         Raises:
-            ValueError: If it holds another number of samples than one, or its lengths
+            ValueError: If it holds another number of samples than one, or its parts
                 disagree.
 
         Example:
@@ -108,6 +108,8 @@ class GenerationOutput:
         length = len(prompt_ids) + len(output_ids)
         _check_bundled(qid, "tokens in seqs[0]", length, len(bundled.seqs[0]))
         _check_bundled(qid, "entries in logprobs[0]", length - 1, len(logprobs))
+        if list(bundled.seqs[0]) != prompt_ids + output_ids:
+            raise ValueError(f"bundled output {qid!r}: seqs[0] is not the prompt and the output")
         return cls(
             qid=qid,
             prompt_ids=prompt_ids,

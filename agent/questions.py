@@ -15,6 +15,8 @@ Message: TypeAlias = Mapping[str, str]
 DEFAULT_TASK = "chain_sum"
 """The reasoning-gym task used where none is named: sums and differences of integers."""
 
+_MAX_LINE_BYTES = 1 << 20
+
 
 @dataclass(frozen=True)
 class Question:
@@ -39,7 +41,7 @@ class Question:
         return "\n\n".join(message["content"] for message in self.messages)
 
 
-def load_questions(path: str | os.PathLike[str]) -> list[Question]:
+def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
     r"""Read questions from a JSONL file, one object per line.
 
     A line is either of GSM8K's form, ``question`` and ``answer`` with the final answer
@@ -48,9 +50,14 @@ def load_questions(path: str | os.PathLike[str]) -> list[Question]:
     ``task_id`` (an integer) are optional; a question without id is called after the file
     and the line, ``gsm8k_test-1``. Blank lines are skipped.
 
+    Args:
+        path: Of the file.
+        limit: How many questions to read at most; what comes after them is not read, nor
+            checked.
+
     Raises:
-        ValueError: With file and line number, if a line is not what it should be, or if
-            there is no question at all.
+        ValueError: With file and line number, if a line is not what it should be or longer
+            than 1 MiB, or if there is no question at all; also if the limit is not positive.
         OSError: If the file cannot be read, `FileNotFoundError` if it does not exist.
 
     Example:
@@ -61,11 +68,16 @@ def load_questions(path: str | os.PathLike[str]) -> list[Question]:
         >>> load_questions(path)[0].id, load_questions(path)[0].solutions
         ('sums-1', ('2',))
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"load_questions: limit must be at least 1, got {limit}")
     path = Path(path)
     questions: dict[str, Question] = {}
     line_numbers: dict[str, int] = {}
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(lambda: file.readline(_MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
+            if len(line) > _MAX_LINE_BYTES:
+                raise ValueError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES:,} bytes")
             if not line.strip():
                 continue
             try:
@@ -77,6 +89,8 @@ def load_questions(path: str | os.PathLike[str]) -> list[Question]:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             questions[question.id] = question
             line_numbers[question.id] = number
+            if len(questions) == limit:
+                break
     if not questions:
         raise ValueError(f"{path}: no question in this file")
     return list(questions.values())

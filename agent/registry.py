@@ -20,8 +20,10 @@ def register_agent(name: str, cls: Callable[..., Agent]) -> None:
 
     Raises:
         ValueError: If ``name`` is empty or already taken.
-        TypeError: If ``cls`` cannot be called.
+        TypeError: If ``name`` is not a string or ``cls`` cannot be called.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"register_agent: a name must be a str, got {type(name).__name__}")
     if not name:
         raise ValueError("register_agent: an agent needs a name")
     if not callable(cls):

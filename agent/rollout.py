@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,14 @@ from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.questions import Question, load_questions, reasoning_gym_questions
-from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner
+from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner, has_engine_ended
 from trajpack.agent.tiny_model import build_tiny_model
 from trajpack.agent.transformers_engine import TransformersEngine
 from trajpack.packing.buffer import TrajectoryBuffer
 from trajpack.packing.types import Trajectory
+
+MAX_COUNT = 10_000_000
+"""Any count beyond it is a slip of the finger."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class RolloutSettings:
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "num_turns", "group_size", "concurrency", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise SetupError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MAX_COUNT:
+                limits = f"from 1 to {MAX_COUNT:,}"
+                raise SetupError(f"{name} must be {limits}, got {getattr(self, name)}")
         if not math.isfinite(self.turn_discount):
             raise SetupError(f"turn_discount must be finite, got {self.turn_discount}")
         if not 0 <= self.seed < 2**32:
@@ -103,11 +107,15 @@ class Rollout:
         shuts both down.
 
         Raises:
-            SetupError: If the engine cannot run the model.
+            SetupError: If the engine cannot run the model, or a question is too long for it.
         """
         settings = self.settings
         async with AsyncExitStack() as stack:
-            environment = await stack.enter_async_context(MathVerifyEnvironment(self.questions))
+            try:
+                environment = MathVerifyEnvironment(self.questions)
+            except ValueError as error:
+                raise SetupError(first_line(error)) from error
+            await stack.enter_async_context(environment)
             try:
                 engine = TransformersEngine(self.model, seed=settings.seed)
                 await stack.enter_async_context(engine)
@@ -115,15 +123,25 @@ class Rollout:
                 raise SetupError(
                     f"the engine cannot run this model: {first_line(error)}"
                 ) from error
+            agent = self._fit_agent(engine.max_request_tokens)
             runner = RolloutRunner(
                 engine,
-                self.agent,
+                agent,
                 environment,
                 concurrency=settings.concurrency,
                 group_size=settings.group_size,
                 on_progress=on_progress,
             )
             yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
+
+    def _fit_agent(self, max_request_tokens: int) -> MathMultiTurnAgent:
+        """Return an agent that asks nothing the engine would refuse for its length."""
+        max_positions = self.agent.max_total_tokens
+        if max_positions is not None and max_positions <= max_request_tokens:
+            return self.agent
+        where = f"the engine takes {max_request_tokens:,}"
+        _check_lengths(self.prompts, self.settings.max_new_tokens, max_request_tokens, where)
+        return replace(self.agent, max_total_tokens=max_request_tokens)
 
     def outcome(self, results: Iterable[EpisodeResult]) -> RolloutOutcome:
         """Put results, which come as they finish, into the order of the prompts."""
@@ -149,6 +167,12 @@ class RolloutOutcome:
     def failures(self) -> Counter[str]:
         """How many episodes failed, by reason."""
         return Counter(result.error.reason for result in self.results if result.error is not None)
+
+    @property
+    def engine_failure(self) -> str | None:
+        """Why the engine ended before the episodes did, ``None`` if it did not."""
+        errors = (result.error for result in self.results)
+        return next((error.reason for error in errors if error and has_engine_ended(error)), None)
 
     def fill_buffer(self, device: torch.device | str) -> TrajectoryBuffer:
         """Return a buffer for ``device`` that holds the trajectories."""
@@ -176,13 +200,8 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         model, tokenizer = load_model(settings.model)
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = [_encode(question, tokenizer) for question in questions]
-    for prompt in prompts:
-        total = len(prompt.input_ids) + settings.max_new_tokens
-        if max_positions is not None and total > max_positions:
-            raise SetupError(
-                f"question {prompt.id!r} is too long: {len(prompt.input_ids):,} tokens and "
-                f"{settings.max_new_tokens:,} new ones, the model has {max_positions:,} positions"
-            )
+    where = f"the model has {max_positions:,} positions" if max_positions else ""
+    _check_lengths(prompts, settings.max_new_tokens, max_positions, where)
     agent = MathMultiTurnAgent(
         SamplingParams(max_new_tokens=settings.max_new_tokens),
         tokenizer,
@@ -198,16 +217,26 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     return Rollout(settings, questions, prompts, model, tokenizer, agent)
 
 
+def _check_lengths(
+    prompts: Iterable[Prompt], max_new_tokens: int, limit: int | None, where: str
+) -> None:
+    for prompt in prompts:
+        if limit is not None and len(prompt.input_ids) + max_new_tokens > limit:
+            raise SetupError(
+                f"question {prompt.id!r} is too long: {len(prompt.input_ids):,} tokens and "
+                f"{max_new_tokens:,} new ones, {where}"
+            )
+
+
 def _choose_questions(settings: RolloutSettings) -> list[Question]:
     if settings.dataset is None:
         return reasoning_gym_questions(size=settings.num_prompts, seed=settings.seed)
     try:
-        questions = load_questions(settings.dataset)
+        return load_questions(settings.dataset, limit=settings.num_prompts)
     except OSError as error:
         raise SetupError(f"cannot read {settings.dataset}: {error.strerror or error}") from error
     except ValueError as error:
         raise SetupError(str(error)) from error
-    return questions[: settings.num_prompts]
 
 
 def _check_device(name: str) -> torch.device:

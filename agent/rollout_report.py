@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MAX_REASONS = 5
 _LINE_INTERVAL_S = 5.0
+_RATE_WINDOW_S = 10.0
 
 
 class ProgressBoard:
@@ -33,21 +35,23 @@ class ProgressBoard:
     """
 
     def __init__(self, num_episodes: int, console: Console, say: Callable[[str], None]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         self._is_live = console.is_terminal and not console.is_dumb_terminal
         columns = (
             TextColumn("episodes"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[words]}"),
+            TimeElapsedColumn(),
         )
         self._bar = Bar(*columns, console=console, disable=not self._is_live)
         self._task = self._bar.add_task("", total=num_episodes, words="")
         self._num_episodes = num_episodes
         self._say = say
         self._next_line_at = 0.0
+        self._recent = deque([(0.0, 0)])
         self.progress = Progress()
 
     def __enter__(self) -> ProgressBoard:
@@ -59,17 +63,30 @@ class ProgressBoard:
 
     def update(self, progress: Progress) -> None:
         """Show ``progress``, and keep it as the latest."""
+        is_first_finished = progress.num_finished > 0 == self.progress.num_finished
         self.progress = progress
         words = (
-            f"{progress.num_turns:,} turns, {progress.tokens_per_s:,.0f} tokens/s, "
+            f"{progress.num_turns:,} turns, {self._rate(progress):,.0f} tokens/s, "
             f"{_success_rate(progress):.0%} right"
         )
         words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
         self._bar.update(self._task, completed=progress.num_finished, words=words)
         is_last = progress.num_finished == self._num_episodes
-        if not self._is_live and (is_last or time.monotonic() >= self._next_line_at):
+        is_due = is_first_finished or is_last or time.monotonic() >= self._next_line_at
+        if is_due and not self._is_live:
             self._next_line_at = time.monotonic() + _LINE_INTERVAL_S
-            self._say(f"episodes {progress.num_finished:,} of {self._num_episodes:,}, {words}")
+            minutes, seconds = divmod(int(progress.elapsed_s), 60)
+            done = f"episodes {progress.num_finished:,} of {self._num_episodes:,}"
+            self._say(f"{done}, {words}, {minutes}:{seconds:02}")
+
+    def _rate(self, progress: Progress) -> float:
+        """Return tokens per second of about the last ten seconds."""
+        now = (progress.elapsed_s, progress.num_tokens)
+        self._recent.append(now)
+        while len(self._recent) > 2 and self._recent[1][0] <= now[0] - _RATE_WINDOW_S:
+            self._recent.popleft()
+        begin = self._recent[0]
+        return (now[1] - begin[1]) / (now[0] - begin[0]) if now[0] > begin[0] else 0.0
 
     def say(self, text: str) -> None:
         """Show a line of text, above the bar if there is one."""
@@ -80,7 +97,7 @@ class ProgressBoard:
 
 
 def _success_rate(progress: Progress) -> float:
-    return progress.num_rewarded_turns / progress.num_turns if progress.num_turns else 0.0
+    return progress.num_rewarded_turns / max(progress.num_kept_turns, 1)
 
 
 def report(
@@ -88,8 +105,8 @@ def report(
 ) -> list[tuple[str, str]]:
     """Return what a rollout came to as pairs of a name and its value in words.
 
-    ``fill`` is the share of a padded rectangle, as many rows as sequences and as wide as the
-    longest, that the batch's tokens would take. The packed batch itself has no padding.
+    The fill is the share that the batch's tokens would take of a padded rectangle, as many
+    rows as sequences and as wide as the longest. The packed batch itself has no padding.
 
     Args:
         outcome: What came of the episodes.
@@ -102,7 +119,7 @@ def report(
         for trajectory in outcome.trajectories
         for turn in trajectory.turns
     )
-    right = f"{progress.num_rewarded_turns:,} of {progress.num_turns:,}"
+    right = f"{progress.num_rewarded_turns:,} of {progress.num_kept_turns:,}"
     rows = [
         ("episodes", f"{progress.num_finished:,} finished, {progress.num_failed:,} of them failed"),
         (
@@ -115,8 +132,9 @@ def report(
             f"{num_as_turns:,} against {num_merged:,}, a ratio of {num_as_turns / num_merged:.2f}",
         ),
     ]
-    padded_fill = batch.num_tokens / (len(batch) * batch.max_seqlen)
-    rows.append(("fill", f"100%; padded to the longest sequence it would be {padded_fill:.0%}"))
+    capacity = len(batch) * batch.max_seqlen
+    share = f"{batch.num_tokens:,} of {capacity:,} tokens ({batch.num_tokens / capacity:.0%})"
+    rows.append(("fill, if padded", share))
     rows += describe(batch)
     reasons = outcome.failures.most_common()
     rows += [(f"failed {number:,}", reason) for reason, number in reasons[:_MAX_REASONS]]

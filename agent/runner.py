@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import TypeAlias
 
-from trajpack.agent.errors import EpisodeError
-from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
+from trajpack.agent.counted_replies import CountedReplies
+from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.protocols import Agent, Engine, Environment, GenerationOutput, Prompt, Reply
 from trajpack.packing.types import Trajectory
 
 Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
@@ -52,19 +54,21 @@ class Progress:
     num_failed: int = 0
     """Episodes that ended with an error."""
     num_turns: int = 0
-    """Turns of the finished episodes."""
-    num_rewarded_turns: int = 0
-    """Those among them with a reward above zero."""
+    """Turns sampled so far, those of failed and of unfinished episodes included."""
     num_tokens: int = 0
-    """Tokens sampled in those turns."""
+    """Tokens sampled in them."""
+    num_kept_turns: int = 0
+    """Turns of the episodes that finished without an error."""
+    num_rewarded_turns: int = 0
+    """Those among the kept ones with a reward above zero."""
     reward_sum: float = 0.0
-    """Sum of the rewards of those turns, not discounted."""
+    """Sum of the rewards of the kept turns, not discounted."""
     elapsed_s: float = 0.0
     """Seconds since the run began."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of finished episodes per second of the run.
+        """Tokens sampled per second of the run.
 
         Example:
             >>> Progress(num_tokens=500, elapsed_s=2.0).tokens_per_s
@@ -73,29 +77,47 @@ class Progress:
         return self.num_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
+class _Mark(Enum):
+    REPLIED = auto()
+    ENDED = auto()
+
+
 @dataclass
 class _Run:
     """The moving parts of one call to `RolloutRunner.run`."""
 
     slots: asyncio.Semaphore
-    results: asyncio.Queue[EpisodeResult | None]
+    waiting: asyncio.Semaphore
+    """Bounds the results that wait in ``events``."""
+    events: asyncio.Queue[EpisodeResult | _Mark] = field(default_factory=asyncio.Queue)
     progress: Progress = field(default_factory=Progress)
     began: float = field(default_factory=time.monotonic)
+    has_replied: bool = False
+    """Whether a mark that there were replies waits in ``events``."""
+    is_engine_ended: bool = False
 
-    def count(self, result: EpisodeResult) -> Progress:
+    def add(self, **numbers: float) -> None:
+        sums = {name: getattr(self.progress, name) + number for name, number in numbers.items()}
+        elapsed_s = time.monotonic() - self.began
+        self.progress = replace(self.progress, **sums, elapsed_s=elapsed_s)
+
+    def count_reply(self, reply: Reply) -> None:
+        if not isinstance(reply, GenerationOutput):
+            return
+        self.add(num_turns=1, num_tokens=len(reply.output_ids))
+        if not self.has_replied:
+            self.has_replied = True
+            self.events.put_nowait(_Mark.REPLIED)
+
+    def count_result(self, result: EpisodeResult) -> None:
         turns = [turn for trajectory in result.trajectories for turn in trajectory.turns]
-        so_far = self.progress
-        self.progress = replace(
-            so_far,
-            num_finished=so_far.num_finished + 1,
-            num_failed=so_far.num_failed + (result.error is not None),
-            num_turns=so_far.num_turns + len(turns),
-            num_rewarded_turns=so_far.num_rewarded_turns + sum(turn.reward > 0 for turn in turns),
-            num_tokens=so_far.num_tokens + sum(len(turn.completion_ids) for turn in turns),
-            reward_sum=so_far.reward_sum + sum(turn.reward for turn in turns),
-            elapsed_s=time.monotonic() - self.began,
+        self.add(
+            num_finished=1,
+            num_failed=int(result.error is not None),
+            num_kept_turns=len(turns),
+            num_rewarded_turns=sum(turn.reward > 0 for turn in turns),
+            reward_sum=sum(turn.reward for turn in turns),
         )
-        return self.progress
 
 
 class RolloutRunner:
@@ -111,7 +133,8 @@ class RolloutRunner:
         concurrency: Episodes in flight at most. As many finished ones again may wait to
             be taken; then no new ones begin.
         group_size: Episodes for each prompt.
-        on_progress: Called before each result is handed over. What it raises ends the run.
+        on_progress: Called while results are waited for, after replies of the engine and
+            before each result is handed over. What it raises ends the run.
 
     Raises:
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
@@ -146,19 +169,28 @@ class RolloutRunner:
         in flight and closes it in the engine; close the generator with
         `contextlib.aclosing` where that must have happened before the next statement.
 
+        Once an episode has failed because the engine ended, no new ones begin; those in
+        flight still give their results.
+
         Raises:
             Exception: What iterating ``prompts`` or ``on_progress`` raised; episodes in
                 flight are cancelled.
         """
-        run = _Run(asyncio.Semaphore(self._concurrency), asyncio.Queue(self._concurrency))
+        run = _Run(asyncio.Semaphore(self._concurrency), asyncio.Semaphore(self._concurrency))
         # The task group lives in a task of its own: its scope must not span a yield.
         episodes = asyncio.create_task(self._run_episodes(prompts, run))
+        episodes.add_done_callback(lambda _: run.events.put_nowait(_Mark.ENDED))
         try:
-            while (result := await run.results.get()) is not None:
-                progress = run.count(result)
+            while (event := await run.events.get()) is not _Mark.ENDED:
+                if isinstance(event, EpisodeResult):
+                    run.waiting.release()
+                    run.count_result(event)
+                else:
+                    run.has_replied = False
                 if self._on_progress is not None:
-                    self._on_progress(progress)
-                yield result
+                    self._on_progress(run.progress)
+                if isinstance(event, EpisodeResult):
+                    yield event
             await episodes
         finally:
             episodes.cancel()
@@ -171,34 +203,36 @@ class RolloutRunner:
                     group.create_task(self._run_episode(prompt, sample, run))
         except ExceptionGroup as errors:
             # Episodes raise nothing, so this is what iterating the prompts raised.
-            await run.results.put(None)
             raise errors.exceptions[0] from None
-        await run.results.put(None)
 
     async def _samples(self, prompts: Prompts, run: _Run) -> AsyncIterator[tuple[Prompt, int]]:
         """Yield what to roll out next, together with a slot for it."""
         await run.slots.acquire()
         async for prompt in _one_by_one(prompts):
-            run.progress = replace(run.progress, num_prompts=run.progress.num_prompts + 1)
+            run.add(num_prompts=1)
             for sample in range(self._group_size):
                 yield prompt, sample
                 await run.slots.acquire()
+                if run.is_engine_ended:
+                    return
 
     async def _run_episode(self, prompt: Prompt, sample: int, run: _Run) -> None:
-        run.progress = replace(run.progress, num_started=run.progress.num_started + 1)
+        run.add(num_started=1)
         result = EpisodeResult(prompt, (), sample=sample)
         try:
-            trajectories = await self._collect(prompt, result.qid)
+            trajectories = await self._collect(prompt, result.qid, run)
             result = replace(result, trajectories=trajectories)
         except EpisodeError as error:
             result = replace(result, error=error)
-        await run.results.put(result)
+            run.is_engine_ended |= has_engine_ended(error)
+        await run.waiting.acquire()
+        run.events.put_nowait(result)
         run.slots.release()
 
-    async def _collect(self, prompt: Prompt, qid: str) -> tuple[Trajectory, ...]:
+    async def _collect(self, prompt: Prompt, qid: str, run: _Run) -> tuple[Trajectory, ...]:
         task = asyncio.current_task()
         try:
-            replies = self._engine.open_episode(qid)
+            replies = CountedReplies(self._engine.open_episode(qid), run.count_reply)
             try:
                 trajectories = await self._agent.collect_trajectory(
                     replace(prompt, id=qid), self._environment, self._engine.obs_queue, replies
@@ -217,6 +251,18 @@ class RolloutRunner:
             if isinstance(error, EpisodeError) and error.qid == qid:
                 raise
             raise EpisodeError(qid, f"{type(error).__name__}: {error}") from error
+
+
+def has_engine_ended(error: BaseException | None) -> bool:
+    """Return whether an episode failed because its engine gives no more replies.
+
+    Example:
+        >>> has_engine_ended(EngineEndedError("q0@0", "shut down"))
+        True
+    """
+    while error is not None and not isinstance(error, EngineEndedError):
+        error = error.__cause__
+    return error is not None
 
 
 async def _one_by_one(prompts: Prompts) -> AsyncIterator[Prompt]:

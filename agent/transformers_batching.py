@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,11 @@ class Limits:
     """Longest sequence the model has positions for; ``None`` if it does not say."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a completion."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of prompt and completion together, at most."""
+        return min(self.capacity, self.max_positions or self.capacity)
 
 
 def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
@@ -204,6 +210,20 @@ def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]
         if given is not None:
             return frozenset([given] if isinstance(given, int) else given)
     return frozenset()
+
+
+def silence_tracebacks() -> Callable[[], None]:
+    """Keep the tracebacks of continuous batching out of the log until the result is called.
+
+    Whoever asked for a generation that died is told why, by the reply.
+    """
+    from transformers.generation.continuous_batching import continuous_api
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    continuous_api.logger.addFilter(has_no_traceback)
+    return lambda: continuous_api.logger.removeFilter(has_no_traceback)
 
 
 def load_weights(

@@ -14,11 +14,12 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from trajpack.agent import transformers_batching as batching
+from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import Observation, Reply
 from trajpack.agent.transformers_requests import End, ObservationQueue, OpenEpisode, Request
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _Loop: TypeAlias = asyncio.AbstractEventLoop
 _WATCH_INTERVAL_S = 0.1
 
@@ -36,11 +36,11 @@ class TransformersEngine:
     """Generates with a Hugging Face model inside this process, on a CPU or a GPU.
 
     Use it as an asynchronous context manager; requests of all open episodes are batched
-    together. Each observation gets exactly one reply: a `GenerationOutput`, or a
-    `GenerationError` if the request cannot be honoured (the others live on), generation
-    has died, or the engine was shut down. The third item of an observation is a
-    `SamplingParams` or any object with ``max_new_tokens`` and, optionally,
-    ``temperature``, ``top_p``, ``top_k`` and ``greedy``.
+    together. Each observation gets exactly one reply: a `GenerationOutput`, a
+    `GenerationError` if the request cannot be honoured (the others live on), or an
+    `EngineEndedError` if generation has died or the engine was shut down. The third item of
+    an observation is a `SamplingParams` or any object with ``max_new_tokens`` and,
+    optionally, ``temperature``, ``top_p``, ``top_k`` and ``greedy``.
 
     Log-probabilities are those of the distribution sampled from: after temperature, top-k
     and top-p. For greedy decoding that is 0, unless two tokens are equally likely.
@@ -97,6 +97,7 @@ class TransformersEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._limits = batching.Limits(vocabulary_size=0, capacity=0)
         self._end: End | None = None
+        self._unsilence: Callable[[], None] = lambda: None
 
     @property
     def version(self) -> int:
@@ -107,6 +108,13 @@ class TransformersEngine:
     def obs_queue(self) -> asyncio.Queue[Observation]:
         """Where agents put what they ask."""
         return self._obs_queue
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of prompt and completion of one request at most, known once running."""
+        if self._batching is None:
+            raise RuntimeError("max_request_tokens: the engine is not running")
+        return self._limits.max_request_tokens
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
         """Return the queue on which replies to ``qid`` will come.
@@ -151,15 +159,15 @@ class TransformersEngine:
         if self._batching is None or self._end is not None:
             raise RuntimeError("update_weights: the engine is not running")
         loop = asyncio.get_running_loop()
-        await _run_to_end(lambda: self._load(state_dict, version, loop))
+        await run_to_end(lambda: self._load(state_dict, version, loop))
 
     async def __aenter__(self) -> TransformersEngine:
         if self._batching is not None or self._end is not None:
             raise RuntimeError("a TransformersEngine can be entered once")
         try:
-            await _run_to_end(self._start)
+            await run_to_end(self._start)
         except BaseException:
-            await _run_to_end(self._stop)
+            await run_to_end(self._stop)
             raise
         self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._watch())]
         return self
@@ -169,18 +177,20 @@ class TransformersEngine:
             task.cancel()
         self._finish(End("the engine was shut down"))
         try:
-            await _run_to_end(self._stop)
+            await run_to_end(self._stop)
         finally:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start(self) -> None:
         self._batching = self._build()
         self._limits = batching.read_limits(self._model, self._batching, self._eos_token_ids)
+        self._unsilence = batching.silence_tracebacks()
         self._batching.start()
 
     def _stop(self) -> None:
         if self._batching is not None:
             self._batching.stop(block=True, hard_stop=True)
+        self._unsilence()
         if self._model.config._attn_implementation != self._attention:
             self._model.set_attn_implementation(self._attention)
         self._model.train(self._was_training)
@@ -267,29 +277,22 @@ class TransformersEngine:
         if request is None:
             return
         if result.error is not None:
-            failure = GenerationError(request.qid, f"generation failed: {result.error}")
-            return self._reply(result.request_id, failure)
+            # If generation dies, so it will in a moment: one tells which case this is.
+            fail = partial(self._fail, result.request_id, result.error)
+            asyncio.get_running_loop().call_later(_WATCH_INTERVAL_S, fail)
+            return
         request.extend_to(len(result.generated_tokens), self._reported_version)
         if result.is_finished():
             self._reply(result.request_id, request.complete(result, self._eos_token_ids))
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        """Reply that one request has failed; if all have, the watch replies."""
+        request = self._requests.get(request_id)
+        if request and self._batching.background_thread_status.fatal_error is None:
+            self._reply(request_id, GenerationError(request.qid, f"generation failed: {reason}"))
 
     def _reply(self, request_id: str, reply: Reply) -> None:
         request = self._requests.pop(request_id)
         episode = self._episodes[request.qid]
         episode.request_ids.remove(request_id)
         episode.replies.put_nowait(reply)
-
-
-async def _run_to_end(work: Callable[[], _T]) -> _T:
-    """Run blocking ``work`` in a thread and wait for it, also when cancelled meanwhile."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        future.exception()
-        raise cancelled
-    return future.result()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trajpack.agent.errors import GenerationError
+from trajpack.agent.errors import EngineEndedError, GenerationError
 from trajpack.agent.protocols import GenerationOutput, Observation, Reply
 from trajpack.packing.types import VersionSpan
 
@@ -44,9 +44,9 @@ class End:
     cause: BaseException | None = None
     """The exception behind it, if there was one."""
 
-    def as_error(self, qid: str) -> GenerationError:
+    def as_error(self, qid: str) -> EngineEndedError:
         """Return the reply to a request that can no longer be honoured."""
-        error = GenerationError(qid, self.reason)
+        error = EngineEndedError(qid, self.reason)
         error.__cause__ = self.cause
         return error
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trajpack.packing.batch import PackedBatch
-
 if TYPE_CHECKING:
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
+
+    from trajpack.packing.batch import PackedBatch
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
@@ -23,6 +23,7 @@ STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated
 _HEAD_TOKENS, _TAIL_TOKENS = 96, 32
 _MAX_SPANS = 24
 _NEWLINE = "↵"
+_NARROW = 50
 
 
 class Span(NamedTuple):
@@ -161,6 +162,28 @@ def as_table(rows: Iterable[tuple[str, str]], title: str) -> Table:
     return table
 
 
+def as_lines(rows: Iterable[tuple[str, str]], title: str) -> Text:
+    """Return what `as_table` does where a table would be too wide: a line for each pair.
+
+    Raises:
+        ModuleNotFoundError: If rich is not installed.
+    """
+    from rich.text import Text
+
+    lines = [Text(printable(title), "italic")]
+    lines += [Text.assemble((name, "bold"), Text(f": {printable(value)}")) for name, value in rows]
+    return Text("\n").join(lines)
+
+
+def summary(rows: Iterable[tuple[str, str]], title: str, width: int) -> Table | Text:
+    """Return `as_table`, or `as_lines` where ``width`` columns leave no room for a table.
+
+    Raises:
+        ModuleNotFoundError: If rich is not installed.
+    """
+    return as_lines(rows, title) if width < _NARROW else as_table(rows, title)
+
+
 def legend(decoded: bool) -> Text:
     """Return a line that says which style means what."""
     from rich.text import Text
@@ -176,17 +199,21 @@ def legend(decoded: bool) -> Text:
     return Text.assemble(*parts)
 
 
-def sequence_panel(batch: PackedBatch, sequence: int, decode: Decode | None = None) -> Panel:
+def sequence_panel(
+    batch: PackedBatch, sequence: int, decode: Decode | None = None, *, full: bool = False
+) -> Panel:
     """Return one sequence with its turns and its text as a panel for a rich console.
 
     Every span has a line of its own, named after its kind, so that spans can be told apart
-    without colour too. A long span is shortened in the middle. Whatever the text holds, it is
+    without colour too. A long span is shortened in the middle, and of many turns the first
+    ones are shown. Whatever the text holds, it is
     neither markup nor does it reach the terminal as a control character.
 
     Args:
         batch: On any device.
         sequence: Which one, from 0.
         decode: Turns token ids into text; ``None`` shows the ids.
+        full: Leave nothing out.
 
     Raises:
         IndexError: If there is no such sequence.
@@ -203,21 +230,22 @@ def sequence_panel(batch: PackedBatch, sequence: int, decode: Decode | None = No
     grid.add_column(no_wrap=True, justify="right", style="dim")
     grid.add_column(overflow="fold")
     turns = np.flatnonzero(batch.turn_sequence.cpu().numpy() == sequence).tolist()
-    for turn in turns[:_MAX_SPANS]:
+    spans = sequence_spans(batch, sequence)
+    most = max(len(turns), len(spans)) if full else _MAX_SPANS
+    for turn in turns[:most]:
         grid.add_row(
             Text(f"turn {_number_in_trajectory(batch, turn)}"), "", _turn_line(batch, turn)
         )
-    if len(turns) > _MAX_SPANS:
-        grid.add_row("", "", Text(f"... and {len(turns) - _MAX_SPANS:,} more turns", "dim"))
+    if len(turns) > most:
+        grid.add_row("", "", Text(f"... and {len(turns) - most:,} more turns", "dim"))
     grid.add_row("", "", "")
-    spans = sequence_spans(batch, sequence)
-    for span in spans[:_MAX_SPANS]:
+    for span in spans[:most]:
         style = STYLES[span.kind]
         label = Text(span.kind, style)
-        text = _span_text(batch, span, decode)
+        text = _span_text(batch, span, decode, full)
         grid.add_row(label, f"{span.end - span.start:,}", Text(text, style))
-    if len(spans) > _MAX_SPANS:
-        grid.add_row("", "", Text(f"... and {len(spans) - _MAX_SPANS:,} more spans", "dim"))
+    if len(spans) > most:
+        grid.add_row("", "", Text(f"... and {len(spans) - most:,} more spans", "dim"))
     title = Text(printable(_title(batch, sequence, turns)))
     return Panel(grid, title=title, title_align="left")
 
@@ -253,13 +281,13 @@ def _turn_line(batch: PackedBatch, turn: int) -> Text:
     return Text(line + (", cut off" if bool(batch.turn_truncated[turn]) else ""))
 
 
-def _span_text(batch: PackedBatch, span: Span, decode: Decode | None) -> str:
+def _span_text(batch: PackedBatch, span: Span, decode: Decode | None, full: bool) -> str:
     def shown(start: int, end: int) -> str:
         ids = batch.input_ids[start:end].tolist()
         return " ".join(map(str, ids)) if decode is None else _visible(decode(ids))
 
     num_hidden = span.end - span.start - _HEAD_TOKENS - _TAIL_TOKENS
-    if num_hidden <= 0:
+    if full or num_hidden <= 0:
         return shown(span.start, span.end)
     head = shown(span.start, span.start + _HEAD_TOKENS)
     tail = shown(span.end - _TAIL_TOKENS, span.end)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import json
+import operator
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,12 @@ import torch
 
 import trajpack
 from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack.agent.answer_log import AnswerLog
+from trajpack.agent.errors import EngineEndedError
+from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.rollout_files import tokenizer_folder
 from trajpack.agent.tiny_model import build_tiny_model
 from trajpack.cli import main, run
 
@@ -89,11 +96,11 @@ def test_rollout_packs_every_sample_of_every_prompt_in_order(batch_file: Path) -
 
 
 def test_rollout_leaves_the_answers_and_the_tokenizer_beside_the_batch(batch_file: Path) -> None:
-    logs = sorted((batch_file.parent / "answers" / "0").glob("*.jsonl"))
+    logs = sorted((batch_file.parent / "batch.answers" / "0").glob("*.jsonl"))
     assert [len(log.read_text().splitlines()) for log in logs] == [2] * 4
     assert (batch_file.parent / "batch.tokenizer" / "tokenizer.json").is_file()
     assert sorted(path.name for path in batch_file.parent.iterdir()) == [
-        "answers",
+        "batch.answers",
         "batch.safetensors",
         "batch.tokenizer",
     ]
@@ -104,13 +111,20 @@ def test_rollout_reports_what_it_came_to_without_control_characters(
 ) -> None:
     for text in rolled_out[1:]:
         assert all(char.isprintable() or char == "\n" for char in text)
-    assert re.search(r"episodes 4 of 4, 8 turns, [\d,]+ tokens/s, \d+% right", rolled_out.stderr)
+    assert re.search(
+        r"episodes 4 of 4, 8 turns, [\d,]+ tokens/s, \d+% right, 0:\d\d\n",
+        rolled_out.stderr,
+    )
     batch = PackedBatch.load(batch_file)
     num_as_turns = sum(len(prompt) + len(completion) for _, prompt, completion in tokens(batch))
     assert f"{num_as_turns:,} against {batch.num_tokens:,}, a ratio of " in rolled_out.stdout
     assert "4 finished, 0 of them failed" in rolled_out.stdout
     assert "random weights" in rolled_out.stdout
-    for path in (batch_file, batch_file.with_suffix(".tokenizer"), batch_file.parent / "answers"):
+    for path in (
+        batch_file,
+        batch_file.with_suffix(".tokenizer"),
+        batch_file.with_suffix(".answers"),
+    ):
         assert f"{path}\n" in rolled_out.stdout
 
 
@@ -188,6 +202,8 @@ def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Pa
     ("options", "message"),
     [
         (["--turns", "0"], "Invalid value for '--turns'"),
+        (["--num-prompts", "10000001"], "Invalid value for '--num-prompts'"),
+        (["--max-new-tokens", "1" * 30], "Invalid value for '--max-new-tokens'"),
         (["--num-prompts", "many"], "Invalid value for '--num-prompts'"),
         (["--layout", "tree"], "Invalid value for '--layout'"),
         (["--bogus"], "No such option: --bogus"),
@@ -203,6 +219,10 @@ def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Pa
         (["--out", "batch.txt"], "--out must be a .safetensors file, got batch.txt"),
         (["--out", "file/batch.safetensors"], "cannot write file: "),
         (["--answers", "file"], "cannot write file: "),
+        (
+            ["--out", "a.safetensors", "--answers", "a.tokenizer/b"],
+            "--answers must not be a.tokenizer or in it, got a.tokenizer/b",
+        ),
     ],
 )
 def test_rollout_refuses_in_one_line_and_writes_nothing(
@@ -232,7 +252,7 @@ def test_a_full_disk_leaves_the_old_batch(tmp_path: Path, monkeypatch: pytest.Mo
     line = refusal("rollout", *SMALL, "--out", out)
     assert line.endswith(f"cannot write {out}: No space left on device")
     assert out.read_text() == "what was there"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "batch.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.answers", out.name]
 
 
 def test_nothing_is_written_if_every_episode_failed(
@@ -338,8 +358,7 @@ def test_output_that_goes_nowhere_is_refused(batch_file: Path, command: list[str
         status = run(
             [*command, *(["--sequences", "0", str(batch_file)] * (command == ["inspect"]))]
         )
-    with pytest.raises(OSError, match="No space"):
-        full.close()
+    full.close()
     assert status == 2
     assert err.getvalue() == (
         "trajpack: error: cannot write standard output: No space left on device\n"
@@ -378,8 +397,220 @@ def test_a_missing_package_is_named_with_what_to_install(module: str, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-def interrupt(out: Path, after: str) -> Done:
-    """Run a long rollout in a process of its own and press Ctrl-C once it says ``after``."""
+def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("occupy_closed_descriptors", "run"):
+        monkeypatch.setattr(f"trajpack.cli.{name}", interrupted)
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code == 130
+
+
+def test_help_and_options_need_no_heavy_module() -> None:
+    code = (
+        "import sys, trajpack; before = set(sys.modules); from trajpack.cli import run; "
+        "assert run(['--help']) == run(['rollout', '--help']) == 0; "
+        "print(*(set(sys.modules) - before), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stderr.split())
+    heavy = {"transformers", "trajpack.agent.rollout", "trajpack.agent.transformers_engine"}
+    assert "typer" in loaded
+    assert not loaded & heavy
+
+
+def test_foreign_files_in_the_tokenizers_place_are_refused_before_the_rollout(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "batch.tokenizer").mkdir()
+    thesis = tmp_path / "batch.tokenizer" / "thesis.tex"
+    thesis.write_text("years of work")
+    done = call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
+    assert done.status == 2
+    assert "will not be replaced: it holds thesis.tex" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert thesis.read_text() == "years of work"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [thesis]
+
+
+def end_engine_after(monkeypatch: pytest.MonkeyPatch, num_good: int) -> None:
+    """Have the engine end after some episodes."""
+    honest = MathMultiTurnAgent.collect_trajectory
+    qids: list[str] = []
+
+    async def collect(self: MathMultiTurnAgent, prompt: Prompt, *rest: Any) -> list[Trajectory]:
+        qids.append(prompt.id)
+        if len(qids) > num_good:
+            raise EngineEndedError(prompt.id, "generation has died: OutOfMemory")
+        return await honest(self, prompt, *rest)
+
+    monkeypatch.setattr(MathMultiTurnAgent, "collect_trajectory", collect)
+
+
+def test_a_dead_engine_leaves_what_had_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_engine_after(monkeypatch, 3)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--num-prompts", "20", "--out", out)
+    assert done.status == 2
+    assert len(PackedBatch.load(out).ids) == 3
+    (line,) = (line for line in done.stderr.splitlines() if "error" in line)
+    assert line == (
+        "trajpack: error: generation has died: OutOfMemory: 1 of 40 episodes failed and 36 were "
+        f"never started; the batch is in {out}"
+    )
+
+
+def test_a_dead_engine_and_nothing_finished_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_engine_after(monkeypatch, 0)
+    line = refusal("rollout", *SMALL, "--num-prompts", "20", "--out", tmp_path / "b.safetensors")
+    assert line.endswith("1 of 40 episodes failed and 39 were never started; no batch was written")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_answers_that_cannot_be_logged_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(AnswerLog, "write", write)
+    done = call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
+    assert done.status == 0
+    (line,) = (line for line in done.stderr.splitlines() if "No space left" in line)
+    assert line.endswith("(and 3 more like it)")
+
+
+def test_values_are_shown_on_a_narrow_terminal(
+    batch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "turns: 8, longest" in call("inspect", batch_file, "--width", 30).stdout
+    monkeypatch.setenv("COLUMNS", "30")
+    assert "turns: 8, longest" in call("inspect", batch_file, "--sequences", 0).stdout
+
+
+def test_inspect_in_full_leaves_nothing_out(tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("a", [Turn(list(range(500)), [103], [-0.5])])]).save(path)
+    assert "tokens ...]" in call("inspect", path).stdout
+    assert "tokens ...]" not in call("inspect", path, "--full").stdout
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """As in a terminal; a test run in the background may have been told to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def signal_before(monkeypatch: pytest.MonkeyPatch, place: str, *numbers: signal.Signals) -> None:
+    """Send this program signals when the command comes to ``place``."""
+    honest = operator.attrgetter(place)(trajpack)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(f"trajpack.{place}", signalled)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(
+    ("place", "number", "status"),
+    [
+        ("TrajectoryBuffer.pack", signal.SIGINT, 130),
+        ("TrajectoryBuffer.pack", signal.SIGTERM, 143),
+        ("rollout_command.save_rollout", signal.SIGINT, 130),
+        ("PackedBatch.save", signal.SIGINT, 130),
+        ("rollout_command.report", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_after_the_episodes_waits_for_the_batch(
+    place: str,
+    number: signal.Signals,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signal_before(monkeypatch, place, number)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--out", out)
+    assert done.status == status
+    assert "trajpack: saving what has finished; Ctrl-C again" in done.stderr
+    assert len(PackedBatch.load(out).ids) == 4
+    assert f"batch      {out}" in done.stdout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(
+    ("place", "is_written"), [("TrajectoryBuffer.pack", False), ("rollout_command.report", True)]
+)
+def test_a_second_signal_ends_at_once_and_tells_what_is_on_disk(
+    place: str, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal_before(monkeypatch, place, signal.SIGINT, signal.SIGINT)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--out", out)
+    assert done.status == 130
+    said = f"the batch is in {out}" if is_written else "no batch was written"
+    assert done.stderr.endswith(f"trajpack: interrupted: {said}\n")
+    assert out.exists() == is_written
+    assert tokenizer_folder(out).exists() == is_written
+
+
+def shell(line: str, tmp_path: Path) -> Done:
+    """Run a line of bash in which ``trajpack`` is the command."""
+    code = "from trajpack.cli import main; main()"
+    function = f'trajpack() {{ "{sys.executable}" -P -c "{code}" "$@"; }}'
+    script = f"{function}; set -o pipefail; {line}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+ROLLOUT = "trajpack rollout --num-prompts 1 --turns 1 --out batch.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("streams", "status"),
+    [
+        (">&- 2>&- <&-", 0),
+        ("> result 2> /dev/full", 0),
+        ("2>&1 | head -1", 0),
+        ("> /dev/full", 2),
+    ],
+)
+def test_a_rollout_survives_its_output(streams: str, status: int, tmp_path: Path) -> None:
+    done = shell(f"{ROLLOUT} {streams}", tmp_path)
+    assert done.status == status, done.stderr
+    assert len(PackedBatch.load(tmp_path / "batch.safetensors").ids) == 2
+    assert "Traceback" not in done.stderr + done.stdout
+    if status:
+        assert done.stderr.endswith(
+            "error: cannot write standard output: No space left on device; "
+            "the batch is in batch.safetensors\n"
+        )
+
+
+def test_a_reader_that_goes_away_is_no_error(batch_file: Path) -> None:
+    for line in (f"trajpack inspect --full {batch_file.name} | head -1", "trajpack --help | true"):
+        done = shell(line, batch_file.parent)
+        assert (done.status, done.stderr) == (0, "")
+
+
+def interrupt(out: Path, after: str, number: signal.Signals = signal.SIGINT) -> Done:
+    """Run a long rollout in a process of its own and signal once it says ``after``."""
     # A test run in the background of a shell would hand down that the signal is ignored.
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -393,19 +624,22 @@ def interrupt(out: Path, after: str) -> Done:
     ) as child:
         assert child.stderr is not None
         said = ""
-        while after not in said:
+        while not re.search(after, said):
             line = child.stderr.readline()
             assert line, said
             said += line
-        child.send_signal(signal.SIGINT)
+        child.send_signal(number)
         stdout, stderr = child.communicate(timeout=60)
     return Done(child.returncode, stdout, said + stderr)
 
 
-def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
     out = tmp_path / "batch.safetensors"
-    done = interrupt(out, after="episodes 1 of 1,000")
-    assert done.status == 130, done.stderr
+    done = interrupt(out, after=r"episodes [1-9]\d* of 1,000", number=number)
+    assert done.status == status, done.stderr
     assert "stopping" in done.stderr
     assert "Traceback" not in done.stderr
     trajectories = PackedBatch.load(out).unpack()

@@ -127,4 +127,21 @@ def test_a_folder_that_cannot_be_written_raises_and_leaves_nothing(tmp_path: Pat
     (tmp_path / "0" / "q0.jsonl").mkdir()
     with pytest.raises(OSError, match=r"q0\.jsonl"):
         write(tmp_path, "q0", logged())
-    assert files(tmp_path) == ["0/q0.txt"]
+    assert files(tmp_path) == []
+
+
+def test_an_episode_of_which_one_file_cannot_be_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def fail(path: Path, *args: Any, **options: Any) -> int:
+        if ".jsonl" in path.name:
+            write_text(path, "half", **options)
+            raise OSError("full")
+        return write_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="full"):
+        write(tmp_path, "q0", logged())
+    assert files(tmp_path) == []

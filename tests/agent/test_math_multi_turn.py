@@ -256,6 +256,10 @@ def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
     ("options", "message"),
     [
         ({"gconfig": SimpleNamespace(n=2)}, r"gconfig\.n must be 1, got 2"),
+        ({"gconfig": {"n": 2}}, r"gconfig\.n must be 1, got 2"),
+        ({"gconfig": SimpleNamespace(n_samples=4)}, r"gconfig\.n_samples must be 1, got 4"),
+        ({"gconfig": {"n_samples": 4}}, r"gconfig\.n_samples must be 1, got 4"),
+        ({"tokenizer": "no/such-folder"}, "cannot load a tokenizer from no/such-folder"),
         ({"num_turns": 0}, "num_turns must be at least 1, got 0"),
         ({"reward_scaling": float("inf")}, "reward_scaling must be finite, got inf"),
         ({"reward_bias": float("nan")}, "reward_bias must be finite, got nan"),
@@ -268,6 +272,59 @@ def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_turns": 2.5},
+        {"num_turns": "2"},
+        {"num_turns": True},
+        {"max_total_tokens": 9.5},
+        {"max_total_tokens": 99, "gconfig": {"max_new_tokens": "8"}},
+    ],
+)
+def test_numbers_of_turns_and_tokens_are_integers(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be an integer"):
+        make(**options)
+
+
+def test_a_limit_is_read_from_sampling_given_as_keys() -> None:
+    agent = make(max_total_tokens=11, gconfig={"max_new_tokens": 8, "n": 1})
+    with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .* up to 8 .* max_total_tokens=11"):
+        run(agent, Judge())
+
+
+@pytest.mark.parametrize("decoded", [ValueError("no such token"), 7])
+def test_a_completion_that_cannot_be_decoded_ends_the_episode(decoded: Any) -> None:
+    class Fails(Characters):
+        def decode(self, ids: list[int], **options: Any) -> Any:
+            if isinstance(decoded, Exception):
+                raise decoded
+            return decoded
+
+    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its text could not be decoded: "):
+        run(make(tokenizer=Fails()), Judge(1), says("2"))
+
+
+def test_a_reward_beyond_float32_ends_the_episode() -> None:
+    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its reward is out of range"):
+        run(make(reward_scaling=1e300), Judge(1), says("2"))
+
+
+def test_a_tokenizer_that_fails_on_the_log_costs_the_log_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(Characters):
+        def decode(self, ids: list[int], **options: Any) -> str:
+            if not options["skip_special_tokens"]:
+                raise ZeroDivisionError("oh")
+            return super().decode(ids, **options)
+
+    agent = make(tokenizer=Fails(), num_turns=1, answer_save_path=tmp_path)
+    with caplog.at_level(logging.WARNING, "trajpack"):
+        assert len(run(agent, Judge(1), says("2"))[0].turns) == 1
+    assert "its answers were not logged: oh" in caplog.text
 
 
 def test_many_episodes_share_one_agent() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from trajpack.agent import math_verify_environment
-from trajpack.agent.answer_worker import final_answers
+from trajpack.agent import answer_checking
+from trajpack.agent.answer_worker import final_answers, is_arithmetic, is_full_score
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.questions import Question, reasoning_gym_questions
 
@@ -38,8 +38,8 @@ def children() -> set[str]:
 
 def worker_pid(env: MathVerifyEnvironment) -> int:
     (worker,) = env._workers
-    assert worker._child is not None
-    return worker._child.pid
+    assert worker.pid is not None
+    return worker.pid
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_step_returns_what_the_protocol_says() -> None:
 
 def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
     async def ask() -> None:
-        async with MathVerifyEnvironment([question("a", "1"), question("a@b", "2")]) as env:
-            for qid, answer in [("a", "1"), ("a@0", "1"), ("a@b", "2"), ("a@b@0", "2")]:
+        async with MathVerifyEnvironment([question("a", "1"), question("c@b", "2")]) as env:
+            for qid, answer in [("a", "1"), ("a@0", "1"), ("c@b", "2"), ("c@b@0", "2")]:
                 assert (await env.step((qid, [answer])))[1] == [True]
-            for qid in ["", "b", "b@a", "@a", "a@b@c@d"]:
+            for qid in ["", "b", "b@a", "@a", "c@b@c@d"]:
                 with pytest.raises(ValueError, match=f"no question has the id '{qid}'"):
                     await env.step((qid, ["1"]))
 
@@ -129,29 +129,114 @@ def test_a_check_that_is_cut_short_says_so() -> None:
     asyncio.run(ask())
 
 
-def test_a_worker_that_dies_fails_the_check_and_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "dies.py"
-    script.write_text(
-        "import os, pickle, sys\nos.write(1, b'R')\n"
-        "answer = pickle.load(sys.stdin.buffer)[2]\n"
-        "os.write(1, b'1') if answer == '18' else os._exit(9)\n"
+def script_of_a_worker(folder: Path, *lines: str) -> Path:
+    """Return a worker that does as ``lines`` say with ``nonce``, ``answer`` and ``is_retry``."""
+    script = folder / "worker.py"
+    start = (
+        "import os, pickle, signal, sys, time",
+        f"mark = {str(folder / 'mark')!r}",
+        "os.write(1, b'R')",
+        "while True:",
+        "    nonce, _, _, answer, _ = pickle.load(sys.stdin.buffer)",
+        "    is_retry = os.path.exists(mark)",
+        "    open(mark, 'w').close()",
     )
-    monkeypatch.setattr(math_verify_environment, "_SCRIPT", script)
+    script.write_text("\n".join([*start, *(f"    {line}" for line in lines)]))
+    return script
+
+
+LOSES = {
+    "exits": "os._exit(9)",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "crashes": "os.kill(os.getpid(), signal.SIGSEGV)",
+    "says too much": "os.write(1, b'1' + nonce + b'1')",
+    "forges": "os.write(1, b'1' * 100)",
+    "says nothing that counts": "os.write(1, b'?' + nonce)",
+}
+
+
+@pytest.mark.parametrize("loss", LOSES.values(), ids=LOSES)
+def test_a_check_whose_worker_is_lost_is_made_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loss: str
+) -> None:
+    lines = [f"if not is_retry: {loss}; continue", "os.write(1, b'1' + nonce)"]
+    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
+    assert judge("18", ["18"], timeout_s=0.2) == [True]
+
+
+@pytest.mark.parametrize("loss", ["exits", "is killed"])
+def test_two_lost_workers_say_nothing_about_the_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loss: str
+) -> None:
+    lines = [f"if answer != '18': {LOSES[loss]}", "os.write(1, b'1' + nonce)"]
+    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")]) as env:
-            _, successes, *_, info = await env.step(("q", ["17"]))
-            assert (successes, info["failed"]) == ([False], [True])
+            with pytest.raises(RuntimeError, match="answer to 'q@7' was not checked: its worker"):
+                await env.step(("q@7", ["17"]))
             assert await env.step(("q", ["18"])) == (None, [True], True, False, {})
 
     asyncio.run(ask())
 
 
+@pytest.mark.parametrize(
+    ("loss", "reported"),
+    [
+        ("is stopped", "timed_out"),
+        ("crashes", "failed"),
+        ("says too much", "failed"),
+        ("forges", "failed"),
+    ],
+)
+def test_a_worker_that_misbehaves_over_an_answer_twice_makes_it_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loss: str, reported: str
+) -> None:
+    lines = [f"if answer != '18': {LOSES[loss]}; continue", "os.write(1, b'1' + nonce)"]
+    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
+
+    async def ask() -> None:
+        async with MathVerifyEnvironment([question("q", "18")], timeout_s=0.2) as env:
+            _, successes, *_, report = await env.step(("q", ["17"]))
+            assert (successes, report[reported]) == ([False], [True])
+            assert await env.step(("q", ["18"])) == (None, [True], True, False, {})
+
+    asyncio.run(ask())
+
+
+def test_a_reply_that_nobody_asked_for_is_not_taken_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = [
+        "os.write(1, b'0' + nonce)",
+        "if answer == 'forge': time.sleep(0.1); os.write(1, b'1' * 100)",
+    ]
+    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
+
+    async def ask() -> None:
+        async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
+            await env.step(("q", ["forge"]))
+            await asyncio.sleep(0.3)
+            assert await env.step(("q", ["17"])) == (None, [False], True, False, {})
+
+    asyncio.run(ask())
+
+
+def test_a_worker_that_does_not_take_a_long_request_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text("import os, time\nos.write(1, b'R')\ntime.sleep(60)\n")
+    monkeypatch.setattr(answer_checking, "SCRIPT", script)
+    start = time.monotonic()
+    assert judge("18" * 10**6, ["18"], timeout_s=0.2) == [False]
+    assert time.monotonic() - start < 20
+
+
 def test_a_worker_killed_while_idle_is_replaced() -> None:
     async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "18")]) as env:
+        async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
             await env.step(("q", ["18"]))
             first = worker_pid(env)
             os.kill(first, signal.SIGKILL)
@@ -165,7 +250,7 @@ def test_a_worker_killed_while_idle_is_replaced() -> None:
 def test_a_worker_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)\n")
-    monkeypatch.setattr(math_verify_environment, "_SCRIPT", script)
+    monkeypatch.setattr(answer_checking, "SCRIPT", script)
     with pytest.raises(RuntimeError, match="did not start"):
         judge("18", ["18"])
 
@@ -183,7 +268,8 @@ def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:
         await env.close()
         await env.close()
         assert time.monotonic() - start < 10
-        assert (await stuck)[4]["failed"] == [True]
+        with pytest.raises(RuntimeError, match="the environment is closed"):
+            await stuck
         with pytest.raises(RuntimeError, match="the environment is closed"):
             await env.step(("q", ["18"]))
 
@@ -242,6 +328,145 @@ def test_reasoning_gym_questions_are_judged_by_their_scorer_without_partial_cred
             return (await env.step((f"{questions[0].id}@2", answers)))[1]
 
     assert asyncio.run(ask()) == [True, True, True, False, False]
+
+
+EVALUATING_TASKS = (
+    *("countdown", "puzzle24", "simple_integration", "intermediate_integration"),
+    *("polynomial_multiplication", "n_queens", "binary_matrix", "spiral_matrix"),
+    "string_insertion",
+)
+
+
+@pytest.mark.parametrize("task", EVALUATING_TASKS)
+def test_no_scorer_runs_an_answer_as_code(task: str, tmp_path: Path) -> None:
+    (asked,) = reasoning_gym_questions(task, size=1, seed=1)
+    mark = tmp_path / "mark"
+    write = f"__import__('os').system('touch {mark}')"
+    hostile = [write, f"\\boxed{{{write}}}", f"[{write}]", "1" + f" + 0*len(str({write}))"]
+
+    async def ask() -> None:
+        async with MathVerifyEnvironment([asked], workers=1, timeout_s=20) as env:
+            assert not any((await env.step((asked.id, hostile)))[1])
+            own = asked.solutions[0]
+            assert (await env.step((asked.id, [own, f"\\boxed{{{own}}}"])))[1] == [True, True]
+
+    asyncio.run(ask())
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "rewrite"),
+    [
+        ("countdown", ("94*4 - 61 - 6", "(94*4) - (61 + 6)")),
+        ("simple_integration", ("-34*x**8/15 - 5*x/4 + C", "-5*x/4 - 34*x**8/15 + C")),
+        ("polynomial_multiplication", ("-", "- 0 - ")),
+        ("complex_arithmetic", (".0", "")),
+    ],
+)
+def test_a_scorer_still_judges_another_form_of_the_answer(
+    task: str, rewrite: tuple[str, str]
+) -> None:
+    (asked,) = reasoning_gym_questions(task, size=1, seed=1)
+    own = asked.solutions[0]
+    answer = own.replace(*rewrite)
+    assert answer != own
+    assert is_full_score(task, asked.gym_entry or {}, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        *((text, True) for text in ["-1.5", "1,234", "2*x**3 + C", "sin(x)^2", "3.0i", "x = 3"]),
+        *((text, True) for text in ["0x5b993", "1.7e-22", "(4.051, -5.487)", ".5", "00:34:28"]),
+        *((text, False) for text in ["", "x.y", "1..real", "(1).x", "1 .x", "x1", "a_b", "'a'"]),
+        *(
+            (text, False)
+            for text in ["eval(x)", "f\n(x)", "[1]", "{1}", "x; y", "lambda x: x", '"']
+        ),
+        *((text, False) for text in ["\uff45xp", "\u00b2", "\\x", "`x`", "@", "#", ")(", "(" * 51]),
+        ("1" * 1001, False),
+    ],
+)
+def test_only_arithmetic_reaches_a_scorer(text: str, is_one: bool) -> None:
+    assert is_arithmetic(text) == is_one
+
+
+def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "hidden")
+
+    async def ask() -> bytes:
+        async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
+            assert (await env.step(("q", ["18"])))[1] == [True]
+            environ = Path(f"/proc/{worker_pid(env)}/environ")
+            return await asyncio.to_thread(environ.read_bytes)
+
+    environ = asyncio.run(ask())
+    assert b"PATH=" in environ
+    assert b"API_KEY" not in environ
+
+
+def test_workers_start_only_as_many_as_are_busy_at_once() -> None:
+    async def ask() -> None:
+        before = children()
+        async with MathVerifyEnvironment([question("q", "18")], workers=3, timeout_s=0.5) as env:
+            for _ in range(5):
+                await env.step(("q", ["18"]))
+            assert len(children() - before) == 1
+            await env.step(("q", ["\\boxed{(10^9)!}"] * 2))
+            await env.step(("q", ["18"] * 2))
+            assert len(children() - before) <= 2
+
+    asyncio.run(ask())
+
+
+def test_an_honest_answer_does_not_wait_for_a_hostile_one() -> None:
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("needs two cores")
+
+    async def ask() -> None:
+        async with MathVerifyEnvironment([question("q", "18")], timeout_s=20) as env:
+            hostile = asyncio.ensure_future(env.step(("q", ["\\boxed{(10^9)!}"])))
+            await asyncio.sleep(0)
+            assert (await env.step(("q", ["18"])))[1] == [True]
+            assert not hostile.done()
+            hostile.cancel()
+
+    asyncio.run(ask())
+
+
+def test_a_check_may_compute_for_as_long_as_it_is_told_and_no_longer() -> None:
+    async def ask() -> None:
+        async with MathVerifyEnvironment([question("q", "18")], workers=1, timeout_s=0.5) as env:
+            await env.step(("q", ["18"]))
+            started = time.monotonic()
+            _, _, _, _, report = await env.step(("q", ["\\boxed{(10^9)!}"]))
+            assert report["timed_out"] == [True]
+            assert 0.5 <= time.monotonic() - started < 1.9
+
+    asyncio.run(ask())
+
+
+def test_closing_while_a_worker_starts_says_that_the_environment_is_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(answer_checking, "SCRIPT", script)
+
+    async def ask() -> None:
+        env = MathVerifyEnvironment([question("q", "18")])
+        waiting = asyncio.ensure_future(env.step(("q", ["18"])))
+        await asyncio.sleep(0.2)
+        await env.close()
+        with pytest.raises(RuntimeError, match="the environment is closed"):
+            await waiting
+
+    asyncio.run(ask())
+
+
+def test_an_id_that_could_be_the_sample_of_another_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'a@0' might be a sample of .* 'a'"):
+        MathVerifyEnvironment([question("a@0", "1"), question("a", "2")])
 
 
 @pytest.mark.parametrize(

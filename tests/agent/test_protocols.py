@@ -56,6 +56,7 @@ def test_the_converted_lists_are_not_shared() -> None:
         ({"no_eos": [True, True]}, "'q7@1': expected 1 samples in no_eos, got 2"),
         ({"seqs": [[5, 6, 7, 8]]}, r"'q7@1': expected 5 tokens in seqs\[0\], got 4"),
         ({"logprobs": [[-0.5] * 5]}, r"'q7@1': expected 4 entries in logprobs\[0\], got 5"),
+        ({"seqs": [[5, 6, 7, 8, 8]]}, r"'q7@1': seqs\[0\] is not the prompt and the output"),
         ({"prompt_ids": []}, "'q7@1': expected a prompt, got no tokens"),
     ],
 )

@@ -90,6 +90,27 @@ def test_an_id_that_comes_twice_names_both_lines(tmp_path: Path) -> None:
         load_questions(write(tmp_path, line, GOOD, line))
 
 
+def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, "", GOOD, "not JSON")
+    assert [question.id for question in load_questions(path, limit=2)] == ["sums-1", "sums-3"]
+    with pytest.raises(ValueError, match=r"sums\.jsonl, line 4: not JSON"):
+        load_questions(path, limit=3)
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        load_questions(path, limit=0)
+
+
+def test_a_line_without_end_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ValueError, match=r"/dev/zero, line 1: longer than 1,048,576 bytes"):
+        load_questions("/dev/zero")
+
+
+def test_a_line_may_be_as_long_as_a_mebibyte(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + " " * (2**20 - len(GOOD) - 1), GOOD + " " * (2**20 + 1))
+    assert len(load_questions(path, limit=1)) == 1
+    with pytest.raises(ValueError, match="line 2: longer than"):
+        load_questions(path)
+
+
 def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sums\.jsonl: no question"):
         load_questions(write(tmp_path, ""))

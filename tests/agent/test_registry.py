@@ -59,6 +59,8 @@ def test_what_has_no_name_or_cannot_be_called_is_refused() -> None:
         register_agent("", Parrot)
     with pytest.raises(TypeError, match="'parrot' needs a class, got Parrot"):
         register_agent("parrot", Parrot())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a name must be a str, got int"):
+        register_agent(7, Parrot)  # type: ignore[arg-type]
 
 
 def test_importing_the_agents_loads_no_optional_package() -> None:

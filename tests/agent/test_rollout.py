@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.agent.errors import EpisodeError, SetupError
+from trajpack.agent.errors import EngineEndedError, EpisodeError, SetupError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout import Rollout, RolloutOutcome, RolloutSettings, prepare_rollout
 from trajpack.agent.runner import EpisodeResult, Progress
+from trajpack.agent.transformers_engine import TransformersEngine
 from trajpack.packing.types import Trajectory, Turn
 
 torch.set_num_threads(1)
@@ -33,6 +34,7 @@ def write_questions(path: Path, *lines: dict[str, Any]) -> Path:
     ("name", "value"),
     [
         ("num_prompts", 0),
+        ("num_prompts", 10_000_001),
         ("num_turns", 0),
         ("group_size", -1),
         ("concurrency", 0),
@@ -71,6 +73,13 @@ def test_a_question_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None
     )
     with pytest.raises(SetupError, match=r"question 'q-2' is too long: 9,\d+ tokens and 32 new"):
         prepare_rollout(RolloutSettings(dataset=path))
+
+
+def test_the_rest_of_a_file_is_not_read(tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "q.jsonl", {"prompt": "1?", "solutions": ["1"]})
+    with path.open("a") as file:
+        file.write("no JSON\n")
+    assert len(prepare_rollout(RolloutSettings(dataset=path, num_prompts=1)).prompts) == 1
 
 
 def test_results_are_put_in_the_order_of_prompts_and_samples(prepared: Rollout) -> None:
@@ -115,6 +124,41 @@ def test_a_model_the_engine_cannot_run_is_refused(
 
     with pytest.raises(SetupError, match=r"cannot run this model: no such attention$"):
         asyncio.run(body())
+
+
+def test_a_conversation_ends_before_it_outgrows_the_engine(
+    prepared: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(len(prompt.input_ids) for prompt in prepared.prompts)
+    monkeypatch.setattr(TransformersEngine, "max_request_tokens", longest + 10)
+
+    async def body() -> list[EpisodeResult]:
+        async with prepared.episodes() as results:
+            return [result async for result in results]
+
+    outcome = prepared.outcome(asyncio.run(body()))
+    assert [len(trajectory.turns) for trajectory in outcome.trajectories] == [1] * 4
+
+
+def test_a_question_that_does_not_fit_the_engine_is_named(
+    prepared: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TransformersEngine, "max_request_tokens", 20)
+
+    async def body() -> None:
+        async with prepared.episodes():
+            raise AssertionError("unreachable")
+
+    with pytest.raises(SetupError, match=r"is too long: .* 8 new ones, the engine takes 20$"):
+        asyncio.run(body())
+
+
+def test_an_outcome_tells_why_the_engine_ended() -> None:
+    prompt = Prompt("q", [1])
+    lost = EpisodeResult(prompt, (), EpisodeError("q@0", "lost"))
+    ended = EpisodeResult(prompt, (), EngineEndedError("q@1", "generation has died"), sample=1)
+    assert RolloutOutcome((lost,)).engine_failure is None
+    assert RolloutOutcome((lost, ended)).engine_failure == "generation has died"
 
 
 def test_an_outcome_without_results_is_empty() -> None:

@@ -17,7 +17,8 @@ FIRST = Progress(num_finished=1, num_turns=2, num_tokens=50, elapsed_s=1.0)
 LAST = Progress(
     num_finished=3,
     num_failed=1,
-    num_turns=4,
+    num_turns=5,
+    num_kept_turns=4,
     num_rewarded_turns=1,
     num_tokens=5000,
     elapsed_s=2.0,
@@ -40,17 +41,31 @@ def test_the_board_writes_first_and_last_progress_where_there_is_no_terminal() -
     drawn, lines = show(force_terminal=False)
     assert not drawn
     assert lines == [
-        "episodes 1 of 3, 2 turns, 50 tokens/s, 0% right",
-        "episodes 3 of 3, 4 turns, 2,500 tokens/s, 25% right, 1 failed",
+        "episodes 1 of 3, 2 turns, 50 tokens/s, 0% right, 0:01",
+        "episodes 3 of 3, 5 turns, 2,500 tokens/s, 25% right, 1 failed, 0:02",
         "[bold] a word",
     ]
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    lines: list[str] = []
+    board = ProgressBoard(2, Console(file=io.StringIO()), lines.append)
+    for second in range(1, 101):
+        num_tokens = min(second, 50) * 1000
+        is_last = second == 100
+        board.update(
+            Progress(num_finished=2 * is_last, num_tokens=num_tokens, elapsed_s=float(second))
+        )
+    assert "0 turns, 0 tokens/s" in lines[-1]
+    assert lines[-1].endswith("1:40")
 
 
 def test_the_board_draws_a_bar_on_a_terminal() -> None:
     drawn, lines = show(force_terminal=True)
     assert not lines
     assert "3/3" in drawn
-    assert "4 turns, 2,500 tokens/s, 25% right, 1 failed" in drawn
+    assert "5 turns, 2,500 tokens/s, 25% right, 1 failed" in drawn
+    assert "0:00:00" in drawn
     assert "[bold] a word" in drawn
 
 
@@ -72,7 +87,8 @@ def test_the_report_compares_layouts_and_counts_failures() -> None:
     assert named["right answers"] == "1 of 4 (25.0%)"
     # as turns 3 + 5 + 2, merged 5 + 2
     assert named["tokens as turns, merged"] == "10 against 7, a ratio of 1.43"
-    assert named["fill"] == "100%; padded to the longest sequence it would be 70%"
+    assert named["fill, if padded"] == "7 of 10 tokens (70%)"
+    assert "100%" not in "".join(value for _, value in rows)
     failures = [row for row in rows if row[0].startswith("failed")]
     assert failures[0] == ("failed 2", "reason 6")
     assert failures[-1] == ("failed", "2 more reasons")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.agent.errors import EpisodeError, GenerationError
+from trajpack.agent.counted_replies import CountedReplies
+from trajpack.agent.errors import EngineEndedError, EpisodeError, GenerationError
 from trajpack.agent.protocols import (
     Environment,
     GenerationOutput,
@@ -261,13 +262,90 @@ def test_progress_counts_what_has_finished() -> None:
 
     asked = collect(TwoTurns(before=fail), prompts(3), group_size=2, on_progress=seen.append)
     asyncio.run(asked)
-    assert [progress.num_finished for progress in seen] == [1, 2, 3, 4, 5, 6]
+    assert sorted({progress.num_finished for progress in seen} - {0}) == [1, 2, 3, 4, 5, 6]
     last = seen[-1]
     assert (last.num_prompts, last.num_started, last.num_failed) == (3, 6, 1)
-    assert (last.num_turns, last.num_rewarded_turns, last.num_tokens) == (10, 5, 20)
+    assert (last.num_turns, last.num_kept_turns, last.num_rewarded_turns) == (10, 10, 5)
+    assert last.num_tokens == 20
     assert last.reward_sum == 2.5
     assert last.elapsed_s > 0
     assert last.tokens_per_s == pytest.approx(20 / last.elapsed_s)
+
+
+def test_progress_moves_with_every_reply() -> None:
+    seen: list[Progress] = []
+    asyncio.run(collect(TwoTurns(), prompts(1), on_progress=seen.append))
+    assert [(one.num_turns, one.num_tokens, one.num_finished) for one in seen] == [
+        (1, 2, 0),
+        (2, 4, 0),
+        (2, 4, 1),
+    ]
+
+
+def test_turns_of_a_failed_episode_are_sampled_but_not_kept() -> None:
+    class FailsAtTheEnd(TwoTurns):
+        async def collect_trajectory(self, *args: Any) -> list[Trajectory]:
+            await super().collect_trajectory(*args)
+            raise ValueError("no")
+
+    seen: list[Progress] = []
+    asyncio.run(collect(FailsAtTheEnd(), prompts(1), on_progress=seen.append))
+    assert (seen[-1].num_turns, seen[-1].num_kept_turns, seen[-1].num_failed) == (2, 0, 1)
+
+
+def test_a_callback_that_fails_on_a_reply_ends_the_run() -> None:
+    def fail(progress: Progress) -> None:
+        if progress.num_finished == 0:
+            raise KeyError("bar")
+
+    agent = TwoTurns()
+    with pytest.raises(KeyError, match="bar"):
+        asyncio.run(collect(agent, prompts(20), concurrency=2, on_progress=fail))
+    assert agent.active == 0
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_no_prompts_are_drawn_once_the_engine_has_ended(is_wrapped: bool) -> None:
+    async def end(prompt: Prompt) -> None:
+        if prompt.id != "q0@0":
+            await asyncio.sleep(0.005)
+            error = EngineEndedError(prompt.id, "generation has died")
+            if is_wrapped:
+                raise ValueError("no reply") from error
+            raise error
+
+    taken: list[str] = []
+
+    def lazily() -> Iterator[Prompt]:
+        for prompt in prompts(100):
+            taken.append(prompt.id)
+            yield prompt
+
+    results = asyncio.run(collect(TwoTurns(before=end), lazily(), concurrency=3))
+    assert len(results) == len(taken) <= 5
+    assert [result.qid for result in results if result.error is None] == ["q0@0"]
+
+
+def test_counted_replies_are_the_queue_behind_them() -> None:
+    reply = GenerationOutput("q", [1], [2], [-1.0], False, 0, 0)
+    counted: list[Reply] = []
+
+    async def body() -> None:
+        inner: asyncio.Queue[Reply] = asyncio.Queue(2)
+        queue = CountedReplies(inner, counted.append)
+        await queue.put(reply)
+        queue.put_nowait(reply)
+        assert (queue.qsize(), queue.full(), inner.full()) == (2, True, True)
+        assert await queue.get() is queue.get_nowait() is reply
+        assert queue.empty()
+        queue.task_done()
+        queue.task_done()
+        await asyncio.wait_for(queue.join(), 1)
+        with pytest.raises(asyncio.QueueEmpty):
+            queue.get_nowait()
+
+    asyncio.run(body())
+    assert counted == [reply, reply]
 
 
 def test_a_failing_progress_callback_comes_through_as_it_is() -> None:

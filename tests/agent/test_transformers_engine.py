@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.agent.errors import GenerationError
+from trajpack.agent.errors import EngineEndedError, GenerationError
 from trajpack.agent.protocols import GenerationOutput, Reply, SamplingParams
 from trajpack.agent.tiny_model import build_tiny_model
 from trajpack.agent.transformers_engine import TransformersEngine
@@ -421,7 +421,7 @@ def test_shutdown_answers_what_is_pending_and_what_comes_later() -> None:
     replies = asyncio.run(body())
     assert threading.active_count() == before
     for qid, reply in enumerate(replies):
-        assert isinstance(reply, GenerationError)
+        assert isinstance(reply, EngineEndedError)
         assert str(reply) == f"episode '{qid}': the engine was shut down"
 
 
@@ -485,7 +485,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing() -> None:
     assert threading.active_count() == before
 
 
-def test_the_death_of_generation_reaches_every_request() -> None:
+def test_the_death_of_generation_reaches_every_request(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = build_tiny_model()
 
     async def body() -> tuple[list[Reply], Reply]:
@@ -498,9 +498,32 @@ def test_the_death_of_generation_reaches_every_request() -> None:
 
     replies, later = asyncio.run(body())
     for reply in (replies[-1], later):
-        assert isinstance(reply, GenerationError)
+        assert isinstance(reply, EngineEndedError)
         assert "probability tensor" in str(reply)
+        assert reply.__cause__ is not None
+    assert "generation has died" in caplog.text
+    assert "Traceback" not in caplog.text
     assert not generation_threads()
+
+
+def test_the_greatest_request_is_the_lesser_of_cache_and_positions() -> None:
+    model, _ = build_tiny_model()
+    positions = model.config.max_position_embeddings
+
+    async def body(num_blocks: int) -> int:
+        engine = small_engine(model, num_blocks=num_blocks, page_size=32, eos_token_id=NEVER)
+        with pytest.raises(RuntimeError, match="not running"):
+            _ = engine.max_request_tokens
+        async with engine:
+            limit = engine.max_request_tokens
+            room = SamplingParams(max_new_tokens=4)
+            fits = [5] * (limit - 4)
+            assert isinstance(await ask(engine, "fits", fits, room), GenerationOutput)
+            assert isinstance(await ask(engine, "not", [*fits, 5], room), GenerationError)
+        return limit
+
+    assert asyncio.run(body(8)) == 8 * 32
+    assert asyncio.run(body(2 * positions // 32)) == positions
 
 
 def test_the_event_loop_is_never_held_up() -> None:

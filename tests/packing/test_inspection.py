@@ -10,12 +10,14 @@ from rich.console import Console
 
 from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.packing.inspection import (
+    as_lines,
     as_table,
     describe,
     legend,
     printable,
     sequence_panel,
     sequence_spans,
+    summary,
 )
 
 
@@ -33,10 +35,10 @@ def conversation(name: str = "a", **options: float) -> Trajectory:
     )
 
 
-def render(renderable: object, *, on_terminal: bool = False) -> str:
+def render(renderable: object, *, on_terminal: bool = False, width: int = 100) -> str:
     console = Console(
         file=io.StringIO(),
-        width=100,
+        width=width,
         force_terminal=on_terminal,
         color_system="standard" if on_terminal else None,
     )
@@ -134,13 +136,40 @@ def test_long_spans_are_shortened_in_the_middle() -> None:
     assert decoded == [*range(96), *range(968, 1000), 5]
 
 
-def test_many_turns_are_cut_short() -> None:
+def many_turns() -> PackedBatch:
     ids = [1]
     turns = []
     for _ in range(100):
         turns.append(Turn(list(ids), [2], [-1.0]))
         ids += [2, 3]
-    shown = render(sequence_panel(pack([Trajectory("a", turns)]), 0))
+    return pack([Trajectory("a", turns)])
+
+
+def test_nothing_is_left_out_in_full() -> None:
+    shown = render(sequence_panel(many_turns(), 0, full=True))
+    assert "... and" not in shown
+    assert shown.count("generated") == 100
+    assert "turn 99" in shown
+    long = pack([Trajectory("a", [Turn(list(range(1000)), [5], [-1.0])])])
+    words = render(sequence_panel(long, 0, full=True)).replace("│", " ").split()
+    assert {str(token) for token in range(1000)} <= set(words)
+    assert "..." not in words
+
+
+def test_values_are_there_on_a_narrow_terminal() -> None:
+    batch = pack([conversation()])
+    shown = render(summary(describe(batch), "b.safetensors", 30), width=30)
+    assert "turns: 3, longest trajectory" in shown
+    assert shown.splitlines()[0] == "b.safetensors"
+    assert "tokens: 7, of them 4" in shown
+    assert ": " not in render(summary([("a", "b")], "b", 50))
+    evil = render(as_lines([("a", "[bold]\x1b")], "\x1b"))
+    assert "\x1b" not in evil
+    assert "[bold]" in evil
+
+
+def test_many_turns_are_cut_short() -> None:
+    shown = render(sequence_panel(many_turns(), 0))
     assert "... and 76 more turns" in shown
     assert "... and 176 more spans" in shown
     assert len(shown.splitlines()) < 60

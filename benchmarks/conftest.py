@@ -5,7 +5,8 @@ import torch
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    del machine_info["node"]
+    for name in ("node", "release"):
+        del machine_info[name]
     machine_info.update(torch=torch.__version__, numpy=np.__version__)
     machine_info["torch_threads"] = torch.get_num_threads()
     if torch.cuda.is_available():

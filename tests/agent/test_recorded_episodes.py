@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from trajpack import pack
 from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
+from trajpack.packing.adapters.areal import to_sequence_sample
 from trajpack.packing.types import Trajectory
 
 ORACLES = Path(__file__).parents[2] / ".." / "shared" / "oracles"
@@ -63,14 +66,6 @@ def oracle_agent_options() -> dict[str, Any]:
     return {"gconfig": SamplingParams(), "tokenizer": ORACLES / "tokenizer"}
 
 
-def discounted(rewards: list[float], discount: float) -> list[float]:
-    total, returns = 0.0, []
-    for reward in reversed(rewards):
-        total = reward + discount * total
-        returns.append(total)
-    return returns[::-1]
-
-
 @pytest.mark.parametrize("case", load_cases())
 def test_recorded_episodes_are_matched_exactly(
     case: dict[str, Any], oracle_agent_options: dict[str, Any], tmp_path: Path
@@ -97,12 +92,22 @@ def test_recorded_episodes_are_matched_exactly(
         assert turn.truncated == sampled["no_eos"]
         assert turn.version_start == sampled["version_start"]
         assert turn.version_end == sampled["version_end"]
-    expected = case["expected"]["data"]
-    packed = [ids for turn in turns for ids in (*turn.prompt_ids, *turn.completion_ids)]
-    assert packed == expected["packed_input_ids"]
-    returns = discounted([turn.reward for turn in turns], trajectory.turn_discount)
-    assert np.array_equal(np.float32(returns), np.float32(expected["rewards"]))
+    check_sample(trajectory, case["expected"])
     check_log(tmp_path, case)
+
+
+def check_sample(trajectory: Trajectory, expected: dict[str, Any]) -> None:
+    """The whole path: from the agent through buffer and kernels to what AReaL's trainer gets."""
+    batch = pack([trajectory], layout="turns")
+    assert batch.unpack() == [trajectory]
+    sample = to_sequence_sample(batch)
+    assert sample["ids"] == expected["ids"]
+    assert sample["keys"] == set(expected["seqlens"])
+    assert sample["seqlens"] == expected["seqlens"]
+    assert {key: str(dtype) for key, dtype in sample["dtypes"].items()} == expected["dtypes"]
+    for key, values in expected["data"].items():
+        recorded = torch.tensor(values, dtype=sample["dtypes"][key])
+        assert torch.equal(sample["data"][key], recorded), key
 
 
 def check_log(folder: Path, case: dict[str, Any]) -> None:

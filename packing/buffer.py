@@ -174,8 +174,8 @@ class TrajectoryBuffer:
             self._num_turns.append([len(turns)])
             self._discounts.append([discount])
             self._labels.append(labels)
-        self._num_tokens += num_new
-        self._num_generated += sum(turn.completion.size for turn in turns)
+            self._num_tokens += num_new
+            self._num_generated += sum(turn.completion.size for turn in turns)
 
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""
@@ -230,6 +230,7 @@ class TrajectoryBuffer:
     def _all_or_nothing(self) -> Iterator[None]:
         """Undo what was appended where memory runs out half-way, or Ctrl-C comes."""
         used, num_labels = self._staging.used, len(self._labels)
+        counts = self._num_tokens, self._num_generated
         lengths = [len(table) for table in self._growing]
         try:
             yield
@@ -238,6 +239,7 @@ class TrajectoryBuffer:
             for table, length in zip(self._growing, lengths, strict=True):
                 table.truncate(length)
             del self._labels[num_labels:]
+            self._num_tokens, self._num_generated = counts
             raise
 
     def _append_spans(

@@ -29,12 +29,17 @@ def test_no_root_folder_is_a_package_of_its_own(layer):
     assert not list((ROOT / layer).rglob("__init__.py"))
 
 
-def test_kernels_is_never_this_repository():
-    found = importlib.util.find_spec("kernels")
-    locations = [] if found is None else [found.origin, *(found.submodule_search_locations or [])]
-    outside = [where for where in locations if where and not Path(where).is_relative_to(ROOT)]
-    # a namespace without __init__.py may be seen from the root, but holds no module of its own
-    assert outside or found is None or found.loader is None or found.origin is None
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_bare_name_is_found_in_this_repository(layer):
+    # an installed package of that name is another one; -P keeps the working folder off the path
+    code = f"import importlib.util; print(importlib.util.find_spec({layer!r}))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert f"{ROOT}/{layer}" not in done.stdout
+    # where the working folder is on the path, the folder is at most a namespace without code
+    found = importlib.util.find_spec(layer)
+    assert found is None or found.origin is None or not Path(found.origin).is_relative_to(ROOT)
 
 
 def test_the_top_level_holds_what_the_design_names():

@@ -80,7 +80,7 @@ def build(
 
     Example:
         >>> words = torch.tensor([7, 8, 9], dtype=torch.int32)
-        >>> runs = torch.tensor([[0, 0, 0, 0, 0, -1, -1, 0], [3, 0, 0, 0, 0, 0, 0, 0]])
+        >>> runs = torch.tensor([[0, 0, 3, 0, 0, 0, 0, 0], [3, 0, 0, 0, 0, 0, 0, 0]])
         >>> build(words, runs.int(), torch.zeros(0), 3).position_ids
         tensor([0, 1, 2])
     """
@@ -112,21 +112,24 @@ def build_reference(
     start = runs[:, Run.START]
     run = torch.repeat_interleave(start.diff(), output_size=num_tokens).long()
     offset = torch.arange(num_tokens, device=words.device) - start[run]
-    turn = runs[run, Run.TURN]
-    generated = turn >= 0
-    logprob = torch.where(generated, runs[run, Run.LOGPROB] + offset, 0)
+    source, context = runs[run, Run.SOURCE], runs[run, Run.GENERATED]
+    generated = offset >= context
+    token = torch.where(source >= 0, source + offset, 0)
+    logprob = torch.where(generated, runs[run, Run.LOGPROB] + offset - context, 0)
+    turn = torch.where(generated, runs[run, Run.TURN], -1)
+    stream = words if words.shape[0] else words.new_zeros(1)  # all may be padding
     returns = torch.zeros(num_tokens, dtype=torch.float32, device=words.device)
     if turn_returns.shape[0]:
         returns = torch.where(generated, turn_returns[turn.clamp(min=0)], 0.0)
     return TokenFields(
-        input_ids=words[runs[run, Run.SOURCE] + offset].long(),
+        input_ids=torch.where(source >= 0, stream[token], 0).long(),
         position_ids=runs[run, Run.POSITION] + offset,
         sequence_ids=runs[run, Run.SEQUENCE],
         turn_ids=turn,
         prompt_mask=~generated,
         loss_mask=generated,
-        rollout_logprobs=torch.where(generated, words.view(torch.float32)[logprob], 0.0),
-        policy_versions=runs[run, Run.VERSION],
+        rollout_logprobs=torch.where(generated, stream.view(torch.float32)[logprob], 0.0),
+        policy_versions=torch.where(generated, runs[run, Run.VERSION], -1),
         returns=returns,
     )
 

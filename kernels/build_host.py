@@ -1,11 +1,12 @@
 """Every per-token field on the host, run by run: what `build` does for CPU tensors.
 
 First touch of fresh memory dominates here, so nothing is written but the outputs, and those
-are taken from numpy, whose large arrays come in huge pages.
+are taken from numpy, whose large arrays come in huge pages, or from the caller.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,52 +18,50 @@ from trajpack.kernels.runs import Run
 SHORT = 128
 """Mean stretch below which one gather is faster than a copy for each stretch (measured)."""
 
+Ints = npt.NDArray[np.integer[Any]]
+
 
 def build_on_host(
-    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    turn_returns: torch.Tensor,
+    num_tokens: int,
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Write the fields of `trajpack.kernels.build.TokenFields`, in their order."""
+    """Write the fields of `trajpack.kernels.build.TokenFields`, in their order.
+
+    Raises:
+        ValueError: If the table does not go from 0 to ``num_tokens``, or goes back.
+    """
     stream, table, earned = words.numpy(), runs.numpy(), turn_returns.numpy()
     lengths = np.diff(table[:, Run.START])
     _check_ends(table, lengths, num_tokens)
     rows, lengths = table[:-1][lengths > 0], lengths[lengths > 0]
-    turns = rows[:, Run.TURN]
-    generated = turns >= 0
+    context = np.clip(rows[:, Run.GENERATED], 0, lengths)
+    halves = np.stack([context, lengths - context], 1).reshape(-1)
+    trained = rows[context < lengths]
     returns = np.zeros(len(rows), np.float32)
-    returns[generated] = earned[turns[generated]]
-    loss_mask = np.repeat(generated, lengths)
+    returns[context < lengths] = earned[trained[:, Run.TURN]]
 
-    input_ids = np.empty(num_tokens, np.int64)
-    position_ids = np.empty(num_tokens, np.int64)
-    heads, spans = _joined(rows, lengths)
-    _copy(input_ids, heads[:, Run.START], stream, heads[:, Run.SOURCE], spans)
-    positions = np.arange((heads[:, Run.POSITION] + spans).max(initial=0))
-    _copy(position_ids, heads[:, Run.START], positions, heads[:, Run.POSITION], spans)
-    logprobs = np.zeros(num_tokens, np.float32)
-    _copy(
-        logprobs,
-        rows[generated, Run.START],
-        stream.view(np.float32),
-        rows[generated, Run.LOGPROB],
-        lengths[generated],
+    ids, positions, sequences, turns, prompt, loss, logprobs, versions, gains = (
+        [None] * 9 if out is None else [field.numpy() for field in out]
     )
+    loss = _repeated(loss, _alternating(False, np.ones(len(rows), np.bool_)), halves)
     fields = (
-        input_ids,
-        position_ids,
-        np.repeat(rows[:, Run.SEQUENCE], lengths),
-        np.repeat(turns, lengths),
-        ~loss_mask,
-        loss_mask,
-        logprobs,
-        np.repeat(rows[:, Run.VERSION], lengths),
-        np.repeat(returns, lengths),
+        _copied_ids(ids, stream, rows, lengths),
+        _counted_positions(positions, rows, lengths),
+        _repeated(sequences, rows[:, Run.SEQUENCE], lengths),
+        _repeated(turns, _alternating(-1, rows[:, Run.TURN]), halves),
+        np.logical_not(loss, out=prompt),
+        loss,
+        _scattered_logprobs(logprobs, stream.view(np.float32), rows, lengths, loss),
+        _repeated(versions, _alternating(-1, rows[:, Run.VERSION]), halves),
+        _repeated(gains, _alternating(0, returns), halves),
     )
-    return [torch.from_numpy(field) for field in fields]
+    return [torch.from_numpy(field) for field in fields] if out is None else list(out)
 
 
-def _check_ends(
-    table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], num_tokens: int
-) -> None:
+def _check_ends(table: Ints, lengths: Ints, num_tokens: int) -> None:
     first, last = table[0, Run.START], table[-1, Run.START]
     if first != 0 or last != num_tokens or (lengths < 0).any():
         raise ValueError(
@@ -71,25 +70,95 @@ def _check_ends(
         )
 
 
-def _joined(
-    rows: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Join runs that go on where the one before ends, in the stream and in their sequence."""
-    both = [Run.SOURCE, Run.POSITION]
-    continues = (rows[1:, both] == rows[:-1, both] + lengths[:-1, None]).all(1)
+def _alternating(context: int | bool, generated: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return what a run's context holds and what its generated tokens hold, run after run."""
+    values = np.full(2 * len(generated), context, generated.dtype)
+    values[1::2] = generated
+    return values
+
+
+def _repeated(
+    out: npt.NDArray[Any] | None, values: npt.NDArray[Any], lengths: Ints
+) -> npt.NDArray[Any]:
+    if out is None:
+        return np.repeat(values, lengths)
+    if out.size < SHORT * lengths.size:
+        out[:] = np.repeat(values, lengths)
+        return out
+    ends = np.cumsum(lengths)
+    for begin, end, value in zip((ends - lengths).tolist(), ends.tolist(), values, strict=True):
+        out[begin:end] = value
+    return out
+
+
+def _copied_ids(
+    out: npt.NDArray[np.int64] | None, stream: npt.NDArray[np.int32], rows: Ints, lengths: Ints
+) -> npt.NDArray[np.int64]:
+    out = np.empty(lengths.sum(), np.int64) if out is None else out
+    heads, lengths = _joined(rows, lengths, rows[:, Run.SOURCE])
+    source = heads[:, Run.SOURCE]
+    if (source >= 0).all():
+        _copy(out, heads[:, Run.START], stream, source, lengths)
+        return out
+    padding = source < 0
+    for start, length in zip(heads[padding, Run.START], lengths[padding], strict=True):
+        out[start : start + length] = 0
+    _copy(out, heads[~padding, Run.START], stream, source[~padding], lengths[~padding])
+    return out
+
+
+def _counted_positions(
+    out: npt.NDArray[np.int64] | None, rows: Ints, lengths: Ints
+) -> npt.NDArray[np.int64]:
+    out = np.empty(lengths.sum(), np.int64) if out is None else out
+    heads, lengths = _joined(rows, lengths, rows[:, Run.POSITION])
+    if out.size < SHORT * lengths.size:
+        out[:] = np.arange(out.size)
+        out -= np.repeat(heads[:, Run.START] - heads[:, Run.POSITION], lengths)
+        return out
+    positions = np.arange((heads[:, Run.POSITION] + lengths).max(initial=0))
+    _copy(out, heads[:, Run.START], positions, heads[:, Run.POSITION], lengths)
+    return out
+
+
+def _scattered_logprobs(
+    out: npt.NDArray[np.float32] | None,
+    stream: npt.NDArray[np.float32],
+    rows: Ints,
+    lengths: Ints,
+    loss_mask: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float32]:
+    if out is None:
+        out = np.zeros(lengths.sum(), np.float32)
+    else:
+        out[:] = 0
+    context = rows[:, Run.GENERATED]
+    trained = context < lengths
+    rows, context, lengths = rows[trained], context[trained], (lengths - context)[trained]
+    source = rows[:, Run.LOGPROB]
+    if len(rows) and (source[1:] == source[:-1] + lengths[:-1]).all() and _short(lengths):
+        out[loss_mask] = stream[source[0] : source[0] + lengths.sum()]
+    else:
+        _copy(out, rows[:, Run.START] + context, stream, source, lengths)
+    return out
+
+
+def _joined(rows: Ints, lengths: Ints, follow: Ints) -> tuple[Ints, Ints]:
+    """Join runs for which ``follow`` goes on where the run before ends."""
+    continues = (follow[1:] == follow[:-1] + lengths[:-1]) & (follow[:-1] >= 0)
     heads = np.flatnonzero(np.append(np.ones(min(len(rows), 1), np.bool_), ~continues))
     return rows[heads], np.add.reduceat(lengths, heads) if heads.size else lengths
 
 
+def _short(lengths: Ints) -> bool:
+    return bool(lengths.sum() < SHORT * lengths.size)
+
+
 def _copy(
-    out: npt.NDArray[Any],
-    starts: npt.NDArray[np.int32],
-    source: npt.NDArray[Any],
-    begins: npt.NDArray[np.int32],
-    lengths: npt.NDArray[np.int32],
+    out: npt.NDArray[Any], starts: Ints, source: npt.NDArray[Any], begins: Ints, lengths: Ints
 ) -> None:
     """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""
-    if lengths.size and lengths.sum() < SHORT * lengths.size:
+    if lengths.size > 1 and _short(lengths):
         index = np.arange(lengths.sum(), dtype=np.int64)
         index -= np.repeat(np.cumsum(lengths) - lengths, lengths)
         values = source[index + np.repeat(begins, lengths)]

@@ -1,12 +1,14 @@
 """Every per-token field in one launch: a program owns one tile of ``BLOCK`` output tokens.
 
 Outputs are allocated in whole tiles, so every store is full width and unmasked. A program
-finds the run that holds its first token by a 64-ary search. A tile inside one run reads the
-stream without a mask; a tile over several runs takes them one after another, each lane from
-the run it lies in, and stores once.
+finds the runs of its first and its last token by a 64-ary search. A tile inside one run takes
+what its tokens share as scalars; in any other each lane finds its own run between the two by
+halving, and gathers. What a tile costs hardly depends on how many runs it holds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,118 +16,122 @@ import triton.language as tl
 
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.search_triton import find_segment, find_segments
 
 BLOCK = 1024
 THREADS = 256
-"""Of a program. With 128, Triton 3.6 needs 145 registers a thread for sm_80, with 256 it is 78."""
 NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
+GENERATED = tl.constexpr(int(Run.GENERATED))
 LOGPROB = tl.constexpr(int(Run.LOGPROB))
 POSITION = tl.constexpr(int(Run.POSITION))
 SEQUENCE = tl.constexpr(int(Run.SEQUENCE))
 TURN = tl.constexpr(int(Run.TURN))
 VERSION = tl.constexpr(int(Run.VERSION))
-ARITY = tl.constexpr(64)
 
 
 @triton.jit
-def _find_run(runs, num_runs, token):
-    """Return the last run that starts at or before ``token``; the first starts at 0."""
-    low = 0
-    count = num_runs
-    lane = tl.arange(0, ARITY)
-    while count > 1:
-        step = tl.cdiv(count, ARITY)
-        probe = lane * step
-        start = tl.load(runs + (low + probe) * ROW, mask=probe < count, other=2147483647)
-        skipped = (tl.sum((start <= token).to(tl.int32), 0) - 1) * step
-        low += skipped
-        count = tl.minimum(step, count - skipped)
-    return low
-
-
-@triton.jit
-def _store(fields, token, word, position, sequence, turn, logprob, version, earned):
+def _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated):
     tl.store(fields[0] + token, word.to(tl.int64))
     tl.store(fields[1] + token, position.to(tl.int64))
     tl.store(fields[2] + token, sequence)
     tl.store(fields[3] + token, turn)
-    tl.store(fields[4] + token, ((sequence >= 0) & (turn < 0)).to(tl.int8))
-    tl.store(fields[5] + token, (turn >= 0).to(tl.int8))
+    tl.store(fields[4] + token, 1 - generated.to(tl.int8))
+    tl.store(fields[5] + token, generated.to(tl.int8))
     tl.store(fields[6] + token, logprob.to(tl.float32, bitcast=True))
     tl.store(fields[7] + token, version)
     tl.store(fields[8] + token, earned)
+
+
+@triton.jit
+def _write_one_run(words, row, turn_returns, fields, first, token, BLOCK: tl.constexpr):
+    """Write a tile inside one run: what its tokens share is loaded once."""
+    zeros = tl.zeros((BLOCK,), tl.int32)
+    offset = token - tl.load(row)
+    source = tl.load(row + SOURCE)
+    word = zeros
+    if source >= 0:
+        word = tl.load(words + source + offset)
+    context = tl.load(row + GENERATED)
+    generated = offset >= context
+    run_turn = tl.load(row + TURN)
+    logprob = zeros
+    earned = tl.zeros((BLOCK,), tl.float32)
+    if first + BLOCK - tl.load(row) > context:
+        place = tl.load(row + LOGPROB) - context + offset
+        logprob = tl.load(words + place, mask=generated, other=0)
+        earned = tl.where(generated, tl.load(turn_returns + run_turn), 0.0)
+    position = tl.load(row + POSITION) + offset
+    sequence = tl.load(row + SEQUENCE) + zeros
+    turn = tl.where(generated, run_turn, -1)
+    version = tl.where(generated, tl.load(row + VERSION), -1)
+    _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated)
+
+
+@triton.jit
+def _write_many_runs(words, runs, turn_returns, fields, low, high, token, last):
+    """Write a tile over the runs from ``low`` to ``high``: each lane gathers from its own."""
+    inside = tl.minimum(token, last)  # what stands behind the last token is cut off
+    row = runs + find_segments(runs, low, high, inside, ROW) * ROW
+    offset = inside - tl.load(row)
+    source = tl.load(row + SOURCE)
+    word = tl.load(words + source + offset, mask=source >= 0, other=0)
+    context = tl.load(row + GENERATED)
+    generated = offset >= context
+    place = tl.load(row + LOGPROB) - context + offset
+    logprob = tl.load(words + place, mask=generated, other=0)
+    run_turn = tl.load(row + TURN)
+    earned = tl.load(turn_returns + run_turn, mask=generated, other=0.0)
+    position = tl.load(row + POSITION) + offset
+    sequence = tl.load(row + SEQUENCE)
+    turn = tl.where(generated, run_turn, -1)
+    version = tl.where(generated, tl.load(row + VERSION), -1)
+    _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated)
 
 
 @triton.jit(do_not_specialize=["num_runs", "num_tokens"])
 def build_kernel(words, runs, turn_returns, fields, num_runs, num_tokens, BLOCK: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     token = first + tl.arange(0, BLOCK)
-    run = _find_run(runs, num_runs, first)
-    zeros = tl.zeros((BLOCK,), tl.int32)
-    end = tl.load(runs + (run + 1) * ROW)
-    if end >= first + BLOCK:
-        row = runs + run * ROW
-        offset = token - tl.load(row)
-        word = tl.load(words + tl.load(row + SOURCE) + offset)
-        position = tl.load(row + POSITION) + offset
-        sequence = tl.load(row + SEQUENCE) + zeros
-        run_turn = tl.load(row + TURN)
-        turn = run_turn + zeros
-        version = tl.load(row + VERSION) + zeros
-        logprob = zeros
-        earned = tl.zeros((BLOCK,), tl.float32)
-        if run_turn >= 0:
-            logprob = tl.load(words + tl.load(row + LOGPROB) + offset)
-            earned += tl.load(turn_returns + run_turn)
-        _store(fields, token, word, position, sequence, turn, logprob, version, earned)
+    low = find_segment(runs, num_runs, first, ROW)
+    if tl.load(runs + (low + 1) * ROW) >= first + BLOCK:
+        _write_one_run(words, runs + low * ROW, turn_returns, fields, first, token, BLOCK)
     else:
-        word = zeros
-        logprob = zeros
-        position = zeros
-        sequence = zeros - 1
-        turn = zeros - 1
-        version = zeros - 1
-        earned = tl.zeros((BLOCK,), tl.float32)
-        limit = tl.minimum(first + BLOCK, num_tokens)
-        start = first
-        while start < limit:
-            row = runs + run * ROW
-            end = tl.load(row + ROW)
-            inside = (token >= start) & (token < end)  # the last run ends at num_tokens
-            offset = token - tl.load(row)
-            run_turn = tl.load(row + TURN)
-            source = words + tl.load(row + SOURCE) + offset
-            word = tl.where(inside, tl.load(source, mask=inside, other=0), word)
-            position = tl.where(inside, tl.load(row + POSITION) + offset, position)
-            sequence = tl.where(inside, tl.load(row + SEQUENCE), sequence)
-            turn = tl.where(inside, run_turn, turn)
-            version = tl.where(inside, tl.load(row + VERSION), version)
-            if run_turn >= 0:
-                source = words + tl.load(row + LOGPROB) + offset
-                logprob = tl.where(inside, tl.load(source, mask=inside, other=0), logprob)
-                earned = tl.where(inside, tl.load(turn_returns + run_turn), earned)
-            start = end
-            run += 1
-        _store(fields, token, word, position, sequence, turn, logprob, version, earned)
+        last = tl.minimum(first + BLOCK, num_tokens) - 1
+        high = find_segment(runs, num_runs, last, ROW)
+        _write_many_runs(words, runs, turn_returns, fields, low, high, token, last)
+
+
+def allocate_fields(num_tokens: int, device: torch.device) -> list[torch.Tensor]:
+    """Return the fields over whole tiles, uninitialised."""
+    size = triton.cdiv(num_tokens, BLOCK) * BLOCK
+    return [torch.empty(size, dtype=dtype, device=device) for dtype in FIELD_DTYPES.values()]
 
 
 def build_forward(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
 ) -> list[torch.Tensor]:
     """Launch the kernel on contiguous inputs and cut the outputs to ``num_tokens``."""
-    tiles = triton.cdiv(num_tokens, BLOCK)
-    whole = [
-        torch.empty(tiles * BLOCK, dtype=dtype, device=words.device)
-        for dtype in FIELD_DTYPES.values()
-    ]
-    if tiles:
-        # Triton takes a bool pointer for one bit; the masks are bytes
-        fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in whole)
-        with torch.cuda.device_of(words):  # Triton launches on the current device
-            build_kernel[(tiles,)](
-                words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
-                BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+    whole = allocate_fields(num_tokens, words.device)
+    write_fields(words, runs, turn_returns, num_tokens, whole)
     return [field[:num_tokens] for field in whole]
+
+
+def write_fields(
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    turn_returns: torch.Tensor,
+    num_tokens: int,
+    whole: Sequence[torch.Tensor],
+) -> None:
+    """Launch the kernel on fields that `allocate_fields` made."""
+    if not num_tokens:
+        return
+    # Triton takes a bool pointer for one bit; the masks are bytes
+    fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in whole)
+    with torch.cuda.device_of(words):  # Triton launches on the current device
+        build_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+            words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

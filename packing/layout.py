@@ -119,16 +119,14 @@ def _run_table(
     bounds: npt.NDArray[np.int64],
     chain_words: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int32]:
-    runs = np.zeros((len(bounds), RUN_WIDTH), np.int32)
-    runs[:, Run.START] = bounds
-    prompts, completions = runs[:-1:2], runs[1::2]
-    for rows, position in ((prompts, context), (completions, spans.begin)):
-        rows[:, Run.SOURCE] = chain_words[spans.chain] + position
-        rows[:, Run.POSITION] = position
-        rows[:, Run.SEQUENCE] = sequence
-    prompts[:, Run.TURN] = -1
-    prompts[:, Run.VERSION] = -1
-    completions[:, Run.TURN] = spans.turn
-    completions[:, Run.VERSION] = spans.version
-    completions[:, Run.LOGPROB] = spans.logprob
+    runs = np.zeros((len(sequence) + 1, RUN_WIDTH), np.int32)
+    runs[:, Run.START] = bounds[::2]
+    rows = runs[:-1]
+    rows[:, Run.SOURCE] = chain_words[spans.chain] + context
+    rows[:, Run.GENERATED] = spans.begin - context
+    rows[:, Run.LOGPROB] = spans.logprob
+    rows[:, Run.POSITION] = context
+    rows[:, Run.SEQUENCE] = sequence
+    rows[:, Run.TURN] = spans.turn
+    rows[:, Run.VERSION] = spans.version
     return runs

@@ -95,10 +95,11 @@ def random_build_inputs(
     for column in (Run.SOURCE, Run.POSITION):
         for row in np.flatnonzero(rng.random(count) < 0.7)[1:]:
             runs[row, column] = runs[row - 1, column] + lengths[row - 1]
-    generated = rng.random(count + 1) < (0.6 if num_turns else 0.0)
-    runs[:, Run.TURN] = np.where(generated, rng.integers(0, max(num_turns, 1), count + 1), -1)
-    runs[:, Run.VERSION] = np.where(generated, runs[:, Run.VERSION], -1)
-    runs[~generated, Run.LOGPROB] = 0
+    spread = np.append(lengths, 0).astype(np.int64)
+    context = rng.integers(-spread // 3, spread + spread // 3 + 1).clip(0, spread)
+    runs[:, Run.GENERATED] = context if num_turns else spread
+    runs[rng.random(count + 1) < 0.1, Run.SOURCE] = -1
+    runs[:, Run.TURN] = rng.integers(0, max(num_turns, 1), count + 1)
     runs[-1, Run.SOURCE :] = 0
     turn_returns = rng.standard_normal(num_turns).astype(np.float32)
     tensors = (torch.from_numpy(array) for array in (words, runs, turn_returns))

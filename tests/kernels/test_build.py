@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajpack.kernels.build import FIELD_DTYPES, RUN_WIDTH, Run, TokenFields, build, build_reference
-from trajpack.kernels.build_triton import BLOCK, _find_run
+from trajpack.kernels.build_triton import BLOCK
+from trajpack.kernels.search_triton import find_segment
 from trajpack.testing import assert_same_bits, boundaries, random_build_inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -41,18 +42,19 @@ def by_loop(
     bits = fields.rollout_logprobs.view(torch.int32)
     table = runs.tolist()
     for row, following in pairwise(table):
-        start, source, logprob, position, sequence, turn, version, _ = row
+        start, source, context, logprob, position, sequence, turn, version = row
         for step in range(following[Run.START] - start):
             token = start + step
-            fields.input_ids[token] = words[source + step]
+            generated = step >= context
+            fields.input_ids[token] = words[source + step] if source >= 0 else 0
             fields.position_ids[token] = position + step
             fields.sequence_ids[token] = sequence
-            fields.turn_ids[token] = turn
-            fields.prompt_mask[token] = turn < 0
-            fields.loss_mask[token] = turn >= 0
-            fields.policy_versions[token] = version
-            if turn >= 0:
-                bits[token] = words[logprob + step]
+            fields.turn_ids[token] = turn if generated else -1
+            fields.prompt_mask[token] = not generated
+            fields.loss_mask[token] = generated
+            fields.policy_versions[token] = version if generated else -1
+            if generated:
+                bits[token] = words[logprob + step - context]
                 fields.returns[token] = turn_returns[turn]
     return fields
 
@@ -65,10 +67,9 @@ def assert_same_fields(actual: TokenFields, expected: TokenFields) -> None:
 def test_a_prompt_and_its_completion_become_fields(impl: str) -> None:
     first, second = np.array([-0.5, -0.25], np.float32).view(np.int32).tolist()
     words = torch.tensor([11, 12, 13, 14, 15, first, second], dtype=torch.int32)
-    rows = [  # START, SOURCE, LOGPROB, POSITION, SEQUENCE, TURN, VERSION
-        [0, 0, 0, 0, 0, -1, -1, 0],
-        [3, 3, 5, 3, 0, 1, 8, 0],
-        [5, 0, 0, 0, 1, -1, -1, 0],
+    rows = [  # START, SOURCE, GENERATED, LOGPROB, POSITION, SEQUENCE, TURN, VERSION
+        [0, 0, 3, 5, 0, 0, 1, 8],
+        [5, 0, 1, 0, 0, 1, 0, 0],
         [6, 0, 0, 0, 0, 0, 0, 0],
     ]
     runs, returns = torch.tensor(rows, dtype=torch.int32), torch.tensor([9.0, 0.75])
@@ -114,7 +115,7 @@ def test_any_runs_equal_a_loop_over_tokens(
 def test_words_that_are_no_number_are_copied_bit_for_bit(impl: str) -> None:
     patterns = [0x7F800001, 0x7FC12345, -1, -(2**31), 1, 0x7F800000]  # NaNs, -0, a denormal, inf
     words = torch.tensor(patterns, dtype=torch.int32)
-    rows = [[0, 0, 0, 0, 0, 0, 3, 0], [6, 0, 0, 0, 0, 0, 0, 0]]
+    rows = [[0, 0, 0, 0, 0, 0, 0, 3], [6, 0, 0, 0, 0, 0, 0, 0]]
     fields = build(words, torch.tensor(rows, dtype=torch.int32), torch.zeros(1), 6, impl)
     assert_same_bits(fields.rollout_logprobs.view(torch.int32), words)
     assert_same_bits(fields.input_ids, words.long())
@@ -127,10 +128,13 @@ def test_implementations_agree_on_thousands_of_runs(impl: str) -> None:
     assert_same_fields(build(*inputs, impl), by_loop(*inputs))
 
 
+WIDTH = tl.constexpr(RUN_WIDTH)
+
+
 @triton.jit
 def find_kernel(runs, tokens, found, num_runs):
     place = tl.program_id(0)
-    tl.store(found + place, _find_run(runs, num_runs, tl.load(tokens + place)))
+    tl.store(found + place, find_segment(runs, num_runs, tl.load(tokens + place), WIDTH))
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 63, 64, 65, 128, 4095, 4096, 4097, 300_000])
@@ -158,7 +162,7 @@ def test_a_changed_run_changes_no_other(impl: str) -> None:
     before = build(words, runs, returns, num_tokens, impl)
     for run in (1, 2, 4):
         changed = runs.clone()
-        changed[run, Run.SOURCE :] = torch.tensor([9, 9, 9, 999, -1, -1, 0], dtype=torch.int32)
+        changed[run, Run.SOURCE :] = torch.tensor([9, 9, 9, 999, 5, 1, 0], dtype=torch.int32)
         begin, end = runs[run : run + 2, Run.START].tolist()
         for old, new in zip(before, build(words, changed, returns, num_tokens, impl), strict=True):
             assert_same_bits(new[:begin], old[:begin])

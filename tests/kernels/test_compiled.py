@@ -17,8 +17,8 @@ from trajpack.kernels.build import FIELD_DTYPES
 
 TARGETS = ("80", "90", "gfx942")
 REGISTERS = {
-    ("build_kernel", "80"): 80,  # three blocks of 256 threads share the 65,536 registers
-    ("build_kernel", "90"): 80,
+    ("build_kernel", "80"): 48,  # five blocks of 256 threads share the 65,536 registers
+    ("build_kernel", "90"): 48,
     ("build_kernel", "gfx942"): 64,  # eight waves share the 512 registers of a SIMD lane
     ("discounted_returns_kernel", "80"): 168,  # three blocks of 128 threads
     ("discounted_returns_kernel", "90"): 168,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,9 @@ class PackedBatch:
     cu_turns: torch.Tensor
     """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
 
+    fields: Mapping[str, torch.Tensor]
+    """``[tokens, ...]`` each: the extra fields that the buffer declares, by name."""
+
     layout: Layout
     """``"merged"`` or ``"turns"``."""
     seqlens: tuple[int, ...]
@@ -76,6 +80,26 @@ class PackedBatch:
     """When their episodes began, in milliseconds since the epoch."""
     turn_discounts: tuple[float, ...]
     """Their discounts from one turn to the next."""
+
+    @classmethod
+    def deferred(
+        cls, ready: Mapping[str, Any], later: Mapping[str, Callable[[], Any]]
+    ) -> PackedBatch:
+        """Make a batch of which some fields are made only when they are first asked for.
+
+        For the host's sake: a pack shall cost it the same at any size.
+        """
+        batch = object.__new__(cls)
+        batch.__dict__.update(ready, _later=dict(later))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        make = self.__dict__.get("_later", {}).get(name)
+        if make is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self.__dict__[name] = make()
+        del self._later[name]
+        return value
 
     @property
     def max_seqlen(self) -> int:
@@ -111,12 +135,22 @@ class PackedBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Let go of shared memory: pickles and deep copies hold the tensors alone."""
-        return vars(self) | {name: tensor.clone() for name, tensor in self.tensors().items()}
+        state = self._values() | {name: tensor.clone() for name, tensor in self.tensors().items()}
+        return state | {"fields": {name: field.clone() for name, field in self.fields.items()}}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor by its field's name."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Return every tensor by its field's name; extra fields are in `fields`."""
+        values = self._values()
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def host_values(self) -> dict[str, Any]:
+        """Return what is no tensor, by its field's name; extra fields are in `fields`."""
+        values = self._values()
+        return {
+            name: value
+            for name, value in values.items()
+            if not isinstance(value, torch.Tensor) and name != "fields"
+        }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """Return the batch on ``device``; itself if it is there already.
@@ -126,6 +160,9 @@ class PackedBatch:
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self.tensors().items()
+        }
+        moved["fields"] = {
+            name: field.to(device, non_blocking=non_blocking) for name, field in self.fields.items()
         }
         if all(moved[name] is tensor for name, tensor in self.tensors().items()):
             return self
@@ -186,6 +223,9 @@ class PackedBatch:
         from trajpack.packing.storage import load
 
         return load(path)
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _versions(self) -> str:
         low, high = int(self.turn_version_start.min()), int(self.turn_version_end.max())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,24 @@ from trajpack.kernels.build import build
 from trajpack.kernels.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.chains import CheckedTurn, Labels, check_labels, find_chains
-from trajpack.packing.conversion import as_integer
-from trajpack.packing.layout import SPAN_COLUMNS, Arrangement, Layout, Spans, arrange
-from trajpack.packing.staging import GrowingArray, Staging
+from trajpack.packing.chains import Intake, Labels, name_fault, take_in
+from trajpack.packing.conversion import INT32_MAX, as_integer
+from trajpack.packing.layout import Layout, check_layout
+from trajpack.packing.staging import Arena, Staging
+from trajpack.packing.tables import BatchTables, Block, Counts, columns_for
+from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
-TURN_COLUMNS = ("version_start", "version_end", "truncated")
+TURN_TABLES = (
+    "turn_rewards",
+    "turn_truncated",
+    "turn_version_start",
+    "turn_version_end",
+    "turn_sequence",
+    "turn_spans",
+)
+SETTLED = 64
+"""Turns that may wait until their tables are worked out: as many as cost what a call does."""
 
 
 def pack(
@@ -28,6 +39,7 @@ def pack(
     layout: Layout = "merged",
     device: torch.device | str | None = None,
     impl: Impl = "auto",
+    fields: Iterable[TokenField] = (),
 ) -> PackedBatch:
     """Pack trajectories into one batch; `PackedBatch.unpack` is the exact inverse.
 
@@ -37,11 +49,12 @@ def pack(
             trained. ``"turns"``: a sequence is one turn, its prompt and its completion.
         device: Where the batch shall live; torch's default device if ``None``.
         impl: See `trajpack.kernels`; ``"auto"`` is Triton on CUDA and torch elsewhere.
+        fields: Extra per-token fields that every turn brings, see `TokenField`.
 
     Raises:
-        TypeError, ValueError: As `TrajectoryBuffer.add`.
+        TypeError, ValueError: As `TrajectoryBuffer.extend`.
 
-    Cost: as `TrajectoryBuffer.add` for each and `TrajectoryBuffer.pack` once.
+    Cost: as `TrajectoryBuffer.extend` and `TrajectoryBuffer.pack`.
 
     Example:
         >>> from trajpack import Trajectory, Turn
@@ -57,10 +70,25 @@ def pack(
         >>> pack([Trajectory("a", [first, second])], layout="turns").seqlens
         (4, 6)
     """
-    buffer = TrajectoryBuffer(device=device)
-    for trajectory in trajectories:
-        buffer.add(trajectory)
+    buffer = TrajectoryBuffer(device=device, fields=fields)
+    buffer.extend(trajectories)
     return buffer.pack(layout=layout, impl=impl)
+
+
+class State(NamedTuple):
+    """What a buffer holds; replaced as a whole, so that a call counts or does not."""
+
+    num_words: int = 0
+    num_tokens: int = 0
+    num_turns: int = 0
+    num_generated: int = 0
+    num_trajectories: int = 0
+    waiting: tuple[Block, ...] = ()
+    """What came in and is not in the tables yet."""
+    settled: Counts = Counts()
+    """What is in the tables."""
+    layout: Layout = "merged"
+    """Layout of the tables."""
 
 
 class TrajectoryBuffer:
@@ -73,6 +101,7 @@ class TrajectoryBuffer:
         device: Where batches shall live; torch's default device if ``None``. For a CUDA
             device the buffer's memory is pinned.
         capacity: Tokens it may hold; unlimited if ``None``.
+        fields: Extra per-token fields that every turn brings, see `TokenField`.
 
     Example:
         >>> from trajpack import Trajectory, Turn
@@ -85,34 +114,25 @@ class TrajectoryBuffer:
     """
 
     def __init__(
-        self, device: torch.device | str | None = None, capacity: int | None = None
+        self,
+        device: torch.device | str | None = None,
+        capacity: int | None = None,
+        fields: Iterable[TokenField] = (),
     ) -> None:
         if capacity is not None and as_integer("capacity", capacity) < 1:
             raise ValueError(f"capacity must be at least 1 token, got {capacity}")
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.capacity = capacity
-        self._staging = Staging(self.device, capacity or 0)
-        self._spans = GrowingArray(np.int64, width=len(SPAN_COLUMNS))
-        self._chain_words = GrowingArray(np.int64)
-        self._rewards = GrowingArray(np.float64)
-        self._turns = GrowingArray(np.int32, width=len(TURN_COLUMNS))
-        self._num_turns = GrowingArray(np.int32)
-        self._discounts = GrowingArray(np.float64)
-        self._growing = (
-            self._spans,
-            self._chain_words,
-            self._rewards,
-            self._turns,
-            self._num_turns,
-            self._discounts,
-        )
+        self.fields = check_fields(fields)
+        self._columns = columns_for(self.fields)
+        self._staging = Staging(self.device, self._columns, capacity or 0)
+        self._tables = BatchTables(self.fields)
         self._labels: list[Labels] = []
-        self._num_tokens = 0
-        self._num_generated = 0
+        self._state = State()
 
     def __len__(self) -> int:
         """Trajectories it holds."""
-        return len(self._labels)
+        return self._state.num_trajectories
 
     def __repr__(self) -> str:
         limit = "" if self.capacity is None else f" of {self.capacity:,}"
@@ -124,67 +144,74 @@ class TrajectoryBuffer:
     @property
     def num_tokens(self) -> int:
         """Tokens it stores, each counted once."""
-        return self._num_tokens
+        return self._state.num_tokens
 
     @property
     def num_turns(self) -> int:
         """Turns of all its trajectories."""
-        return len(self._rewards)
+        return self._state.num_turns
 
     @property
     def num_bytes(self) -> int:
-        """Bytes its content takes: 4 a token, 4 more a generated token, and the turn tables."""
-        return 4 * self._staging.used + sum(table.rows.nbytes for table in self._growing)
+        """Bytes its stream takes: 4 a token, 4 more a generated token, and the extra fields."""
+        return 4 * self._state.num_words
 
     def add(self, trajectory: Trajectory) -> None:
-        """Check a trajectory and store what is new in each of its turns.
+        """Check a trajectory and store what is new in each of its turns: `extend` by one."""
+        self.extend((trajectory,))
 
-        A turn extends the longest of the trajectory's chains whose tokens are all a prefix of
+    def extend(self, trajectories: Iterable[Trajectory]) -> None:
+        """Check trajectories and store what is new in each of their turns.
+
+        A turn extends the longest of its trajectory's chains whose tokens are all a prefix of
         its prompt (the latest, on a tie); where there is none, a new chain begins.
 
         Raises:
             TypeError: If a value is of the wrong kind.
-            ValueError: If a value is out of range, lengths disagree, or the trajectory does
+            ValueError: If a value is out of range, lengths disagree, or the trajectories do
                 not fit the capacity. Every error names trajectory, turn, what was expected
-                and what came; nothing of the trajectory stays behind.
+                and what came; nothing of the call stays behind.
 
-        Cost: converts and compares each prompt once at memory speed, stores each token once.
-            Reads CUDA tensors back (one synchronisation each). After `pack`, and without
-            `clear`, waits for that pack's copy.
+        Cost: compares each prompt once with the chain it extends and copies what is new, both at
+            memory speed, beside about 20 microseconds a call and 3 a turn. Arrays of int32 and
+            float32 are read where they are; others are converted first. Reads CUDA tensors back
+            (one synchronisation each; see `pack_resident`). After `pack`, and without `clear`,
+            waits for that pack's copy.
         """
-        labels, discount = check_labels(trajectory)
-        turns, chain_of, tips = find_chains(trajectory)
-        num_new = sum(tip.num_tokens for tip in tips)
-        if self.capacity is not None and self._num_tokens + num_new > self.capacity:
+        given = trajectories if isinstance(trajectories, (list, tuple)) else list(trajectories)
+        if not given:
+            return
+        intake = take_in(given, self.fields)
+        state = self._state
+        num_new = intake.num_tokens
+        if self.capacity is not None and state.num_tokens + num_new > self.capacity:
             raise ValueError(
-                f"trajectory {trajectory.id!r} needs {num_new} tokens, but "
-                f"{self.capacity - self._num_tokens} of the buffer's {self.capacity} are left; "
+                f"{_named(given)} needs {num_new} tokens, but "
+                f"{self.capacity - state.num_tokens} of the buffer's {self.capacity} are left; "
                 "pack and clear it, or give it more capacity"
             )
-        pieces = [piece for tip in tips for piece in (tip.prompt, tip.completion)]
-        with self._all_or_nothing():
-            begin = self._staging.write(*pieces, *(turn.logprobs for turn in turns))
-            chain_words = begin + np.cumsum([0, *(tip.num_tokens for tip in tips[:-1])])
-            self._append_spans(turns, chain_of, begin + num_new)
-            self._chain_words.append(chain_words)
-            self._rewards.append([turn.reward for turn in turns])
-            self._turns.append(
-                [(turn.version_start, turn.version_end, turn.truncated) for turn in turns]
-            )
-            self._num_turns.append([len(turns)])
-            self._discounts.append([discount])
-            self._labels.append(labels)
-            self._num_tokens += num_new
-            self._num_generated += sum(turn.completion.size for turn in turns)
+        block, end = self._store(intake, given)
+        waiting = (*state.waiting, block)
+        new = state._replace(
+            num_words=end,
+            num_tokens=state.num_tokens + num_new,
+            num_turns=state.num_turns + len(intake.turn_size),
+            num_generated=state.num_generated + intake.num_generated,
+            num_trajectories=state.num_trajectories + len(given),
+            waiting=waiting,
+        )
+        if new.num_turns - state.settled.turns >= SETTLED:
+            new = self._settled(new, new.layout)
+        self._labels[state.num_trajectories :] = intake.labels
+        self._state = new
 
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""
-        self._staging.clear()
-        for table in self._growing:
-            table.truncate()
-        self._labels.clear()
-        self._num_tokens = 0
-        self._num_generated = 0
+        rows = self._state.settled.spans + 1
+        self._labels = []  # not cleared: a batch looks its labels up when asked for them
+        self._tables.forget_host()
+        self._state = State(layout=self._state.layout)
+        self._staging.clear(rows)
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
         """Write all trajectories as one batch. The buffer keeps its content.
@@ -198,83 +225,108 @@ class TrajectoryBuffer:
             ValueError: If ``layout`` or ``impl`` is unknown, or the batch would pass 2³¹ tokens.
             RuntimeError: If ``impl`` cannot run for this device.
 
-        Cost: one host-to-device copy of what the buffer stores plus small tables, two launches,
-            no synchronisation; 38 bytes a token are written on the device. Packing again before
-            `clear` waits for the copy of the pack before. A CUDA graph may capture it, and then
-            replays this batch.
+        Cost: one host-to-device copy of what the buffer stores and its tables, two launches, a
+            third one where there are extra fields, no synchronisation; 38 bytes a token are
+            written on the device. The host's part does not grow with the batch, as long as the
+            layout is that of the pack before (at first ``"merged"``): tables are kept for one
+            layout at a time. Packing again before `clear` waits for the copy of the pack
+            before. A CUDA graph may capture it, and then replays this batch.
         """
-        resolve_impl("pack", impl, torch.empty(0, device=self.device))
-        spans = Spans(*self._spans.rows.T)
-        arrangement = arrange(layout, spans, self._chain_words.rows, self.num_turns)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            words, tables = self._staging.send(self._tables(arrangement))
-            runs, discounts = tables.pop("runs"), tables.pop("turn_discounts")
-            rewards, cu_turns = tables["turn_rewards"], tables["cu_turns"]
-            returns = discounted_returns(rewards, cu_turns, discounts, impl)
-            fields = build(words, runs, returns, arrangement.num_tokens, impl)
-        return PackedBatch(
-            **fields._asdict(),
-            **tables,
-            turn_returns=returns,
-            layout=layout,
-            seqlens=tuple(np.diff(arrangement.cu_seqlens).tolist()),
-            num_generated=self._num_generated,
-            ids=tuple(labels.id for labels in self._labels),
-            groups=tuple(labels.group for labels in self._labels),
-            task_ids=tuple(labels.task_id for labels in self._labels),
-            birth_times_ms=tuple(labels.birth_time_ms for labels in self._labels),
-            turn_discounts=tuple(self._discounts.rows.tolist()),
-        )
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Undo what was appended where memory runs out half-way, or Ctrl-C comes."""
-        used, num_labels = self._staging.used, len(self._labels)
-        counts = self._num_tokens, self._num_generated
-        lengths = [len(table) for table in self._growing]
-        try:
-            yield
-        except BaseException:
-            self._staging.truncate(used)
-            for table, length in zip(self._growing, lengths, strict=True):
-                table.truncate(length)
-            del self._labels[num_labels:]
-            self._num_tokens, self._num_generated = counts
-            raise
-
-    def _append_spans(
-        self, turns: Sequence[CheckedTurn], chain_of: Sequence[int], logprob: int
-    ) -> None:
-        first_turn, first_chain = self.num_turns, len(self._chain_words)
-        rows = []
-        for index, (turn, chain) in enumerate(zip(turns, chain_of, strict=True)):
-            begin = turn.prompt.size
-            for version, start, end in turn.version_runs:
-                rows.append(
-                    (
-                        first_turn + index,
-                        first_chain + chain,
-                        begin + start,
-                        begin + end,
-                        version,
-                        logprob + start,
-                    )
-                )
-            logprob += turn.completion.size
-        self._spans.append(rows)
-
-    def _tables(self, arrangement: Arrangement) -> dict[str, npt.NDArray[Any]]:
-        """Return what goes to the device beside the words, by name."""
-        version_start, version_end, truncated = self._turns.rows.T
-        return {
-            "runs": arrangement.runs,
-            "turn_discounts": self._discounts.rows,
-            "turn_rewards": self._rewards.rows,
-            "cu_turns": np.cumsum(np.append(0, self._num_turns.rows), dtype=np.int32),
-            "cu_seqlens": arrangement.cu_seqlens,
-            "turn_sequence": arrangement.turn_sequence,
-            "turn_spans": arrangement.turn_spans,
-            "turn_version_start": version_start,
-            "turn_version_end": version_end,
-            "turn_truncated": truncated.astype(np.bool_),
+        check_layout(layout)
+        chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
+        self._state = state = self._settled(self._state, layout)
+        counts = state.settled
+        with self._staging.on_device():
+            arena = self._staging.send(state.num_words)
+            tables = _tables_of(arena, counts)
+            discounts = arena.table("turn_discounts", counts.trajectories)
+            returns = discounted_returns(
+                tables["turn_rewards"](), tables["cu_turns"](), discounts, chosen
+            )
+            runs = arena.table("runs", counts.spans + 1)
+            built = build(arena.stream, runs, returns, counts.tokens, chosen)
+        ready = {
+            **built._asdict(),
+            "turn_returns": returns,
+            "layout": layout,
+            "num_generated": state.num_generated,
+            "fields": {},
         }
+        if self.device.type == "cpu":  # the buffer's memory is written again
+            ready |= {name: table().clone() for name, table in tables.items()}
+            tables = {}
+        return PackedBatch.deferred(ready, tables | self._host_columns(counts))
+
+    def _host_columns(self, counts: Counts) -> dict[str, Callable[[], Any]]:
+        """Return what makes the host tuples of a batch, when they are first asked for."""
+        labels, count = self._labels, counts.trajectories
+        seqlens = self._tables.seqlens[: counts.sequences]
+        discounts = self._tables.discounts[:count]
+        return {
+            "seqlens": lambda: tuple(seqlens.tolist()),
+            "turn_discounts": lambda: tuple(discounts.tolist()),
+            "ids": lambda: tuple(label.id for label in labels[:count]),
+            "groups": lambda: tuple(label.group for label in labels[:count]),
+            "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
+            "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
+        }
+
+    def _store(self, intake: Intake, given: Sequence[Trajectory]) -> tuple[Block, int]:
+        """Write a block behind the stream; return where it lies and where it ends."""
+        used = self._state.num_words
+        logprobs = used + intake.num_tokens
+        end = logprobs + intake.num_generated
+        rows = []
+        for pieces in intake.rows:
+            begin = -(-end // 4) * 4  # at a multiple of 16 bytes
+            rows.append(4 * begin)
+            end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
+        if end > INT32_MAX:
+            raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
+        self._staging.reserve(end, 0, words_used=used)
+        stream = self._staging.stream
+        np.concatenate(intake.ids, out=stream[used:logprobs])
+        floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
+        np.concatenate(intake.logprobs, out=floats)
+        if stream[used:logprobs].min() < 0 or not _all_finite(floats):
+            name_fault(given)
+        for begin, pieces in zip(rows, intake.rows, strict=True):
+            flat = [piece.reshape(-1) for piece in pieces]
+            size = sum(piece.size for piece in flat)
+            np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
+        return Block(intake, used, logprobs, tuple(rows)), end
+
+    def _settled(self, state: State, layout: Layout) -> State:
+        """Bring the tables up to date, for ``layout``, and return the state that says so."""
+
+        def room(rows: int) -> Mapping[str, npt.NDArray[Any]]:
+            self._staging.reserve(0, rows, words_used=state.num_words)
+            return self._staging.tables
+
+        counts = state.settled
+        same = layout == state.layout and counts.spans > 0
+        if same and not state.waiting:
+            return state
+        for block in state.waiting:
+            counts = self._tables.absorb(block, counts, room)
+        before = state.settled if same else Counts()
+        counts = self._tables.arrange(layout, counts, before, room)
+        return state._replace(settled=counts, layout=layout, waiting=())
+
+
+def _tables_of(arena: Arena, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what makes the batch's tensors over turns and boundaries."""
+    turns = dict.fromkeys(TURN_TABLES, counts.turns)
+    bounds = {"cu_turns": counts.trajectories + 1, "cu_seqlens": counts.sequences + 1}
+    return {name: partial(arena.table, name, rows) for name, rows in (turns | bounds).items()}
+
+
+def _all_finite(values: npt.NDArray[np.float32]) -> bool:
+    with np.errstate(all="ignore"):
+        # a sum is cheaper than a look at each; it may pass float32 though all are finite
+        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
+
+
+def _named(trajectories: Sequence[Trajectory]) -> str:
+    first = f"trajectory {trajectories[0].id!r}"
+    return first if len(trajectories) == 1 else f"{first} with {len(trajectories) - 1} more"

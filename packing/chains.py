@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.conversion import (
+    FLOAT32_MAX,
+    INT32_MAX,
     as_ids,
     as_integer,
     as_logprobs,
     as_number,
     as_version_runs,
+    narrow_ids,
+    narrow_logprobs,
 )
+from trajpack.packing.token_fields import Bytes, TokenField, rows_of_turn
 from trajpack.packing.types import Trajectory, Turn
+
+VersionRun = tuple[int, int, int]
 
 
 class Labels(NamedTuple):
@@ -26,129 +33,201 @@ class Labels(NamedTuple):
     group: str | None
     task_id: int | None
     birth_time_ms: int | None
+    turn_discount: float
 
 
-@dataclass(frozen=True)
-class CheckedTurn:
-    """A turn after the border: int32 ids, float32 log-probabilities, versions as runs."""
+class Tip(NamedTuple):
+    """The last turn of a chain: its prompt and completion are the chain."""
 
+    size: int
     prompt: npt.NDArray[np.int32]
     completion: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-    reward: float
-    truncated: bool
-    version_runs: Sequence[tuple[int, int, int]]
-    version_start: int
-    version_end: int
+    rows: Sequence[Bytes]
+
+
+@dataclass
+class Intake:
+    """Trajectories on their way into a buffer, column by column, in the order they came."""
+
+    fields: tuple[TokenField, ...]
+    labels: list[Labels] = field(default_factory=list)
+    num_turns: list[int] = field(default_factory=list)
+    """Turns of each trajectory."""
+    chain_sizes: list[int] = field(default_factory=list)
+    """Tokens of each chain."""
+    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    """The chains' tokens, chain after chain, in pieces."""
+    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    """Log-probabilities of each turn."""
+    rows: list[list[Bytes]] = field(default_factory=list)
+    """Of each declared field: rows of each turn, or in pieces of each chain."""
+    turn_chain: list[int] = field(default_factory=list)
+    """Chain of each turn."""
+    turn_begin: list[int] = field(default_factory=list)
+    """Prompt tokens of each turn."""
+    turn_size: list[int] = field(default_factory=list)
+    """Completion tokens of each turn."""
+    rewards: list[float] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
+    version_start: list[int] = field(default_factory=list)
+    version_end: list[int] = field(default_factory=list)
+    version_runs: dict[int, Sequence[VersionRun]] = field(default_factory=dict)
+    """Of the turns that more than one version sampled."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and completion."""
-        return self.prompt.size + self.completion.size
+        """Tokens to be stored."""
+        return sum(self.chain_sizes)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens to be stored."""
+        return sum(self.turn_size)
 
 
-def check_labels(trajectory: Trajectory) -> tuple[Labels, float]:
-    """Check all of a trajectory but its turns, and return it with the discount.
+def take_in(trajectories: Sequence[Trajectory], fields: tuple[TokenField, ...]) -> Intake:
+    """Convert trajectories, check all but single ids and log-probabilities, and find the chains.
 
-    Raises:
-        TypeError: If a value is of the wrong kind.
-        ValueError: If a number is not finite or beyond int64.
-    """
-    if not isinstance(trajectory, Trajectory):
-        raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
-    if not isinstance(trajectory.id, str):
-        raise TypeError(f"trajectory id must be a str, got {trajectory.id!r}")
-    where = f"trajectory {trajectory.id!r}: "
-    if not isinstance(trajectory.group, str | None):
-        raise TypeError(f"{where}group must be a str or None, got {trajectory.group!r}")
-    task_id, birth_time_ms = (
-        None if value is None else as_integer(f"{where}{name}", value)
-        for name, value in (
-            ("task_id", trajectory.task_id),
-            ("birth_time_ms", trajectory.birth_time_ms),
-        )
-    )
-    labels = Labels(trajectory.id, trajectory.group, task_id, birth_time_ms)
-    return labels, as_number(f"{where}turn_discount", trajectory.turn_discount)
-
-
-def check_turn(trajectory_id: str, index: int, turn: Turn) -> CheckedTurn:
-    """Convert one turn and check everything a buffer relies on.
+    Those are checked in bulk, where they are stored; `name_fault` then says which one it was.
 
     Raises:
         TypeError: If a value is of the wrong kind.
-        ValueError: If a value is out of range or lengths differ. Both name the trajectory,
-            the turn and the value.
-    """
-    where = f"trajectory {trajectory_id!r}, turn {index}: "
-    if not isinstance(turn, Turn):
-        raise TypeError(f"{where}expected a Turn, got {type(turn).__name__}")
-    prompt = as_ids(f"{where}prompt_ids", turn.prompt_ids)
-    completion = as_ids(f"{where}completion_ids", turn.completion_ids)
-    logprobs = as_logprobs(f"{where}completion_logprobs", turn.completion_logprobs)
-    if prompt.size == 0:
-        raise ValueError(f"{where}prompt_ids must not be empty")
-    if completion.size != logprobs.size:
-        raise ValueError(
-            f"{where}completion_logprobs must have one entry per completion token, "
-            f"got {logprobs.size} for {completion.size} token(s)"
-        )
-    if not isinstance(turn.truncated, (bool, np.bool_)):
-        raise TypeError(f"{where}truncated must be a bool, got {type(turn.truncated).__name__}")
-    runs, start, end = as_version_runs(
-        where, turn.version_spans, turn.version_start, turn.version_end, completion.size
-    )
-    reward = as_number(f"{where}reward", turn.reward)
-    return CheckedTurn(prompt, completion, logprobs, reward, bool(turn.truncated), runs, start, end)
-
-
-def find_chains(trajectory: Trajectory) -> tuple[list[CheckedTurn], list[int], list[CheckedTurn]]:
-    """Check every turn of a trajectory and find the chain that holds it.
-
-    A turn extends the longest chain whose tokens are all a prefix of its prompt (the latest
-    such chain, on a tie); where there is none it opens a new one. A chain is then the prompt
-    and the completion of its last turn.
-
-    Returns:
-        The checked turns, the chain of each, and the last turn of each chain.
-
-    Raises:
-        TypeError, ValueError: As `check_turn`; also for a trajectory without turns.
+        ValueError: If a value is out of range, lengths disagree, or there is no turn. Both
+            name the trajectory, the turn and the value.
 
     Cost: the prompt of each turn is compared once, at memory speed, with a chain it may extend.
     """
-    if not trajectory.turns:
-        raise ValueError(f"trajectory {trajectory.id!r} must have at least one turn, got none")
-    turns: list[CheckedTurn] = []
-    chain_of: list[int] = []
-    tips: list[CheckedTurn] = []
-    for index, given in enumerate(trajectory.turns):
-        turn = check_turn(trajectory.id, index, given)
-        chain = _longest_prefix(tips, turn.prompt)
-        if chain is None:
-            chain = len(tips)
-            tips.append(turn)
-        else:
-            tips[chain] = turn
-        turns.append(turn)
-        chain_of.append(chain)
-    return turns, chain_of, tips
+    intake = Intake(fields, rows=[[] for _ in fields])
+    for trajectory in trajectories:
+        turn_index = -1
+        try:
+            intake.labels.append(_checked_labels(trajectory))
+            tips: list[Tip] = []
+            for turn_index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
+                _take_turn(intake, tips, turn)
+            if turn_index < 0:
+                raise ValueError("must have at least one turn, got none")
+        except (TypeError, ValueError) as error:
+            raise _placed(error, trajectory, turn_index) from error.__cause__
+        intake.num_turns.append(turn_index + 1)
+        for tip in tips:
+            intake.chain_sizes.append(tip.size)
+            intake.ids += (tip.prompt, tip.completion)
+        for number, spec in enumerate(fields):
+            if not spec.generated_only:
+                intake.rows[number].extend(tip.rows[number] for tip in tips)
+    return intake
 
 
-def _longest_prefix(tips: Sequence[CheckedTurn], prompt: npt.NDArray[np.int32]) -> int | None:
+def name_fault(trajectories: Sequence[Trajectory]) -> None:
+    """Raise for the first id that is negative and the first log-probability that is not finite."""
+    for trajectory in trajectories:
+        for index, turn in enumerate(trajectory.turns):
+            try:
+                as_ids("prompt_ids", turn.prompt_ids)
+                as_ids("completion_ids", turn.completion_ids)
+                as_logprobs("completion_logprobs", turn.completion_logprobs)
+            except ValueError as error:
+                raise _placed(error, trajectory, index) from None
+
+
+def _placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueError:
+    """Say where an error happened."""
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    if not isinstance(trajectory, Trajectory) or not isinstance(trajectory.id, str):
+        return kind(str(error))
+    turn = f", turn {index}" if index >= 0 else ""
+    return kind(f"trajectory {trajectory.id!r}{turn}: {error}")
+
+
+def _checked_labels(trajectory: Trajectory) -> Labels:
+    if not isinstance(trajectory, Trajectory):
+        raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
+    name, group = trajectory.id, trajectory.group
+    if not isinstance(name, str):
+        raise TypeError(f"trajectory id must be a str, got {name!r}")
+    if group is not None and not isinstance(group, str):
+        raise TypeError(f"group must be a str or None, got {group!r}")
+    task_id, birth_time_ms = trajectory.task_id, trajectory.birth_time_ms
+    if task_id is not None:
+        task_id = as_integer("task_id", task_id)
+    if birth_time_ms is not None:
+        birth_time_ms = as_integer("birth_time_ms", birth_time_ms)
+    discount = as_number("turn_discount", trajectory.turn_discount)
+    return Labels(name, group, task_id, birth_time_ms, discount)
+
+
+def _take_turn(intake: Intake, tips: list[Tip], turn: Turn) -> None:
+    """Check one turn, append it to the columns, and extend or open its chain in ``tips``."""
+    if not isinstance(turn, Turn):
+        raise TypeError(f"expected a Turn, got {type(turn).__name__}")
+    prompt = narrow_ids("prompt_ids", turn.prompt_ids)
+    completion = narrow_ids("completion_ids", turn.completion_ids)
+    logprobs = narrow_logprobs("completion_logprobs", turn.completion_logprobs)
+    begin, size = len(prompt), len(completion)
+    if begin == 0:
+        raise ValueError("prompt_ids must not be empty")
+    if len(logprobs) != size:
+        raise ValueError(
+            f"completion_logprobs must have one entry per completion token, got {len(logprobs)} "
+            f"for {size} token(s)"
+        )
+    truncated = turn.truncated
+    if truncated is not True and truncated is not False and not isinstance(truncated, np.bool_):
+        raise TypeError(f"truncated must be a bool, got {type(truncated).__name__}")
+    reward = turn.reward
+    if type(reward) is not float or not -FLOAT32_MAX <= reward <= FLOAT32_MAX:
+        reward = as_number("reward", reward)
+    rows: Sequence[Bytes] = ()
+    if intake.fields or turn.fields:
+        rows = rows_of_turn(intake.fields, turn.fields, begin, size)
+    _take_versions(intake, turn, size)
+    tip = Tip(begin + size, prompt, completion, rows)
+    chain = _longest_prefix(tips, tip, intake.fields) if tips else None
+    if chain is None:
+        chain = len(tips)
+        tips.append(tip)
+    else:
+        tips[chain] = tip
+    intake.logprobs.append(logprobs)
+    for number, spec in enumerate(intake.fields):
+        if spec.generated_only:
+            intake.rows[number].append(rows[number])
+    intake.turn_chain.append(len(intake.chain_sizes) + chain)
+    intake.turn_begin.append(begin)
+    intake.turn_size.append(size)
+    intake.rewards.append(reward)
+    intake.truncated.append(bool(truncated))
+
+
+def _take_versions(intake: Intake, turn: Turn, size: int) -> None:
+    start, end = turn.version_start, turn.version_end
+    plain = turn.version_spans is None and type(start) is int and type(end) is int
+    if not plain or not 0 <= start <= end <= INT32_MAX:
+        runs, start, end = as_version_runs("", turn.version_spans, start, end, size)
+        if len(runs) > 1 or runs[0][0] != start:
+            intake.version_runs[len(intake.turn_size)] = runs
+    intake.version_start.append(start)
+    intake.version_end.append(end)
+
+
+def _longest_prefix(tips: Sequence[Tip], turn: Tip, fields: Sequence[TokenField]) -> int | None:
     """Return the chain to extend, trying the longest first and the latest of equal length."""
-    fitting = [chain for chain, tip in enumerate(tips) if tip.num_tokens <= prompt.size]
-    for chain in sorted(fitting, key=lambda chain: (-tips[chain].num_tokens, -chain)):
-        if _is_prefix(tips[chain], prompt):
+    room = len(turn.prompt)
+    fitting = [chain for chain, tip in enumerate(tips) if tip.size <= room]
+    for chain in sorted(fitting, key=lambda chain: (-tips[chain].size, -chain)):
+        if _is_prefix(tips[chain], turn, fields):
             return chain
     return None
 
 
-def _is_prefix(tip: CheckedTurn, prompt: npt.NDArray[np.int32]) -> bool:
-    middle, end = tip.prompt.size, tip.num_tokens
-    last = tip.completion[-1] if tip.completion.size else tip.prompt[-1]
+def _is_prefix(tip: Tip, turn: Tip, fields: Sequence[TokenField]) -> bool:
+    prompt, middle, end = turn.prompt, len(tip.prompt), tip.size
+    last = tip.completion[-1] if end > middle else tip.prompt[-1]
     if prompt[end - 1] != last:  # most prompts that diverge do so here: no need to read on
         return False
-    return np.array_equal(prompt[middle:end], tip.completion) and np.array_equal(
-        prompt[:middle], tip.prompt
+    same = (prompt[middle:end] == tip.completion).all() and (prompt[:middle] == tip.prompt).all()
+    return bool(same) and all(
+        spec.generated_only or np.array_equal(mine, theirs[:end])
+        for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
     )

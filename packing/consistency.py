@@ -29,7 +29,7 @@ LABELS: dict[str, tuple[type, ...]] = {
     "birth_times_ms": (int, type(None)),
     "turn_discounts": (float,),
 }
-HOST = {field.name for field in dataclasses.fields(PackedBatch)} - set(DTYPES)
+HOST = {field.name for field in dataclasses.fields(PackedBatch)} - set(DTYPES) - {"fields"}
 
 
 class InconsistentBatch(ValueError):
@@ -50,7 +50,7 @@ def checked_batch(tensors: Mapping[str, torch.Tensor], host: Any) -> PackedBatch
     _check_host(host)
     _check_shapes(tensors, host)
     _check_boundaries(tensors, host["seqlens"])
-    parts: dict[str, Any] = dict(tensors)
+    parts: dict[str, Any] = dict(tensors) | {"fields": {}}
     parts |= {name: tuple(v) if isinstance(v, list) else v for name, v in host.items()}
     return PackedBatch(**parts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from array import array
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +16,10 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
+INT32 = np.dtype(np.int32)
+FLOAT32 = np.dtype(np.float32)
+
+
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
     """Convert token ids to a 1-D int32 array; a copy only where dtype or container demand one.
 
@@ -23,6 +27,16 @@ def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
         TypeError: If they are not integers.
         ValueError: If they are negative, beyond int32, or not one-dimensional.
     """
+    ids = narrow_ids(name, values)
+    if ids.size and int(ids.min()) < 0:
+        raise ValueError(f"{name} must be 0 or more, got {ids.min()} at index {ids.argmin()}")
+    return ids
+
+
+def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
+    """Convert as `as_ids` does, but leave negative ones: they are cheaper found in bulk."""
+    if type(values) is np.ndarray and values.dtype is INT32 and values.ndim == 1:
+        return values
     ids = _as_array(name, values, "i")
     if ids.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(ids.shape)}")
@@ -30,12 +44,13 @@ def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
         return np.empty(0, np.int32)
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0:
-        raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
-    if high > INT32_MAX:
-        raise ValueError(f"{name} must fit int32, got {high} at index {ids.argmax()}")
-    return np.ascontiguousarray(ids, np.int32)
+    if not np.can_cast(ids.dtype, np.int32):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0:
+            raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
+        if high > INT32_MAX:
+            raise ValueError(f"{name} must fit int32, got {high} at index {ids.argmax()}")
+    return ids.astype(np.int32, copy=False)
 
 
 def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
@@ -45,18 +60,26 @@ def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
         TypeError: If they are not numbers.
         ValueError: If one is not finite as float32, or they are not one-dimensional.
     """
+    narrow = narrow_logprobs(name, values)
+    finite = np.isfinite(narrow)
+    if not finite.all():
+        where = int(finite.argmin())
+        given = values[where] if isinstance(values, Sequence) else _host(values)[where]
+        raise ValueError(f"{name} must be finite float32, got {given} at index {where}")
+    return narrow
+
+
+def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
+    """Convert as `as_logprobs` does, but leave what is not finite, cheaper found in bulk."""
+    if type(values) is np.ndarray and values.dtype is FLOAT32 and values.ndim == 1:
+        return values
     logprobs = _as_array(name, values, "f")
     if logprobs.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(logprobs.shape)}")
     if logprobs.size and logprobs.dtype.kind not in "fiu":
         raise TypeError(f"{name} must be floats, got {logprobs.dtype}")
     with np.errstate(over="ignore"):
-        narrow = np.ascontiguousarray(logprobs, np.float32)
-    finite = np.isfinite(narrow)
-    if not finite.all():
-        where = int(finite.argmin())
-        raise ValueError(f"{name} must be finite float32, got {logprobs[where]} at index {where}")
-    return narrow
+        return logprobs.astype(np.float32, copy=False)
 
 
 def as_number(name: str, value: Any) -> float:
@@ -192,24 +215,27 @@ def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
     try:
-        # array refuses what numpy would quietly round, and is the fastest way out of a list
-        return np.frombuffer(array(typecode, values), dtype=f"{typecode}4")
-    except OverflowError:
-        bound = f"in [0, {INT32_MAX}]" if typecode == "i" else "finite float32"
-        raise ValueError(f"{name} must be {bound}, got {_odd_one(values, typecode)}") from None
-    except TypeError:
-        kind = "integers" if typecode == "i" else "floats"
-        raise TypeError(f"{name} must be {kind}, got {_odd_one(values, typecode)}") from None
+        # struct refuses what numpy would quietly round, and is the fastest way out of a list
+        packed = struct.pack(f"{len(values)}{typecode}", *values)
+    except (struct.error, OverflowError, TypeError, ValueError):
+        raise _refusal(name, values, typecode) from None
+    return np.frombuffer(packed, dtype=f"{typecode}4")
 
 
-def _odd_one(values: Sequence[Any], typecode: str) -> str:
-    """Name the first value that ``array`` does not take."""
+def _refusal(name: str, values: Sequence[Any], typecode: str) -> TypeError | ValueError:
+    """Say what is wrong with the first value that has no place among 4-byte numbers."""
+    kinds, bound = {
+        "i": ("integers", f"in [0, {INT32_MAX}]"),
+        "f": ("floats", "finite float32"),
+    }[typecode]
     for index, value in enumerate(values):
         try:
-            array(typecode, [value])
-        except (TypeError, OverflowError):
-            return f"{value!r} at index {index}"
-    return repr(values)  # pragma: no cover - a sequence that changes while it is read
+            struct.pack(typecode, value)
+        except (struct.error, OverflowError, TypeError, ValueError):
+            if hasattr(value, "__index__" if typecode == "i" else "__float__"):
+                return ValueError(f"{name} must be {bound}, got {value!r} at index {index}")
+            return TypeError(f"{name} must be {kinds}, got {value!r} at index {index}")
+    return ValueError(f"{name} changed while it was read")  # pragma: no cover
 
 
 def _host(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 Layout: TypeAlias = Literal["merged", "turns"]
 LAYOUTS = ("merged", "turns")
 
+Ints: TypeAlias = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -21,87 +23,96 @@ class Spans:
     All columns are int64 ``[spans]``. Every turn has at least one span, maybe an empty one.
     """
 
-    turn: npt.NDArray[np.int64]
+    turn: Ints
     """Turn that generated the span."""
-    chain: npt.NDArray[np.int64]
+    chain: Ints
     """Chain that holds it."""
-    begin: npt.NDArray[np.int64]
+    begin: Ints
     """Index of its first token in the chain."""
-    end: npt.NDArray[np.int64]
+    end: Ints
     """Index past its last token in the chain."""
-    version: npt.NDArray[np.int64]
+    version: Ints
     """Policy version that sampled it."""
-    logprob: npt.NDArray[np.int64]
+    logprob: Ints
     """Where its log-probabilities begin in the word stream."""
+    source: Ints
+    """Where its chain's tokens begin in the word stream."""
 
-    def __getitem__(self, order: npt.NDArray[np.int64]) -> Spans:
+    def __getitem__(self, order: Ints | slice) -> Spans:
         return Spans(*(getattr(self, column)[order] for column in SPAN_COLUMNS))
 
 
-SPAN_COLUMNS = ("turn", "chain", "begin", "end", "version", "logprob")
+SPAN_COLUMNS = ("turn", "chain", "begin", "end", "version", "logprob", "source")
+
+
+class Origin(NamedTuple):
+    """Where a layout goes on: what the spans before took."""
+
+    num_tokens: int = 0
+    num_turns: int = 0
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout worked out for one batch, on the host."""
+    """A layout worked out for some spans, on the host."""
 
+    order: Ints
+    """Span of each run."""
     runs: npt.NDArray[np.int32]
-    """Run table for `trajpack.kernels.build`."""
-    cu_seqlens: npt.NDArray[np.int32]
-    """``[sequences + 1]`` boundaries."""
+    """Run table for `trajpack.kernels.build`, its last row left out."""
+    starts: npt.NDArray[np.int32]
+    """First token of each sequence."""
+    num_tokens: int
+    """Where the last sequence ends."""
     turn_sequence: npt.NDArray[np.int32]
     """``[turns]`` sequence that holds each turn's completion."""
     turn_spans: npt.NDArray[np.int32]
     """``[turns, 2]`` first index of each turn's completion in the batch, and one past its last."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the batch."""
-        return int(self.cu_seqlens[-1])
 
-
-def arrange(
-    layout: Layout, spans: Spans, chain_words: npt.NDArray[np.int64], num_turns: int
-) -> Arrangement:
+def arrange(layout: Layout, spans: Spans, origin: Origin) -> Arrangement:
     """Lay spans out as sequences: one for each chain (``"merged"``) or turn (``"turns"``).
 
-    Either way a sequence is a prefix of one chain, cut into a context run before each span
-    (what nobody generated in this sequence) and a generated run for the span itself.
-
-    Args:
-        layout: ``"merged"`` or ``"turns"``.
-        spans: What was generated.
-        chain_words: Where each chain's tokens begin in the word stream.
-        num_turns: Turns in all.
+    Either way a sequence is a prefix of one chain, and a run is a span with the context before
+    it that nobody generated in this sequence. The spans of a trajectory come together, so that
+    the sequences of later ones follow those of earlier ones.
 
     Raises:
-        ValueError: If ``layout`` is unknown, or the batch would pass 2³¹ tokens.
+        ValueError: If the batch would pass 2³¹ tokens.
     """
-    check_layout(layout)
-    if layout == "merged":
-        spans = spans[np.argsort(spans.chain, kind="stable")]
+    order = np.arange(len(spans.turn))
+    if layout == "merged" and (np.diff(spans.chain) < 0).any():
+        order = np.argsort(spans.chain, kind="stable")
+        spans = spans[order]
     sequence = spans.chain if layout == "merged" else spans.turn
     opens = np.diff(sequence, prepend=-1) != 0
     context = np.where(opens, 0, np.roll(spans.end, 1))  # where the span before it ended
-
-    bounds = np.zeros(2 * len(sequence) + 1, np.int64)
-    bounds[1::2] = spans.begin - context
-    bounds[2::2] = spans.end - spans.begin
-    np.cumsum(bounds, out=bounds)
-    if bounds[-1] > MAX_TOKENS:
+    ends = origin.num_tokens + np.cumsum(spans.end - context)
+    num_tokens = int(ends[-1]) if ends.size else origin.num_tokens
+    if num_tokens > MAX_TOKENS:
         raise ValueError(
-            f"a batch holds at most {MAX_TOKENS} tokens, layout {layout!r} needs {bounds[-1]}"
+            f"a batch holds at most {MAX_TOKENS} tokens, layout {layout!r} needs {num_tokens}"
         )
+    starts = np.append(origin.num_tokens, ends[:-1])[: ends.size]
+    runs = np.empty((len(sequence), RUN_WIDTH), np.int32)
+    runs[:, Run.START] = starts
+    runs[:, Run.SOURCE] = spans.source + context
+    runs[:, Run.GENERATED] = spans.begin - context
+    runs[:, Run.LOGPROB] = spans.logprob
+    runs[:, Run.POSITION] = context
+    runs[:, Run.SEQUENCE] = sequence
+    runs[:, Run.TURN] = spans.turn
+    runs[:, Run.VERSION] = spans.version
+
+    turn = spans.turn - origin.num_turns
+    num_turns = int(turn.max()) + 1 if turn.size else 0
     turn_sequence = np.empty(num_turns, np.int32)
-    turn_sequence[spans.turn] = sequence
+    turn_sequence[turn] = sequence
     turn_spans = np.empty((num_turns, 2), np.int32)
-    turn_spans[spans.turn[::-1], 0] = bounds[1::2][::-1]  # of a turn's spans the first stays
-    turn_spans[spans.turn, 1] = bounds[2::2]  # and here the last
+    turn_spans[turn[::-1], 0] = (ends - (spans.end - spans.begin))[::-1]  # a turn's first span
+    turn_spans[turn, 1] = ends  # and its last
     return Arrangement(
-        runs=_run_table(spans, sequence, context, bounds, chain_words),
-        cu_seqlens=np.append(bounds[:-1:2][opens], bounds[-1]).astype(np.int32),
-        turn_sequence=turn_sequence,
-        turn_spans=turn_spans,
+        order, runs, starts[opens].astype(np.int32), num_tokens, turn_sequence, turn_spans
     )
 
 
@@ -110,23 +121,3 @@ def check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         known = " or ".join(repr(name) for name in LAYOUTS)
         raise ValueError(f"layout must be {known}, got {layout!r}")
-
-
-def _run_table(
-    spans: Spans,
-    sequence: npt.NDArray[np.int64],
-    context: npt.NDArray[np.int64],
-    bounds: npt.NDArray[np.int64],
-    chain_words: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int32]:
-    runs = np.zeros((len(sequence) + 1, RUN_WIDTH), np.int32)
-    runs[:, Run.START] = bounds[::2]
-    rows = runs[:-1]
-    rows[:, Run.SOURCE] = chain_words[spans.chain] + context
-    rows[:, Run.GENERATED] = spans.begin - context
-    rows[:, Run.LOGPROB] = spans.logprob
-    rows[:, Run.POSITION] = context
-    rows[:, Run.SEQUENCE] = sequence
-    rows[:, Run.TURN] = spans.turn
-    rows[:, Run.VERSION] = spans.version
-    return runs

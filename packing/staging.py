@@ -1,161 +1,182 @@
-"""Host memory that fills up turn by turn and leaves for the device in one copy."""
+"""Host memory that leaves for the device in one copy: the tables of a batch, then its stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import INT32_MAX
+ALIGNMENT = 16
+"""Rows to a multiple of which tables are made: then each begins at a multiple of 16 bytes,
+what the kernels are compiled for."""
 
-ALIGNMENT = 4
-"""Words to which every table is aligned: 16 bytes, what the kernels are compiled for."""
+
+class Column(NamedTuple):
+    """A table: what one of its rows holds."""
+
+    dtype: np.dtype[Any]
+    width: int | None = None
+    """Entries of a row; a number and not an array of one where it is ``None``."""
 
 
-class GrowingArray:
-    """Rows that are appended, read as one array, and forgotten; memory doubles as needed."""
+class Region:
+    """int32 words: the tables at the front, room for a number of rows in each, then the stream."""
 
-    def __init__(self, dtype: npt.DTypeLike, width: int | None = None) -> None:
-        self._row_shape = () if width is None else (width,)
-        self._rows = np.empty((0, *self._row_shape), dtype)
-        self._used = 0
+    def __init__(self, columns: Mapping[str, Column], words: torch.Tensor, num_rows: int) -> None:
+        self.words = words
+        self.copied: torch.cuda.Event | None = None
+        self.partition(columns, num_rows)
 
-    def __len__(self) -> int:
-        return self._used
+    def partition(self, columns: Mapping[str, Column], num_rows: int) -> None:
+        """Make room for ``num_rows`` rows in each table, a multiple of 16, and forget all."""
+        memory = self.words.numpy()
+        self.num_rows = num_rows
+        self.tables: dict[str, npt.NDArray[Any]] = {}
+        self.offsets: dict[str, int] = {}
+        begin = 0
+        for name, column in columns.items():
+            end = begin + num_rows * (column.width or 1) * column.dtype.itemsize // 4
+            table = memory[begin:end].view(column.dtype)
+            self.tables[name] = table if column.width is None else table.reshape(num_rows, -1)
+            self.offsets[name] = begin
+            begin = end
+        self.begin = begin
+        self.stream: npt.NDArray[np.int32] = memory[begin:]
+
+
+class Arena(NamedTuple):
+    """A region's words where the kernels read them."""
+
+    words: torch.Tensor
+    begin: int
+    columns: Mapping[str, Column]
+    offsets: Mapping[str, int]
 
     @property
-    def rows(self) -> npt.NDArray[Any]:
-        """A view of what was appended; the next append may leave it behind."""
-        return self._rows[: self._used]
+    def stream(self) -> torch.Tensor:
+        """The stream."""
+        return self.words[self.begin :]
 
-    def append(self, block: npt.ArrayLike) -> None:
-        """Add the rows of ``block`` at the end."""
-        rows = np.asarray(block, self._rows.dtype).reshape(-1, *self._row_shape)
-        needed = self._used + len(rows)
-        if needed > len(self._rows):
-            larger = np.empty((max(needed, 2 * len(self._rows)), *self._row_shape), rows.dtype)
-            larger[: self._used] = self.rows
-            self._rows = larger
-        self._rows[self._used : needed] = rows
-        self._used = needed
+    def table(self, name: str, num_rows: int) -> torch.Tensor:
+        """Return a table as a tensor over the arena's memory, though not as a view of it.
 
-    def truncate(self, count: int = 0) -> None:
-        """Forget the rows behind the first ``count`` and keep the memory."""
-        self._used = min(self._used, count)
+        Views share a version counter, and writing to one table would then invalidate what
+        autograd saved of another.
+        """
+        dtype, width = self.columns[name]
+        place = 4 * (self.words.storage_offset() + self.offsets[name]) // dtype.itemsize
+        shape, strides = ((num_rows,), (1,)) if width is None else ((num_rows, width), (width, 1))
+        fresh = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=self.words.device)
+        return fresh.set_(self.words.untyped_storage(), place, shape, strides)
 
 
 class Staging:
-    """A region of int32 words: a stream that grows, then the tables of one batch behind it.
+    """The memory that a buffer fills: tables that grow row by row and a stream that grows behind.
 
+    All tables have room for the same number of rows, and the stream begins behind the last, so
+    a copy of the whole takes the unused rows along; `clear` fits the room to what was used.
     For a CUDA device there are two regions, both pinned, so that copies are asynchronous and
     one region can be filled while the other is copied. The host waits for a copy only when it
     writes to the region that this copy reads.
     """
 
-    def __init__(self, device: torch.device, num_words: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, columns: Mapping[str, Column], num_words: int = 0
+    ) -> None:
         self.device = device
-        self.used = 0
-        """Words of the stream."""
-        self._words = self._allocate(num_words)
-        self._copied: torch.cuda.Event | None = None
-        self._spare = (self._allocate(0), self._copied)
+        self._columns = columns
+        self._row_words = sum(c.dtype.itemsize * (c.width or 1) for c in columns.values()) / 4
+        self._region = self._allocate(ALIGNMENT, num_words)
+        self._spare = self._allocate(ALIGNMENT, 0) if device.type == "cuda" else None
 
-    def write(self, *pieces: npt.NDArray[Any]) -> int:
-        """Append arrays of 4-byte entries to the stream, bit for bit, and return where they begin.
+    @property
+    def stream(self) -> npt.NDArray[np.int32]:
+        """The stream, all of its room."""
+        return self._region.stream
 
-        Raises:
-            ValueError: If the stream would pass 2³¹ words, the reach of an int32 index.
+    @property
+    def tables(self) -> Mapping[str, npt.NDArray[Any]]:
+        """The tables, all of their room."""
+        return self._region.tables
+
+    def reserve(self, num_words: int, num_rows: int, words_used: int) -> None:
+        """Wait until the region may be written, and make room for so much.
+
+        The tables and the first ``words_used`` words of the stream stay.
         """
-        begin = self.used
-        needed = begin + sum(piece.size for piece in pieces)
-        if needed > INT32_MAX:
-            raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {needed}")
-        self._reserve(needed)
-        words = self._words.numpy()
-        end = begin
-        for piece in pieces:
-            words[end : end + piece.size] = piece.view(np.int32)
-            end += piece.size
-        self.used = end
-        return begin
+        region = self._region
+        self._wait(region)
+        if num_words <= len(region.stream) and num_rows <= region.num_rows:
+            return
+        rows = region.num_rows
+        if num_rows > rows:
+            rows = _aligned(max(num_rows, 2 * rows))
+        words = len(region.stream)
+        if num_words > words:
+            words = max(num_words, 2 * words)
+        larger = self._allocate(rows, words)
+        larger.stream[:words_used] = region.stream[:words_used]
+        for name, table in region.tables.items():
+            larger.tables[name][: len(table)] = table
+        self._region = larger
 
-    def truncate(self, num_words: int) -> None:
-        """Forget what was written behind the first ``num_words`` of the stream."""
-        self.used = num_words
+    def clear(self, rows_used: int) -> None:
+        """Forget everything and keep the memory. A region in flight makes way for the other."""
+        region = self._region
+        if region.copied is not None and self._spare is not None:
+            self._region, self._spare = self._spare, region
+        fitting = _aligned(max(rows_used + rows_used // 4, ALIGNMENT))
+        fits = fitting * self._row_words <= len(self._region.words)
+        if fits and not fitting <= self._region.num_rows <= 2 * fitting:
+            self._region.partition(self._columns, fitting)
 
-    def clear(self) -> None:
-        """Forget the stream and keep the memory. A region in flight makes way for the other."""
-        self.used = 0
-        if self._copied is not None:
-            (self._words, self._copied), self._spare = self._spare, (self._words, self._copied)
+    def send(self, num_words: int) -> Arena:
+        """Bring tables and stream to the device in one copy.
 
-    def send(
-        self, tables: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Write ``tables`` behind the stream and bring both to the device in one copy.
-
-        On the host nothing is copied but the tables: the stream returned is a view that holds
-        until the next write. Every table is a tensor of its own and no view of another, though
-        on a device they share memory with the stream.
+        On the host nothing is copied: the arena is the region itself, until the next write.
         """
-        offsets = {}
-        end = _aligned(self.used)
-        for name, table in tables.items():
-            offsets[name] = end
-            end = _aligned(end + -(-table.nbytes // 4))
-        self._reserve(end)
-        region = self._words.numpy()[:end].view(np.uint8)
-        for name, table in tables.items():
-            at = 4 * offsets[name]
-            region[at : at + table.nbytes] = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
+        region = self._region
+        words = region.words[: region.begin + num_words]
         if self.device.type == "cpu":
-            on_host = {name: torch.from_numpy(table.copy()) for name, table in tables.items()}
-            return self._words[: self.used], on_host
-        arena = self._words[:end].to(self.device, non_blocking=True)
-        self._remember_copy()
-        return arena[: self.used], {
-            name: _table(arena, offsets[name], table) for name, table in tables.items()
-        }
+            return Arena(words, region.begin, self._columns, region.offsets)
+        arena = words.to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            region.copied = torch.cuda.Event()
+            region.copied.record(torch.cuda.current_stream(self.device))
+        return Arena(arena, region.begin, self._columns, region.offsets)
 
-    def _allocate(self, num_words: int) -> torch.Tensor:
-        if self.device.type == "cuda":
-            # named, since torch's default device may be another, and only the host has pages to pin
-            return torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
-        return torch.from_numpy(np.empty(num_words, np.int32))
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Make the device the current one, where there are several."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _reserve(self, num_words: int) -> None:
-        """Wait until the region may be written, and make room for ``num_words``."""
-        if self._copied is not None:
+    def _wait(self, region: Region) -> None:
+        if region.copied is not None:
             # while a graph is captured the host may not wait; all was done before it began
             if not torch.cuda.is_current_stream_capturing():
-                self._copied.synchronize()
-            self._copied = None
-        if num_words > len(self._words):
-            larger = self._allocate(max(num_words, 2 * len(self._words)))
-            larger[: self.used] = self._words[: self.used]
-            self._words = larger
+                region.copied.synchronize()
+            region.copied = None
 
-    def _remember_copy(self) -> None:
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self.device))
-
-
-def _aligned(num_words: int) -> int:
-    return -(-num_words // ALIGNMENT) * ALIGNMENT
+    def _allocate(self, num_rows: int, num_words: int) -> Region:
+        size = int(num_rows * self._row_words) + num_words
+        if self.device.type == "cuda":
+            # named, since torch's default device may be another, and only the host has pages to pin
+            words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+        else:
+            words = torch.from_numpy(np.empty(size, np.int32))
+        return Region(self._columns, words, num_rows)
 
 
-def _table(arena: torch.Tensor, offset: int, table: npt.NDArray[Any]) -> torch.Tensor:
-    """Return the words at ``offset`` as a tensor of ``table``'s dtype and shape.
+def _aligned(num_rows: int) -> int:
+    return -(-num_rows // ALIGNMENT) * ALIGNMENT
 
-    Not as a view: views share a version counter, and writing to one table would then
-    invalidate what autograd saved of another.
-    """
-    dtype = torch.from_numpy(np.empty(0, table.dtype)).dtype
-    place = (arena.storage_offset() + offset) * arena.itemsize // dtype.itemsize
-    strides = [stride // table.itemsize for stride in np.ascontiguousarray(table).strides]
-    fresh = torch.empty(0, dtype=dtype, device=arena.device)
-    return fresh.set_(arena.untyped_storage(), place, table.shape, strides)
+
+TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float64): torch.float64,
+    np.dtype(np.bool_): torch.bool,
+}

@@ -20,7 +20,7 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save as serialise
 
     tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors().items()}
-    host = {name: value for name, value in vars(batch).items() if name not in tensors}
+    host = batch.host_values()
     metadata = {
         "format": FORMAT,
         "schema_version": str(SCHEMA_VERSION),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,6 +54,8 @@ class Turn:
     """Policy version that sampled the last completion token."""
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     """`(version, start, end)` spans that cover the completion, where the engine reports them."""
+    fields: Mapping[str, Any] | None = None
+    """Rows of the fields that the buffer declares (`TokenField`), by name."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
@@ -63,9 +65,14 @@ class Turn:
             and same_values(self.prompt_ids, other.prompt_ids)
             and same_values(self.completion_ids, other.completion_ids)
             and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
+            and self._same_fields(other)
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    def _same_fields(self, other: Turn) -> bool:
+        mine, theirs = self.fields or {}, other.fields or {}
+        return set(mine) == set(theirs) and all(same_values(mine[n], theirs[n]) for n in mine)
 
     def _scalars(self) -> tuple[Any, ...]:
         versions = merge_spans(self.version_spans, self.version_start, self.version_end)

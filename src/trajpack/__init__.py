@@ -8,10 +8,20 @@ import trajpack.kernels
 import trajpack.packing
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
+from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 from trajpack.packing.unpack import unpack
 
-__all__ = ["PackedBatch", "Trajectory", "TrajectoryBuffer", "Turn", "VersionSpan", "pack", "unpack"]
+__all__ = [
+    "PackedBatch",
+    "TokenField",
+    "Trajectory",
+    "TrajectoryBuffer",
+    "Turn",
+    "VersionSpan",
+    "pack",
+    "unpack",
+]
 
 
 def _export(layer: _ModuleType, names: dict[str, str]) -> None:
@@ -32,6 +42,7 @@ _export(
     trajpack.packing,
     {
         "PackedBatch": "batch",
+        "TokenField": "token_fields",
         "Trajectory": "types",
         "TrajectoryBuffer": "buffer",
         "Turn": "types",

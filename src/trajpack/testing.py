@@ -45,8 +45,12 @@ def assert_batches_equal(actual: PackedBatch, expected: PackedBatch) -> None:
     """Raise unless two batches agree in every field, bit for bit, wherever they live."""
     for name, tensor in expected.tensors().items():
         assert_same_bits(actual.tensors()[name], tensor, name)
-    for name, value in vars(expected).items():
-        if not isinstance(value, torch.Tensor) and value != getattr(actual, name):
+    if set(actual.fields) != set(expected.fields):
+        raise AssertionError(f"fields: {set(actual.fields)} instead of {set(expected.fields)}")
+    for name, field in expected.fields.items():
+        assert_same_bits(actual.fields[name], field, name)
+    for name, value in expected.host_values().items():
+        if value != getattr(actual, name):
             raise AssertionError(f"{name}: {getattr(actual, name)!r} instead of {value!r}")
 
 

@@ -83,7 +83,7 @@ def tampered(path, change):
 
     batch = pack(some_trajectories())
     tensors = dict(batch.tensors())
-    host = {name: value for name, value in vars(batch).items() if name not in tensors}
+    host = batch.host_values()
     tensors, host = change(tensors, host)
     metadata = {"format": "trajpack.PackedBatch", "schema_version": "1", "host": json.dumps(host)}
     save_file(tensors, path, metadata)

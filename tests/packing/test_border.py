@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan
-from trajpack.packing.staging import GrowingArray
+from trajpack.packing import buffer as buffer_module
+from trajpack.packing.staging import Staging
+from trajpack.packing.tables import GrowingArray
 
 GOOD = Turn([1, 2], [3, 4], [-0.5, -0.25])
 NAN, INF = float("nan"), float("inf")
@@ -83,7 +85,7 @@ def test_a_bad_turn_is_refused_by_name_and_leaves_nothing_behind(change, kind, m
 @pytest.mark.parametrize(
     ("trajectory", "kind", "message"),
     [
-        (Trajectory("it", []), ValueError, "'it' must have at least one turn, got none"),
+        (Trajectory("it", []), ValueError, "'it': must have at least one turn, got none"),
         (Trajectory("it", [GOOD], task_id=2**70), ValueError, "'it': task_id must fit int64, got"),
         (Trajectory("it", [None]), TypeError, "'it', turn 0: expected a Turn, got NoneType"),
         (Trajectory(3, [GOOD]), TypeError, "trajectory id must be a str, got 3"),
@@ -106,26 +108,42 @@ def test_turns_that_are_no_sequence_are_refused_by_name():
         Trajectory("it", None)
 
 
-@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("step", range(9))
 def test_a_trajectory_that_memory_runs_out_for_leaves_nothing_behind(monkeypatch, step):
+    monkeypatch.setattr(buffer_module, "SETTLED", 1)  # tables are worked out in every call
     buffer = TrajectoryBuffer()
     kept, lost, later = (Trajectory(name, [GOOD, GOOD]) for name in ("kept", "lost", "later"))
     buffer.add(kept)
     calls = iter(range(100))
 
-    def append(self, block, genuine=GrowingArray.append):
-        if next(calls) == step:
-            raise MemoryError
-        genuine(self, block)
+    def failing(genuine):
+        def call(*arguments, **options):
+            if next(calls) == step:
+                raise MemoryError
+            return genuine(*arguments, **options)
+
+        return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(GrowingArray, "append", append)
-        if step < 6:
+        patch.setattr(Staging, "reserve", failing(Staging.reserve))
+        patch.setattr(GrowingArray, "write", failing(GrowingArray.write))
+        if step < 7:
             with pytest.raises(MemoryError):
                 buffer.add(lost)
     buffer.add(later)
     assert buffer.pack().unpack() == [kept, later]
     assert buffer.num_tokens == buffer.pack().num_tokens
+
+
+def test_one_bad_trajectory_of_many_leaves_nothing_of_the_call_behind():
+    buffer = TrajectoryBuffer()
+    good = [Trajectory(str(index), [GOOD]) for index in range(100)]
+    bad = Trajectory("it", [dataclasses.replace(GOOD, completion_ids=[3, -1])])
+    with pytest.raises(ValueError, match=r"^trajectory 'it', turn 0: completion_ids must be 0"):
+        buffer.extend([*good, bad])
+    assert len(buffer) == buffer.num_turns == buffer.num_tokens == 0
+    buffer.extend(iter(good))
+    assert buffer.pack().unpack() == good
 
 
 def test_turns_are_equal_when_their_values_are():

@@ -4,6 +4,7 @@ import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.staging import Staging
+from trajpack.packing.tables import columns_for
 from trajpack.testing import assert_batches_equal, random_trajectory
 
 
@@ -101,10 +102,19 @@ def test_packing_leaves_the_buffer_as_it_was():
     assert_batches_equal(before, pack([conversation(seed=1)]))
 
 
+COLUMNS = columns_for(())
+
+
 def test_pinned_memory_is_asked_of_the_host_whatever_the_default_device(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: asked.append(options))
-    Staging(torch.device("cuda"))
+    genuine = torch.empty
+
+    def empty(size, **options):
+        asked.append(options)
+        return genuine(size, dtype=options["dtype"])
+
+    monkeypatch.setattr(torch, "empty", empty)
+    Staging(torch.device("cuda"), COLUMNS)
     assert all(options["device"] == "cpu" and options["pin_memory"] for options in asked)
     assert asked
 
@@ -122,18 +132,37 @@ class Copy:
 def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     first, second = Copy(), Copy()
-    staging = Staging(torch.device("cpu"))
-    staging.write(np.arange(5, dtype=np.int32))
-    in_flight, _ = staging.send({})
-    staging._copied = first
-    staging.clear()
-    staging.write(np.full(5, 7, np.int32))
-    assert in_flight.tolist() == [0, 1, 2, 3, 4]
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging._spare = staging._allocate(16, 0)
+
+    def write(value):
+        staging.reserve(5, 1, words_used=0)
+        staging.stream[:5] = value
+
+    write(3)
+    in_flight = staging.send(5)
+    staging._region.copied = first
+    staging.clear(1)
+    write(7)
+    assert in_flight.stream.tolist() == [3] * 5
     assert first.waits == 0
-    staging._copied = second
-    staging.clear()
-    staging.write(np.full(5, 8, np.int32))
+    staging._region.copied = second
+    staging.clear(1)
+    write(8)
     assert (first.waits, second.waits) == (1, 0)
+
+
+def test_room_for_rows_follows_their_number():
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging.reserve(100_000, 5000, words_used=0)
+    assert staging._region.num_rows >= 5000
+    staging.clear(5000)
+    assert staging._region.num_rows <= 2 * 5000 + 2500
+    staging.clear(20)
+    assert staging._region.num_rows == 32
+    words = staging._region.words
+    staging.reserve(100_000, 16, words_used=0)
+    assert staging._region.words is words, "memory is kept"
 
 
 def test_growing_loses_nothing():
@@ -170,6 +199,7 @@ def test_num_bytes_counts_tokens_and_generated_tokens():
     small = TrajectoryBuffer()
     small.add(Trajectory("a", [Turn([1], [2], [0.0])]))
     assert buffer.num_bytes - small.num_bytes == 4 * (999 + 499) + 4 * 499
+    assert small.num_bytes == 4 * 3
 
 
 def test_a_capacity_below_one_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -195,14 +196,12 @@ def test_ends_of_lines_are_marked() -> None:
 
 def test_a_sequence_of_no_turn_is_padding() -> None:
     batch = pack([conversation()])
-    padded = PackedBatch(
-        **{
-            **vars(batch),
-            "input_ids": torch.cat([batch.input_ids, torch.zeros(2, dtype=torch.int64)]),
-            "turn_ids": torch.cat([batch.turn_ids, torch.full([2], -1, dtype=torch.int32)]),
-            "cu_seqlens": torch.tensor([0, 7, 9], dtype=torch.int32),
-            "seqlens": (7, 2),
-        }
+    padded = dataclasses.replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, torch.zeros(2, dtype=torch.int64)]),
+        turn_ids=torch.cat([batch.turn_ids, torch.full([2], -1, dtype=torch.int32)]),
+        cu_seqlens=torch.tensor([0, 7, 9], dtype=torch.int32),
+        seqlens=(7, 2),
     )
     assert "sequence 1: padding, 2 tokens" in render(sequence_panel(padded, 1))
 

@@ -1,0 +1,138 @@
+"""Extra per-token fields: what a caller declares once and hands over with every turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajpack.kernels.build import FIELD_DTYPES
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TokenField:
+    """A field of a caller's own with one row for each token.
+
+    Routed experts, values, log-probabilities of a reference model, temperatures: whatever an
+    engine or a scorer says of single tokens. Declared once, at the buffer, it goes through
+    `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save`; a turn brings its
+    rows in `Turn.fields`.
+
+    Example:
+        >>> from trajpack import TokenField, Trajectory, Turn, pack
+        >>> values = TokenField("values", torch.float32)
+        >>> turn = Turn([1, 2], [3], [-0.5], fields={"values": [0.25]})
+        >>> pack([Trajectory("a", [turn])], fields=[values]).fields["values"]
+        tensor([0.0000, 0.0000, 0.2500])
+    """
+
+    name: str
+    """Key in `Turn.fields` and in `PackedBatch.fields`."""
+    dtype: torch.dtype
+    """Of the packed field. Rows given in another dtype are converted, and refused where an
+    integer or a bool would change."""
+    shape: tuple[int, ...] = ()
+    """Shape of a token's row: ``(layers, k)`` for routed experts, ``()`` for a number."""
+    fill: float | int | bool = 0
+    """What tokens without a row hold: padding, and prompt tokens where ``generated_only``."""
+    generated_only: bool = True
+    """Whether a turn brings rows for its completion alone, or for its prompt and completion.
+    In the latter case a turn extends a chain only if these rows agree too."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"field name must be a str that is not empty, got {self.name!r}")
+        if self.name in FIELD_DTYPES:
+            raise ValueError(f"field {self.name!r}: a packed batch has a field of that name")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"field {self.name!r}: dtype must be a torch dtype, got {self.dtype!r}")
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if any(type(size) is not int or size < 1 for size in self.shape):
+            raise ValueError(f"field {self.name!r}: shape must hold sizes >= 1, got {self.shape}")
+        self._converted([self.fill])  # refuses one that does not fit
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def fill_bytes(self) -> bytes:
+        """One filled element, as it lies in memory."""
+        return self._converted([self.fill]).view(torch.uint8).numpy().tobytes()
+
+    def as_bytes(self, values: Any, num_rows: int) -> Bytes:
+        """Convert the rows of a turn to ``[num_rows, row_bytes]``.
+
+        Raises:
+            TypeError: If they are no numbers.
+            ValueError: If their shape is not ``[num_rows, *shape]``, or they change in ``dtype``.
+        """
+        rows = self._converted(values)
+        expected = (num_rows, *self.shape)
+        if tuple(rows.shape) != expected and (num_rows or rows.numel()):
+            raise ValueError(
+                f"field {self.name!r} must have shape {list(expected)}, got {list(rows.shape)}"
+            )
+        return rows.contiguous().view(-1).view(torch.uint8).numpy().reshape(num_rows, -1)
+
+    def _converted(self, values: Any) -> torch.Tensor:
+        try:
+            given = values.detach() if isinstance(values, torch.Tensor) else torch.as_tensor(values)
+            given = given.cpu()
+            rows = given.to(self.dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TypeError(f"field {self.name!r} cannot be read as numbers: {error}") from error
+        exact = rows.dtype.is_floating_point or rows.dtype.is_complex
+        if not exact and given.dtype != rows.dtype and not torch.equal(rows.to(given.dtype), given):
+            raise ValueError(f"field {self.name!r} has values that {self.dtype} does not hold")
+        return rows
+
+
+def check_fields(fields: Iterable[TokenField]) -> tuple[TokenField, ...]:
+    """Return the declared fields in order.
+
+    Raises:
+        TypeError: If one is no `TokenField`.
+        ValueError: If two have one name.
+    """
+    declared = tuple(fields)
+    for field in declared:
+        if not isinstance(field, TokenField):
+            raise TypeError(f"fields must be TokenField, got {type(field).__name__}")
+    names = [field.name for field in declared]
+    if len(set(names)) != len(names):
+        raise ValueError(f"fields must have names of their own, got {names}")
+    return declared
+
+
+def rows_of_turn(
+    declared: tuple[TokenField, ...],
+    given: Mapping[str, Any] | None,
+    num_prompt: int,
+    num_completion: int,
+) -> list[Bytes]:
+    """Convert what a turn brings of each declared field.
+
+    Raises:
+        TypeError, ValueError: As `TokenField.as_bytes`; also where a field is missing or was
+            not declared.
+    """
+    names = set(given or ())
+    expected = {field.name for field in declared}
+    if names != expected:
+        raise ValueError(f"fields must be those declared, {sorted(expected)}, got {sorted(names)}")
+    return [
+        field.as_bytes(
+            (given or {})[field.name],
+            num_completion if field.generated_only else num_prompt + num_completion,
+        )
+        for field in declared
+    ]

@@ -98,12 +98,12 @@ def _copied_ids(
     heads, lengths = _joined(rows, lengths, rows[:, Run.SOURCE])
     source = heads[:, Run.SOURCE]
     if (source >= 0).all():
-        _copy(out, heads[:, Run.START], stream, source, lengths)
+        copy_stretches(out, heads[:, Run.START], stream, source, lengths)
         return out
     padding = source < 0
     for start, length in zip(heads[padding, Run.START], lengths[padding], strict=True):
         out[start : start + length] = 0
-    _copy(out, heads[~padding, Run.START], stream, source[~padding], lengths[~padding])
+    copy_stretches(out, heads[~padding, Run.START], stream, source[~padding], lengths[~padding])
     return out
 
 
@@ -117,7 +117,7 @@ def _counted_positions(
         out -= np.repeat(heads[:, Run.START] - heads[:, Run.POSITION], lengths)
         return out
     positions = np.arange((heads[:, Run.POSITION] + lengths).max(initial=0))
-    _copy(out, heads[:, Run.START], positions, heads[:, Run.POSITION], lengths)
+    copy_stretches(out, heads[:, Run.START], positions, heads[:, Run.POSITION], lengths)
     return out
 
 
@@ -139,7 +139,7 @@ def _scattered_logprobs(
     if len(rows) and (source[1:] == source[:-1] + lengths[:-1]).all() and _short(lengths):
         out[loss_mask] = stream[source[0] : source[0] + lengths.sum()]
     else:
-        _copy(out, rows[:, Run.START] + context, stream, source, lengths)
+        copy_stretches(out, rows[:, Run.START] + context, stream, source, lengths)
     return out
 
 
@@ -154,7 +154,7 @@ def _short(lengths: Ints) -> bool:
     return bool(lengths.sum() < SHORT * lengths.size)
 
 
-def _copy(
+def copy_stretches(
     out: npt.NDArray[Any], starts: Ints, source: npt.NDArray[Any], begins: Ints, lengths: Ints
 ) -> None:
     """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""

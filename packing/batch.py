@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trajpack.packing.layout import Layout
+from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
 
@@ -62,7 +63,9 @@ class PackedBatch:
     """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
 
     fields: Mapping[str, torch.Tensor]
-    """``[tokens, ...]`` each: the extra fields that the buffer declares, by name."""
+    """``[tokens, *shape]`` each: the extra fields, by name."""
+    token_fields: tuple[TokenField, ...]
+    """What the extra fields are, as declared at the buffer."""
 
     layout: Layout
     """``"merged"`` or ``"turns"``."""
@@ -149,7 +152,7 @@ class PackedBatch:
         return {
             name: value
             for name, value in values.items()
-            if not isinstance(value, torch.Tensor) and name != "fields"
+            if not isinstance(value, torch.Tensor) and name not in ("fields", "token_fields")
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:

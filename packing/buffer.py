@@ -13,6 +13,7 @@ import torch
 from trajpack.kernels.build import build
 from trajpack.kernels.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.gather_fields import gather_fields
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.chains import Intake, Labels, name_fault, take_in
 from trajpack.packing.conversion import INT32_MAX, as_integer
@@ -245,17 +246,27 @@ class TrajectoryBuffer:
             )
             runs = arena.table("runs", counts.spans + 1)
             built = build(arena.stream, runs, returns, counts.tokens, chosen)
+            fields = self._gathered_fields(arena, runs, counts, chosen) if self.fields else {}
         ready = {
             **built._asdict(),
             "turn_returns": returns,
             "layout": layout,
             "num_generated": state.num_generated,
-            "fields": {},
+            "fields": fields,
+            "token_fields": self.fields,
         }
         if self.device.type == "cpu":  # the buffer's memory is written again
             ready |= {name: table().clone() for name, table in tables.items()}
             tables = {}
         return PackedBatch.deferred(ready, tables | self._host_columns(counts))
+
+    def _gathered_fields(
+        self, arena: Arena, runs: torch.Tensor, counts: Counts, impl: Impl
+    ) -> dict[str, torch.Tensor]:
+        sources = arena.table("field_sources", counts.spans + 1)
+        layouts = [field.layout for field in self.fields]
+        gathered = gather_fields(arena.stream, runs, sources, layouts, counts.tokens, impl)
+        return {field.name: rows for field, rows in zip(self.fields, gathered, strict=True)}
 
     def _host_columns(self, counts: Counts) -> dict[str, Callable[[], Any]]:
         """Return what makes the host tuples of a batch, when they are first asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.layout import LAYOUTS
+from trajpack.packing.token_fields import TokenField, check_fields
 
 TURN_DTYPES = {
     "turn_rewards": torch.float64,
@@ -30,6 +31,8 @@ LABELS: dict[str, tuple[type, ...]] = {
     "turn_discounts": (float,),
 }
 HOST = {field.name for field in dataclasses.fields(PackedBatch)} - set(DTYPES) - {"fields"}
+FIELD_PREFIX = "fields."
+"""Before the names of extra fields, among the tensors of a file."""
 
 
 class InconsistentBatch(ValueError):
@@ -43,6 +46,8 @@ def checked_batch(tensors: Mapping[str, torch.Tensor], host: Any) -> PackedBatch
         InconsistentBatch: If a part is missing, foreign, of the wrong dtype, shape or type,
             or if boundaries, lengths and turns do not tell one story.
     """
+    fields = {name: t for name, t in tensors.items() if name.startswith(FIELD_PREFIX)}
+    tensors = {name: t for name, t in tensors.items() if name not in fields}
     _require(set(tensors) == set(DTYPES), "its tensors are not those of a batch")
     _require(isinstance(host, dict) and set(host) == HOST, "its metadata is not that of a batch")
     for name, dtype in DTYPES.items():
@@ -50,9 +55,36 @@ def checked_batch(tensors: Mapping[str, torch.Tensor], host: Any) -> PackedBatch
     _check_host(host)
     _check_shapes(tensors, host)
     _check_boundaries(tensors, host["seqlens"])
-    parts: dict[str, Any] = dict(tensors) | {"fields": {}}
+    parts: dict[str, Any] = dict(tensors)
     parts |= {name: tuple(v) if isinstance(v, list) else v for name, v in host.items()}
+    declared = _declared(host["token_fields"])
+    _check_fields(fields, declared, sum(host["seqlens"]))
+    parts["token_fields"] = declared
+    parts["fields"] = {field.name: fields[FIELD_PREFIX + field.name] for field in declared}
     return PackedBatch(**parts)
+
+
+def _declared(described: Any) -> tuple[TokenField, ...]:
+    _require(isinstance(described, list), "token_fields is not a list")
+    try:
+        return check_fields(TokenField.from_json(field) for field in described)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InconsistentBatch(f"token_fields do not describe fields: {error}") from error
+
+
+def _check_fields(
+    fields: Mapping[str, torch.Tensor], declared: Sequence[TokenField], num_tokens: int
+) -> None:
+    names = {FIELD_PREFIX + field.name for field in declared}
+    _require(set(fields) == names, "its extra fields are not those it declares")
+    for field in declared:
+        got = fields[FIELD_PREFIX + field.name]
+        _require(got.dtype == field.dtype, f"field {field.name} is not {field.dtype}")
+        expected = (num_tokens, *field.shape)
+        _require(
+            tuple(got.shape) == expected,
+            f"field {field.name} has shape {list(got.shape)}, expected {list(expected)}",
+        )
 
 
 def _check_host(host: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
+PACKED = {"i": INT32, "f": FLOAT32}
+PIECE = 8192
+"""Numbers that leave a list at once."""
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
@@ -212,14 +216,30 @@ def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
         raise TypeError(f"{name} must not be a masked array: its mask would be lost")
     if isinstance(values, np.ndarray):
         return values
+    if isinstance(values, array):
+        return np.frombuffer(values, values.typecode) if len(values) else np.empty(0, np.int32)
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
     try:
-        # struct refuses what numpy would quietly round, and is the fastest way out of a list
-        packed = struct.pack(f"{len(values)}{typecode}", *values)
+        return _packed(values, typecode)
     except (struct.error, OverflowError, TypeError, ValueError):
         raise _refusal(name, values, typecode) from None
-    return np.frombuffer(packed, dtype=f"{typecode}4")
+
+
+def _packed(values: Sequence[Any], typecode: str) -> npt.NDArray[Any]:
+    """Return a list's numbers as 4-byte ones: struct refuses what numpy would quietly round.
+
+    It is the fastest way out of a list, as long as what it makes of its arguments stays in cache.
+    """
+    count = len(values)
+    numbers = np.empty(count, PACKED[typecode])
+    if count <= PIECE:
+        struct.pack_into(f"{count}{typecode}", numbers, 0, *values)
+        return numbers
+    for begin in range(0, count, PIECE):
+        piece = values[begin : begin + PIECE]
+        struct.pack_into(f"{len(piece)}{typecode}", numbers, 4 * begin, *piece)
+    return numbers
 
 
 def _refusal(name: str, values: Sequence[Any], typecode: str) -> TypeError | ValueError:

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.consistency import checked_batch
+from trajpack.packing.consistency import FIELD_PREFIX, checked_batch
 
 FORMAT = "trajpack.PackedBatch"
 SCHEMA_VERSION = 1
@@ -20,7 +20,11 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save as serialise
 
     tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors().items()}
+    tensors |= {
+        f"{FIELD_PREFIX}{name}": field.cpu().contiguous() for name, field in batch.fields.items()
+    }
     host = batch.host_values()
+    host["token_fields"] = [field.as_json() for field in batch.token_fields]
     metadata = {
         "format": FORMAT,
         "schema_version": str(SCHEMA_VERSION),

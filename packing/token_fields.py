@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.kernels.gather_fields import FieldLayout
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,22 +52,36 @@ class TokenField:
             raise TypeError(f"field name must be a str that is not empty, got {self.name!r}")
         if self.name in FIELD_DTYPES:
             raise ValueError(f"field {self.name!r}: a packed batch has a field of that name")
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"field {self.name!r}: dtype must be a torch dtype, got {self.dtype!r}")
+        if not isinstance(self.dtype, torch.dtype) or self.dtype.itemsize > 8:
+            raise TypeError(
+                f"field {self.name!r}: dtype must be a torch dtype of at most 8 bytes, "
+                f"got {self.dtype!r}"
+            )
         object.__setattr__(self, "shape", tuple(self.shape))
         if any(type(size) is not int or size < 1 for size in self.shape):
             raise ValueError(f"field {self.name!r}: shape must hold sizes >= 1, got {self.shape}")
         self._converted([self.fill])  # refuses one that does not fit
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a token's row."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def layout(self) -> FieldLayout:
+        """What the kernels know of it."""
+        fill = self._converted([self.fill]).view(torch.uint8).numpy().tobytes()
+        return FieldLayout(self.dtype, self.shape, fill, self.generated_only)
 
     @property
-    def fill_bytes(self) -> bytes:
-        """One filled element, as it lies in memory."""
-        return self._converted([self.fill]).view(torch.uint8).numpy().tobytes()
+    def row_bytes(self) -> int:
+        """Bytes of a token's row."""
+        return self.layout.row_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dataclasses.asdict(self) | {"dtype": dtype, "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> TokenField:
+        """Return the field that `as_json` described."""
+        return cls(**{**described, "dtype": getattr(torch, described["dtype"])})
 
     def as_bytes(self, values: Any, num_rows: int) -> Bytes:
         """Convert the rows of a turn to ``[num_rows, row_bytes]``.
@@ -81,7 +96,10 @@ class TokenField:
             raise ValueError(
                 f"field {self.name!r} must have shape {list(expected)}, got {list(rows.shape)}"
             )
-        return rows.contiguous().view(-1).view(torch.uint8).numpy().reshape(num_rows, -1)
+        if not num_rows:
+            return np.empty((0, self.row_bytes), np.uint8)
+        flat = rows.contiguous().as_strided((rows.numel(),), (1,))  # one entry may have stride 0
+        return flat.view(torch.uint8).numpy().reshape(num_rows, -1)
 
     def _converted(self, values: Any) -> torch.Tensor:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
@@ -28,7 +31,12 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
     host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors().items()}
     ids = host["input_ids"].astype(np.int32)
     host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # the batch's own, on the host
-    turns = [_turn(host, ids, turn) for turn in range(batch.num_turns)]
+    fields = {name: _own(field) for name, field in batch.fields.items()}
+    turns = [
+        dataclasses.replace(turn, fields=_rows(batch, fields, host, index)) if fields else turn
+        for index in range(batch.num_turns)
+        for turn in (_turn(host, ids, index),)
+    ]
     bounds = host["cu_turns"].tolist()
     return [
         Trajectory(
@@ -56,6 +64,26 @@ def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: i
         version_end=int(host["turn_version_end"][turn]),
         version_spans=_spans(host["policy_versions"][begin:end]),
     )
+
+
+def _own(field: torch.Tensor) -> Any:
+    """Return a field on the host, not the batch's own, as numpy has it where numpy has it."""
+    copied = field.cpu().clone()
+    try:
+        return copied.numpy()
+    except TypeError:  # bfloat16 and narrower floats
+        return copied
+
+
+def _rows(
+    batch: PackedBatch, fields: Mapping[str, Any], host: dict[str, npt.NDArray[Any]], turn: int
+) -> dict[str, Any]:
+    start = int(host["cu_seqlens"][host["turn_sequence"][turn]])
+    begin, end = host["turn_spans"][turn].tolist()
+    return {
+        field.name: fields[field.name][begin if field.generated_only else start : end]
+        for field in batch.token_fields
+    }
 
 
 def _spans(versions: npt.NDArray[np.int32]) -> list[VersionSpan] | None:

@@ -217,6 +217,6 @@ def _draw_spans(draw: st.DrawFn, version: int, num_tokens: int) -> list[VersionS
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    raw = torch.from_numpy(flat.numpy().view(np.uint8))
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
     return raw.reshape(flat.shape[0], tensor.element_size())

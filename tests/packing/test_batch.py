@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack import PackedBatch, TokenField, Trajectory, Turn, pack
 from trajpack.testing import assert_batches_equal, random_trajectory
 
 
@@ -77,13 +77,16 @@ def test_files_that_are_no_batch_are_refused(tmp_path):
         PackedBatch.load(path)
 
 
+VALUES = TokenField("values", torch.float32)
+
+
 def tampered(path, change):
     """Save a batch with one part changed, past every check."""
     from safetensors.torch import save_file
 
     batch = pack(some_trajectories())
     tensors = dict(batch.tensors())
-    host = batch.host_values()
+    host = batch.host_values() | {"token_fields": []}
     tensors, host = change(tensors, host)
     metadata = {"format": "trajpack.PackedBatch", "schema_version": "1", "host": json.dumps(host)}
     save_file(tensors, path, metadata)
@@ -103,6 +106,11 @@ def other_tensor(name, change):
     [
         (lambda tensors, host: ({}, host), "its tensors are not those"),
         (lambda tensors, host: (tensors, [1]), "its metadata is not that of a batch"),
+        (other_host(token_fields=[{"name": "v"}]), "token_fields do not describe"),
+        (
+            other_host(token_fields=[TokenField("v", torch.int8).as_json()]),
+            "its extra fields are not those it",
+        ),
         (other_host(more=1), "its metadata is not that of a batch"),
         (other_host(layout="tree"), "its layout is unknown"),
         (other_host(seqlens="abc"), "seqlens is not a list of the right"),

@@ -1,0 +1,165 @@
+"""Extra per-token fields, from the turn through buffer, batch and file back to the turn."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from trajpack import PackedBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.testing import assert_batches_equal, trajectory_lists
+
+EXPERTS = TokenField("experts", torch.uint8, (2, 3), fill=255, generated_only=False)
+VALUES = TokenField("values", torch.float32)
+TEMPERATURE = TokenField("temperature", torch.bfloat16, fill=1.0)
+STATE = TokenField("state", torch.int64, (1,), fill=-1)
+FIELDS = [EXPERTS, VALUES, TEMPERATURE, STATE]
+
+
+def with_rows(trajectory, seed=0):
+    """Give every turn rows that agree wherever its tokens do: functions of place and token."""
+    turns = []
+    for turn in trajectory.turns:
+        ids = np.array([*turn.prompt_ids, *turn.completion_ids], np.int64)
+        size = len(turn.completion_ids)
+        mixed = np.cumsum(ids % 251 + seed)
+        experts = (mixed[:, None] + np.arange(6)).astype(np.uint8).reshape(-1, 2, 3)
+        rows = {
+            "experts": experts,
+            "values": torch.from_numpy(mixed[len(ids) - size :] / 4).float(),
+            "temperature": torch.arange(size) % 8 / 4,
+            "state": mixed[len(ids) - size :, None],
+        }
+        turns.append(dataclasses.replace(turn, fields=rows))
+    return dataclasses.replace(trajectory, turns=turns)
+
+
+def test_rows_stand_at_their_tokens():
+    first = Turn([1, 2], [3], [0.0], fields={"v": [5.0], "e": [[1], [2], [3]]})
+    second = Turn(
+        [1, 2, 3, 4], [6, 7], [0, 0], fields={"v": [8.0, 9.0], "e": [[i] for i in range(1, 7)]}
+    )
+    fields = [
+        TokenField("v", torch.float32, fill=-1.0),
+        TokenField("e", torch.int16, (1,), generated_only=False),
+    ]
+    merged = pack([Trajectory("a", [first, second])], fields=fields)
+    assert merged.fields["v"].tolist() == [-1, -1, 5, -1, 8, 9]
+    assert merged.fields["e"].flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    assert (merged.fields["e"].dtype, merged.fields["e"].shape) == (torch.int16, (6, 1))
+    turns = pack([Trajectory("a", [first, second])], "turns", fields=fields)
+    assert turns.fields["v"].tolist() == [-1, -1, 5, -1, -1, -1, -1, 8, 9]
+    assert turns.fields["e"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+@given(drawn=trajectory_lists())
+@settings(max_examples=15)
+def test_unpack_returns_the_rows_that_were_packed(drawn, layout, impl):
+    trajectories = [with_rows(trajectory) for trajectory in drawn]
+    batch = pack(trajectories, layout, impl=impl, fields=FIELDS)
+    assert batch.unpack() == trajectories
+
+
+def test_rows_that_differ_break_a_chain_as_tokens_do():
+    field = TokenField("e", torch.uint8, generated_only=False)
+    turns = [
+        Turn([1], [2], [0], fields={"e": [1, 1]}),
+        Turn([1, 2, 3], [4], [0], fields={"e": [1, 9, 1, 1]}),
+    ]
+    batch = pack([Trajectory("a", turns)], fields=[field])
+    assert batch.seqlens == (2, 4)
+    assert batch.unpack()[0].turns == tuple(turns)
+
+
+def test_batches_with_fields_are_saved_moved_and_copied(tmp_path):
+    trajectories = [with_rows(Trajectory(str(i), [Turn([1, i], [3, 4], [0, 0])])) for i in range(5)]
+    batch = pack(trajectories, fields=FIELDS)
+    batch.save(tmp_path / "batch.safetensors")
+    loaded = PackedBatch.load(tmp_path / "batch.safetensors")
+    assert_batches_equal(loaded, batch)
+    assert loaded.token_fields == tuple(FIELDS)
+    assert loaded.unpack() == trajectories
+    assert batch.to("cpu") is batch
+    assert {field.device.type for field in batch.to("meta").fields.values()} == {"meta"}
+
+
+def test_a_buffer_with_fields_is_filled_again_and_again():
+    buffer = TrajectoryBuffer(device="cpu", fields=FIELDS)
+    for seed in range(4):
+        count = 1 + 70 * seed
+        trajectories = [
+            with_rows(Trajectory(str(i), [Turn([1, i], [3] * (i % 5), [0] * (i % 5))]), seed)
+            for i in range(count)
+        ]
+        for layout in ("merged", "turns"):
+            buffer.clear()
+            buffer.extend(trajectories[: count // 2])
+            for trajectory in trajectories[count // 2 :]:
+                buffer.add(trajectory)
+            assert buffer.pack(layout).unpack() == trajectories
+
+
+def test_the_device_path_reads_nothing():
+    buffer = TrajectoryBuffer(device="meta", fields=FIELDS)
+    buffer.add(with_rows(Trajectory("a", [Turn([1, 2], [3], [0])])))
+    batch = buffer.pack()
+    assert [tuple(batch.fields[f.name].shape) for f in FIELDS] == [(3, 2, 3), (3,), (3,), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "match"),
+    [
+        (None, ValueError, r"fields must be those declared, \['v'\], got \[\]"),
+        ({"v": [1], "w": [1]}, ValueError, r"declared, \['v'\], got \['v', 'w'\]"),
+        ({"v": [1, 2]}, ValueError, r"field 'v' must have shape \[1, 2\], got \[2\]"),
+        ({"v": [[1, 2], [1, 2]]}, ValueError, r"must have shape \[1, 2\], got \[2, 2\]"),
+        ({"v": [[1, 300]]}, ValueError, "field 'v' has values that torch.uint8 does not hold"),
+        ({"v": [[1, 0.5]]}, ValueError, "field 'v' has values that torch.uint8 does not hold"),
+        ({"v": [["a", "b"]]}, TypeError, "field 'v' cannot be read as numbers"),
+    ],
+)
+def test_bad_rows_are_refused_by_name_and_leave_nothing_behind(rows, error, match):
+    buffer = TrajectoryBuffer(fields=[TokenField("v", torch.uint8, (2,))])
+    good = Turn([1], [2], [0], fields={"v": [[1, 2]]})
+    with pytest.raises(error, match=f"^trajectory 'it', turn 1: .*{match}"):
+        buffer.add(Trajectory("it", [good, Turn([1], [2], [0], fields=rows)]))
+    assert len(buffer) == buffer.num_bytes == 0
+
+
+def test_rows_that_nobody_declared_are_refused():
+    with pytest.raises(ValueError, match=r"fields must be those declared, \[\], got \['v'\]"):
+        pack([Trajectory("it", [Turn([1], [2], [0], fields={"v": [1]})])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (("", torch.int8), TypeError, "field name must be a str that is not empty"),
+        (("input_ids", torch.int8), ValueError, "a packed batch has a field of that name"),
+        (("v", "int8"), TypeError, "dtype must be a torch dtype"),
+        (("v", torch.complex128), TypeError, "of at most 8 bytes"),
+        (("v", torch.int8, (0,)), ValueError, r"shape must hold sizes >= 1, got \(0,\)"),
+        (("v", torch.uint8, (), 300), ValueError, "has values that torch.uint8 does not hold"),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused(arguments, error, match):
+    with pytest.raises(error, match=match):
+        TokenField(*arguments)
+
+
+def test_fields_have_names_of_their_own():
+    with pytest.raises(ValueError, match="names of their own"):
+        TrajectoryBuffer(fields=[VALUES, VALUES])
+    with pytest.raises(TypeError, match="fields must be TokenField, got str"):
+        TrajectoryBuffer(fields=["values"])
+
+
+def test_turns_are_equal_when_their_rows_are():
+    turn = Turn([1], [2], [0], fields={"v": [1.0]})
+    assert turn == Turn([1], [2], [0], fields={"v": np.ones(1, np.float32)})
+    assert turn != Turn([1], [2], [0], fields={"v": [2.0]})
+    assert turn != Turn([1], [2], [0])
+    assert Turn([1], [2], [0], fields={}) == Turn([1], [2], [0])

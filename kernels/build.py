@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from trajpack.kernels.build_host import build_on_host
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.kernels.validation import check_device, check_tensor
 
 OP = "build"
@@ -50,6 +51,10 @@ FIELD_DTYPES = {
 }
 """The one table of per-token fields and their dtypes, in the order of `TokenFields`."""
 
+NUMPY_DTYPES = {
+    dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in set(FIELD_DTYPES.values())
+}
+
 
 def build(
     words: torch.Tensor,
@@ -84,6 +89,17 @@ def build(
         >>> build(words, runs.int(), torch.zeros(0), 3).position_ids
         tensor([0, 1, 2])
     """
+    _check_inputs(words, runs, turn_returns, num_tokens)
+    chosen = resolve_impl(OP, impl, words)
+    fields = torch.ops.trajpack.build(
+        words.contiguous(), runs.contiguous(), turn_returns.contiguous(), num_tokens, chosen
+    )
+    return TokenFields(*fields)
+
+
+def _check_inputs(
+    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
+) -> None:
     check_tensor(OP, "words", words, ndim=1, dtypes=(torch.int32,))
     check_tensor(OP, "runs", runs, ndim=2, dtypes=(torch.int32,))
     check_tensor(OP, "turn_returns", turn_returns, ndim=1, dtypes=(torch.float32,))
@@ -95,11 +111,62 @@ def build(
         )
     if not 0 <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"{OP}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
-    chosen = resolve_impl(OP, impl, words)
-    fields = torch.ops.trajpack.build(
-        words.contiguous(), runs.contiguous(), turn_returns.contiguous(), num_tokens, chosen
+
+
+def empty_fields(num_tokens: int, device: torch.device) -> TokenFields:
+    """Return uninitialised fields over memory in whole tiles, for `build_into`."""
+    size = -(-num_tokens // TILE) * TILE
+    if device.type == "cpu":  # numpy takes large arrays in huge pages
+        arrays = [np.empty(size, NUMPY_DTYPES[dtype]) for dtype in FIELD_DTYPES.values()]
+        return TokenFields(*(torch.from_numpy(array)[:num_tokens] for array in arrays))
+    return TokenFields(
+        *(
+            torch.empty(size, dtype=dtype, device=device)[:num_tokens]
+            for dtype in FIELD_DTYPES.values()
+        )
     )
-    return TokenFields(*fields)
+
+
+def build_into(
+    fields: TokenFields,
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    turn_returns: torch.Tensor,
+    impl: Impl = "auto",
+) -> None:
+    """Write the fields into memory that `empty_fields` made: `build` without an allocation.
+
+    Raises:
+        TypeError, ValueError: As `build`; also if the memory is not in whole tiles.
+
+    Cost: one launch, no copy, no host synchronisation, capturable in a CUDA graph.
+    """
+    num_tokens = fields.input_ids.shape[0]
+    _check_inputs(words, runs, turn_returns, num_tokens)
+    for name, field in fields._asdict().items():
+        check_tensor(OP, name, field, ndim=1, dtypes=(FIELD_DTYPES[name],))
+        check_device(OP, name, field, words.device)
+        room = field.untyped_storage().nbytes() // field.itemsize - field.storage_offset()
+        if (
+            field.shape[0] != num_tokens
+            or field.stride() != (1,)
+            or room < -(-num_tokens // TILE) * TILE
+        ):
+            raise ValueError(
+                f"{OP}: {name} must be {num_tokens} tokens in whole tiles of {TILE}, as "
+                f"empty_fields makes it, got shape {list(field.shape)} with room for {room}"
+            )
+    chosen = resolve_impl(OP, impl, words)
+    inputs = words.contiguous(), runs.contiguous(), turn_returns.contiguous()
+    if chosen == "triton":
+        from trajpack.kernels.build_triton import write_fields
+
+        write_fields(*inputs, num_tokens, fields)
+    elif words.device.type == "cpu":
+        build_on_host(*inputs, num_tokens, fields)
+    else:
+        for out, field in zip(fields, build_reference(*inputs, num_tokens), strict=True):
+            out.copy_(field)
 
 
 def build_reference(

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from trajpack.kernels.build import FIELD_DTYPES
-from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.build import empty_fields
+from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-BLOCK = 1024
+BLOCK = TILE
 THREADS = 256
 NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
 ROW = tl.constexpr(RUN_WIDTH)
@@ -103,19 +103,13 @@ def build_kernel(words, runs, turn_returns, fields, num_runs, num_tokens, BLOCK:
         _write_many_runs(words, runs, turn_returns, fields, low, high, token, last)
 
 
-def allocate_fields(num_tokens: int, device: torch.device) -> list[torch.Tensor]:
-    """Return the fields over whole tiles, uninitialised."""
-    size = triton.cdiv(num_tokens, BLOCK) * BLOCK
-    return [torch.empty(size, dtype=dtype, device=device) for dtype in FIELD_DTYPES.values()]
-
-
 def build_forward(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
 ) -> list[torch.Tensor]:
-    """Launch the kernel on contiguous inputs and cut the outputs to ``num_tokens``."""
-    whole = allocate_fields(num_tokens, words.device)
-    write_fields(words, runs, turn_returns, num_tokens, whole)
-    return [field[:num_tokens] for field in whole]
+    """Launch the kernel on contiguous inputs, for fresh outputs."""
+    fields = empty_fields(num_tokens, words.device)
+    write_fields(words, runs, turn_returns, num_tokens, fields)
+    return list(fields)
 
 
 def write_fields(
@@ -123,13 +117,13 @@ def write_fields(
     runs: torch.Tensor,
     turn_returns: torch.Tensor,
     num_tokens: int,
-    whole: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
 ) -> None:
-    """Launch the kernel on fields that `allocate_fields` made."""
+    """Launch the kernel on fields that `empty_fields` made; it writes to the end of their tiles."""
     if not num_tokens:
         return
     # Triton takes a bool pointer for one bit; the masks are bytes
-    fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in whole)
+    fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in out)
     with torch.cuda.device_of(words):  # Triton launches on the current device
         build_kernel[(triton.cdiv(num_tokens, BLOCK),)](
             words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,

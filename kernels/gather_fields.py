@@ -11,7 +11,7 @@ import torch
 
 from trajpack.kernels.build_host import copy_stretches
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.kernels.validation import check_device, check_tensor
 
 OP = "gather_fields"
@@ -98,20 +98,7 @@ def gather_fields(
         >>> gather_fields(words, runs, torch.zeros(2, 1, dtype=torch.int64), [field], 3)
         [tensor([-1,  5,  6], dtype=torch.int32)]
     """
-    check_tensor(OP, "words", words, ndim=1, dtypes=(torch.int32,))
-    check_tensor(OP, "runs", runs, ndim=2, dtypes=(torch.int32,))
-    check_tensor(OP, "sources", sources, ndim=2, dtypes=(torch.int64,))
-    check_device(OP, "runs", runs, words.device)
-    check_device(OP, "sources", sources, words.device)
-    if runs.shape[0] == 0 or runs.shape[1] != RUN_WIDTH:
-        raise ValueError(f"{OP}: runs must have shape [runs + 1, 8], got {list(runs.shape)}")
-    if sources.shape != (runs.shape[0], len(fields)):
-        raise ValueError(
-            f"{OP}: sources must have shape {[runs.shape[0], len(fields)]}, "
-            f"got {list(sources.shape)}"
-        )
-    if not 0 <= num_tokens <= MAX_TOKENS:
-        raise ValueError(f"{OP}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
+    _check_inputs(words, runs, sources, len(fields), num_tokens)
     chosen = resolve_impl(OP, impl, words)
     gathered = torch.ops.trajpack.gather_fields(
         words.contiguous(),
@@ -127,6 +114,73 @@ def gather_fields(
         flat.view(field.dtype).view(num_tokens, *field.shape)
         for flat, field in zip(gathered, fields, strict=True)
     ]
+
+
+def empty_rows(
+    fields: Sequence[FieldLayout], num_tokens: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Return uninitialised rows over memory in whole tiles, for `gather_fields_into`."""
+    return [
+        torch.empty(-(-size // TILE) * TILE, dtype=UNITS[field.unit], device=device)[:size]
+        .view(field.dtype)
+        .view(num_tokens, *field.shape)
+        for field in fields
+        for size in (num_tokens * field.moved.width,)
+    ]
+
+
+def gather_fields_into(
+    rows: Sequence[torch.Tensor],
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    sources: torch.Tensor,
+    fields: Sequence[FieldLayout],
+    impl: Impl = "auto",
+) -> None:
+    """Write rows into memory that `empty_rows` made: `gather_fields` without an allocation.
+
+    Raises:
+        TypeError, ValueError: As `gather_fields`.
+
+    Cost: one launch for all fields, capturable in a CUDA graph.
+    """
+    num_tokens = rows[0].shape[0]
+    _check_inputs(words, runs, sources, len(fields), num_tokens)
+    out = [row.view(-1).view(UNITS[field.unit]) for row, field in zip(rows, fields, strict=True)]
+    moved = [field.moved for field in fields]
+    if resolve_impl(OP, impl, words) == "triton":
+        from trajpack.kernels.gather_fields_triton import write_rows
+
+        write_rows(words, runs, sources, num_tokens, moved, out)
+    elif words.device.type == "cpu":
+        _gather_on_host(words, runs, sources, num_tokens, moved, out)
+    else:
+        reference = _gather_reference(words, runs, sources, num_tokens, moved)
+        for target, gathered in zip(out, reference, strict=True):
+            target.copy_(gathered)
+
+
+def _check_inputs(
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    sources: torch.Tensor,
+    num_fields: int,
+    num_tokens: int,
+) -> None:
+    check_tensor(OP, "words", words, ndim=1, dtypes=(torch.int32,))
+    check_tensor(OP, "runs", runs, ndim=2, dtypes=(torch.int32,))
+    check_tensor(OP, "sources", sources, ndim=2, dtypes=(torch.int64,))
+    check_device(OP, "runs", runs, words.device)
+    check_device(OP, "sources", sources, words.device)
+    if runs.shape[0] == 0 or runs.shape[1] != RUN_WIDTH:
+        raise ValueError(f"{OP}: runs must have shape [runs + 1, 8], got {list(runs.shape)}")
+    if sources.shape != (runs.shape[0], num_fields):
+        raise ValueError(
+            f"{OP}: sources must have shape {[runs.shape[0], num_fields]}, "
+            f"got {list(sources.shape)}"
+        )
+    if not 0 <= num_tokens <= MAX_TOKENS:
+        raise ValueError(f"{OP}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
 
 
 def _gather_reference(
@@ -160,28 +214,32 @@ def _gather_on_host(
     sources: torch.Tensor,
     num_tokens: int,
     fields: Sequence[Moved],
+    out: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """Copy stretch by stretch with numpy."""
     table = runs.numpy()[:-1].astype(np.int64)
     lengths = np.diff(runs.numpy()[:, Run.START]).astype(np.int64)
+    stream = words.numpy()[: words.shape[0] // 2 * 2]  # in whole units of 8 bytes
     gathered = []
     for number, (width, unit, fill, generated_only) in enumerate(fields):
         skipped = np.clip(table[:, Run.GENERATED], 0, lengths) if generated_only else 0
         counts = np.where(table[:, Run.SOURCE] >= 0, lengths - skipped, 0)
-        rows = counts > 0
-        dtype = np.dtype(f"i{unit}")
-        out = np.empty if counts.sum() == num_tokens else np.zeros
-        units_out = out(num_tokens * width, dtype)
-        if counts.sum() < num_tokens and fill:
-            units_out[:] = fill
+        all_given = counts.sum() == num_tokens
+        if out is not None:
+            flat = out[number].numpy()
+        else:
+            flat = (np.empty if all_given else np.zeros)(num_tokens * width, f"i{unit}")
+        if not all_given and (fill or out is not None):
+            flat[:] = fill
+        given = counts > 0
         copy_stretches(
-            units_out,
-            ((table[:, Run.START] + skipped) * width)[rows],
-            words.numpy()[: words.shape[0] // 2 * 2 if unit == 8 else None].view(dtype),
-            (sources.numpy()[:-1, number] // unit)[rows],
-            (counts * width)[rows],
+            flat,
+            ((table[:, Run.START] + skipped) * width)[given],
+            (words.numpy() if unit < 8 else stream).view(flat.dtype),
+            (sources.numpy()[:-1, number] // unit)[given],
+            (counts * width)[given],
         )
-        gathered.append(torch.from_numpy(units_out))
+        gathered.append(torch.from_numpy(flat))
     return gathered
 
 

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.gather_fields import UNITS, Moved
-from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-BLOCK = 1024
+BLOCK = TILE
 THREADS = 256
 NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
 ROW = tl.constexpr(RUN_WIDTH)
@@ -75,18 +75,32 @@ def gather_fields_forward(
     num_tokens: int,
     fields: Sequence[Moved],
 ) -> list[torch.Tensor]:
-    """Launch the kernel on contiguous inputs and cut the outputs to ``num_tokens``."""
-    tiles = [triton.cdiv(num_tokens * field.width, BLOCK) for field in fields]
-    whole = tuple(
-        torch.empty(count * BLOCK, dtype=UNITS[field.unit], device=words.device)
-        for count, field in zip(tiles, fields, strict=True)
-    )
-    if sum(tiles):
-        widths, units, fills, generated_only = zip(*fields, strict=True)
-        with torch.cuda.device_of(words):  # Triton launches on the current device
-            gather_fields_kernel[(sum(tiles),)](
-                words, runs, sources, whole, runs.shape[0] - 1, num_tokens,
-                WIDTHS=widths, UNITS=units, FILLS=fills, GENERATED_ONLY=generated_only,
-                BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
-    return [out[: num_tokens * field.width] for out, field in zip(whole, fields, strict=True)]
+    """Launch the kernel on contiguous inputs, for fresh outputs."""
+    sizes = [num_tokens * field.width for field in fields]
+    out = [
+        torch.empty(triton.cdiv(size, BLOCK) * BLOCK, dtype=UNITS[field.unit], device=words.device)
+        for size, field in zip(sizes, fields, strict=True)
+    ]
+    write_rows(words, runs, sources, num_tokens, fields, out)
+    return [rows[:size] for rows, size in zip(out, sizes, strict=True)]
+
+
+def write_rows(
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    sources: torch.Tensor,
+    num_tokens: int,
+    fields: Sequence[Moved],
+    out: Sequence[torch.Tensor],
+) -> None:
+    """Launch the kernel on flat outputs in whole tiles; it writes to the end of the last."""
+    tiles = sum(triton.cdiv(num_tokens * field.width, BLOCK) for field in fields)
+    if not tiles:
+        return
+    widths, units, fills, generated_only = zip(*fields, strict=True)
+    with torch.cuda.device_of(words):  # Triton launches on the current device
+        gather_fields_kernel[(tiles,)](
+            words, runs, sources, tuple(out), runs.shape[0] - 1, num_tokens,
+            WIDTHS=widths, UNITS=units, FILLS=fills, GENERATED_ONLY=generated_only,
+            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -36,5 +36,8 @@ RUN_WIDTH = 8
 """int32 words in a row of the run table: one 32-byte sector."""
 
 
-MAX_TOKENS = 2**31 - 1024
-"""Tokens of a batch at most: the kernel counts them in whole tiles of 1,024, in int32."""
+TILE = 1024
+"""Tokens that a program of the kernel writes; memory for fields comes in whole tiles."""
+
+MAX_TOKENS = 2**31 - TILE
+"""Tokens of a batch at most: the kernel counts them in whole tiles, in int32."""

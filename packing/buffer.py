@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from trajpack.kernels.build import build
-from trajpack.kernels.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.gather_fields import gather_fields
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.chains import Intake, Labels, name_fault, take_in
-from trajpack.packing.conversion import INT32_MAX, as_integer
+from trajpack.packing.conversion import as_integer
 from trajpack.packing.layout import Layout, check_layout
-from trajpack.packing.staging import Arena, Staging
-from trajpack.packing.tables import BatchTables, Block, Counts, columns_for
+from trajpack.packing.store import Store
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
+from trajpack.packing.writing import turn_tables, write_batch
 
-TURN_TABLES = (
-    "turn_rewards",
-    "turn_truncated",
-    "turn_version_start",
-    "turn_version_end",
-    "turn_sequence",
-    "turn_spans",
-)
-SETTLED = 64
-"""Turns that may wait until their tables are worked out: as many as cost what a call does."""
+if TYPE_CHECKING:
+    from trajpack.packing.static_batch import StaticBatch
 
 
 def pack(
@@ -76,22 +61,6 @@ def pack(
     return buffer.pack(layout=layout, impl=impl)
 
 
-class State(NamedTuple):
-    """What a buffer holds; replaced as a whole, so that a call counts or does not."""
-
-    num_words: int = 0
-    num_tokens: int = 0
-    num_turns: int = 0
-    num_generated: int = 0
-    num_trajectories: int = 0
-    waiting: tuple[Block, ...] = ()
-    """What came in and is not in the tables yet."""
-    settled: Counts = Counts()
-    """What is in the tables."""
-    layout: Layout = "merged"
-    """Layout of the tables."""
-
-
 class TrajectoryBuffer:
     """Collects trajectories on the host and packs them for a device.
 
@@ -125,15 +94,11 @@ class TrajectoryBuffer:
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.capacity = capacity
         self.fields = check_fields(fields)
-        self._columns = columns_for(self.fields)
-        self._staging = Staging(self.device, self._columns, capacity or 0)
-        self._tables = BatchTables(self.fields)
-        self._labels: list[Labels] = []
-        self._state = State()
+        self._store = Store(self.device, capacity, self.fields)
 
     def __len__(self) -> int:
         """Trajectories it holds."""
-        return self._state.num_trajectories
+        return self._store.state.num_trajectories
 
     def __repr__(self) -> str:
         limit = "" if self.capacity is None else f" of {self.capacity:,}"
@@ -145,17 +110,17 @@ class TrajectoryBuffer:
     @property
     def num_tokens(self) -> int:
         """Tokens it stores, each counted once."""
-        return self._state.num_tokens
+        return self._store.state.num_tokens
 
     @property
     def num_turns(self) -> int:
         """Turns of all its trajectories."""
-        return self._state.num_turns
+        return self._store.state.num_turns
 
     @property
     def num_bytes(self) -> int:
         """Bytes its stream takes: 4 a token, 4 more a generated token, and the extra fields."""
-        return 4 * self._state.num_words
+        return 4 * self._store.state.num_words
 
     def add(self, trajectory: Trajectory) -> None:
         """Check a trajectory and store what is new in each of its turns: `extend` by one."""
@@ -182,37 +147,11 @@ class TrajectoryBuffer:
         given = trajectories if isinstance(trajectories, (list, tuple)) else list(trajectories)
         if not given:
             return
-        intake = take_in(given, self.fields)
-        state = self._state
-        num_new = intake.num_tokens
-        if self.capacity is not None and state.num_tokens + num_new > self.capacity:
-            raise ValueError(
-                f"{_named(given)} needs {num_new} tokens, but "
-                f"{self.capacity - state.num_tokens} of the buffer's {self.capacity} are left; "
-                "pack and clear it, or give it more capacity"
-            )
-        block, end = self._store(intake, given)
-        waiting = (*state.waiting, block)
-        new = state._replace(
-            num_words=end,
-            num_tokens=state.num_tokens + num_new,
-            num_turns=state.num_turns + len(intake.turn_size),
-            num_generated=state.num_generated + intake.num_generated,
-            num_trajectories=state.num_trajectories + len(given),
-            waiting=waiting,
-        )
-        if new.num_turns - state.settled.turns >= SETTLED:
-            new = self._settled(new, new.layout)
-        self._labels[state.num_trajectories :] = intake.labels
-        self._state = new
+        self._store.extend(given)
 
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""
-        rows = self._state.settled.spans + 1
-        self._labels = []  # not cleared: a batch looks its labels up when asked for them
-        self._tables.forget_host()
-        self._state = State(layout=self._state.layout)
-        self._staging.clear(rows)
+        self._store.clear()
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
         """Write all trajectories as one batch. The buffer keeps its content.
@@ -235,109 +174,24 @@ class TrajectoryBuffer:
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
-        self._state = state = self._settled(self._state, layout)
-        counts = state.settled
-        with self._staging.on_device():
-            arena = self._staging.send(state.num_words)
-            tables = _tables_of(arena, counts)
-            discounts = arena.table("turn_discounts", counts.trajectories)
-            returns = discounted_returns(
-                tables["turn_rewards"](), tables["cu_turns"](), discounts, chosen
-            )
-            runs = arena.table("runs", counts.spans + 1)
-            built = build(arena.stream, runs, returns, counts.tokens, chosen)
-            fields = self._gathered_fields(arena, runs, counts, chosen) if self.fields else {}
-        ready = {
-            **built._asdict(),
-            "turn_returns": returns,
-            "layout": layout,
-            "num_generated": state.num_generated,
-            "fields": fields,
-            "token_fields": self.fields,
-        }
+        state = self._store.settle(layout)
+        with self._store.staging.on_device():
+            arena = self._store.staging.send(state.num_words)
+            written = write_batch(arena, state.settled, self.fields, chosen)
+        ready = written | {"layout": layout, "num_generated": state.num_generated}
+        later = turn_tables(arena, state.settled)
         if self.device.type == "cpu":  # the buffer's memory is written again
-            ready |= {name: table().clone() for name, table in tables.items()}
-            tables = {}
-        return PackedBatch.deferred(ready, tables | self._host_columns(counts))
+            ready |= {name: table().clone() for name, table in later.items()}
+            later = {}
+        return PackedBatch.deferred(ready, later | self._store.host_columns())
 
-    def _gathered_fields(
-        self, arena: Arena, runs: torch.Tensor, counts: Counts, impl: Impl
-    ) -> dict[str, torch.Tensor]:
-        sources = arena.table("field_sources", counts.spans + 1)
-        layouts = [field.layout for field in self.fields]
-        gathered = gather_fields(arena.stream, runs, sources, layouts, counts.tokens, impl)
-        return {field.name: rows for field, rows in zip(self.fields, gathered, strict=True)}
+    def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
+        """Write all trajectories into the memory of ``static``: `StaticBatch.fill` and `run`.
 
-    def _host_columns(self, counts: Counts) -> dict[str, Callable[[], Any]]:
-        """Return what makes the host tuples of a batch, when they are first asked for."""
-        labels, count = self._labels, counts.trajectories
-        seqlens = self._tables.seqlens[: counts.sequences]
-        discounts = self._tables.discounts[:count]
-        return {
-            "seqlens": lambda: tuple(seqlens.tolist()),
-            "turn_discounts": lambda: tuple(discounts.tolist()),
-            "ids": lambda: tuple(label.id for label in labels[:count]),
-            "groups": lambda: tuple(label.group for label in labels[:count]),
-            "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
-            "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
-        }
+        Raises:
+            ValueError: If the batch does not fit, or ``static`` was made for other fields.
 
-    def _store(self, intake: Intake, given: Sequence[Trajectory]) -> tuple[Block, int]:
-        """Write a block behind the stream; return where it lies and where it ends."""
-        used = self._state.num_words
-        logprobs = used + intake.num_tokens
-        end = logprobs + intake.num_generated
-        rows = []
-        for pieces in intake.rows:
-            begin = -(-end // 4) * 4  # at a multiple of 16 bytes
-            rows.append(4 * begin)
-            end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
-        if end > INT32_MAX:
-            raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
-        self._staging.reserve(end, 0, words_used=used)
-        stream = self._staging.stream
-        np.concatenate(intake.ids, out=stream[used:logprobs])
-        floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
-        np.concatenate(intake.logprobs, out=floats)
-        if stream[used:logprobs].min() < 0 or not _all_finite(floats):
-            name_fault(given)
-        for begin, pieces in zip(rows, intake.rows, strict=True):
-            flat = [piece.reshape(-1) for piece in pieces]
-            size = sum(piece.size for piece in flat)
-            np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
-        return Block(intake, used, logprobs, tuple(rows)), end
-
-    def _settled(self, state: State, layout: Layout) -> State:
-        """Bring the tables up to date, for ``layout``, and return the state that says so."""
-
-        def room(rows: int) -> Mapping[str, npt.NDArray[Any]]:
-            self._staging.reserve(0, rows, words_used=state.num_words)
-            return self._staging.tables
-
-        counts = state.settled
-        same = layout == state.layout and counts.spans > 0
-        if same and not state.waiting:
-            return state
-        for block in state.waiting:
-            counts = self._tables.absorb(block, counts, room)
-        before = state.settled if same else Counts()
-        counts = self._tables.arrange(layout, counts, before, room)
-        return state._replace(settled=counts, layout=layout, waiting=())
-
-
-def _tables_of(arena: Arena, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what makes the batch's tensors over turns and boundaries."""
-    turns = dict.fromkeys(TURN_TABLES, counts.turns)
-    bounds = {"cu_turns": counts.trajectories + 1, "cu_seqlens": counts.sequences + 1}
-    return {name: partial(arena.table, name, rows) for name, rows in (turns | bounds).items()}
-
-
-def _all_finite(values: npt.NDArray[np.float32]) -> bool:
-    with np.errstate(all="ignore"):
-        # a sum is cheaper than a look at each; it may pass float32 though all are finite
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
-
-
-def _named(trajectories: Sequence[Trajectory]) -> str:
-    first = f"trajectory {trajectories[0].id!r}"
-    return first if len(trajectories) == 1 else f"{first} with {len(trajectories) - 1} more"
+        Cost: as `pack`, and a copy on the host; nothing is allocated but the turns' returns.
+        """
+        static.fill(self, layout)
+        return static.run()

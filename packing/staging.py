@@ -144,14 +144,24 @@ class Staging:
         if self.device.type == "cpu":
             return Arena(words, region.begin, self._columns, region.offsets)
         arena = words.to(self.device, non_blocking=True)
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            region.copied = torch.cuda.Event()
-            region.copied.record(torch.cuda.current_stream(self.device))
+        self._remember_copy()
         return Arena(arena, region.begin, self._columns, region.offsets)
+
+    def send_again(self, arena: Arena) -> None:
+        """Bring the region to the memory that an earlier `send` of as many words took."""
+        if self.device.type != "cpu":
+            words = self._region.words[: arena.words.shape[0]]
+            arena.words.copy_(words, non_blocking=True)
+            self._remember_copy()
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Make the device the current one, where there are several."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _remember_copy(self) -> None:
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._region.copied = torch.cuda.Event()
+            self._region.copied.record(torch.cuda.current_stream(self.device))
 
     def _wait(self, region: Region) -> None:
         if region.copied is not None:

@@ -34,10 +34,10 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
     fields = {name: _own(field) for name, field in batch.fields.items()}
     turns = [
         dataclasses.replace(turn, fields=_rows(batch, fields, host, index)) if fields else turn
-        for index in range(batch.num_turns)
+        for index in range(int(host["cu_turns"][len(batch.ids)]))  # the rest is padding
         for turn in (_turn(host, ids, index),)
     ]
-    bounds = host["cu_turns"].tolist()
+    bounds = host["cu_turns"].tolist()[: len(batch.ids) + 1]
     return [
         Trajectory(
             id=batch.ids[index],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan
-from trajpack.packing import buffer as buffer_module
+from trajpack.packing import store as store_module
 from trajpack.packing.staging import Staging
 from trajpack.packing.tables import GrowingArray
 
@@ -110,7 +110,7 @@ def test_turns_that_are_no_sequence_are_refused_by_name():
 
 @pytest.mark.parametrize("step", range(9))
 def test_a_trajectory_that_memory_runs_out_for_leaves_nothing_behind(monkeypatch, step):
-    monkeypatch.setattr(buffer_module, "SETTLED", 1)  # tables are worked out in every call
+    monkeypatch.setattr(store_module, "SETTLED", 1)  # tables are worked out in every call
     buffer = TrajectoryBuffer()
     kept, lost, later = (Trajectory(name, [GOOD, GOOD]) for name in ("kept", "lost", "later"))
     buffer.add(kept)

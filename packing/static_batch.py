@@ -1,0 +1,203 @@
+"""A batch of fixed size at fixed addresses: for CUDA graphs, and for memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trajpack.kernels.build import build_into, empty_fields
+from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.gather_fields import empty_rows, gather_fields_into
+from trajpack.kernels.runs import MAX_TOKENS, Run
+from trajpack.packing.batch import PackedBatch
+from trajpack.packing.conversion import INT32_MAX, as_integer
+from trajpack.packing.layout import Layout, check_layout
+from trajpack.packing.staging import Staging
+from trajpack.packing.store import State
+from trajpack.packing.tables import Counts, columns_for
+from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.writing import turn_tables
+
+if TYPE_CHECKING:
+    from trajpack.packing.buffer import TrajectoryBuffer
+
+
+class StaticBatch:
+    """Memory for batches of up to so many tokens and turns, written again and again.
+
+    Every tensor has the size of the capacity, whatever a batch holds. Tokens behind the last
+    are padding: a sequence of their own, of token id 0, with ``loss_mask`` False; the sequences
+    behind it are empty. Turns behind the last belong to it, with reward 0 and version -1.
+
+    `fill` is the host's part and `run` the device's: one copy and the launches of a pack, at
+    addresses, sizes and grids that never change. A CUDA graph that captured `run` replays it
+    with whatever `fill` wrote last. Before the next `fill`, the copy of the last replay must be
+    over; let two static batches take turns where the host shall not wait for it.
+
+    Args:
+        capacity: Tokens of a batch in its layout.
+        max_turns: Turns of a batch; it has no more trajectories and sequences.
+        max_runs: Generated stretches of one turn and one policy version; ``max_turns`` if ``None``.
+        device: Where the batch shall live; torch's default device if ``None``.
+        fields: Extra per-token fields, those of the buffers it is filled from.
+
+    Example:
+        >>> from trajpack import Trajectory, TrajectoryBuffer, Turn
+        >>> buffer = TrajectoryBuffer()
+        >>> buffer.add(Trajectory("a", [Turn([1, 2], [3], [-0.5])]))
+        >>> static = StaticBatch(capacity=5, max_turns=2)
+        >>> buffer.pack_into(static).input_ids
+        tensor([1, 2, 3, 0, 0])
+        >>> static.batch.cu_seqlens
+        tensor([0, 3, 5, 5], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_turns: int,
+        max_runs: int | None = None,
+        device: torch.device | str | None = None,
+        fields: Iterable[TokenField] = (),
+    ) -> None:
+        max_runs = max_turns if max_runs is None else max_runs
+        for name, value in (("max_turns", max_turns), ("max_runs", max_runs)):
+            if as_integer(name, value) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 1 <= as_integer("capacity", capacity) <= MAX_TOKENS:
+            raise ValueError(f"capacity must be in [1, {MAX_TOKENS}] tokens, got {capacity}")
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        self.capacity = capacity
+        self.max_turns = max_turns
+        self.max_runs = max_runs
+        self.fields = check_fields(fields)
+        self._layouts = [field.layout for field in self.fields]
+        self._words = 2 * capacity + sum(
+            -(-capacity * field.row_bytes // 4) + 4 * max_turns for field in self.fields
+        )
+        self._staging = Staging(self.device, columns_for(self.fields))
+        self._staging.reserve(self._words, max(max_runs, max_turns) + 2, words_used=0)
+        self._arena = self._staging.send(self._words)  # device memory, once and for all
+        self._tokens = empty_fields(capacity, self.device)
+        self._rows = empty_rows(self._layouts, capacity, self.device)
+        self._counts = Counts(
+            trajectories=max_turns,
+            turns=max_turns,
+            spans=max_runs + 1,
+            sequences=max_turns + 1,
+            tokens=capacity,
+        )
+        self._host: dict[str, Any] = {}
+        self._batch: PackedBatch | None = None
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The batch that was written last.
+
+        Raises:
+            RuntimeError: If none was.
+        """
+        if self._batch is None:
+            raise RuntimeError("no batch was written yet: fill and run first")
+        return self._batch
+
+    def fill(self, buffer: TrajectoryBuffer, layout: Layout = "merged") -> None:
+        """Write what a buffer holds into the host memory that `run` copies from.
+
+        Raises:
+            ValueError: If the batch has more tokens, turns or runs than there is room for, or
+                the buffer has other fields. Nothing is written then.
+
+        Cost: a copy at memory speed on the host; waits for the copy of the last `run`, where
+            that was not captured in a graph.
+        """
+        check_layout(layout)
+        if buffer.fields != self.fields:
+            raise ValueError(
+                f"fields must be those of the static batch, {[f.name for f in self.fields]}, "
+                f"the buffer has {[f.name for f in buffer.fields]}"
+            )
+        state = buffer._store.settle(layout)
+        self._check_room(state)
+        self._staging.reserve(0, 0, words_used=0)  # waits
+        source = buffer._store.staging
+        self._staging.stream[: state.num_words] = source.stream[: state.num_words]
+        for name, table in source.tables.items():
+            self._staging.tables[name][: state.settled.spans + 1] = table[: state.settled.spans + 1]
+        self._pad_tables(state.settled)
+        self._host = dict(buffer._store.host_columns())
+        seqlens = np.diff(self._staging.tables["cu_seqlens"][: self.max_turns + 2])
+        self._host["seqlens"] = lambda: tuple(seqlens.tolist())
+        self._host |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
+
+    def run(self, impl: Impl = "auto") -> PackedBatch:
+        """Write the batch: one copy to the device and the launches of a pack.
+
+        Raises:
+            RuntimeError: If `fill` was not called, or ``impl`` cannot run for this device.
+
+        Cost: one copy of the whole capacity, two launches, a third one where there are extra
+            fields; nothing is allocated but the turns' returns. Capturable in a CUDA graph,
+            once it ran outside of one.
+        """
+        if not self._host:
+            raise RuntimeError("nothing to write: fill first")
+        with self._staging.on_device():
+            self._staging.send_again(self._arena)
+            arena, counts = self._arena, self._counts
+            returns = discounted_returns(
+                arena.table("turn_rewards", counts.turns),
+                arena.table("cu_turns", counts.trajectories + 1),
+                arena.table("turn_discounts", counts.trajectories),
+                impl,
+            )
+            runs = arena.table("runs", counts.spans + 1)
+            build_into(self._tokens, arena.stream, runs, returns, impl)
+            if self.fields:
+                sources = arena.table("field_sources", counts.spans + 1)
+                layouts = self._layouts
+                gather_fields_into(self._rows, arena.stream, runs, sources, layouts, impl)
+        ready = {
+            **self._tokens._asdict(),
+            "turn_returns": returns,
+            "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
+            "token_fields": self.fields,
+        }
+        self._batch = PackedBatch.deferred(ready, turn_tables(arena, counts) | self._host)
+        return self._batch
+
+    def _check_room(self, state: State) -> None:
+        counts = state.settled
+        for name, needed, room in (
+            ("capacity", counts.tokens, self.capacity),
+            ("max_turns", counts.turns, self.max_turns),
+            ("max_runs", counts.spans, self.max_runs),
+            ("words", state.num_words, self._words),
+        ):
+            if needed > room:
+                raise ValueError(f"the batch needs {name} {needed}, the static batch has {room}")
+
+    def _pad_tables(self, counts: Counts) -> None:
+        """Let the rest of every table say that nothing is there."""
+        tables, spans, turns = self._staging.tables, counts.spans, counts.turns
+        runs = tables["runs"]
+        runs[spans] = 0
+        runs[spans, [Run.START, Run.SOURCE, Run.GENERATED]] = counts.tokens, -1, INT32_MAX
+        runs[spans, Run.SEQUENCE] = counts.sequences
+        runs[spans + 1 :] = runs[spans]
+        runs[spans + 1 :, Run.START] = self.capacity
+        tables["cu_seqlens"][counts.sequences + 1 :] = self.capacity
+        tables["cu_turns"][counts.trajectories + 1 :] = self.max_turns
+        tables["turn_discounts"][counts.trajectories :] = 0
+        tables["turn_rewards"][turns:] = 0
+        tables["turn_truncated"][turns:] = False
+        tables["turn_version_start"][turns:] = -1
+        tables["turn_version_end"][turns:] = -1
+        tables["turn_sequence"][turns:] = counts.sequences
+        tables["turn_spans"][turns:] = counts.tokens
+        if self.fields:
+            tables["field_sources"][spans:] = 0

@@ -1,0 +1,59 @@
+"""From an arena to a batch: the launches of a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from trajpack.kernels.build import build
+from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.gather_fields import gather_fields
+from trajpack.packing.staging import Arena
+from trajpack.packing.tables import Counts
+from trajpack.packing.token_fields import TokenField
+
+TURN_TABLES = (
+    "turn_rewards",
+    "turn_truncated",
+    "turn_version_start",
+    "turn_version_end",
+    "turn_sequence",
+    "turn_spans",
+)
+
+
+def write_batch(
+    arena: Arena, counts: Counts, fields: Sequence[TokenField], impl: Impl
+) -> dict[str, Any]:
+    """Launch what writes a batch, and return its tensors over tokens and the turns' returns."""
+    returns = discounted_returns(
+        arena.table("turn_rewards", counts.turns),
+        arena.table("cu_turns", counts.trajectories + 1),
+        arena.table("turn_discounts", counts.trajectories),
+        impl,
+    )
+    runs = arena.table("runs", counts.spans + 1)
+    built = build(arena.stream, runs, returns, counts.tokens, impl)
+    extra = {}
+    if fields:
+        sources = arena.table("field_sources", counts.spans + 1)
+        layouts = [field.layout for field in fields]
+        gathered = gather_fields(arena.stream, runs, sources, layouts, counts.tokens, impl)
+        extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
+    return {
+        **built._asdict(),
+        "turn_returns": returns,
+        "fields": extra,
+        "token_fields": tuple(fields),
+    }
+
+
+def turn_tables(arena: Arena, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return what makes the batch's tensors over turns and boundaries out of an arena."""
+    turns = dict.fromkeys(TURN_TABLES, counts.turns)
+    bounds = {"cu_turns": counts.trajectories + 1, "cu_seqlens": counts.sequences + 1}
+    return {name: partial(arena.table, name, rows) for name, rows in (turns | bounds).items()}

@@ -22,6 +22,7 @@ def find_segment(starts, count, position, STRIDE: tl.constexpr):
         probe = lane * step
         start = tl.load(starts + (low + probe) * STRIDE, mask=probe < count, other=2147483647)
         skipped = (tl.sum((start <= position).to(tl.int32), 0) - 1) * step
+        skipped = tl.maximum(skipped, 0)  # where nothing starts at or before it: stay in bounds
         low += skipped
         count = tl.minimum(step, count - skipped)
     return low

@@ -177,7 +177,7 @@ class TrajectoryBuffer:
         state = self._store.settle(layout)
         with self._store.staging.on_device():
             arena = self._store.staging.send(state.num_words)
-            written = write_batch(arena, state.settled, self.fields, chosen)
+            written = write_batch(arena, arena.stream, state.settled, self.fields, chosen)
         ready = written | {"layout": layout, "num_generated": state.num_generated}
         later = turn_tables(arena, state.settled)
         if self.device.type == "cpu":  # the buffer's memory is written again

@@ -101,14 +101,14 @@ def take_in(trajectories: Sequence[Trajectory], fields: tuple[TokenField, ...]) 
     for trajectory in trajectories:
         turn_index = -1
         try:
-            intake.labels.append(_checked_labels(trajectory))
+            intake.labels.append(checked_labels(trajectory))
             tips: list[Tip] = []
             for turn_index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
                 _take_turn(intake, tips, turn)
             if turn_index < 0:
                 raise ValueError("must have at least one turn, got none")
         except (TypeError, ValueError) as error:
-            raise _placed(error, trajectory, turn_index) from error.__cause__
+            raise placed(error, trajectory, turn_index) from error.__cause__
         intake.num_turns.append(turn_index + 1)
         for tip in tips:
             intake.chain_sizes.append(tip.size)
@@ -128,10 +128,10 @@ def name_fault(trajectories: Sequence[Trajectory]) -> None:
                 as_ids("completion_ids", turn.completion_ids)
                 as_logprobs("completion_logprobs", turn.completion_logprobs)
             except ValueError as error:
-                raise _placed(error, trajectory, index) from None
+                raise placed(error, trajectory, index) from None
 
 
-def _placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueError:
+def placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueError:
     """Say where an error happened."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     if not isinstance(trajectory, Trajectory) or not isinstance(trajectory.id, str):
@@ -140,7 +140,8 @@ def _placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueE
     return kind(f"trajectory {trajectory.id!r}{turn}: {error}")
 
 
-def _checked_labels(trajectory: Trajectory) -> Labels:
+def checked_labels(trajectory: Trajectory) -> Labels:
+    """Check all of a trajectory but its turns."""
     if not isinstance(trajectory, Trajectory):
         raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
     name, group = trajectory.id, trajectory.group
@@ -172,16 +173,10 @@ def _take_turn(intake: Intake, tips: list[Tip], turn: Turn) -> None:
             f"completion_logprobs must have one entry per completion token, got {len(logprobs)} "
             f"for {size} token(s)"
         )
-    truncated = turn.truncated
-    if truncated is not True and truncated is not False and not isinstance(truncated, np.bool_):
-        raise TypeError(f"truncated must be a bool, got {type(truncated).__name__}")
-    reward = turn.reward
-    if type(reward) is not float or not -FLOAT32_MAX <= reward <= FLOAT32_MAX:
-        reward = as_number("reward", reward)
     rows: Sequence[Bytes] = ()
     if intake.fields or turn.fields:
         rows = rows_of_turn(intake.fields, turn.fields, begin, size)
-    _take_versions(intake, turn, size)
+    take_numbers(intake, turn, begin, size)
     tip = Tip(begin + size, prompt, completion, rows)
     chain = _longest_prefix(tips, tip, intake.fields) if tips else None
     if chain is None:
@@ -194,13 +189,20 @@ def _take_turn(intake: Intake, tips: list[Tip], turn: Turn) -> None:
         if spec.generated_only:
             intake.rows[number].append(rows[number])
     intake.turn_chain.append(len(intake.chain_sizes) + chain)
-    intake.turn_begin.append(begin)
-    intake.turn_size.append(size)
-    intake.rewards.append(reward)
-    intake.truncated.append(bool(truncated))
 
 
-def _take_versions(intake: Intake, turn: Turn, size: int) -> None:
+def take_numbers(intake: Intake, turn: Turn, begin: int, size: int) -> None:
+    """Check what a turn says of itself and append it to the columns.
+
+    Raises:
+        TypeError: If a value is of the wrong kind.
+        ValueError: If a number is not finite, or versions make no sense.
+    """
+    truncated, reward = turn.truncated, turn.reward
+    if truncated is not True and truncated is not False and not isinstance(truncated, np.bool_):
+        raise TypeError(f"truncated must be a bool, got {type(truncated).__name__}")
+    if type(reward) is not float or not -FLOAT32_MAX <= reward <= FLOAT32_MAX:
+        reward = as_number("reward", reward)
     start, end = turn.version_start, turn.version_end
     plain = turn.version_spans is None and type(start) is int and type(end) is int
     if not plain or not 0 <= start <= end <= INT32_MAX:
@@ -209,6 +211,10 @@ def _take_versions(intake: Intake, turn: Turn, size: int) -> None:
             intake.version_runs[len(intake.turn_size)] = runs
     intake.version_start.append(start)
     intake.version_end.append(end)
+    intake.turn_begin.append(begin)
+    intake.turn_size.append(size)
+    intake.rewards.append(reward)
+    intake.truncated.append(bool(truncated))
 
 
 def _longest_prefix(tips: Sequence[Tip], turn: Tip, fields: Sequence[TokenField]) -> int | None:

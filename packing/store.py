@@ -90,18 +90,7 @@ class Store:
 
     def host_columns(self) -> dict[str, Callable[[], Any]]:
         """Return what makes the host tuples of a batch, when they are first asked for."""
-        counts = self.state.settled
-        labels, count = self.labels, counts.trajectories
-        seqlens = self.tables.seqlens[: counts.sequences]
-        discounts = self.tables.discounts[:count]
-        return {
-            "seqlens": lambda: tuple(seqlens.tolist()),
-            "turn_discounts": lambda: tuple(discounts.tolist()),
-            "ids": lambda: tuple(label.id for label in labels[:count]),
-            "groups": lambda: tuple(label.group for label in labels[:count]),
-            "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
-            "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
-        }
+        return host_columns(self.labels, self.tables, self.state.settled)
 
     def _write(self, intake: Intake, given: Sequence[Trajectory]) -> tuple[Block, int]:
         """Write a block behind the stream; return where it lies and where it ends."""
@@ -144,6 +133,23 @@ class Store:
         before = state.settled if same else Counts()
         counts = self.tables.arrange(layout, counts, before, room)
         return state._replace(settled=counts, layout=layout, waiting=())
+
+
+def host_columns(
+    labels: Sequence[Labels], tables: BatchTables, counts: Counts
+) -> dict[str, Callable[[], Any]]:
+    """Return what makes the host tuples of a batch, when they are first asked for."""
+    count = counts.trajectories
+    seqlens = tables.seqlens[: counts.sequences]
+    discounts = tables.discounts[:count]
+    return {
+        "seqlens": lambda: tuple(seqlens.tolist()),
+        "turn_discounts": lambda: tuple(discounts.tolist()),
+        "ids": lambda: tuple(label.id for label in labels[:count]),
+        "groups": lambda: tuple(label.group for label in labels[:count]),
+        "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
+        "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
+    }
 
 
 def _all_finite(values: npt.NDArray[np.float32]) -> bool:

@@ -27,9 +27,16 @@ TURN_TABLES = (
 
 
 def write_batch(
-    arena: Arena, counts: Counts, fields: Sequence[TokenField], impl: Impl
+    arena: Arena,
+    words: torch.Tensor,
+    counts: Counts,
+    fields: Sequence[TokenField],
+    impl: Impl,
 ) -> dict[str, Any]:
-    """Launch what writes a batch, and return its tensors over tokens and the turns' returns."""
+    """Launch what writes a batch from its tables and the stream ``words``.
+
+    Returns its tensors over tokens and the turns' returns.
+    """
     returns = discounted_returns(
         arena.table("turn_rewards", counts.turns),
         arena.table("cu_turns", counts.trajectories + 1),
@@ -37,12 +44,12 @@ def write_batch(
         impl,
     )
     runs = arena.table("runs", counts.spans + 1)
-    built = build(arena.stream, runs, returns, counts.tokens, impl)
+    built = build(words, runs, returns, counts.tokens, impl)
     extra = {}
     if fields:
         sources = arena.table("field_sources", counts.spans + 1)
         layouts = [field.layout for field in fields]
-        gathered = gather_fields(arena.stream, runs, sources, layouts, counts.tokens, impl)
+        gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     return {
         **built._asdict(),

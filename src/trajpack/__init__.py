@@ -8,18 +8,22 @@ import trajpack.kernels
 import trajpack.packing
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
+from trajpack.packing.resident import pack_resident
+from trajpack.packing.static_batch import StaticBatch
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 from trajpack.packing.unpack import unpack
 
 __all__ = [
     "PackedBatch",
+    "StaticBatch",
     "TokenField",
     "Trajectory",
     "TrajectoryBuffer",
     "Turn",
     "VersionSpan",
     "pack",
+    "pack_resident",
     "unpack",
 ]
 
@@ -37,17 +41,28 @@ def _export(layer: _ModuleType, names: dict[str, str]) -> None:
     layer.__dict__.update((name, get(name)) for name, module in names.items() if name == module)
 
 
-_export(trajpack.kernels, {"build": "build", "discounted_returns": "discounted_returns"})
+_export(
+    trajpack.kernels,
+    {
+        "build": "build",
+        "discounted_returns": "discounted_returns",
+        "gather_words": "gather_words",
+        "pad": "pad",
+        "unpad": "unpad",
+    },
+)
 _export(
     trajpack.packing,
     {
         "PackedBatch": "batch",
+        "StaticBatch": "static_batch",
         "TokenField": "token_fields",
         "Trajectory": "types",
         "TrajectoryBuffer": "buffer",
         "Turn": "types",
         "VersionSpan": "types",
         "pack": "buffer",
+        "pack_resident": "resident",
         "unpack": "unpack",
     },
 )

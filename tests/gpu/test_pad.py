@@ -1,0 +1,202 @@
+"""Padding and gathering on real hardware: the bits of the host, asynchronous, capturable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack.kernels.gather_words import KINDS, gather_words, piece_table
+from trajpack.kernels.pad import pad
+from trajpack.kernels.padding import BITS
+from trajpack.kernels.unpad import unpad
+from trajpack.testing import assert_same_bits, boundaries
+
+pytestmark = pytest.mark.gpu
+
+SIDES = ("left", "right")
+SHAPES = {
+    "a million tokens": (lambda rng: rng.integers(50, 4000, 512), (), torch.float32),
+    "tiny sequences": (lambda rng: rng.integers(0, 9, 50_000), (), torch.int64),
+    "masks": (lambda rng: rng.integers(0, 700, 300), (), torch.bool),
+    "hidden states": (lambda rng: rng.integers(0, 300, 40), (1024,), torch.bfloat16),
+    "rows of odd bytes": (lambda rng: rng.integers(0, 300, 40), (77,), torch.bfloat16),
+    "rows of three words": (lambda rng: rng.integers(0, 3000, 40), (3,), torch.float32),
+    "bytes": (lambda rng: rng.integers(0, 3000, 40), (5,), torch.uint8),
+    "complex": (lambda rng: rng.integers(0, 3000, 40), (), torch.complex128),
+}
+
+
+def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    pair = (t.detach().contiguous().view(BITS[t.element_size()]) for t in (actual, expected))
+    assert_same_bits(*pair)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).squeeze(-1)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_padding_equals_the_host_bit_for_bit(name: str, side: Any, impl: Any) -> None:
+    draw, rest, dtype = SHAPES[name]
+    lengths = draw(np.random.default_rng(0)).tolist()
+    packed, ends = random_bits((sum(lengths), *rest), dtype), boundaries(lengths)
+    longest = max(lengths) + 1
+    padded = pad(packed, ends, longest, value=1, side=side)
+    on_device = pad(packed.cuda(), ends.cuda(), longest, value=1, side=side, impl=impl)
+    assert_bits(on_device, padded)
+    assert_bits(unpad(on_device, ends.cuda(), len(packed), side=side, impl=impl), packed)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 4, 6, 8])
+def test_memory_at_any_address_is_read_right(shift: int, width: int) -> None:
+    lengths, ends = [400, 3, 1700], boundaries([400, 3, 1700])
+    memory = random_bits((sum(lengths), shift + width + 3), torch.float32)
+    part = slice(shift, shift + width)
+    padded = pad(memory.cuda()[:, part], ends.cuda(), 1700)
+    assert_bits(padded, pad(memory[:, part], ends, 1700))
+    wider = torch.nn.functional.pad(padded, (shift, 3))[..., part]
+    assert_bits(unpad(wider, ends.cuda(), sum(lengths)), memory[:, part])
+
+
+def test_offsets_past_two_and_four_billion_elements_are_right() -> None:
+    """Three rows of 1.1 billion words: 13 GB to read, 9 GB to write."""
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GB of free device memory")
+    width = 65_536
+    padded = torch.zeros(3, 17_000, width, dtype=torch.int32, device="cuda")
+    padded[:, :, 0] = torch.arange(3 * 17_000, device="cuda", dtype=torch.int32).view(3, 17_000)
+    padded[:, :, -1] = -padded[:, :, 0]
+    lengths = [16_999, 3, 17_000]
+    ends = boundaries(lengths).cuda()
+    packed = unpad(padded, ends, sum(lengths))
+    expected = torch.cat([padded[i, :length, 0] for i, length in enumerate(lengths)])
+    del padded
+    assert torch.equal(packed[:, 0], expected)
+    assert torch.equal(packed[:, -1], -expected)
+    assert not packed[:, 1:-1].any()
+    again = pad(packed, ends, 17_000, value=7)
+    assert torch.equal(again[2, :, 0], expected[-17_000:])
+    assert torch.equal(again[0, :-1, -1], -expected[:16_999])
+    assert (again[1, 3:, 5] == 7).all()
+
+
+def test_unpadding_logits_takes_the_memory_of_the_result_and_no_more() -> None:
+    logits = torch.zeros(8, 513, 32_000, dtype=torch.bfloat16, device="cuda")
+    lengths = [512, 3, 100, 0, 512, 512, 9, 80]
+    ends = boundaries(lengths).cuda()
+    unpad(logits[:, :-1], ends, sum(lengths))  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    packed = unpad(logits[:, :-1], ends, sum(lengths))
+    assert torch.cuda.max_memory_allocated() - before <= packed.nbytes + 2**22
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_gradients_on_the_device_are_those_on_the_host(side: Any) -> None:
+    lengths, grads = [70, 0, 3, 1, 400], []
+    for device in ("cpu", "cuda"):
+        packed = torch.linspace(-1, 1, sum(lengths) * 8, device=device).view(-1, 8)
+        packed = packed.detach().requires_grad_()
+        ends = boundaries(lengths).to(device)
+        padded = pad(packed, ends, 401, value=3, side=side)
+        weight = torch.arange(401.0, device=device)[None, :, None]
+        (unpad(padded * weight, ends, sum(lengths), side=side)).sum().backward()
+        grads.append(packed.grad.cpu())  # type: ignore[union-attr]
+    assert_same_bits(grads[1], grads[0])
+
+
+def pieces_on_host() -> list[torch.Tensor]:
+    rng = np.random.default_rng(0)
+    dtypes = list(KINDS)
+    return [
+        torch.from_numpy(rng.standard_normal(int(n) + 3) * 100).to(dtypes[i % len(dtypes)])[i % 4 :]
+        for i, n in enumerate([*rng.integers(0, 4000, 1000), 0, 1, 1023, 1024, 1025, 300_000])
+    ]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_gathered_words_are_those_of_the_host(impl: Any) -> None:
+    pieces = pieces_on_host()
+    shifted = [torch.cat([p[:1], p]).cuda()[1:] if len(p) else p.cuda() for p in pieces]
+    assert_same_bits(gather_words(shifted, impl), gather_words(pieces))
+
+
+def cases() -> list[Callable[[], torch.Tensor]]:
+    lengths = [70, 0, 3, 1, 400]
+    ends, packed = boundaries(lengths).cuda(), torch.randn(sum(lengths), 8, device="cuda")
+    padded = torch.randn(5, 400, 8, device="cuda")
+    pieces = [torch.arange(n, device="cuda") for n in (5, 2000, 0, 7)]
+    table = torch.from_numpy(piece_table(pieces)).cuda()
+    return [
+        lambda: pad(packed, ends, 400, value=0.5),
+        lambda: unpad(padded, ends, sum(lengths)),
+        lambda: torch.ops.trajpack.gather_words(table, sum(map(len, pieces))),
+        lambda: gather_words(pieces),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_nothing_waits_for_the_device(index: int) -> None:
+    call = cases()[index]
+    expected = call()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_the_kernels_are_captured_in_a_graph(index: int) -> None:
+    call = cases()[index]
+    expected = call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, expected)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_each_is_one_kernel_and_no_copy(index: int) -> None:
+    call = cases()[index]
+    call()  # compiles
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    names = [event.name for event in profile.events() if event.device_type == on_device]
+    if not names:
+        pytest.skip("the profiler sees no device")
+    assert names == [["pad_kernel", "unpad_kernel", "gather_words_kernel"][index]]
+
+
+def test_boundaries_that_make_no_sense_reach_no_other_memory() -> None:
+    memory = torch.full((100_000,), 9, device="cuda")
+    memory[50_000:50_011] = 1
+    for wrong in ([0, 4, 900], [-5, -2, 3], [700, 800, 900], [0, 9, 2, 11, -(2**31), 2**31 - 1]):
+        ends = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+        for side in SIDES:
+            padded = pad(memory[50_000:50_011], ends, 5, side=side)  # type: ignore[arg-type]
+            assert set(padded.unique().tolist()) <= {0, 1}
+            rows = torch.ones(len(wrong) - 1, 5, device="cuda", dtype=torch.int64)
+            taken = unpad(rows, ends, 11, side=side)  # type: ignore[arg-type]
+            assert set(taken.unique().tolist()) <= {0, 1}

@@ -1,0 +1,159 @@
+"""On real hardware: graphs that replay new contents, turns that never leave the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack import StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack_resident
+from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.testing import assert_batches_equal, assert_same_bits, random_trajectory
+
+pytestmark = pytest.mark.gpu
+
+FIELDS = [
+    TokenField("experts", torch.uint8, (5, 3), fill=255, generated_only=False),
+    TokenField("values", torch.bfloat16),
+    TokenField("state", torch.int64, fill=-1),
+]
+LAYOUTS = ("merged", "turns")
+
+
+@pytest.fixture
+def sync_is_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def with_rows(trajectory: Trajectory) -> Trajectory:
+    turns = []
+    for turn in trajectory.turns:
+        size, total = len(turn.completion_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+        places = np.arange(total)
+        rows = {
+            "experts": (places[:, None] + np.arange(15)).astype(np.uint8).reshape(-1, 5, 3),
+            "values": places[total - size :] % 256,
+            "state": places[total - size :] * 2**33,
+        }
+        turns.append(dataclasses.replace(turn, fields=rows))
+    return dataclasses.replace(trajectory, turns=turns)
+
+
+def conversations(count: int, seed: int = 0, longest: int = 400) -> list[Trajectory]:
+    rng = np.random.default_rng(seed)
+    sizes = {"prompt": (1, longest), "completion": (1, longest)}
+    drawn = [random_trajectory(rng, str(i), num_turns=3, **sizes) for i in range(count)]
+    return [with_rows(trajectory) for trajectory in drawn]
+
+
+def filled(trajectories: list[Trajectory], device: str = "cuda") -> TrajectoryBuffer:
+    buffer = TrajectoryBuffer(device=device, fields=FIELDS)
+    buffer.extend(trajectories)
+    return buffer
+
+
+def assert_holds(batch: Any, trajectories: list[Trajectory], layout: Any) -> None:
+    expected = filled(trajectories, "cpu").pack(layout)
+    tokens = expected.num_tokens
+    for name in FIELD_DTYPES:
+        if name != "returns":
+            assert_same_bits(getattr(batch, name)[:tokens], getattr(expected, name), name)
+    for name, field in expected.fields.items():
+        assert_same_bits(batch.fields[name][:tokens], field, name)
+    assert not batch.loss_mask[tokens:].any()
+    assert batch.unpack() == trajectories
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extra_fields_are_gathered_as_on_the_host(layout: Any) -> None:
+    trajectories = conversations(100)
+    on_host, on_device = (filled(trajectories, device).pack(layout) for device in ("cpu", "cuda"))
+    for name, field in on_host.fields.items():
+        assert_same_bits(on_device.fields[name], field, name)
+    assert on_device.unpack() == trajectories
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_captured_run_replays_whatever_was_filled_last(layout: Any) -> None:
+    static = StaticBatch(
+        capacity=400_000, max_turns=900, max_runs=2000, device="cuda", fields=FIELDS
+    )
+    static.fill(filled(conversations(50)), layout)
+    static.run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = static.run()
+    for seed, count in enumerate((60, 5, 0, 80)):
+        trajectories = conversations(count, seed)
+        static.fill(filled(trajectories), layout)
+        graph.replay()
+        torch.cuda.synchronize()
+        # the captured batch has the tensors; what stays on the host is that of the last fill
+        replayed = dataclasses.replace(static.run(), turn_returns=batch.turn_returns)
+        assert_holds(replayed, trajectories, layout)
+        assert batch.input_ids.data_ptr() == replayed.input_ids.data_ptr()
+
+
+def test_a_run_never_waits(sync_is_error: None) -> None:
+    torch.cuda.set_sync_debug_mode("default")
+    static = StaticBatch(capacity=100_000, max_turns=300, device="cuda", fields=FIELDS)
+    buffer = filled(conversations(20))
+    buffer.pack_into(static)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    static.fill(buffer)
+    static.run()
+
+
+def test_two_static_batches_take_turns() -> None:
+    pair = [StaticBatch(400_000, 900, device="cuda", fields=FIELDS) for _ in range(2)]
+    batches = [conversations(30, seed) for seed in range(2)]
+    torch.cuda._sleep(100_000_000)
+    for static, trajectories in zip(pair, batches, strict=True):
+        filled(trajectories).pack_into(static)
+    for static, trajectories in zip(pair, batches, strict=True):
+        assert_holds(static.batch, trajectories, "merged")
+
+
+def on_device(trajectory: Trajectory, ids: torch.dtype) -> Trajectory:
+    turns = [
+        Turn(
+            torch.as_tensor(turn.prompt_ids).to("cuda", ids),
+            torch.as_tensor(turn.completion_ids).to("cuda", ids),
+            torch.as_tensor(turn.completion_logprobs).cuda(),
+            turn.reward,
+            turn.truncated,
+            turn.version_start,
+            turn.version_end,
+        )
+        for turn in trajectory.turns
+    ]
+    return dataclasses.replace(trajectory, turns=turns)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_turns_on_the_device_are_packed_there(
+    layout: Any, ids: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    trajectories = conversations(100)
+    resident = [on_device(trajectory, ids) for trajectory in trajectories]
+    pack_resident(resident, layout)  # compiles
+    request.getfixturevalue("sync_is_error")
+    batch = pack_resident(resident, layout)
+    torch.cuda.set_sync_debug_mode("default")
+    buffer = TrajectoryBuffer(device="cuda")
+    buffer.extend([dataclasses.replace(t, turns=strip(t)) for t in trajectories])
+    assert_batches_equal(batch, buffer.pack(layout))
+
+
+def strip(trajectory: Trajectory) -> list[Turn]:
+    return [dataclasses.replace(turn, fields=None) for turn in trajectory.turns]

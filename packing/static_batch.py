@@ -92,18 +92,24 @@ class StaticBatch:
             tokens=capacity,
         )
         self._host: dict[str, Any] = {}
-        self._batch: PackedBatch | None = None
+        self._returns: torch.Tensor | None = None
 
     @property
     def batch(self) -> PackedBatch:
-        """The batch that was written last.
+        """The batch: tensors as the last `run` or its last replay wrote them, labels as filled.
 
         Raises:
-            RuntimeError: If none was.
+            RuntimeError: If `run` was never called.
         """
-        if self._batch is None:
+        if self._returns is None:
             raise RuntimeError("no batch was written yet: fill and run first")
-        return self._batch
+        ready = {
+            **self._tokens._asdict(),
+            "turn_returns": self._returns,
+            "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
+            "token_fields": self.fields,
+        }
+        return PackedBatch.deferred(ready, turn_tables(self._arena, self._counts) | self._host)
 
     def fill(self, buffer: TrajectoryBuffer, layout: Layout = "merged") -> None:
         """Write what a buffer holds into the host memory that `run` copies from.
@@ -149,7 +155,7 @@ class StaticBatch:
         with self._staging.on_device():
             self._staging.send_again(self._arena)
             arena, counts = self._arena, self._counts
-            returns = discounted_returns(
+            self._returns = returns = discounted_returns(
                 arena.table("turn_rewards", counts.turns),
                 arena.table("cu_turns", counts.trajectories + 1),
                 arena.table("turn_discounts", counts.trajectories),
@@ -161,14 +167,7 @@ class StaticBatch:
                 sources = arena.table("field_sources", counts.spans + 1)
                 layouts = self._layouts
                 gather_fields_into(self._rows, arena.stream, runs, sources, layouts, impl)
-        ready = {
-            **self._tokens._asdict(),
-            "turn_returns": returns,
-            "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
-            "token_fields": self.fields,
-        }
-        self._batch = PackedBatch.deferred(ready, turn_tables(arena, counts) | self._host)
-        return self._batch
+        return self.batch
 
     def _check_room(self, state: State) -> None:
         counts = state.settled

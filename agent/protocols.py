@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
-from trajpack.packing.types import Trajectory, VersionSpan
+from trajpack.packing.conversion import same_values
+from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 or more, got {self.top_k}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GenerationOutput:
-    """One sample, as the engine returned it."""
+    """One sample, as the engine returned it; equal to another where all values are."""
 
     qid: str
     """The episode it answers."""
-    prompt_ids: Sequence[int]
+    prompt_ids: IntArray
     """Token ids the engine saw."""
-    output_ids: Sequence[int]
+    output_ids: IntArray
     """Token ids it sampled, stop token included."""
-    output_logprobs: Sequence[float]
+    output_logprobs: FloatArray
     """Log-probability of each sampled token (natural log)."""
     no_eos: bool
     """True when generation stopped without an end-of-sequence token."""
@@ -72,6 +73,18 @@ class GenerationOutput:
     """Policy version of the last sampled token."""
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     """`(version, start, end)` spans over the sampled tokens, where the engine reports them."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GenerationOutput):
+            return NotImplemented
+        arrays = ("prompt_ids", "output_ids", "output_logprobs")
+        mine, theirs = vars(self), vars(other)
+        return all(
+            same_values(mine[name], theirs[name]) if name in arrays else mine[name] == theirs[name]
+            for name in mine
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def from_bundled(cls, bundled: Any) -> GenerationOutput:

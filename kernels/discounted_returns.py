@@ -6,6 +6,7 @@ from numbers import Real
 
 import torch
 
+from trajpack.kernels.discounted_returns_host import discounted_returns_on_host
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.validation import check_cu_seqlens, check_device, check_tensor
 
@@ -17,6 +18,8 @@ def discounted_returns(
     cu_seqlens: torch.Tensor,
     discount: float | torch.Tensor,
     impl: Impl = "auto",
+    *,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """Discount rewards backward inside each segment.
 
@@ -35,17 +38,20 @@ def discounted_returns(
             powers of it pass the reach of float64, returns are infinite or NaN.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
+        max_seqlen: No segment is longer than this, as far as the caller knows. It decides
+            how the work is cut, never a result: a wrong bound costs time alone.
 
     Returns:
         ``[entries]`` float32; the sums are made in float64. Differentiable with respect to
         ``rewards``.
 
     Raises:
-        TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree.
+        TypeError: If a dtype or a type is none of the above.
+        ValueError: If shapes or devices disagree, or ``max_seqlen`` is negative.
 
-    Cost: one launch (a second one fills ``discount`` in where it is a float), no copy, no
-    host synchronisation.
+    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 entries;
+    else two, and a float64 of scratch for 1,024 entries. One more launch fills ``discount`` in
+    where it is a float. No copy, no host synchronisation.
 
     Example:
         >>> rewards = torch.tensor([-1.0, -1.0, 1.0, 5.0])
@@ -58,7 +64,10 @@ def discounted_returns(
     """
     check_tensor(OP, "rewards", rewards, ndim=1, dtypes=(torch.float32, torch.float64))
     check_cu_seqlens(OP, cu_seqlens, device=rewards.device)
+    _check_max_seqlen(max_seqlen)
     segments = cu_seqlens.shape[0] - 1
+    if rewards.shape[0] and not segments:
+        raise ValueError(f"{OP}: cu_seqlens must bound {rewards.shape[0]} entries, got no segment")
     if isinstance(discount, torch.Tensor):
         check_tensor(OP, "discount", discount, ndim=1, dtypes=(torch.float32, torch.float64))
         check_device(OP, "discount", discount, rewards.device)
@@ -76,9 +85,18 @@ def discounted_returns(
         discount = rewards.new_full((segments,), float(discount), dtype=torch.float64)
     chosen = resolve_impl(OP, impl, rewards)
     returns: torch.Tensor = torch.ops.trajpack.discounted_returns(
-        rewards.contiguous(), cu_seqlens.contiguous(), discount.contiguous(), chosen
+        rewards.contiguous(), cu_seqlens.contiguous(), discount.contiguous(), chosen, max_seqlen
     )
     return returns
+
+
+def _check_max_seqlen(max_seqlen: int | None) -> None:
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{OP}: max_seqlen must be an int or None, got {max_seqlen!r}")
+    if max_seqlen < 0:
+        raise ValueError(f"{OP}: max_seqlen must not be negative, got {max_seqlen}")
 
 
 def discounted_returns_reference(
@@ -110,34 +128,44 @@ def discounted_returns_reference(
 
 
 def _run(
-    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor, impl: str
+    rewards: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    discount: torch.Tensor,
+    impl: str,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
+    if impl == "torch" and rewards.device.type == "cpu":
+        return discounted_returns_on_host(rewards, cu_seqlens, discount)
     if impl == "torch":
         return discounted_returns_reference(rewards, cu_seqlens, discount)
     from trajpack.kernels.discounted_returns_triton import discounted_returns_forward
 
-    return discounted_returns_forward(rewards, cu_seqlens, discount)
+    return discounted_returns_forward(rewards, cu_seqlens, discount, max_seqlen)
 
 
 def _fake(
-    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor, impl: str
+    rewards: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    discount: torch.Tensor,
+    impl: str,
+    max_seqlen: int | None = None,
 ) -> torch.Tensor:
     return torch.empty_like(rewards, dtype=torch.float32)
 
 
 def _setup_context(
     ctx: torch.autograd.function.FunctionCtx,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, str],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, str, int | None],
     output: torch.Tensor,
 ) -> None:
-    rewards, cu_seqlens, discount, ctx.impl = inputs  # type: ignore[attr-defined]
+    rewards, cu_seqlens, discount, ctx.impl, ctx.max_seqlen = inputs  # type: ignore[attr-defined]
     ctx.dtype = rewards.dtype  # type: ignore[attr-defined]
     ctx.save_for_backward(cu_seqlens, discount)
 
 
 def _backward(
     ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-) -> tuple[torch.Tensor, None, None, None]:
+) -> tuple[torch.Tensor, None, None, None, None]:
     # the transpose of a scan from the right is the scan from the left: mirror, scan, mirror
     cu_seqlens, discount = ctx.saved_tensors  # type: ignore[attr-defined]
     mirrored = (grad.shape[0] - cu_seqlens).flip(0)
@@ -146,12 +174,14 @@ def _backward(
         mirrored,
         discount.flip(0),
         ctx.impl,  # type: ignore[attr-defined]
+        ctx.max_seqlen,  # type: ignore[attr-defined]
     )
-    return scanned.flip(0).to(ctx.dtype), None, None, None  # type: ignore[attr-defined]
+    return scanned.flip(0).to(ctx.dtype), None, None, None, None  # type: ignore[attr-defined]
 
 
 LIBRARY.define(
-    "discounted_returns(Tensor rewards, Tensor cu_seqlens, Tensor discount, str impl) -> Tensor"
+    "discounted_returns(Tensor rewards, Tensor cu_seqlens, Tensor discount, str impl, "
+    "SymInt? max_seqlen=None) -> Tensor"
 )
 LIBRARY.impl("discounted_returns", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("trajpack::discounted_returns", _fake, lib=LIBRARY)

@@ -6,8 +6,6 @@ another. What kind a piece has is the same for all lanes, so only one of the loa
 address says nothing of alignment: entries are loaded one by one, neighbours by neighbours.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import torch

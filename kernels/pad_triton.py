@@ -6,8 +6,6 @@ loads are as wide as units are. Results are allocated in whole tiles and lie wit
 stores are full width and unmasked whatever the unit, and padding is stored with the rest.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from math import gcd, prod

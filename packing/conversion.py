@@ -232,14 +232,14 @@ def _packed(values: Sequence[Any], typecode: str) -> npt.NDArray[Any]:
     It is the fastest way out of a list, as long as what it makes of its arguments stays in cache.
     """
     count = len(values)
-    numbers = np.empty(count, PACKED[typecode])
+    numbers: Any = np.empty(count, PACKED[typecode])  # a buffer, which its type does not say
     if count <= PIECE:
         struct.pack_into(f"{count}{typecode}", numbers, 0, *values)
-        return numbers
+        return np.asarray(numbers)
     for begin in range(0, count, PIECE):
         piece = values[begin : begin + PIECE]
         struct.pack_into(f"{len(piece)}{typecode}", numbers, 4 * begin, *piece)
-    return numbers
+    return np.asarray(numbers)
 
 
 def _refusal(name: str, values: Sequence[Any], typecode: str) -> TypeError | ValueError:

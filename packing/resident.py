@@ -102,53 +102,60 @@ def _take_in(
         index = -1
         try:
             intake.labels.append(checked_labels(trajectory))
-            tips: list[Turn] = []
+            tips: list[tuple[torch.Tensor, torch.Tensor]] = []
             for index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
-                _check_tensors(turn, logprobs)
-                begin, size = len(turn.prompt_ids), len(turn.completion_ids)
-                take_numbers(intake, turn, begin, size)
-                if layout == "merged" and tips and begin >= _length(tips[-1]):
-                    tips[-1] = turn
+                prompt, completion, values = _tensors(turn, logprobs)
+                take_numbers(intake, turn, len(prompt), len(completion))
+                if layout == "merged" and tips and len(prompt) >= sum(map(len, tips[-1])):
+                    tips[-1] = prompt, completion
                 else:
-                    tips.append(turn)
+                    tips.append((prompt, completion))
                 intake.turn_chain.append(len(intake.chain_sizes) + len(tips) - 1)
-                logprobs.append(turn.completion_logprobs)
+                logprobs.append(values)
             if index < 0:
                 raise ValueError("must have at least one turn, got none")
         except (TypeError, ValueError) as error:
             raise placed(error, trajectory, index) from error.__cause__
         intake.num_turns.append(index + 1)
         for tip in tips:
-            intake.chain_sizes.append(_length(tip))
-            ids += (tip.prompt_ids, tip.completion_ids)
+            intake.chain_sizes.append(sum(map(len, tip)))
+            ids += tip
     return intake, ids + logprobs
 
 
-def _length(turn: Turn) -> int:
-    return len(turn.prompt_ids) + len(turn.completion_ids)
-
-
-def _check_tensors(turn: Turn, earlier: Sequence[torch.Tensor]) -> None:
+def _tensors(
+    turn: Turn, earlier: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return prompt, completion and log-probabilities of a turn, checked but for their values."""
     if not isinstance(turn, Turn):
         raise TypeError(f"expected a Turn, got {type(turn).__name__}")
     if turn.fields:
         raise ValueError(f"fields must be packed by a TrajectoryBuffer, got {sorted(turn.fields)}")
-    for name, real in (("prompt_ids", 0), ("completion_ids", 0), ("completion_logprobs", 1)):
-        tensor = getattr(turn, name)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype.is_floating_point != bool(real) or tensor.dtype == torch.bool:
-            kind = "floats" if real else "integers"
-            raise TypeError(f"{name} must be {kind}, got {tensor.dtype}")
-        if tensor.ndim != 1 or not tensor.is_contiguous():
-            shape = list(tensor.shape)
-            raise ValueError(f"{name} must have one dimension and be contiguous, got {shape}")
-        if tensor.device != (device := (earlier or [turn.prompt_ids])[0].device):
+    prompt = _tensor("prompt_ids", turn.prompt_ids, real=False)
+    completion = _tensor("completion_ids", turn.completion_ids, real=False)
+    logprobs = _tensor("completion_logprobs", turn.completion_logprobs, real=True)
+    device = (earlier or [prompt])[0].device
+    named = {"prompt_ids": prompt, "completion_ids": completion, "completion_logprobs": logprobs}
+    for name, tensor in named.items():
+        if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, others are on {device}")
-    if not len(turn.prompt_ids):
+    if not len(prompt):
         raise ValueError("prompt_ids must not be empty")
-    if len(turn.completion_ids) != len(turn.completion_logprobs):
+    if len(completion) != len(logprobs):
         raise ValueError(
             "completion_logprobs must have one entry per completion token, got "
-            f"{len(turn.completion_logprobs)} for {len(turn.completion_ids)} token(s)"
+            f"{len(logprobs)} for {len(completion)} token(s)"
         )
+    return prompt, completion, logprobs
+
+
+def _tensor(name: str, tensor: Any, *, real: bool) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype.is_floating_point != real or tensor.dtype == torch.bool:
+        kind = "floats" if real else "integers"
+        raise TypeError(f"{name} must be {kind}, got {tensor.dtype}")
+    if tensor.ndim != 1 or not tensor.is_contiguous():
+        shape = list(tensor.shape)
+        raise ValueError(f"{name} must have one dimension and be contiguous, got {shape}")
+    return tensor

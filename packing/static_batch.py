@@ -87,6 +87,7 @@ class StaticBatch:
         self._counts = Counts(
             trajectories=max_turns,
             turns=max_turns,
+            most_turns=max_turns,
             spans=max_runs + 1,
             sequences=max_turns + 1,
             tokens=capacity,
@@ -160,6 +161,7 @@ class StaticBatch:
                 arena.table("cu_turns", counts.trajectories + 1),
                 arena.table("turn_discounts", counts.trajectories),
                 impl,
+                max_seqlen=counts.most_turns,
             )
             runs = arena.table("runs", counts.spans + 1)
             build_into(self._tokens, arena.stream, runs, returns, impl)

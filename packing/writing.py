@@ -42,6 +42,7 @@ def write_batch(
         arena.table("cu_turns", counts.trajectories + 1),
         arena.table("turn_discounts", counts.trajectories),
         impl,
+        max_seqlen=counts.most_turns,
     )
     runs = arena.table("runs", counts.spans + 1)
     built = build(words, runs, returns, counts.tokens, impl)

@@ -18,7 +18,16 @@ PRODUCT = sorted(
 )
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 40
-OPTIONAL = {"triton", "transformers", "math_verify", "reasoning_gym", "hypothesis", "typer", "rich"}
+OPTIONAL = {
+    "triton",
+    "msgspec",
+    "transformers",
+    "math_verify",
+    "reasoning_gym",
+    "hypothesis",
+    "typer",
+    "rich",
+}
 
 
 def imported_modules(tree):

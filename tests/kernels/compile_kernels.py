@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,37 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels import build_triton
+from trajpack.kernels import (
+    build_triton,
+    discounted_returns_triton,
+    gather_words_triton,
+    pad_triton,
+)
 from trajpack.kernels.build_triton import build_forward, build_kernel
 from trajpack.kernels.discounted_returns_triton import (
     discounted_returns_forward,
     discounted_returns_kernel,
+    segment_returns,
+    superblock_returns,
+    superblock_returns_kernel,
+    superblock_sums,
+    superblock_sums_kernel,
 )
+from trajpack.kernels.gather_words_triton import gather_words_forward, gather_words_kernel
+from trajpack.kernels.pad_triton import pad_forward, pad_kernel, unpad_forward, unpad_kernel
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
-KERNELS = (build_kernel, discounted_returns_kernel)
+KERNELS = (
+    build_kernel,
+    discounted_returns_kernel,
+    superblock_sums_kernel,
+    superblock_returns_kernel,
+    gather_words_kernel,
+    pad_kernel,
+    unpad_kernel,
+)
+TUNED = (build_triton, gather_words_triton, pad_triton)
+"""Modules whose warps follow from their threads."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 BYTES = {"": 4, "U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -103,7 +126,10 @@ PLANTED = (masked_kernel, hinted_kernel)
 def recording(target: GPUTarget, device: int) -> Iterator[Recorder]:
     recorder = Recorder(target, device)
     driver.set_active(recorder)
-    build_triton.NUM_WARPS = build_triton.THREADS // target.warp_size  # as where torch has it
+    for module in TUNED:
+        module.NUM_WARPS = module.THREADS // target.warp_size  # as where torch has it
+    limit = {} if target.backend == "hip" else {"maxnreg": 128}
+    discounted_returns_triton.OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, **limit}
     yield recorder
 
 
@@ -116,13 +142,35 @@ def launches_of_every_variant(device: str = "cpu") -> Iterator[tuple[str, Callab
     yield "unaligned", lambda: build_forward(words[1:], runs, returns[1:], 1500)
     for dtype in (torch.float32, torch.float64):
         rewards = returns.to(dtype)
-        yield "aligned", lambda r=rewards: discounted_returns_forward(r, cu_seqlens, discounts)
-        yield (
-            "unaligned",
-            lambda r=rewards: discounted_returns_forward(r[1:], cu_seqlens[1:], discounts[1:]),
-        )
+        shifted = rewards[1:], cu_seqlens[1:], discounts[1:]
+        for label, inputs in (
+            ("aligned", (rewards, cu_seqlens, discounts)),
+            ("unaligned", shifted),
+        ):
+            sums = torch.zeros(2, dtype=torch.float64, device=device)[label == "unaligned" :]
+            yield label, partial(segment_returns, *inputs)
+            yield label, partial(superblock_sums, *inputs)
+            yield label, partial(superblock_returns, *inputs, sums)
+    table = torch.zeros((5, 4), dtype=torch.int64, device=device)
+    yield "aligned", lambda: gather_words_forward(table, 1500)
+    yield "unaligned", lambda: gather_words_forward(table.view(-1)[1:-3].view(4, 4), 1500)
+    yield from launches_of_every_row(cu_seqlens)
     yield "planted", lambda: masked_kernel[(1,)](words, words, 99, **PLAIN)
     yield "planted", lambda: hinted_kernel[(1,)](words, words, 99, **PLAIN)
+
+
+def launches_of_every_row(cu_seqlens: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Pad and unpad rows of one unit and of several, for every width of a unit."""
+    memory = torch.zeros(9000, dtype=torch.int8, device=cu_seqlens.device)
+    for unit in (1, 2, 4, 8, 16):
+        unaligned = f"3 x {unit} unaligned", 3 * unit, unit % 16, cu_seqlens[1:]
+        aligned = [(f"{units} x {unit}", units * unit, 0, cu_seqlens) for units in (1, 3)]
+        for label, row, start, ends in (*aligned, unaligned):
+            batch = len(ends) - 1
+            packed = memory[start : start + 99 * row].view(99, row)
+            padded = memory[start : start + batch * 12 * row].view(batch, 12, row)
+            yield label, partial(pad_forward, packed, ends, 12, 1, "left")
+            yield label, partial(unpad_forward, padded, ends, 99, "left")
 
 
 def measure_variants() -> Iterator[dict[str, Any]]:
@@ -157,8 +205,16 @@ def measure(kernel: Any, target: GPUTarget) -> dict[str, Any]:
         "kernel": kernel.name,
         "rewards": fields.get("rewards"),
         "threads": kernel.metadata.num_warps * target.warp_size,
+        "scans": scanned_layouts(kernel.asm["ttgir"]),
         **resources,
     }
+
+
+def scanned_layouts(code: str) -> list[str]:
+    """Return the type and layout of what each scan takes: they settle the order of its sums."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", code, re.MULTILINE))
+    scans = re.findall(r'"tt\.scan".*?^\s*\}\) : \((.*?)\) ->', code, re.MULTILINE | re.DOTALL)
+    return [re.sub(r"#\w+", lambda alias: layouts[alias[0]], scan) for scan in scans]
 
 
 def measure_cuda(kernel: Any) -> dict[str, Any]:
@@ -236,7 +292,7 @@ def measure_launches() -> Iterator[dict[str, Any]]:
                     "num_tokens": batch.num_tokens,
                     "launches": [[done["kernel"], done["grid"]] for done in recorder.launches],
                     "field_sizes": [
-                        field.numel()
+                        field.untyped_storage().nbytes() // field.itemsize
                         for done in recorder.launches
                         for field in done["arguments"].get("fields", ())
                     ],
@@ -244,13 +300,27 @@ def measure_launches() -> Iterator[dict[str, Any]]:
                 }
 
 
-def measure_launches_on_meta() -> int:
+def measure_returns() -> Iterator[dict[str, Any]]:
+    """Return what is launched for entries in segments under a bound, and with which options."""
+    with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 2) as recorder:
+        cu_seqlens, discounts = torch.zeros(4, dtype=torch.int32), torch.ones(3).double()
+        for entries, bound in ((8192, None), (8193, None), (8193, 4096), (8193, 4097), (0, None)):
+            recorder.launches.clear()
+            discounted_returns_forward(torch.zeros(entries), cu_seqlens, discounts, bound)
+            launches = [(done["kernel"], done["grid"][0]) for done in recorder.launches]
+            yield {"entries": entries, "max_seqlen": bound, "launches": launches}
+
+
+def measure_launches_on_meta() -> dict[str, Any]:
     """Launch on tensors without values; a launcher that reads one raises."""
     with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 1) as recorder:
-        for inputs, launch in launches_of_every_variant("meta"):
-            if inputs != "planted":
-                launch()
-        return len(recorder.launches)
+        launchers = [
+            launch for inputs, launch in launches_of_every_variant("meta") if inputs != "planted"
+        ]
+        for launch in launchers:
+            launch()
+        kernels = Counter(done["kernel"] for done in recorder.launches)
+        return {"launchers": len(launchers), "launches": kernels}
 
 
 def refusal() -> str:
@@ -268,6 +338,7 @@ def main() -> None:
         "refusal": refusal(),
         "variants": list(measure_variants()),
         "launches": list(measure_launches()),
+        "returns": list(measure_returns()),
         "launches_on_meta": measure_launches_on_meta(),
     }
     print(json.dumps(measured, indent=1))  # noqa: T201

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,13 +9,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajpack.kernels import discounted_returns_triton
 from trajpack.kernels.discounted_returns import discounted_returns, discounted_returns_reference
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-OP = torch.ops.trajpack.discounted_returns.default
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
+SMALL = {"ROWS": 4, "BLOCK": 8, "BLOCKS": 2, "FEWEST_ENTRIES": 0}
+"""Two launches, with superblocks of 16 entries and scans of 8 of them."""
+
+
+@pytest.fixture(scope="module", params=["torch", "triton", "triton, superblocks"])
+def impl(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Name of an implementation; the last one cuts short segments up too."""
+    name, *superblocks = request.param.split(", ")
+    if name == "triton":
+        request.getfixturevalue("interpreter")
+    with pytest.MonkeyPatch.context() as patch:
+        if superblocks:
+            for name_of_size, size in SMALL.items():
+                patch.setattr(discounted_returns_triton, name_of_size, size)
+        yield name
 
 
 def random_rewards(num: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -153,6 +168,14 @@ def test_a_segment_has_the_same_bits_whatever_it_is_packed_with(
     assert_same_bits(returns_of(*segments), torch.cat([torch.empty(0), *alone]))
 
 
+@pytest.mark.parametrize("max_seqlen", [None, 0, 3, 129, 10**12])
+def test_a_bound_right_or_wrong_changes_no_bit(impl: str, max_seqlen: int | None) -> None:
+    rewards = random_rewards(sum(LENGTHS))
+    expected = discounted_returns(rewards, boundaries(LENGTHS), 0.9, impl)
+    actual = discounted_returns(rewards, boundaries(LENGTHS), 0.9, impl, max_seqlen=max_seqlen)
+    assert_same_bits(actual, expected)
+
+
 def test_permuted_segments_give_permuted_returns(impl: str) -> None:
     parts = list(random_rewards(sum(LENGTHS)).split(LENGTHS))
     discounts = torch.linspace(0.1, 1.1, len(LENGTHS))
@@ -232,70 +255,3 @@ def test_a_gradient_that_is_expanded_is_read_right(impl: str) -> None:
     # entry t counts in the returns of entries 0 to t: 1, 1 + 1/2, 1 + 1/2 + 1/4
     assert rewards.grad is not None
     assert_same_bits(rewards.grad, torch.tensor([1.0, 1.5, 1.75]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_operator_is_registered_right(impl: str, dtype: torch.dtype) -> None:
-    rewards = random_rewards(9, dtype=dtype)
-    discounts = torch.tensor([0.5, 0.9, 1.0], dtype=torch.float64)
-    for leaf in (rewards, rewards.clone().requires_grad_()):
-        torch.library.opcheck(OP, (leaf, boundaries([4, 0, 5]), discounts, impl))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_it_compiles_into_one_graph(dynamic: bool) -> None:
-    def loss(rewards: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return discounted_returns(rewards * 2, cu_seqlens, 0.5).square().sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for lengths in ([3, 4], [1, 0, 8]):
-        eager, traced = (random_rewards(sum(lengths)).requires_grad_() for _ in range(2))
-        loss(eager, boundaries(lengths)).backward()
-        compiled(traced, boundaries(lengths)).backward()
-        assert_same_bits(traced.grad, eager.grad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
-def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
-    returns = discounted_returns(
-        torch.empty(7, device="meta", dtype=torch.float64),
-        torch.empty(3, device="meta", dtype=torch.int32),
-        0.5,
-        impl,
-    )
-    assert (returns.shape, returns.dtype, returns.device.type) == ((7,), torch.float32, "meta")
-
-
-def test_the_reference_reads_no_value() -> None:
-    rewards = torch.empty(7, device="meta")
-    cu_seqlens = torch.empty(3, device="meta", dtype=torch.int32)
-    discounts = torch.empty(2, device="meta", dtype=torch.float64)
-    assert discounted_returns_reference(rewards, cu_seqlens, discounts).shape == (7,)
-
-
-CU = boundaries([2, 1])
-META = torch.empty(2, device="meta")
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (TypeError, r"^discounted_returns: rewards must be a tensor, got list", ([1.0], CU, 1.0)),
-        (TypeError, "rewards must be float32 or float64, got int64", (torch.arange(3), CU, 1.0)),
-        (ValueError, r"rewards must have 1 dim.*got shape \[1, 3\]", (torch.ones(1, 3), CU, 1.0)),
-        (TypeError, "cu_seqlens must be int32, got int64", (torch.ones(3), CU.long(), 1.0)),
-        (TypeError, "cu_seqlens must be a tensor, got list", (torch.ones(3), [0, 3], 1.0)),
-        (ValueError, r"cu_seqlens must have 1 dim.*\[1, 3\]", (torch.ones(3), CU[None], 1.0)),
-        (ValueError, r"cu_seqlens must have segments \+ 1", (torch.ones(3), CU[:0], 1.0)),
-        (ValueError, "cu_seqlens is on meta but .* on cpu", (torch.ones(3), CU.to("meta"), 1.0)),
-        (TypeError, "discount must be float32 or", (torch.ones(3), CU, torch.arange(2))),
-        (ValueError, "discount must have 1 dimension", (torch.ones(3), CU, torch.tensor(1.0))),
-        (ValueError, "discount is on meta but", (torch.ones(3), CU, META)),
-        (ValueError, r"each of 2 segment\(s\), got.*\[3\]", (torch.ones(3), CU, torch.ones(3))),
-        (ValueError, "no gradient flows", (torch.ones(3), CU, torch.ones(2, requires_grad=True))),
-        (ValueError, "impl must be .*, got 'nonsense'", (torch.ones(3), CU, 1.0, "nonsense")),
-    ],
-)
-def test_wrong_input_is_named(error: type[Exception], match: str, arguments: tuple) -> None:
-    with pytest.raises(error, match=match):
-        discounted_returns(*arguments)

@@ -143,9 +143,11 @@ def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.Monke
 def test_a_second_copy_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     discounted_returns = writing_module.discounted_returns
 
-    def copying_returns(rewards: torch.Tensor, cu_turns: Any, discounts: Any, impl: Any) -> Any:
+    def copying_returns(
+        rewards: torch.Tensor, cu_turns: Any, discounts: Any, *rest: Any, **more: Any
+    ) -> Any:
         ones = torch.ones(discounts.shape, dtype=torch.float64).to(rewards.device)
-        return discounted_returns(rewards, cu_turns, ones, impl)
+        return discounted_returns(rewards, cu_turns, ones, *rest, **more)
 
     monkeypatch.setattr(writing_module, "discounted_returns", copying_returns)
     assert ops_of_pack(filled_buffer(), "merged")["aten._to_copy.default"] == 2

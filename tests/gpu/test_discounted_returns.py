@@ -1,0 +1,92 @@
+"""Discounted returns on real hardware: two ways to cut the work, the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.discounted_returns_triton import (
+    segment_returns,
+    superblock_returns,
+    superblock_sums,
+)
+from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "millions of short ones": lambda rng: rng.integers(0, 9, 2_000_000),
+    "a few of a million": lambda rng: np.array([1_000_000, 0, 1_000_001, 999_999]),
+    "turns": lambda rng: rng.integers(50, 4001, 1000),
+    "edges": lambda rng: rng.choice([0, 1, 31, 32, 33, 1023, 1024, 1025, 2049, 32_769], 200),
+    "long among short": lambda rng: np.array([*rng.integers(0, 9, 9999), 300_000, 7, 70_000, 1]),
+}
+
+
+def inputs_of(shape: str) -> tuple[torch.Tensor, list[int], np.ndarray]:
+    rng = np.random.default_rng(0)
+    lengths = SHAPES[shape](rng).tolist()
+    discounts = rng.choice([0.0, 0.5, 0.99, 0.9999, 1.0, -0.9], len(lengths))
+    return torch.from_numpy(rng.standard_normal(sum(lengths))).float(), lengths, discounts
+
+
+def on_device(
+    rewards: torch.Tensor, lengths: list[int], discounts: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return rewards.cuda(), boundaries(lengths).cuda(), torch.from_numpy(discounts).cuda()
+
+
+def by_superblocks(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor
+) -> torch.Tensor:
+    sums = superblock_sums(rewards, cu_seqlens, discount)
+    return superblock_returns(rewards, cu_seqlens, discount, sums)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_regimes_give_the_same_bits_and_equal_the_loop(shape: str) -> None:
+    rewards, lengths, discounts = inputs_of(shape)
+    tensors = on_device(rewards, lengths, discounts)
+    returns = by_superblocks(*tensors)
+    assert_same_bits(segment_returns(*tensors), returns)
+    for _ in range(3):
+        assert_same_bits(discounted_returns(*tensors), returns)
+    exact = returns_by_loop(rewards.numpy(), lengths, discounts)
+    allowed = np.spacing(np.abs(exact).astype(np.float32)) + 1e-13 * np.abs(exact).max()
+    error = np.abs(returns.cpu().double().numpy() - exact)
+    assert (error <= allowed).all(), f"off by {(error / allowed).max():.3g} times the tolerance"
+
+
+def test_a_segment_has_the_same_bits_whatever_it_is_packed_with() -> None:
+    rewards, lengths, discounts = inputs_of("edges")
+    together = discounted_returns(*on_device(rewards, lengths, discounts)).split(lengths)
+    for index, part in enumerate(rewards.split(lengths)):
+        alone = on_device(part, lengths[index : index + 1], discounts[index : index + 1])
+        for bound in (None, 0):
+            assert_same_bits(discounted_returns(*alone, max_seqlen=bound), together[index])
+
+
+def test_long_segments_are_captured_in_a_graph() -> None:
+    tensors = on_device(*inputs_of("long among short"))
+    expected = discounted_returns(*tensors)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = discounted_returns(*tensors)
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(captured, expected)
+
+
+def test_long_segments_never_wait_for_the_device() -> None:
+    tensors = on_device(*inputs_of("long among short"))
+    discounted_returns(*tensors)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        discounted_returns(*tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

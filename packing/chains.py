@@ -154,7 +154,9 @@ def checked_labels(trajectory: Trajectory) -> Labels:
         task_id = as_integer("task_id", task_id)
     if birth_time_ms is not None:
         birth_time_ms = as_integer("birth_time_ms", birth_time_ms)
-    discount = as_number("turn_discount", trajectory.turn_discount)
+    discount = trajectory.turn_discount
+    if type(discount) is not float or not -FLOAT32_MAX <= discount <= FLOAT32_MAX:
+        discount = as_number("turn_discount", discount)
     return Labels(name, group, task_id, birth_time_ms, discount)
 
 

@@ -106,8 +106,8 @@ class Store:
             raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
         self.staging.reserve(end, 0, words_used=used)
         stream = self.staging.stream
-        np.concatenate(intake.ids, out=stream[used:logprobs])
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
+        np.concatenate(intake.ids, out=stream[used:logprobs])
         np.concatenate(intake.logprobs, out=floats)
         if stream[used:logprobs].min() < 0 or not _all_finite(floats):
             name_fault(given)

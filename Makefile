@@ -42,11 +42,24 @@ GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 test-gpu: ## Run the tests that need a CUDA device
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
 
+RESULTS ?= build/benchmarks
+BENCH_STAMP := $(VENV)/.bench-installed
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $(BENCH_STAMP)
+
 .PHONY: bench
-bench: install ## Time the host path
-	$(BIN)/python -m pytest benchmarks -q --benchmark-only --benchmark-columns=min,median,rounds \
-		$(if $(JSON),--benchmark-json=$(JSON)) -m "not gpu"
+bench: $(BENCH_STAMP) ## Time the host path beside other ways; RESULTS=benchmarks/results to keep it
+	$(BIN)/python -m pytest benchmarks -q -m "not gpu" --results $(RESULTS) \
+		--benchmark-columns=min,median,rounds $(if $(JSON),--benchmark-json=$(JSON))
+	$(BIN)/python -m benchmarks.plots $(RESULTS)/cpu.json $(RESULTS)
 
 .PHONY: bench-gpu
 bench-gpu: ## Time the device path; needs a CUDA device
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks -q --benchmark-only -m gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks/*/bench_*_gpu.py -q --results $(RESULTS)
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json $(RESULTS)
+
+.PHONY: bench-report
+bench-report: ## Write the documents' tables and plot from benchmarks/results
+	$(BIN)/python -m benchmarks.report

@@ -143,6 +143,8 @@ def build_into(
     """
     num_tokens = fields.input_ids.shape[0]
     _check_inputs(words, runs, turn_returns, num_tokens)
+    if num_tokens == 0:
+        return
     for name, field in fields._asdict().items():
         check_tensor(OP, name, field, ndim=1, dtypes=(FIELD_DTYPES[name],))
         check_device(OP, name, field, words.device)

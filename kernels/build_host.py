@@ -82,10 +82,16 @@ def _repeated(
 ) -> npt.NDArray[Any]:
     if out is None:
         return np.repeat(values, lengths)
-    if out.size < SHORT * lengths.size:
-        out[:] = np.repeat(values, lengths)
-        return out
     ends = np.cumsum(lengths)
+    if out.size < SHORT * lengths.size:
+        if not np.issubdtype(out.dtype, np.integer):
+            out[:] = np.repeat(values, lengths)
+        elif out.size:  # steps, summed up: no memory but the output's own
+            filled = lengths > 0
+            out[:] = 0
+            out[(ends - lengths)[filled]] = np.diff(values[filled], prepend=out.dtype.type(0))
+            np.cumsum(out, out=out)
+        return out
     for begin, end, value in zip((ends - lengths).tolist(), ends.tolist(), values, strict=True):
         out[begin:end] = value
     return out
@@ -112,10 +118,11 @@ def _counted_positions(
 ) -> npt.NDArray[np.int64]:
     out = np.empty(lengths.sum(), np.int64) if out is None else out
     heads, lengths = _joined(rows, lengths, rows[:, Run.POSITION])
-    if out.size < SHORT * lengths.size:
-        out[:] = np.arange(out.size)
-        out -= np.repeat(heads[:, Run.START] - heads[:, Run.POSITION], lengths)
-        return out
+    if out.size and out.size < SHORT * lengths.size:
+        first = heads[:, Run.POSITION].astype(np.int64)
+        out[:] = 1
+        out[heads[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
+        return np.cumsum(out, out=out)
     positions = np.arange((heads[:, Run.POSITION] + lengths).max(initial=0))
     copy_stretches(out, heads[:, Run.START], positions, heads[:, Run.POSITION], lengths)
     return out

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.host_memory import HostMemory
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.conversion import as_integer
 from trajpack.packing.layout import Layout, check_layout
@@ -95,6 +96,7 @@ class TrajectoryBuffer:
         self.capacity = capacity
         self.fields = check_fields(fields)
         self._store = Store(self.device, capacity, self.fields)
+        self._memory = HostMemory() if self.device.type == "cpu" else None
 
     def __len__(self) -> int:
         """Trajectories it holds."""
@@ -169,15 +171,17 @@ class TrajectoryBuffer:
             third one where there are extra fields, no synchronisation; 38 bytes a token are
             written on the device. The host's part does not grow with the batch, as long as the
             layout is that of the pack before (at first ``"merged"``): tables are kept for one
-            layout at a time. Packing again before `clear` waits for the copy of the pack
-            before. A CUDA graph may capture it, and then replays this batch.
+            layout at a time. On the host, memory of batches that are gone is used again: let go of
+            one before the next is packed. Packing again before `clear` waits for the copy of the
+            pack before. A CUDA graph may capture it, and then replays this batch.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
         state = self._store.settle(layout)
         with self._store.staging.on_device():
             arena = self._store.staging.send(state.num_words)
-            written = write_batch(arena, arena.stream, state.settled, self.fields, chosen)
+            counts, memory = state.settled, self._memory
+            written = write_batch(arena, arena.stream, counts, self.fields, chosen, memory)
         ready = written | {"layout": layout, "num_generated": state.num_generated}
         later = turn_tables(arena, state.settled)
         if self.device.type == "cpu":  # the buffer's memory is written again

@@ -222,6 +222,8 @@ def take_numbers(intake: Intake, turn: Turn, begin: int, size: int) -> None:
 def _longest_prefix(tips: Sequence[Tip], turn: Tip, fields: Sequence[TokenField]) -> int | None:
     """Return the chain to extend, trying the longest first and the latest of equal length."""
     room = len(turn.prompt)
+    if len(tips) == 1:
+        return 0 if tips[0].size <= room and _is_prefix(tips[0], turn, fields) else None
     fitting = [chain for chain, tip in enumerate(tips) if tip.size <= room]
     for chain in sorted(fitting, key=lambda chain: (-tips[chain].size, -chain)):
         if _is_prefix(tips[chain], turn, fields):
@@ -234,8 +236,12 @@ def _is_prefix(tip: Tip, turn: Tip, fields: Sequence[TokenField]) -> bool:
     last = tip.completion[-1] if end > middle else tip.prompt[-1]
     if prompt[end - 1] != last:  # most prompts that diverge do so here: no need to read on
         return False
-    same = (prompt[middle:end] == tip.completion).all() and (prompt[:middle] == tip.prompt).all()
-    return bool(same) and all(
+    # bytes compare faster than entries, even after a copy
+    if prompt[middle:end].tobytes() != tip.completion.tobytes():
+        return False
+    if prompt[:middle].tobytes() != tip.prompt.tobytes():
+        return False
+    return all(
         spec.generated_only or np.array_equal(mine, theirs[:end])
         for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
     )

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.build import build
+from trajpack.kernels.build import build, build_into
 from trajpack.kernels.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.gather_fields import gather_fields
+from trajpack.kernels.host_memory import HostMemory
 from trajpack.packing.staging import Arena
 from trajpack.packing.tables import Counts
 from trajpack.packing.token_fields import TokenField
@@ -32,10 +33,11 @@ def write_batch(
     counts: Counts,
     fields: Sequence[TokenField],
     impl: Impl,
+    memory: HostMemory | None = None,
 ) -> dict[str, Any]:
     """Launch what writes a batch from its tables and the stream ``words``.
 
-    Returns its tensors over tokens and the turns' returns.
+    Returns its tensors over tokens, on the host in ``memory``, and the turns' returns.
     """
     returns = discounted_returns(
         arena.table("turn_rewards", counts.turns),
@@ -45,7 +47,11 @@ def write_batch(
         max_seqlen=counts.most_turns,
     )
     runs = arena.table("runs", counts.spans + 1)
-    built = build(words, runs, returns, counts.tokens, impl)
+    if memory is not None and impl == "torch":
+        built = memory.fields(counts.tokens)
+        build_into(built, words, runs, returns, impl)
+    else:
+        built = build(words, runs, returns, counts.tokens, impl)
     extra = {}
     if fields:
         sources = arena.table("field_sources", counts.spans + 1)

@@ -1,106 +1,117 @@
-"""Packing on the host against the way of agents that extend Python lists token by token.
+"""The whole job of packing: trajectories in, all ten fields of the turns layout out.
 
-``make bench`` prints both. Every contender's result is checked against the batch before it is
-timed. The lists hold what the list-based agent this library replaces collects: token ids,
-prompt mask and log-probabilities; the batch holds nine fields.
+Every way is given the same trajectories, with arrays in them or with plain lists, and its
+result is compared with the reference, `by_lists`, before anything is timed.
 """
 
-import time
+import functools
 
-import numpy as np
 import pytest
-import torch
 
-from benchmarks.workloads import multi_turn
+from benchmarks.contest import OURS, Contender, Contest, best_of
+from benchmarks.packing.filling import fill, filled
+from benchmarks.packing.whole_job import (
+    RIVALS,
+    WROTE,
+    assert_equal,
+    assert_same_fields,
+    by_lists,
+    three_fields_by_lists,
+)
+from benchmarks.workloads import MULTI_TURN, WORKLOADS, as_lists, conversations
 from trajpack import TrajectoryBuffer
 
-REQUIRED_RATIO = 10
+FILLED = f"{OURS}, buffer filled before"
+MERGED = f"{OURS}, merged layout"
+THREE = "Python lists, 3 fields"
+FROM_ARRAYS = "pack, from arrays"
+FROM_LISTS = "pack, from lists"
+
+PACK_OVER_LISTS = 20
+"""How many times faster packing must be than Python lists, where arrays come in."""
+FROM_LISTS_OVER_LISTS = 6
+"""And where plain lists come in."""
 
 
-@pytest.fixture(scope="module")
-def trajectories():
-    return multi_turn()
+@functools.lru_cache(maxsize=1)
+def inputs(workload, scale=1.0):
+    """Return the trajectories with arrays, with lists, and what both are to become."""
+    trajectories = conversations(workload, scale)
+    return trajectories, as_lists(trajectories), by_lists(trajectories)
 
 
-@pytest.fixture(scope="module")
-def buffer(trajectories):
-    filled = TrajectoryBuffer(device="cpu")
-    for trajectory in trajectories:
-        filled.add(trajectory)
-    return filled
+def check_three(expected):
+    def check(got):
+        wanted = (expected.input_ids, expected.prompt_mask, expected.rollout_logprobs)
+        for left, right in zip(got, wanted, strict=True):
+            assert_equal(left, right, "one of the three")
+
+    return check
 
 
-@pytest.fixture(scope="module")
-def turns_as_lists(trajectories):
-    """What an engine returns: plain lists, made beforehand and not timed."""
-    return [
-        (turn.prompt_ids.tolist(), turn.completion_ids.tolist(), turn.completion_logprobs.tolist())
-        for trajectory in trajectories
-        for turn in trajectory.turns
-    ]
-
-
-def assemble_from_lists(turns):
-    input_ids, prompt_mask, logprobs = [], [], []
-    for prompt, completion, completion_logprobs in turns:
-        input_ids.extend(prompt)
-        input_ids.extend(completion)
-        prompt_mask.extend([True] * len(prompt))
-        prompt_mask.extend([False] * len(completion))
-        logprobs.extend([0.0] * len(prompt))
-        logprobs.extend(completion_logprobs)
-    return (
-        torch.tensor(input_ids, dtype=torch.int64),
-        torch.tensor(prompt_mask, dtype=torch.bool),
-        torch.tensor(logprobs, dtype=torch.float32),
-    )
-
-
-def check(batch, assembled):
-    for left, right in zip(
-        (batch.input_ids, batch.prompt_mask, batch.rollout_logprobs), assembled, strict=True
-    ):
-        assert torch.equal(left, right)
-
-
-@pytest.mark.parametrize("layout", ["turns", "merged"])
-def bench_pack_from_a_filled_buffer(benchmark, buffer, layout):
-    batch = buffer.pack(layout=layout)
-    benchmark.extra_info.update(tokens=batch.num_tokens, bytes=38 * batch.num_tokens)
-    benchmark.pedantic(buffer.pack, kwargs={"layout": layout}, rounds=20, warmup_rounds=3)
-
-
-def bench_add_from_arrays(benchmark, trajectories):
+def end_to_end(trajectories, layout="turns"):
+    """Return our whole job: a kept buffer is cleared, filled and packed."""
     buffer = TrajectoryBuffer(device="cpu")
 
-    def fill():
+    def work():
         buffer.clear()
-        for trajectory in trajectories:
-            buffer.add(trajectory)
+        fill(buffer, trajectories)
+        return buffer.pack(layout=layout)
 
-    benchmark.pedantic(fill, rounds=10, warmup_rounds=2)
-    assert buffer.pack("turns").unpack() == trajectories
-
-
-def bench_python_lists(benchmark, buffer, turns_as_lists):
-    check(buffer.pack(layout="turns"), assemble_from_lists(turns_as_lists))
-    benchmark.pedantic(assemble_from_lists, args=(turns_as_lists,), rounds=3)
+    return work
 
 
-def bench_pack_is_ten_times_faster_than_lists(benchmark, buffer, turns_as_lists):
-    """Both in turn, in one run, so that a busy machine slows both."""
-    check(buffer.pack(layout="turns"), assemble_from_lists(turns_as_lists))
+def pack_alone(trajectories, layout="turns"):
+    """Return the first pack after a buffer was filled, which is not timed."""
+    buffer = filled(trajectories)
 
-    def both():
-        begin = time.perf_counter()
-        assemble_from_lists(turns_as_lists)
-        middle = time.perf_counter()
-        buffer.pack(layout="turns")
-        return (middle - begin) / (time.perf_counter() - middle)
+    def refill():
+        buffer.clear()
+        fill(buffer, trajectories)
 
-    ratios = [both() for _ in range(5)]
-    benchmark.pedantic(both, rounds=1)
-    ratio = float(np.median(ratios))
-    benchmark.extra_info["ratio"] = ratio
-    print(f"\npack from a filled buffer is {ratio:.1f} times faster than Python lists")
-    assert ratio >= REQUIRED_RATIO
+    work = functools.partial(buffer.pack, layout=layout)
+    return Contender(FILLED, work, WROTE, release=refill)
+
+
+def merged(trajectories):
+    """Return the same training tokens in our other layout, which says each token once."""
+
+    def check(batch):
+        assert batch.unpack() == trajectories
+
+    return Contender(MERGED, end_to_end(trajectories, "merged"), f"{WROTE}, fewer tokens", check)
+
+
+def contenders(workload, trajectories, expected):
+    ours = [Contender(OURS, end_to_end(trajectories), WROTE), pack_alone(trajectories)]
+    if len(trajectories[0].turns) > 1:
+        ours.append(merged(trajectories))
+    three = functools.partial(three_fields_by_lists, trajectories)
+    rivals = [
+        Contender(name, functools.partial(way, trajectories), WROTE) for name, way in RIVALS.items()
+    ]
+    if workload == MULTI_TURN:  # what the agent does that this library replaces
+        rivals.append(Contender(THREE, three, "3 fields", check_three(expected)))
+    return [*ours, *rivals]
+
+
+def whole_job(job, workload, trajectories, expected):
+    check = functools.partial(assert_same_fields, expected=expected)
+    contest = Contest(job, workload, len(expected.input_ids), check)
+    return contest, contenders(workload, trajectories, expected)
+
+
+CASES = [(workload, job) for workload in WORKLOADS for job in (FROM_ARRAYS, FROM_LISTS)]
+
+
+@pytest.mark.parametrize(("workload", "job"), CASES)
+def bench_whole_job(hold, workload, job):
+    arrays, lists, expected = inputs(workload)
+    given = arrays if job == FROM_ARRAYS else lists
+    entries = hold(*whole_job(job, workload, given, expected))
+    if workload == MULTI_TURN:
+        lists_take = best_of(entries, "Python lists")
+        promised = FROM_LISTS_OVER_LISTS if job == FROM_LISTS else PACK_OVER_LISTS
+        assert lists_take / best_of(entries, OURS) >= promised
+        if job == FROM_ARRAYS:  # the list-based agent collects only three of the fields
+            assert best_of(entries, THREE) / best_of(entries, FILLED) >= PACK_OVER_LISTS

@@ -1,69 +1,81 @@
-"""Packing for a GPU: host enqueue, wall, device time, and the bytes written against a copy.
+"""Packing to a GPU: trajectories on the host in, all ten fields on the device out.
 
-``make bench-gpu`` runs it on a machine with a CUDA device. A batch is checked against the
-host's before anything is timed.
+``make bench-gpu`` runs it on a machine with a CUDA device. Beside ours, which checks, stores,
+copies once and launches twice, the usual ways; every result is compared with the host's.
 """
 
-import time
+import functools
 
 import pytest
 import torch
 
-from benchmarks.workloads import multi_turn
+from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.device_contest import hold_on_device
+from benchmarks.packing.bench_sizes import BYTES_PER_TOKEN, sized
+from benchmarks.packing.device_job import RIVALS, by_concatenation
+from benchmarks.packing.filling import fill, filled
+from benchmarks.packing.whole_job import WROTE, Fields, assert_same_fields, by_numpy
+from benchmarks.workloads import WORKLOADS, conversations
 from trajpack import TrajectoryBuffer
-from trajpack.testing import assert_batches_equal
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BYTES_PER_TOKEN = 38
+JOB = "pack to the device"
+SIZES_JOB = "cost against size"
+FILLED = f"{OURS}, buffer filled before"
+SIZES = [2**power for power in range(10, 27)]
 
 
-def filled(device):
+def end_to_end(trajectories, device):
     buffer = TrajectoryBuffer(device=device)
-    for trajectory in multi_turn():
-        buffer.add(trajectory)
-    return buffer
+
+    def work():
+        buffer.clear()
+        fill(buffer, trajectories)
+        return buffer.pack(layout="turns")
+
+    return Contender(OURS, work, WROTE, on_host=True)
 
 
-def device_ms(work, repeats=20):
-    """Median time between two events around ``work``, in milliseconds."""
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[repeats // 2]
+def pack_alone(trajectories, device, layout="turns"):
+    buffer = filled(trajectories, device)
+
+    def refill():
+        buffer.clear()
+        fill(buffer, trajectories)
+
+    return Contender(FILLED, functools.partial(buffer.pack, layout), WROTE, release=refill)
 
 
-@pytest.mark.parametrize("layout", ["merged", "turns"])
-def bench_pack_on_the_device(benchmark, layout):
-    buffer = filled("cuda")
-    batch = buffer.pack(layout=layout)
-    assert_batches_equal(batch, filled("cpu").pack(layout=layout))
+def check_against(expected):
+    def check(got):
+        moved = {name: getattr(got, name).cpu() for name in Fields._fields}
+        assert_same_fields(Fields(**moved), expected)
 
-    def pack_and_wait():
-        buffer.pack(layout=layout)
-        torch.cuda.synchronize()
+    return check
 
-    pack_and_wait()
-    begin = time.perf_counter()
-    buffer.pack(layout=layout)
-    enqueued = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    written = batch.num_tokens * BYTES_PER_TOKEN
-    source = torch.empty(written // 2, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    benchmark.extra_info.update(
-        device=torch.cuda.get_device_name(),
-        tokens=batch.num_tokens,
-        enqueue_us=1e6 * enqueued,
-        device_ms=device_ms(lambda: buffer.pack(layout=layout)),
-        copy_of_the_bytes_written_ms=device_ms(lambda: target.copy_(source)),
-    )
-    print(f"\n{layout}: {benchmark.extra_info}")
-    benchmark.pedantic(pack_and_wait, rounds=20, warmup_rounds=3)
+
+def contest(job, workload, trajectories, ways, device="cuda"):
+    """Return what `hold_on_device` takes."""
+    expected = by_numpy(trajectories)
+    tokens = len(expected.input_ids)
+    entrants = [end_to_end(trajectories, device), pack_alone(trajectories, device)]
+    entrants += [
+        Contender(name, functools.partial(way, trajectories, device), WROTE, on_host=True)
+        for name, way in ways.items()
+    ]
+    contest = Contest(job, workload, tokens, check_against(expected))
+    return contest, entrants, BYTES_PER_TOKEN * tokens, device
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def bench_pack_on_the_device(keep, workload):
+    keep.append(hold_on_device(*contest(JOB, workload, conversations(workload), RIVALS)))
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+def bench_size_on_the_device(keep, tokens):
+    ways = {"numpy.concatenate, then a copy": by_concatenation}
+    keep.append(hold_on_device(*contest(SIZES_JOB, f"{tokens:,}", sized(tokens), ways)))

@@ -1,0 +1,122 @@
+"""Discounted returns of packed rewards, one discount for all: the same job done other ways.
+
+Each takes ``rewards`` float32 ``[tokens]`` and int32 boundaries, and returns float32
+``[tokens]``. What a way derives from the boundaries alone (flags, padding masks) is made
+beforehand and not timed.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.rivals import contender
+from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.testing import boundaries
+
+JOB = "discounted_returns of token rewards"
+DISCOUNT = 0.99
+WROTE = "returns"
+BOTH_UP_TO = 5_000_000
+"""Tokens up to which both of torchrl's ways run; they are one convolution, and as fast."""
+
+
+def inputs(lengths, device="cpu"):
+    """Return seeded rewards and the boundaries."""
+    generator = torch.Generator().manual_seed(6)
+    rewards = torch.randn(int(lengths.sum()), generator=generator)
+    return rewards.to(device), boundaries(lengths).to(device)
+
+
+def reference(rewards, cu_seqlens):
+    """Walk backward over time in float64, all sequences at once."""
+    bounds = cu_seqlens.cpu().long()
+    lengths, padded = bounds.diff(), padded_float64(rewards.cpu(), bounds)
+    for time in range(padded.shape[0] - 2, -1, -1):
+        padded[time].add_(padded[time + 1], alpha=DISCOUNT)
+    mask = torch.arange(padded.shape[0]) < lengths[:, None]
+    return padded.T[mask].float()
+
+
+def padded_float64(rewards, bounds):
+    """Return ``[time, sequences]``, so that a step back in time reads two contiguous rows."""
+    lengths = bounds.diff()
+    padded = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.float64)
+    padded[torch.arange(padded.shape[1]) < lengths[:, None]] = rewards.double()
+    return padded.T.contiguous()
+
+
+def by_loop(rewards, cu_seqlens):
+    """Walk each sequence backward over Python floats: the way of per-token lists."""
+    returns, bounds = rewards.tolist(), cu_seqlens.tolist()
+    for begin, end in pairwise(bounds):
+        total = 0.0
+        for index in range(end - 1, begin - 1, -1):
+            total = returns[index] = returns[index] + DISCOUNT * total
+    return torch.tensor(returns, device=rewards.device)
+
+
+def padded_walk(lengths, device):
+    """Return a way that pads, walks backward over time for all sequences, and takes a mask."""
+    lengths = torch.as_tensor(lengths, device=device)
+    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+
+    def work(rewards):
+        padded = torch.zeros(mask.shape, device=rewards.device)
+        padded[mask] = rewards
+        rows = padded.T.contiguous()
+        for time in range(rows.shape[0] - 2, -1, -1):
+            rows[time].add_(rows[time + 1], alpha=DISCOUNT)
+        return rows.T[mask]
+
+    return work
+
+
+def torchrl_ways(rewards, cu_seqlens):
+    """Return torchrl's two vectorised ways on one row of time; ``done`` ends a sequence.
+
+    Both cut the filter where a power of the discount falls below 1e-7, hence the tolerance.
+    """
+    done = torch.zeros(len(rewards), 1, dtype=torch.bool, device=rewards.device)
+    done[cu_seqlens[1:].long() - 1] = True
+    column, zeros = rewards[:, None], torch.zeros_like(rewards)[:, None]
+
+    def reward2go(module):
+        return lambda: module.reward2go(column, done, DISCOUNT)[:, 0]
+
+    def vectorised(module):
+        estimate = module.vec_generalized_advantage_estimate
+        return lambda: estimate(DISCOUNT, 1.0, zeros, zeros, column, done)[0][:, 0]
+
+    functional = "torchrl.objectives.value.functional"
+    ways = [contender(functional, "torchrl reward2go", reward2go, WROTE)]
+    if len(rewards) <= BOTH_UP_TO:
+        name = "torchrl vec_generalized_advantage_estimate"
+        ways.append(contender(functional, name, vectorised, f"{WROTE} twice"))
+    return ways
+
+
+def contest(workload, lengths, device="cpu", **options):
+    """Return the contest and who takes part in it, ours first."""
+    rewards, cu_seqlens = inputs(lengths, device)
+    expected = reference(rewards, cu_seqlens)
+
+    def check(returns):
+        torch.testing.assert_close(returns.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+    def check_ours(returns):
+        torch.testing.assert_close(returns.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+    walk = padded_walk(lengths, device)
+    entrants = [
+        Contender(
+            OURS, lambda: discounted_returns(rewards, cu_seqlens, DISCOUNT), WROTE, check_ours
+        ),
+        Contender("pad, then walk back over time", lambda: walk(rewards), WROTE),
+        *torchrl_ways(rewards, cu_seqlens),
+    ]
+    if device == "cpu":
+        entrants.append(Contender("Python loop", lambda: by_loop(rewards, cu_seqlens), WROTE))
+    return Contest(JOB, workload, len(rewards), check, **options), entrants

@@ -1,0 +1,85 @@
+"""Cost against size as a plot: an HTML file to look into, and a PNG for the documents.
+
+``python -m benchmarks.plots RESULTS.json FOLDER``. The HTML file stands alone (4 MB, most of it
+plotly itself); it needs plotly, the PNG matplotlib. What is missing is said and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import SIZES, provenance
+
+Series = dict[str, tuple[list[int], list[float]]]
+TITLE = "Milliseconds to pack, against tokens"
+LIMIT = "copy of as many bytes"
+
+
+def series(results: dict[str, Any]) -> Series:
+    """Return tokens and best milliseconds of each contender."""
+    found: Series = {}
+    for record in results["contests"]:
+        if record["job"] == SIZES:
+            for entry in record["entries"]:
+                if entry["best_ms"] is not None:
+                    sizes, times = found.setdefault(entry["contender"], ([], []))
+                    sizes.append(record["tokens"])
+                    times.append(entry["best_ms"])
+    return found
+
+
+def write_html(results: dict[str, Any], path: Path) -> None:
+    """Write the plot as one HTML file that asks no other machine for anything."""
+    import plotly.graph_objects as figures
+
+    figure = figures.Figure()
+    for name, (sizes, times) in series(results).items():
+        line = {"dash": "dash", "color": "black"} if name == LIMIT else {}
+        figure.add_scatter(x=sizes, y=times, name=name, mode="lines+markers", line=line)
+    figure.update_xaxes(type="log", title="tokens")
+    figure.update_yaxes(type="log", title="milliseconds, best round")
+    figure.update_layout(title={"text": TITLE, "subtitle": {"text": provenance(results)}})
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def write_png(results: dict[str, Any], path: Path) -> None:
+    """Write the plot as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    for name, (sizes, times) in series(results).items():
+        style = {"linestyle": "--", "color": "black"} if name == LIMIT else {"marker": "."}
+        axes.loglog(sizes, times, label=name, **style)
+    axes.set(xlabel="tokens", ylabel="milliseconds, best round", title=TITLE)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Software": None})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write both files for one results file."""
+    if len(arguments) != 2:
+        raise SystemExit("usage: python -m benchmarks.plots RESULTS.json FOLDER")
+    source, folder = map(Path, arguments)
+    results = json.loads(source.read_text())
+    if not series(results):
+        raise SystemExit(f"{source} holds no record of {SIZES!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for write, suffix in ((write_html, "html"), (write_png, "png")):
+        path = folder / f"sizes_{source.stem}.{suffix}"
+        try:
+            write(results, path)
+        except ModuleNotFoundError as error:
+            print(f"no {path.name}: {error.name} is not installed")
+        else:
+            print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Memory for fields on the host that is used again once nobody holds what was written there."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajpack.kernels.build import FIELD_DTYPES, NUMPY_DTYPES, TokenFields
+from trajpack.kernels.runs import TILE
+
+SLACK = 1.25
+"""Room that fresh memory has beyond what is asked for, so that a longer batch fits too."""
+
+ALONE = 2
+"""References to an array that a list alone holds, while they are counted."""
+
+
+class HostMemory:
+    """Lends memory for a batch's fields, and lends it again when the batch is gone.
+
+    The first touch of fresh memory costs more than writing it. A tensor made here keeps its
+    array alive, as do its views and whatever numpy makes of it; when the last of them is gone,
+    nothing but this object refers to the array, and the next batch may have it.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in FIELD_DTYPES}
+
+    def fields(self, num_tokens: int) -> TokenFields:
+        """Return uninitialised fields, as `trajpack.kernels.build.empty_fields` does."""
+        size = -(-num_tokens // TILE) * TILE
+        return TokenFields(
+            *(
+                torch.from_numpy(self._array(name, size))[:num_tokens]
+                for name in TokenFields._fields
+            )
+        )
+
+    def _array(self, name: str, size: int) -> npt.NDArray[np.generic]:
+        arrays = self._lent[name]
+        for index in range(len(arrays)):
+            if sys.getrefcount(arrays[index]) == ALONE:
+                if size <= arrays[index].size <= 4 * size * SLACK:
+                    return arrays[index]
+                del arrays[index]  # too small, or much too large
+                break
+        fresh = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
+        arrays.append(fresh)
+        return fresh

@@ -40,8 +40,9 @@ class Tip(NamedTuple):
     """The last turn of a chain: its prompt and completion are the chain."""
 
     size: int
-    prompt: npt.NDArray[np.int32]
-    completion: npt.NDArray[np.int32]
+    prompt: Any
+    """int32 array; the list it came in where no other turn is compared with it."""
+    completion: Any
     rows: Sequence[Bytes]
 
 
@@ -55,10 +56,10 @@ class Intake:
     """Turns of each trajectory."""
     chain_sizes: list[int] = field(default_factory=list)
     """Tokens of each chain."""
-    ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    ids: list[npt.NDArray[np.int32] | list[int]] = field(default_factory=list)
     """The chains' tokens, chain after chain, in pieces."""
-    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """Log-probabilities of each turn."""
+    logprobs: list[npt.NDArray[np.float32] | list[float]] = field(default_factory=list)
+    """Log-probabilities of each turn. Lists are converted where they are stored."""
     rows: list[list[Bytes]] = field(default_factory=list)
     """Of each declared field: rows of each turn, or in pieces of each chain."""
     turn_chain: list[int] = field(default_factory=list)
@@ -103,8 +104,9 @@ def take_in(trajectories: Sequence[Trajectory], fields: tuple[TokenField, ...]) 
         try:
             intake.labels.append(checked_labels(trajectory))
             tips: list[Tip] = []
+            only = len(trajectory.turns) == 1
             for turn_index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
-                _take_turn(intake, tips, turn)
+                _take_turn(intake, tips, turn, as_lists=only)
             if turn_index < 0:
                 raise ValueError("must have at least one turn, got none")
         except (TypeError, ValueError) as error:
@@ -120,14 +122,14 @@ def take_in(trajectories: Sequence[Trajectory], fields: tuple[TokenField, ...]) 
 
 
 def name_fault(trajectories: Sequence[Trajectory]) -> None:
-    """Raise for the first id that is negative and the first log-probability that is not finite."""
+    """Raise for the first token id or log-probability that cannot be stored."""
     for trajectory in trajectories:
         for index, turn in enumerate(trajectory.turns):
             try:
                 as_ids("prompt_ids", turn.prompt_ids)
                 as_ids("completion_ids", turn.completion_ids)
                 as_logprobs("completion_logprobs", turn.completion_logprobs)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise placed(error, trajectory, index) from None
 
 
@@ -160,13 +162,17 @@ def checked_labels(trajectory: Trajectory) -> Labels:
     return Labels(name, group, task_id, birth_time_ms, discount)
 
 
-def _take_turn(intake: Intake, tips: list[Tip], turn: Turn) -> None:
+def _take_turn(intake: Intake, tips: list[Tip], turn: Turn, *, as_lists: bool) -> None:
     """Check one turn, append it to the columns, and extend or open its chain in ``tips``."""
     if not isinstance(turn, Turn):
         raise TypeError(f"expected a Turn, got {type(turn).__name__}")
-    prompt = narrow_ids("prompt_ids", turn.prompt_ids)
-    completion = narrow_ids("completion_ids", turn.completion_ids)
-    logprobs = narrow_logprobs("completion_logprobs", turn.completion_logprobs)
+    prompt: Any = turn.prompt_ids
+    completion: Any = turn.completion_ids
+    logprobs: Any = turn.completion_logprobs
+    if not (as_lists and type(prompt) is type(completion) is type(logprobs) is list):
+        prompt = narrow_ids("prompt_ids", prompt)
+        completion = narrow_ids("completion_ids", completion)
+        logprobs = narrow_logprobs("completion_logprobs", logprobs)
     begin, size = len(prompt), len(completion)
     if begin == 0:
         raise ValueError("prompt_ids must not be empty")

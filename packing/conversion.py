@@ -6,7 +6,7 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
 PACKED = {"i": INT32, "f": FLOAT32}
+Typecode: TypeAlias = Literal["i", "f"]
+NOT_PACKED = (struct.error, OverflowError, TypeError, ValueError)
+"""What `packed_numbers` raises for what is no such number."""
 PIECE = 8192
 """Numbers that leave a list at once."""
 
@@ -206,7 +209,7 @@ def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: i
         )
 
 
-def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
+def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
     if isinstance(values, torch.Tensor):
         try:
             return _host(values)
@@ -221,12 +224,12 @@ def _as_array(name: str, values: Any, typecode: str) -> npt.NDArray[Any]:
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
     try:
-        return _packed(values, typecode)
-    except (struct.error, OverflowError, TypeError, ValueError):
+        return packed_numbers(values, typecode)
+    except NOT_PACKED:
         raise _refusal(name, values, typecode) from None
 
 
-def _packed(values: Sequence[Any], typecode: str) -> npt.NDArray[Any]:
+def packed_numbers(values: Sequence[Any], typecode: Typecode) -> npt.NDArray[Any]:
     """Return a list's numbers as 4-byte ones: struct refuses what numpy would quietly round.
 
     It is the fastest way out of a list, as long as what it makes of its arguments stays in cache.
@@ -242,7 +245,7 @@ def _packed(values: Sequence[Any], typecode: str) -> npt.NDArray[Any]:
     return np.asarray(numbers)
 
 
-def _refusal(name: str, values: Sequence[Any], typecode: str) -> TypeError | ValueError:
+def _refusal(name: str, values: Sequence[Any], typecode: Typecode) -> TypeError | ValueError:
     """Say what is wrong with the first value that has no place among 4-byte numbers."""
     kinds, bound = {
         "i": ("integers", f"in [0, {INT32_MAX}]"),
@@ -251,7 +254,7 @@ def _refusal(name: str, values: Sequence[Any], typecode: str) -> TypeError | Val
     for index, value in enumerate(values):
         try:
             struct.pack(typecode, value)
-        except (struct.error, OverflowError, TypeError, ValueError):
+        except NOT_PACKED:
             if hasattr(value, "__index__" if typecode == "i" else "__float__"):
                 return ValueError(f"{name} must be {bound}, got {value!r} at index {index}")
             return TypeError(f"{name} must be {kinds}, got {value!r} at index {index}")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.chains import Intake, Labels, name_fault, take_in
-from trajpack.packing.conversion import INT32_MAX
+from trajpack.packing.conversion import INT32_MAX, NOT_PACKED, Typecode, packed_numbers
 from trajpack.packing.layout import Layout
 from trajpack.packing.staging import Staging
 from trajpack.packing.tables import BatchTables, Block, Counts, columns_for
@@ -107,9 +107,8 @@ class Store:
         self.staging.reserve(end, 0, words_used=used)
         stream = self.staging.stream
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
-        np.concatenate(intake.ids, out=stream[used:logprobs])
-        np.concatenate(intake.logprobs, out=floats)
-        if stream[used:logprobs].min() < 0 or not _all_finite(floats):
+        fits = _put(intake.ids, "i", stream[used:logprobs]) and _put(intake.logprobs, "f", floats)
+        if not fits or stream[used:logprobs].min() < 0 or not _all_finite(floats):
             name_fault(given)
         for begin, pieces in zip(rows, intake.rows, strict=True):
             flat = [piece.reshape(-1) for piece in pieces]
@@ -150,6 +149,28 @@ def host_columns(
         "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
         "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
     }
+
+
+def _put(pieces: Sequence[Any], typecode: Typecode, out: npt.NDArray[Any]) -> bool:
+    """Put arrays and lists behind each other; tell whether all entries are numbers that fit."""
+    arrays: list[npt.NDArray[Any]] = []
+    numbers: list[Any] = []  # of lists that follow each other: one conversion for all
+    try:
+        for piece in pieces:
+            if type(piece) is list:
+                numbers += piece
+            else:
+                if numbers:
+                    arrays.append(packed_numbers(numbers, typecode))
+                    numbers = []
+                arrays.append(piece)
+        if numbers:
+            arrays.append(packed_numbers(numbers, typecode))
+    except NOT_PACKED:
+        return False
+    if arrays:
+        np.concatenate(arrays, out=out)
+    return True
 
 
 def _all_finite(values: npt.NDArray[np.float32]) -> bool:

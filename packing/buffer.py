@@ -71,7 +71,7 @@ class TrajectoryBuffer:
     Args:
         device: Where batches shall live; torch's default device if ``None``. For a CUDA
             device the buffer's memory is pinned.
-        capacity: Tokens it may hold; unlimited if ``None``.
+        capacity: Tokens it may hold; memory for them is made at once. Unlimited if ``None``.
         fields: Extra per-token fields that every turn brings, see `TokenField`.
 
     Example:

@@ -129,6 +129,8 @@ class Staging:
         region = self._region
         if region.copied is not None and self._spare is not None:
             self._region, self._spare = self._spare, region
+            if len(self._region.words) < len(region.words):  # at once, and not as it fills
+                self._region = self._allocate(region.num_rows, len(region.stream))
         fitting = _aligned(max(rows_used + rows_used // 4, ALIGNMENT))
         fits = fitting * self._row_words <= len(self._region.words)
         if fits and not fitting <= self._region.num_rows <= 2 * fitting:

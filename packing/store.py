@@ -45,7 +45,8 @@ class Store:
     ) -> None:
         self.capacity = capacity
         self.fields = fields
-        self.staging = Staging(device, columns_for(fields), capacity or 0)
+        num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
+        self.staging = Staging(device, columns_for(fields), num_words)
         self.tables = BatchTables(fields)
         self.labels: list[Labels] = []
         self.state = State()

@@ -157,6 +157,7 @@ def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
     in_flight = staging.send(5)
     staging._region.copied = first
     staging.clear(1)
+    assert len(staging._region.words) == len(staging._spare.words), "room for as much"
     write(7)
     assert in_flight.stream.tolist() == [3] * 5
     assert first.waits == 0

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from trajpack.kernels.block_shapes import launch_on
 from trajpack.kernels.build import empty_fields
-from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-BLOCK = TILE
-THREADS = 256
-NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
+BLOCK = launch_on("build_kernel", -1).block
+"""Tokens of a tile in the interpreter; on a device its architecture settles them."""
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
 GENERATED = tl.constexpr(int(Run.GENERATED))
@@ -124,8 +124,9 @@ def write_fields(
         return
     # Triton takes a bool pointer for one bit; the masks are bytes
     fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in out)
+    launch = launch_on("build_kernel", words.get_device())
     with torch.cuda.device_of(words):  # Triton launches on the current device
-        build_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+        build_kernel[(triton.cdiv(num_tokens, launch.block),)](
             words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
-            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            BLOCK=launch.block, **launch.options,
         )  # fmt: skip

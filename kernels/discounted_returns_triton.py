@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 from trajpack.kernels.discounted_returns_steps_triton import (
     carry_of_superblocks,
     power,
@@ -26,12 +27,9 @@ from trajpack.kernels.discounted_returns_steps_triton import (
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROWS = 8
-BLOCK = 32
+BLOCK = block_shape("discounted_returns", DEFAULT).block
+"""The same on every architecture: with ROWS and BLOCKS it settles the order of the sums."""
 BLOCKS = 32
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-if not torch.version.hip:
-    # left to itself, ptxas spills a register or two to fit in one more block
-    OPTIONS["maxnreg"] = 128
 LONGEST_ROW = 4096
 """Segments no longer than this are one row each: more rows would only cost a second launch."""
 FEWEST_ENTRIES = 8192
@@ -179,6 +177,10 @@ def discounted_returns_forward(
     return superblock_returns(rewards, cu_seqlens, discount, sums)
 
 
+def _options(rewards: torch.Tensor) -> dict[str, int | bool]:
+    return launch_on("discounted_returns", rewards.get_device()).options
+
+
 def segment_returns(
     rewards: torch.Tensor, cu_seqlens: torch.Tensor, discount: torch.Tensor
 ) -> torch.Tensor:
@@ -189,7 +191,7 @@ def segment_returns(
         with torch.cuda.device_of(rewards):  # Triton launches on the current device
             discounted_returns_kernel[(triton.cdiv(num_segments, ROWS),)](
                 rewards, cu_seqlens, discount, returns, num_segments,
-                ROWS=ROWS, BLOCK=BLOCK, BLOCKS=BLOCKS, **OPTIONS,
+                ROWS=ROWS, BLOCK=BLOCK, BLOCKS=BLOCKS, **_options(rewards),
             )  # fmt: skip
     return returns
 
@@ -204,7 +206,7 @@ def superblock_sums(
         with torch.cuda.device_of(rewards):
             superblock_sums_kernel[(triton.cdiv(windows, ROWS),)](
                 rewards, cu_seqlens, discount, sums, cu_seqlens.shape[0] - 1, windows,
-                ROWS=ROWS, BLOCK=BLOCK, BLOCKS=BLOCKS, **OPTIONS,
+                ROWS=ROWS, BLOCK=BLOCK, BLOCKS=BLOCKS, **_options(rewards),
             )  # fmt: skip
     return sums
 
@@ -220,6 +222,6 @@ def superblock_returns(
             grid = triton.cdiv(windows, ROWS) + triton.cdiv(num_segments, ROWS)
             superblock_returns_kernel[(grid,)](
                 rewards, cu_seqlens, discount, returns, sums, num_segments, windows,
-                ROWS=ROWS, BLOCK=BLOCK, BLOCKS=BLOCKS, **OPTIONS,
+                ROWS=ROWS, BLOCK=BLOCK, BLOCKS=BLOCKS, **_options(rewards),
             )  # fmt: skip
     return returns

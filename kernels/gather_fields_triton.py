@@ -12,13 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from trajpack.kernels.block_shapes import launch_on
 from trajpack.kernels.gather_fields import UNITS, Moved
 from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-BLOCK = TILE
-THREADS = 256
-NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
 GENERATED = tl.constexpr(int(Run.GENERATED))
@@ -78,7 +76,7 @@ def gather_fields_forward(
     """Launch the kernel on contiguous inputs, for fresh outputs."""
     sizes = [num_tokens * field.width for field in fields]
     out = [
-        torch.empty(triton.cdiv(size, BLOCK) * BLOCK, dtype=UNITS[field.unit], device=words.device)
+        torch.empty(triton.cdiv(size, TILE) * TILE, dtype=UNITS[field.unit], device=words.device)
         for size, field in zip(sizes, fields, strict=True)
     ]
     write_rows(words, runs, sources, num_tokens, fields, out)
@@ -94,7 +92,8 @@ def write_rows(
     out: Sequence[torch.Tensor],
 ) -> None:
     """Launch the kernel on flat outputs in whole tiles; it writes to the end of the last."""
-    tiles = sum(triton.cdiv(num_tokens * field.width, BLOCK) for field in fields)
+    launch = launch_on("gather_fields_kernel", words.get_device())
+    tiles = sum(triton.cdiv(num_tokens * field.width, launch.block) for field in fields)
     if not tiles:
         return
     widths, units, fills, generated_only = zip(*fields, strict=True)
@@ -102,5 +101,5 @@ def write_rows(
         gather_fields_kernel[(tiles,)](
             words, runs, sources, tuple(out), runs.shape[0] - 1, num_tokens,
             WIDTHS=widths, UNITS=units, FILLS=fills, GENERATED_ONLY=generated_only,
-            BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            BLOCK=launch.block, **launch.options,
         )  # fmt: skip

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from trajpack.kernels.block_shapes import launch_on
 from trajpack.kernels.gather_words import PIECE_WIDTH, Kind, Piece
 from trajpack.kernels.search_triton import find_segment
 
-BLOCK = 1024
-THREADS = 128
-NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
+BLOCK = launch_on("gather_words_kernel", -1).block
+"""Words of a tile in the interpreter; on a device its architecture settles them."""
 ROW = tl.constexpr(PIECE_WIDTH)
 ADDRESS = tl.constexpr(int(Piece.ADDRESS))
 START = tl.constexpr(int(Piece.START))
@@ -80,12 +80,13 @@ def gather_words_kernel(table, words, num_pieces, num_words, BLOCK: tl.constexpr
 
 def gather_words_forward(table: torch.Tensor, num_words: int) -> torch.Tensor:
     """Launch the kernel on a contiguous table and cut the stream to ``num_words``."""
-    tiles = triton.cdiv(num_words, BLOCK)
-    words = torch.empty(tiles * BLOCK, dtype=torch.int32, device=table.device)
+    launch = launch_on("gather_words_kernel", table.get_device())
+    tiles = triton.cdiv(num_words, launch.block)
+    words = torch.empty(tiles * launch.block, dtype=torch.int32, device=table.device)
     if tiles:
         with torch.cuda.device_of(table):  # Triton launches on the current device
             gather_words_kernel[(tiles,)](
                 table, words, table.shape[0] - 1, num_words,
-                BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+                BLOCK=launch.block, **launch.options,
             )  # fmt: skip
     return words[:num_words]

@@ -14,14 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from trajpack.kernels.block_shapes import Launch, launch_on
 from trajpack.kernels.padding import Side
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-BLOCKS = {1: 2048, 2: 1024, 4: 1024, 8: 1024}
-"""By bytes of an element, elements of a tile: one to four stores of 16 bytes for a thread."""
 ELEMENTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-THREADS = 128
-NUM_WARPS = THREADS // (64 if torch.version.hip else 32)
 MAX_WIDTH = 2**31 - 4096
 """Units of a row at most: they are counted in int32, a tile further on."""
 
@@ -112,9 +109,10 @@ def pad_forward(
 ) -> torch.Tensor:
     """Launch the kernel for boundaries that are contiguous."""
     source = _Source("pad", packed, 1)
+    launch = _launch("pad_kernel", source)
     batch = cu_seqlens.shape[0] - 1
     shape = (batch, max_seqlen, *packed.shape[1:])
-    whole, elements, tiles = _whole_tiles(packed, prod(shape), source.element)
+    whole, elements, tiles = _whole_tiles(packed, prod(shape), source.element, launch.block)
     if tiles:
         low, high = _fill(value, packed.dtype)
         (stride,) = source.strides
@@ -122,8 +120,7 @@ def pad_forward(
             pad_kernel[(tiles,)](
                 source.memory, cu_seqlens, elements, packed.shape[0], batch, max_seqlen,
                 int(side == "left"), source.width, stride, low, high,
-                PER_UNIT=source.unit // source.element, BLOCK=BLOCKS[source.element],
-                num_warps=NUM_WARPS, enable_fp_fusion=False,
+                PER_UNIT=source.unit // source.element, BLOCK=launch.block, **launch.options,
             )  # fmt: skip
     return whole[: prod(shape)].view(shape)
 
@@ -133,9 +130,10 @@ def unpad_forward(
 ) -> torch.Tensor:
     """Launch the kernel for boundaries that are contiguous."""
     source = _Source("unpad", padded, 2)
+    launch = _launch("unpad_kernel", source)
     batch, max_seqlen = padded.shape[:2]
     shape = (num_tokens, *padded.shape[2:])
-    whole, elements, tiles = _whole_tiles(padded, prod(shape), source.element)
+    whole, elements, tiles = _whole_tiles(padded, prod(shape), source.element, launch.block)
     if batch == 0:
         whole.zero_()  # boundaries of no sequence that claim tokens
     elif tiles:
@@ -144,8 +142,7 @@ def unpad_forward(
             unpad_kernel[(tiles,)](
                 source.memory, cu_seqlens, elements, num_tokens, batch, max_seqlen,
                 int(side == "left"), source.width, row_stride, stride,
-                PER_UNIT=source.unit // source.element, BLOCK=BLOCKS[source.element],
-                num_warps=NUM_WARPS, enable_fp_fusion=False,
+                PER_UNIT=source.unit // source.element, BLOCK=launch.block, **launch.options,
             )  # fmt: skip
     return whole[: prod(shape)].view(shape)
 
@@ -195,14 +192,18 @@ def _rows_are_dense(tensor: torch.Tensor, lead: int) -> bool:
     return True
 
 
+def _launch(kernel: str, source: _Source) -> Launch:
+    return launch_on(f"{kernel}, elements of {source.element}", source.memory.get_device())
+
+
 def _whole_tiles(
-    like: torch.Tensor, count: int, element: int
+    like: torch.Tensor, count: int, element: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Allocate room for ``count`` entries in whole tiles of elements of ``element`` bytes.
+    """Allocate room for ``count`` entries in tiles of ``block`` elements of ``element`` bytes.
 
     Return it as entries and as such elements, and the number of tiles.
     """
-    tile = BLOCKS[element] * element
+    tile = block * element
     tiles = triton.cdiv(count * like.element_size(), tile)
     whole = like.new_empty(tiles * tile // like.element_size())
     return whole, whole.view(ELEMENTS[element]), tiles

@@ -1,189 +1,48 @@
 """Compile and launch the kernels without a GPU; print what was measured as JSON.
 
 A program of its own, since Triton decides between its interpreter and its compiler when a
-kernel is decorated. The launchers of trajpack run unchanged on CPU tensors: a driver that only
-records stands in for the GPU's, so Triton specialises and compiles exactly what it would there.
+kernel is decorated, and since there is one Triton to a process. The launchers of trajpack run
+unchanged on CPU tensors: a driver that only records stands in for the GPU's, so Triton
+specialises and compiles exactly what it would there.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
+from compile_machine_code import measure
+from compile_recorder import recording
+from compile_variants import launches_of_every_variant, launches_of_planted
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import driver
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels import (
-    build_triton,
-    discounted_returns_triton,
-    gather_words_triton,
-    pad_triton,
-)
-from trajpack.kernels.build_triton import build_forward, build_kernel
-from trajpack.kernels.discounted_returns_triton import (
-    discounted_returns_forward,
-    discounted_returns_kernel,
-    segment_returns,
-    superblock_returns,
-    superblock_returns_kernel,
-    superblock_sums,
-    superblock_sums_kernel,
-)
-from trajpack.kernels.gather_words_triton import gather_words_forward, gather_words_kernel
-from trajpack.kernels.pad_triton import pad_forward, pad_kernel, unpad_forward, unpad_kernel
+from trajpack.kernels.discounted_returns_triton import discounted_returns_forward
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
-KERNELS = (
-    build_kernel,
-    discounted_returns_kernel,
-    superblock_sums_kernel,
-    superblock_returns_kernel,
-    gather_words_kernel,
-    pad_kernel,
-    unpad_kernel,
-)
-TUNED = (build_triton, gather_words_triton, pad_triton)
-"""Modules whose warps follow from their threads."""
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
-BYTES = {"": 4, "U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
-BYTES |= {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def masked_kernel(source, out, num_tokens, BLOCK: tl.constexpr):
-    """Planted: stores behind a mask of unknown alignment."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = token < num_tokens
-    tl.store(out + token, tl.load(source + token, mask=mask, other=0), mask=mask)
-
-
-@triton.jit(do_not_specialize=["begin"])
-def hinted_kernel(source, out, begin, BLOCK: tl.constexpr):
-    """Planted: promises an alignment that only some runs have."""
-    token = tl.arange(0, BLOCK)
-    tl.store(out + token, tl.load(tl.multiple_of(source + begin + token, 16)))
-
-
-class Recorder:
-    """A driver that serves CPU tensors, for ``target``, and launches nothing."""
-
-    def __init__(self, target: GPUTarget, device: int) -> None:
-        self.target, self.device, self.launches = target, device, []
-        self.utils = self
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.device  # Triton keeps compiled kernels apart by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 64 * 1024}
-
-    def load_binary(self, *_: Any) -> tuple[None, int, int, int, int]:
-        return None, 0, 0, 0, 1024
-
-    def unload_module(self, _: None) -> None:
-        pass
-
-    def launcher_cls(self, source: ASTSource, _: Any) -> Callable[..., None]:
-        def launch(*arguments: Any) -> None:
-            named = dict(zip(source.fn.arg_names, arguments[9:], strict=True))
-            grid = list(arguments[:3])
-            self.launches.append({"kernel": source.fn.__name__, "grid": grid, "arguments": named})
-
-        return launch
-
-    def variants(self) -> list[Any]:
-        caches = [kernel.device_caches[self.device][0] for kernel in (*KERNELS, *PLANTED)]
-        return [compiled for cache in caches for compiled in cache.values()]
-
-
-PLANTED = (masked_kernel, hinted_kernel)
-
-
-@contextmanager
-def recording(target: GPUTarget, device: int) -> Iterator[Recorder]:
-    recorder = Recorder(target, device)
-    driver.set_active(recorder)
-    for module in TUNED:
-        module.NUM_WARPS = module.THREADS // target.warp_size  # as where torch has it
-    limit = {} if target.backend == "hip" else {"maxnreg": 128}
-    discounted_returns_triton.OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, **limit}
-    yield recorder
-
-
-def launches_of_every_variant(device: str = "cpu") -> Iterator[tuple[str, Callable[[], Any]]]:
-    words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
-    runs = words[:24].view(3, 8)
-    discounts = torch.ones(8, dtype=torch.float64, device=device)
-    returns = torch.zeros(9, device=device)
-    yield "aligned", lambda: build_forward(words, runs, returns, 1500)
-    yield "unaligned", lambda: build_forward(words[1:], runs, returns[1:], 1500)
-    for dtype in (torch.float32, torch.float64):
-        rewards = returns.to(dtype)
-        shifted = rewards[1:], cu_seqlens[1:], discounts[1:]
-        for label, inputs in (
-            ("aligned", (rewards, cu_seqlens, discounts)),
-            ("unaligned", shifted),
-        ):
-            sums = torch.zeros(2, dtype=torch.float64, device=device)[label == "unaligned" :]
-            yield label, partial(segment_returns, *inputs)
-            yield label, partial(superblock_sums, *inputs)
-            yield label, partial(superblock_returns, *inputs, sums)
-    table = torch.zeros((5, 4), dtype=torch.int64, device=device)
-    yield "aligned", lambda: gather_words_forward(table, 1500)
-    yield "unaligned", lambda: gather_words_forward(table.view(-1)[1:-3].view(4, 4), 1500)
-    yield from launches_of_every_row(cu_seqlens)
-    yield "planted", lambda: masked_kernel[(1,)](words, words, 99, **PLAIN)
-    yield "planted", lambda: hinted_kernel[(1,)](words, words, 99, **PLAIN)
-
-
-def launches_of_every_row(cu_seqlens: torch.Tensor) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Pad and unpad rows of one unit and of several, for every width of a unit."""
-    memory = torch.zeros(9000, dtype=torch.int8, device=cu_seqlens.device)
-    for unit in (1, 2, 4, 8, 16):
-        unaligned = f"3 x {unit} unaligned", 3 * unit, unit % 16, cu_seqlens[1:]
-        aligned = [(f"{units} x {unit}", units * unit, 0, cu_seqlens) for units in (1, 3)]
-        for label, row, start, ends in (*aligned, unaligned):
-            batch = len(ends) - 1
-            packed = memory[start : start + 99 * row].view(99, row)
-            padded = memory[start : start + batch * 12 * row].view(batch, 12, row)
-            yield label, partial(pad_forward, packed, ends, 12, 1, "left")
-            yield label, partial(unpad_forward, padded, ends, 99, "left")
-
-
-def measure_variants() -> Iterator[dict[str, Any]]:
-    for device, target in enumerate(TARGETS):
-        with recording(target, device) as recorder:
-            for inputs, launch in launches_of_every_variant():
-                before = recorder.variants()
-                launch()
-                new = [variant for variant in recorder.variants() if variant not in before]
-                assert len(new) == 1
-                yield {"inputs": inputs} | measure(new[0], target)
-                if target.backend == "hip" and inputs != "planted":
-                    yield {"inputs": f"{inputs}, past 2 GiB"} | measure(far(new[0]), target)
+def measure_variants(device: int, target: GPUTarget) -> list[dict[str, Any]]:
+    """Measure every variant for one target; ``device`` keeps it apart from other targets."""
+    labels, kernels = [], []
+    with recording(target, device) as recorder:
+        launches = [*launches_of_every_variant(), *launches_of_planted(target.backend)]
+        for inputs, launch in launches:
+            before = {id(variant) for variant in recorder.variants()}
+            launch()
+            (new,) = (variant for variant in recorder.variants() if id(variant) not in before)
+            labels.append(inputs)
+            kernels.append(new)
+            if target.backend == "hip" and inputs != "planted":
+                labels.append(f"{inputs}, past 2 GiB")
+                kernels.append(far(new))
+    measured = measure(kernels)
+    return [{"inputs": label} | found for label, found in zip(labels, measured, strict=True)]
 
 
 def far(kernel: Any) -> Any:
@@ -195,74 +54,6 @@ def far(kernel: Any) -> Any:
     source = ASTSource(kernel.src.fn, kernel.src.signature, kernel.src.constants, attributes)
     options = {name: getattr(kernel.metadata, name) for name in ("num_warps", "enable_fp_fusion")}
     return triton.compile(source, target=kernel.metadata.target, options=options)
-
-
-def measure(kernel: Any, target: GPUTarget) -> dict[str, Any]:
-    fields = kernel.src.signature
-    resources = measure_cuda(kernel) if target.backend == "cuda" else measure_hip(kernel)
-    return {
-        "target": str(target.arch),
-        "kernel": kernel.name,
-        "rewards": fields.get("rewards"),
-        "threads": kernel.metadata.num_warps * target.warp_size,
-        "scans": scanned_layouts(kernel.asm["ttgir"]),
-        **resources,
-    }
-
-
-def scanned_layouts(code: str) -> list[str]:
-    """Return the type and layout of what each scan takes: they settle the order of its sums."""
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", code, re.MULTILINE))
-    scans = re.findall(r'"tt\.scan".*?^\s*\}\) : \((.*?)\) ->', code, re.MULTILINE | re.DOTALL)
-    return [re.sub(r"#\w+", lambda alias: layouts[alias[0]], scan) for scan in scans]
-
-
-def measure_cuda(kernel: Any) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = run_tool("cuobjdump", "--dump-resource-usage", file.name)
-        code = run_tool("nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
-    assert found, usage
-    registers, stack, local = map(int, found.groups())
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
-    width = r"\.E(?:\.EF|\.STRONG|\.GPU)*\.?(U8|S8|U16|S16|64|128)?\b"
-    return {
-        "registers": registers,
-        "memory_of_a_thread": {"stack": stack, "local": local, "spills": spills},
-        "stores": Counter(BYTES[found] for found in re.findall(r"\bSTG" + width, code)),
-        "loads": Counter(BYTES[found] for found in re.findall(r"\bLDG" + width, code)),
-        "masked_stores": len(re.findall(r"@!?U?P\d\s+STG", code)),
-        "atomics": len(re.findall(r"\b(?:ATOM[GS]?|RED)\b", code)),
-    }
-
-
-def measure_hip(kernel: Any) -> dict[str, Any]:
-    code = kernel.asm["amdgcn"]
-
-    def resource(name: str) -> int:
-        (found,) = re.findall(rf"^\s+(?:- )?\.{name}:\s+(\d+)", code, re.MULTILINE)
-        return int(found)
-
-    places = "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"
-    stores, loads = (
-        re.findall(rf"\b(?:buffer|global|flat)_{kind}_s?u?(byte|short|dword(?:x\d)?)", code)
-        for kind in ("store", "load")
-    )
-    return {
-        "registers": resource("vgpr_count") + resource("agpr_count"),
-        "memory_of_a_thread": {place: resource(place) for place in places},
-        "stores": Counter(BYTES[found] for found in stores),
-        "loads": Counter(BYTES[found] for found in loads),
-        "masked_stores": None,  # lanes are masked by a register, not in the instruction
-        "atomics": len(re.findall(r"_atomic_", code)),
-    }
-
-
-def run_tool(name: str, *arguments: str) -> str:
-    done = subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 def ragged_trajectory(name: str, num_turns: int) -> Trajectory:
@@ -314,9 +105,7 @@ def measure_returns() -> Iterator[dict[str, Any]]:
 def measure_launches_on_meta() -> dict[str, Any]:
     """Launch on tensors without values; a launcher that reads one raises."""
     with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 1) as recorder:
-        launchers = [
-            launch for inputs, launch in launches_of_every_variant("meta") if inputs != "planted"
-        ]
+        launchers = [launch for _, launch in launches_of_every_variant("meta")]
         for launch in launchers:
             launch()
         kernels = Counter(done["kernel"] for done in recorder.launches)
@@ -335,8 +124,9 @@ def refusal() -> str:
 
 def main() -> None:
     measured = {
+        "triton": triton.__version__,
         "refusal": refusal(),
-        "variants": list(measure_variants()),
+        "variants": [v for pair in enumerate(TARGETS) for v in measure_variants(*pair)],
         "launches": list(measure_launches()),
         "returns": list(measure_returns()),
         "launches_on_meta": measure_launches_on_meta(),

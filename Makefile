@@ -2,6 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRITON_VERSIONS := tests/kernels/triton_versions.txt
 
 .DEFAULT_GOAL := help
 
@@ -9,12 +10,16 @@ STAMP := $(VENV)/.installed
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# exact versions; torch is installed by itself first, so that no other package chooses its build
-$(STAMP): pyproject.toml constraints.txt
+# exact versions; torch is installed by itself first, so that no other package chooses its build;
+# the kernels are compiled with other versions of Triton too, each in a folder of its own
+$(STAMP): pyproject.toml constraints.txt $(TRITON_VERSIONS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	for version in $$(cat $(TRITON_VERSIONS)); do test -d $(VENV)/triton/$$version/triton-$$version.dist-info || \
+		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton/$$version triton==$$version \
+		|| exit 1; done
 	touch $(STAMP)
 
 .PHONY: install

@@ -6,13 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
+
+INSTALLED = version_of("triton")
+OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
+VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
+"""Versions of Triton that the kernels are compiled with: the one that runs, and others."""
 
 
 @pytest.fixture(scope="session")
@@ -36,29 +44,85 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``compile_kernels.py`` measures, run once for all workers of the session."""
+class CompiledKernels:
+    """What ``compile_kernels.py`` measured with one version of Triton."""
+
+    def __init__(self, version: str, measured: dict[str, Any]) -> None:
+        self.version, self.measured = version, measured
+        for variant in measured["variants"]:
+            for accesses in ("stores", "loads"):
+                by_width = variant[accesses].items()
+                variant[accesses] = Counter({int(width): count for width, count in by_width})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.measured[name]
+
+    def variants(self, kernel: str, target: str) -> list[dict[str, Any]]:
+        """Return what was measured of a kernel's variants for a target; there are some."""
+        variants = self.measured["variants"]
+        found = [v for v in variants if (v["kernel"], v["target"]) == (kernel, target)]
+        assert found, (kernel, target)
+        return found
+
+
+@pytest.fixture(scope="session", params=VERSIONS)
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> CompiledKernels:
+    """What the compiler makes of the kernels, for each version of Triton that is installed.
+
+    The first test of a session to ask has them compiled for all workers, and for every version
+    that any test of the session asks for: two at a time.
+    """
+    version = str(request.param)
+    if not _has_triton(version):
+        pytest.skip(f"Triton {version} is not in {_folder(version)}: `make install` puts it there")
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    result = folder / "compiled_kernels.json"
+    results = {v: folder / f"compiled_kernels_{v}.json" for v in _wanted(request.session)}
     with FileLock(folder / "compiled_kernels.lock"):
-        if not result.exists():
-            result.write_text(_compile(folder / "triton_cache"))
-    return dict(json.loads(result.read_text()))
+        if not results[version].exists():
+            with ThreadPoolExecutor(max_workers=2) as pool:
+                caches = [folder / f"triton_cache_{v}" for v in results]
+                for path, code in zip(
+                    results.values(), pool.map(_compile, results, caches), strict=True
+                ):
+                    path.write_text(code)
+    return CompiledKernels(version, json.loads(results[version].read_text()))
 
 
-def _compile(cache: Path) -> str:
-    script = Path(__file__).with_name("compile_kernels.py")
+def _folder(version: str) -> Path:
+    return Path(sys.prefix, "triton", version)
+
+
+def _has_triton(version: str) -> bool:
+    return version == INSTALLED or _folder(version).is_dir()
+
+
+def _wanted(session: pytest.Session) -> list[str]:
+    """Return the versions that are there and that the session's tests are parametrised with."""
+    calls = (getattr(item, "callspec", None) for item in session.items)
+    wanted = {call.params.get("compiled") for call in calls if call is not None}
+    return [version for version in VERSIONS if version in wanted and _has_triton(version)]
+
+
+def _compile(version: str, cache: Path) -> str:
+    """Run the program with this Triton, found before the one that is installed."""
+    paths = [str(Path(__file__).parent)]
+    if version != INSTALLED:
+        paths.insert(0, str(_folder(version)))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    if inherited := environment.get("PYTHONPATH"):
+        paths.append(inherited)
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", str(script)],
-        env={**environment, "TRITON_CACHE_DIR": str(cache)},
+        [sys.executable, "-P", "-W", "error", str(Path(__file__).with_name("compile_kernels.py"))],
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"Triton {version}: {done.stderr}"
     return done.stdout

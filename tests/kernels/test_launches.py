@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels import build_triton, discounted_returns_triton
+from trajpack.kernels import discounted_returns_triton
 from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.kernels.runs import TILE
 from trajpack.packing import writing as writing_module
 
 LAYOUTS = ("merged", "turns")
@@ -55,7 +56,7 @@ def ops_of_pack(buffer: TrajectoryBuffer, layout: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pack_makes_two_launches_at_any_size(compiled: dict[str, Any], layout: str) -> None:
+def test_a_pack_makes_two_launches_at_any_size(compiled: Any, layout: str) -> None:
     cases = [case for case in compiled["launches"] if case["layout"] == layout]
     assert {case["num_trajectories"] for case in cases} == {0, 1, 10, 16, 1000}
     for case in cases:
@@ -64,24 +65,24 @@ def test_a_pack_makes_two_launches_at_any_size(compiled: dict[str, Any], layout:
         assert kernels == expected, case
 
 
-def test_grids_cover_the_batch_and_no_more(compiled: dict[str, Any]) -> None:
+def test_grids_cover_the_batch_and_no_more(compiled: Any) -> None:
     for case in compiled["launches"]:
         if case["num_tokens"]:
             rows = -(-case["num_trajectories"] // discounted_returns_triton.ROWS)
-            tiles = -(-case["num_tokens"] // build_triton.BLOCK)
+            tiles = -(-case["num_tokens"] // TILE)
             assert [grid for _, grid in case["launches"]] == [[rows, 1, 1], [tiles, 1, 1]], case
 
 
 def test_fields_are_allocated_in_whole_tiles_for_the_unmasked_stores(
-    compiled: dict[str, Any],
+    compiled: Any,
 ) -> None:
     for case in compiled["launches"]:
         if case["num_tokens"]:
-            tiles = -(-case["num_tokens"] // build_triton.BLOCK)
-            assert case["field_sizes"] == len(FIELD_DTYPES) * [tiles * build_triton.BLOCK], case
+            tiles = -(-case["num_tokens"] // TILE)
+            assert case["field_sizes"] == len(FIELD_DTYPES) * [tiles * TILE], case
 
 
-def test_ragged_sizes_share_the_compiled_variants(compiled: dict[str, Any]) -> None:
+def test_ragged_sizes_share_the_compiled_variants(compiled: Any) -> None:
     tokens = {case["num_tokens"] for case in compiled["launches"]}
     assert len(tokens) > 12, "sizes that divide by 16 and sizes that do not"
     assert [case["variants"] for case in compiled["launches"]] == [
@@ -89,19 +90,20 @@ def test_ragged_sizes_share_the_compiled_variants(compiled: dict[str, Any]) -> N
     ]
 
 
-def test_the_launchers_read_no_value(compiled: dict[str, Any]) -> None:
+def test_the_launchers_read_no_value(compiled: Any) -> None:
     on_meta = compiled["launches_on_meta"]  # every launcher ran on tensors that have none
     assert sum(on_meta["launches"].values()) >= on_meta["launchers"] > 0
 
 
-def test_padding_and_gathering_are_one_launch_each(compiled: dict[str, Any]) -> None:
+def test_padding_and_gathering_are_one_launch_each(compiled: Any) -> None:
     launches = compiled["launches_on_meta"]["launches"]
     variants = [v["kernel"] for v in compiled["variants"] if v["target"] == "90"]
-    for kernel in ("pad_kernel", "unpad_kernel", "gather_words_kernel"):
+    kernels = ("pad_kernel", "unpad_kernel", "gather_words_kernel", "gather_fields_kernel")
+    for kernel in kernels:
         assert launches[kernel] == variants.count(kernel) > 0
 
 
-def test_triton_without_a_gpu_is_refused_with_a_way_out(compiled: dict[str, Any]) -> None:
+def test_triton_without_a_gpu_is_refused_with_a_way_out(compiled: Any) -> None:
     assert compiled["refusal"] == (
         "pack: impl='triton' needs cuda tensors, got tensors on cpu; "
         "use impl='torch', or set TRITON_INTERPRET=1 to run the kernel on the host"

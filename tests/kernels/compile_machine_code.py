@@ -1,0 +1,125 @@
+"""What stands in the machine code of a compiled kernel: SASS for NVIDIA, assembly for AMD."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+BYTES = {"": 4, "U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+BYTES |= {"byte": 1, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+WIDTH = r"\.E(?:\.EF|\.STRONG|\.GPU)*\.?(U8|S8|U16|S16|64|128)?\b"
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*)$", re.MULTILINE)
+
+
+def measure(kernels: Iterable[Any]) -> list[dict[str, Any]]:
+    """Measure kernels that were all compiled for the same target."""
+    kernels = list(kernels)
+    target = kernels[0].metadata.target
+    if target.backend == "cuda":
+        codes = disassemble([kernel.asm["cubin"] for kernel in kernels], target.arch)
+        measured = [measure_cuda(*pair) for pair in zip(kernels, codes, strict=True)]
+    else:
+        measured = [measure_hip(kernel.asm["amdgcn"]) for kernel in kernels]
+    return [
+        {
+            "target": str(target.arch),
+            "kernel": kernel.name,
+            "rewards": kernel.src.signature.get("rewards"),
+            "threads": kernel.metadata.num_warps * target.warp_size,
+            "scans": scanned_layouts(kernel.asm["ttgir"]),
+            **found,
+        }
+        for kernel, found in zip(kernels, measured, strict=True)
+    ]
+
+
+def scanned_layouts(code: str) -> list[str]:
+    """Return the type and layout of what each scan takes: they settle the order of its sums."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", code, re.MULTILINE))
+    scans = re.findall(r'"tt\.scan".*?^\s*\}\) : \((.*?)\) ->', code, re.MULTILINE | re.DOTALL)
+    return [re.sub(r"#\w+", lambda alias: layouts[alias[0]], scan) for scan in scans]
+
+
+def disassemble(cubins: list[bytes], arch: int) -> list[str]:
+    """Return the SASS of each. The disassembler takes longer to start than to read a kernel."""
+    texts = [text_of(cubin) for cubin in cubins]
+    code = run_tool("nvdisasm", b"".join(texts), "-b", f"SM{arch}")
+    lines = INSTRUCTION.findall(code)
+    sass, end = [], 0
+    for text in texts:
+        begin, end = end, end + len(text)
+        sass.append("\n".join(line for place, line in lines if begin <= int(place, 16) < end))
+    return sass
+
+
+def text_of(cubin: bytes) -> bytes:
+    """Return the instructions of the one kernel in an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count)]
+    name_at = sections[names][4]
+    (text,) = (
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in sections
+        if cubin.startswith(b".text.", name_at + name)
+    )
+    return text
+
+
+def measure_cuda(kernel: Any, code: str) -> dict[str, Any]:
+    usage = run_tool("cuobjdump", kernel.asm["cubin"], "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
+    assert found, usage
+    registers, stack, local = map(int, found.groups())
+    assert "EXIT" in code, "instructions were found"
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
+    return {
+        "registers": registers,
+        "memory_of_a_thread": {"stack": stack, "local": local, "spills": spills},
+        "stores": Counter(BYTES[found] for found in re.findall(r"\bSTG" + WIDTH, code)),
+        "loads": Counter(BYTES[found] for found in re.findall(r"\bLDG" + WIDTH, code)),
+        "masked_stores": len(re.findall(r"@!?U?P\d\s+STG", code)),
+        "atomics": len(re.findall(r"\b(?:ATOM[GS]?|RED)\b", code)),
+        "shuffles": len(re.findall(r"\bSHFL\b", code)),
+        "barriers": len(re.findall(r"\bBAR\b", code)),
+    }
+
+
+def measure_hip(code: str) -> dict[str, Any]:
+    def resource(name: str) -> int:
+        (found,) = re.findall(rf"^\s+(?:- )?\.{name}:\s+(\d+)", code, re.MULTILINE)
+        return int(found)
+
+    places = "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"
+    stores, loads = (
+        re.findall(rf"\b(?:buffer|global|flat)_{kind}_s?u?(byte|short|dword(?:x\d)?)", code)
+        for kind in ("store", "load")
+    )
+    return {
+        "registers": resource("vgpr_count") + resource("agpr_count"),
+        "memory_of_a_thread": {place: resource(place) for place in places},
+        "stores": Counter(BYTES[found] for found in stores),
+        "loads": Counter(BYTES[found] for found in loads),
+        "masked_stores": None,  # lanes are masked by a register, not in the instruction
+        "atomics": len(re.findall(r"_atomic_", code)),
+        "shuffles": len(re.findall(r"\bds_(?:b?permute|swizzle)\w*|_dpp\b|_permlane", code)),
+        "barriers": len(re.findall(r"\bs_barrier\b", code)),
+    }
+
+
+def run_tool(name: str, code: bytes, *arguments: str) -> str:
+    """Run one of Triton's own tools on ``code``, and return what it prints."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [TOOLS / name, *arguments, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

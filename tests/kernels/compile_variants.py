@@ -1,0 +1,97 @@
+"""Launches that between them make Triton compile every variant of every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from compile_planted import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
+
+from trajpack.kernels.build_triton import build_forward
+from trajpack.kernels.discounted_returns_triton import (
+    segment_returns,
+    superblock_returns,
+    superblock_sums,
+)
+from trajpack.kernels.gather_fields import Moved
+from trajpack.kernels.gather_fields_triton import gather_fields_forward
+from trajpack.kernels.gather_words_triton import gather_words_forward
+from trajpack.kernels.pad_triton import pad_forward, unpad_forward
+
+PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
+Launches = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def launches_of_every_variant(device: str = "cpu") -> Launches:
+    """Yield what the inputs are like, and a launch on them that compiles one variant."""
+    words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
+    runs = words[:24].view(3, 8)
+    returns = torch.zeros(9, device=device)
+    yield "aligned", lambda: build_forward(words, runs, returns, 1500)
+    yield "unaligned", lambda: build_forward(words[1:], runs, returns[1:], 1500)
+    yield from launches_of_returns(returns, cu_seqlens)
+    table = torch.zeros((5, 4), dtype=torch.int64, device=device)
+    yield "aligned", lambda: gather_words_forward(table, 1500)
+    yield "unaligned", lambda: gather_words_forward(table.view(-1)[1:-3].view(4, 4), 1500)
+    yield from launches_of_every_field(words, runs)
+    yield from launches_of_every_row(cu_seqlens)
+
+
+def launches_of_returns(returns: torch.Tensor, cu_seqlens: torch.Tensor) -> Launches:
+    """Discounted returns by both regimes, for rewards of both dtypes."""
+    discounts = torch.ones(8, dtype=torch.float64, device=returns.device)
+    for dtype in (torch.float32, torch.float64):
+        rewards = returns.to(dtype)
+        shifted = rewards[1:], cu_seqlens[1:], discounts[1:]
+        for label, inputs in (
+            ("aligned", (rewards, cu_seqlens, discounts)),
+            ("unaligned", shifted),
+        ):
+            sums = torch.zeros(2, dtype=torch.float64, device=returns.device)
+            sums = sums[label == "unaligned" :]
+            yield label, partial(segment_returns, *inputs)
+            yield label, partial(superblock_sums, *inputs)
+            yield label, partial(superblock_returns, *inputs, sums)
+
+
+def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
+    """Extra fields of every unit, one and several to a row, one and several at once."""
+    fields = {unit: Moved(1, unit, -1, unit % 2) for unit in (1, 2, 4, 8)}
+    cases = {f"1 x {unit}": [field] for unit, field in fields.items()}
+    cases |= {f"3 x {unit}": [field._replace(width=3)] for unit, field in fields.items()}
+    cases["1 x 1, all tokens"] = [fields[1]._replace(generated_only=0)]
+    cases["1 x 2, generated"] = [fields[2]._replace(generated_only=1)]
+    several = [fields[1], fields[2]._replace(width=3), fields[4], fields[8]]
+    cases["1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"] = several
+    for label, moved in cases.items():
+        sources = torch.zeros((3, len(moved)), dtype=torch.int64, device=words.device)
+        yield label, partial(gather_fields_forward, words, runs, sources, 1500, moved)
+    unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
+    shifted = words[1:], words[25:49].view(3, 8), unaligned
+    yield f"{label}, unaligned", partial(gather_fields_forward, *shifted, 1500, several)
+
+
+def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
+    """Pad and unpad rows of one unit and of several, for every width of a unit."""
+    memory = torch.zeros(9000, dtype=torch.int8, device=cu_seqlens.device)
+    for unit in (1, 2, 4, 8, 16):
+        unaligned = f"3 x {unit} unaligned", 3 * unit, unit % 16, cu_seqlens[1:]
+        aligned = [(f"{units} x {unit}", units * unit, 0, cu_seqlens) for units in (1, 3)]
+        for label, row, start, ends in (*aligned, unaligned):
+            batch = len(ends) - 1
+            packed = memory[start : start + 99 * row].view(99, row)
+            padded = memory[start : start + batch * 12 * row].view(batch, 12, row)
+            yield label, partial(pad_forward, packed, ends, 12, 1, "left")
+            yield label, partial(unpad_forward, padded, ends, 99, "left")
+
+
+def launches_of_planted(backend: str) -> Launches:
+    """Kernels with a fault each."""
+    words = torch.zeros(99, dtype=torch.int32)
+    for kernel in (masked_kernel, hinted_kernel, shuffled_kernel):
+        yield "planted", partial(kernel[(1,)], words, words, 99, **PLAIN)
+    if backend == "cuda":
+        crowded = PLAIN | {"BLOCK": 8192, "maxnreg": 32}
+        yield "planted", partial(crowded_kernel[(1,)], words, words, 99, **crowded)

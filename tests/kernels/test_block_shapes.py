@@ -1,0 +1,103 @@
+"""The table of block shapes: what it must hold for the kernels to be right, and who reads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trajpack.kernels import block_shapes
+from trajpack.kernels.block_shapes import DEFAULT, SHAPES, BlockShape, block_shape, launch_on
+from trajpack.kernels.runs import TILE
+
+ROWS = [
+    pytest.param(kernel, shape, id=f"{kernel}-{architecture}")
+    for kernel, rows in SHAPES.items()
+    for architecture, shape in rows.items()
+]
+
+
+@pytest.fixture
+def on_architecture(monkeypatch: pytest.MonkeyPatch):
+    """Make every device one of some architecture."""
+
+    def set_architecture(name: str) -> None:
+        monkeypatch.setattr(block_shapes, "architecture_of", lambda _: name)
+        launch_on.cache_clear()
+
+    yield set_architecture
+    launch_on.cache_clear()
+
+
+@pytest.mark.parametrize(("kernel", "shape"), ROWS)
+def test_every_shape_can_be_launched_and_says_why(kernel: str, shape: BlockShape) -> None:
+    assert shape.block & (shape.block - 1) == 0, "a power of 2"
+    assert shape.threads in (64, 128, 256, 512)
+    assert len(shape.reason) > 40
+    if kernel in ("build_kernel", "gather_fields_kernel"):
+        assert TILE % shape.block == 0, "outputs are allocated in tiles, and written to their end"
+
+
+@pytest.mark.parametrize("kernel", SHAPES)
+def test_every_kernel_has_a_shape_for_architectures_without_a_row(kernel: str) -> None:
+    assert block_shape(kernel, "sm_999") == SHAPES[kernel][DEFAULT]
+
+
+def test_the_blocks_of_a_scan_are_the_same_everywhere() -> None:
+    """They settle the order of the sums, and the interpreter runs the default's."""
+    assert len({shape.block for shape in SHAPES["discounted_returns"].values()}) == 1
+
+
+def test_an_architecture_has_its_own_row(on_architecture, monkeypatch) -> None:
+    tuned = {DEFAULT: BlockShape(1024, 256, ""), "sm_100": BlockShape(512, 64, "")}
+    monkeypatch.setitem(SHAPES, "build_kernel", tuned)
+    shapes = {}
+    for name in ("sm_90", "sm_100"):
+        on_architecture(name)
+        launch = launch_on("build_kernel", 0)
+        shapes[name] = launch.block, launch.options
+    assert shapes == {
+        "sm_90": (1024, {"num_warps": 8, "enable_fp_fusion": False}),
+        "sm_100": (512, {"num_warps": 2, "enable_fp_fusion": False}),
+    }
+
+
+def test_waves_are_wider_than_warps_and_have_no_limit_of_registers(on_architecture) -> None:
+    options = {}
+    for name in ("sm_80", "gfx942", "gfx1100"):
+        on_architecture(name)
+        options[name] = launch_on("discounted_returns", 0).options
+    assert options == {
+        "sm_80": {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 128},
+        "gfx942": {"num_warps": 4, "enable_fp_fusion": False},
+        "gfx1100": {"num_warps": 4, "enable_fp_fusion": False},
+    }
+
+
+def test_a_device_is_asked_for_its_architecture_once(monkeypatch) -> None:
+    asked = []
+
+    def capability(device: int) -> tuple[int, int]:
+        asked.append(device)
+        return 9, 0
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    launch_on.cache_clear()
+    assert launch_on("build_kernel", 3) is launch_on("build_kernel", 3)
+    assert asked == [3]
+    assert block_shapes.architecture_of(3) == "sm_90"
+    launch_on.cache_clear()
+
+
+def test_architectures_of_amd_are_named_without_their_features(monkeypatch) -> None:
+    found = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    assert block_shapes.architecture_of(0) == "gfx942"
+
+
+def test_the_host_has_the_default() -> None:
+    assert block_shapes.architecture_of(torch.zeros(1).get_device()) == DEFAULT
+    assert block_shapes.architecture_of(torch.zeros(1, device="meta").get_device()) == DEFAULT

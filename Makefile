@@ -10,17 +10,21 @@ TRITON_VERSIONS := tests/kernels/triton_versions.txt
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# exact versions; torch is installed by itself first, so that no other package chooses its build;
-# the kernels are compiled with other versions of Triton too, each in a folder of its own
-$(STAMP): pyproject.toml constraints.txt $(TRITON_VERSIONS)
+# exact versions; torch is installed by itself first, so that no other package chooses its build
+$(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+# the tests compile the kernels with other versions of Triton too, each in a folder of its own
+TEST_STAMP := $(VENV)/.test-installed
+$(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS)
 	for version in $$(cat $(TRITON_VERSIONS)); do test -d $(VENV)/triton/$$version/triton-$$version.dist-info || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton/$$version triton==$$version \
 		|| exit 1; done
-	touch $(STAMP)
+	touch $(TEST_STAMP)
 
 .PHONY: install
 install: $(STAMP) ## Make the virtual environment with everything in it
@@ -37,7 +41,7 @@ check: install ## Format, lint and type check
 	$(BIN)/mypy
 
 .PHONY: test
-test: install ## Run every test that needs no GPU
+test: $(TEST_STAMP) ## Run every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 300 -m "not gpu"
 
 # the next two also run without `make install`, where torch, triton and pytest are there already
@@ -58,12 +62,13 @@ $(BENCH_STAMP): $(STAMP)
 bench: $(BENCH_STAMP) ## Time the host path beside other ways; RESULTS=benchmarks/results to keep it
 	$(BIN)/python -m pytest benchmarks -q -m "not gpu" --results $(RESULTS) \
 		--benchmark-columns=min,median,rounds $(if $(JSON),--benchmark-json=$(JSON))
-	$(BIN)/python -m benchmarks.plots $(RESULTS)/cpu.json $(RESULTS)
+	$(BIN)/python -m benchmarks.plots $(RESULTS)/cpu.json build/benchmarks
 
 .PHONY: bench-gpu
 bench-gpu: ## Time the device path; needs a CUDA device
+	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "bench-gpu: there is no CUDA device here")'
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks/*/bench_*_gpu.py -q --results $(RESULTS)
-	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json $(RESULTS)
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json build/benchmarks
 
 .PHONY: bench-report
 bench-report: ## Write the documents' tables and plot from benchmarks/results

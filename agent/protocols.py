@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
-from trajpack.packing.conversion import same_values
+from trajpack.packing.equality import same_values
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
 

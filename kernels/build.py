@@ -52,7 +52,8 @@ FIELD_DTYPES = {
 """The one table of per-token fields and their dtypes, in the order of `TokenFields`."""
 
 NUMPY_DTYPES = {
-    dtype: torch.empty(0, dtype=dtype).numpy().dtype for dtype in set(FIELD_DTYPES.values())
+    dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    for dtype in FIELD_DTYPES.values()
 }
 
 

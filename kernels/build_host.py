@@ -62,6 +62,8 @@ def build_on_host(
 
 
 def _check_ends(table: Ints, lengths: Ints, num_tokens: int) -> None:
+    if (table[:-1, Run.GENERATED] < 0).any():
+        raise ValueError("build: runs must have 0 or more tokens of context (Run.GENERATED)")
     first, last = table[0, Run.START], table[-1, Run.START]
     if first != 0 or last != num_tokens or (lengths < 0).any():
         raise ValueError(

@@ -99,7 +99,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
     tensors = list(tensors)
     table = piece_table(tensors)
     if not tensors:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int32, device="cpu")
     if resolve_impl(OP, impl, tensors[0]) == "torch":
         on_host = tensors[0].device.type == "cpu"
         return _gather_on_host(tensors) if on_host else gather_words_reference(tensors)
@@ -181,7 +181,7 @@ def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor.detach().float().view(torch.int32) if tensor.is_floating_point() else tensor.int()
         for tensor in tensors
     ]
-    return torch.cat(words) if words else torch.empty(0, dtype=torch.int32)
+    return torch.cat(words) if words else torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 def _gather_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -13,6 +13,9 @@ from trajpack.kernels.runs import TILE
 
 SLACK = 1.25
 """Room that fresh memory has beyond what is asked for, so that a longer batch fits too."""
+MOST = 2
+"""Times what is asked for that memory may have: what is written to a file by its storage, as
+torch does with tensors, is never much larger than the batch."""
 
 _held_by_a_list = [np.empty(0)]
 ALONE = sys.getrefcount(_held_by_a_list[0])
@@ -42,12 +45,14 @@ class HostMemory:
 
     def _array(self, name: str, size: int) -> npt.NDArray[np.generic]:
         arrays = self._lent[name]
-        for index in range(len(arrays)):
-            if sys.getrefcount(arrays[index]) == ALONE:
-                if size <= arrays[index].size <= 4 * size * SLACK:
-                    return arrays[index]
-                del arrays[index]  # too small, or much too large
-                break
-        fresh = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
-        arrays.append(fresh)
-        return fresh
+        free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) <= ALONE]
+        fitting = [i for i in free if size <= arrays[i].size <= MOST * size]
+        if fitting:
+            chosen = arrays[min(fitting, key=lambda i: arrays[i].size)]
+        else:
+            chosen = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
+        # of what nobody holds, one more is kept; a peak does not stay
+        spared = [arrays[i] for i in free if arrays[i] is not chosen][:1]
+        held = [arrays[i] for i in range(len(arrays)) if i not in free]
+        self._lent[name] = [*held, *spared, chosen]
+        return chosen

@@ -18,8 +18,8 @@ class Run(IntEnum):
     """Index of its first token id in the word stream; negative where the run is padding, whose
     token ids are 0."""
     GENERATED = 2
-    """Tokens of its context: how far behind START generation begins. At least the run's length
-    where nothing was generated."""
+    """Tokens of its context, 0 or more: how far behind START generation begins. At least the
+    run's length where nothing was generated."""
     LOGPROB = 3
     """Index of its first log-probability, that of its first generated token, in the stream."""
     POSITION = 4

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -96,18 +96,19 @@ class PackedBatch:
         batch.__dict__.update(ready, _later=dict(later))
         return batch
 
-    def __getattr__(self, name: str) -> Any:
-        make = self.__dict__.get("_later", {}).get(name)
-        if make is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = self.__dict__[name] = make()
-        del self._later[name]
-        return value
+    if not TYPE_CHECKING:  # which knows all fields, and shall see a misspelled one
+
+        def __getattr__(self, name: str) -> Any:
+            make = self.__dict__.get("_later", {}).get(name)
+            if make is None:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            with torch.inference_mode(False):  # whoever asks first, a trainer may ask later
+                return self.__dict__.setdefault(name, make())
 
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest sequence; 0 in an empty batch. Read from the host."""
-        return max(self.seqlens, default=0)
+        return max(self.seqlens) if self.seqlens else 0
 
     @property
     def num_tokens(self) -> int:
@@ -210,6 +211,7 @@ class PackedBatch:
 
         Raises:
             OSError: If it cannot be written; what was at ``path`` stays as it was.
+            ValueError: If the batch is padded.
         """
         from trajpack.packing.storage import save
 
@@ -227,9 +229,21 @@ class PackedBatch:
 
         return load(path)
 
+    def check_unpadded(self) -> None:
+        """Raise where there are turns of no trajectory, as in a `StaticBatch`.
+
+        Raises:
+            ValueError: That names the way out.
+        """
+        if self.cu_turns.shape[0] != len(self.ids) + 1:
+            raise ValueError("the batch is padded: take StaticBatch.unpadded()")
+
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _versions(self) -> str:
-        low, high = int(self.turn_version_start.min()), int(self.turn_version_end.max())
+        known = self.turn_version_start >= 0  # those of padding are not
+        if not known.any():
+            return ""
+        low, high = int(self.turn_version_start[known].min()), int(self.turn_version_end.max())
         return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"

@@ -90,7 +90,7 @@ class TrajectoryBuffer:
         capacity: int | None = None,
         fields: Iterable[TokenField] = (),
     ) -> None:
-        if capacity is not None and as_integer("capacity", capacity) < 1:
+        if capacity is not None and (capacity := as_integer("capacity", capacity)) < 1:
             raise ValueError(f"capacity must be at least 1 token, got {capacity}")
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.capacity = capacity
@@ -140,12 +140,15 @@ class TrajectoryBuffer:
                 not fit the capacity. Every error names trajectory, turn, what was expected
                 and what came; nothing of the call stays behind.
 
-        Cost: compares each prompt once with the chain it extends and copies what is new, both at
-            memory speed, beside about 20 microseconds a call and 3 a turn. Arrays of int32 and
-            float32 are read where they are; others are converted first. Reads CUDA tensors back
-            (one synchronisation each; see `pack_resident`). After `pack`, and without `clear`,
-            waits for that pack's copy.
+        Cost: compares each prompt with the chain it extends (with several, where their last
+            tokens agree) and copies what is new, both at memory speed, beside about 30
+            microseconds a call and 3 a turn. Arrays of int32 and float32 are read where they
+            are; others are converted first. Reads CUDA tensors back (one synchronisation each;
+            see `pack_resident`). After `pack`, and without `clear`, waits for that pack's copy.
         """
+        if not isinstance(trajectories, Iterable):
+            kind = type(trajectories).__name__
+            raise TypeError(f"trajectories must be several of Trajectory, got {kind}")
         given = trajectories if isinstance(trajectories, (list, tuple)) else list(trajectories)
         if not given:
             return
@@ -171,9 +174,9 @@ class TrajectoryBuffer:
             third one where there are extra fields, no synchronisation; 38 bytes a token are
             written on the device. The host's part does not grow with the batch, as long as the
             layout is that of the pack before (at first ``"merged"``): tables are kept for one
-            layout at a time. On the host, memory of batches that are gone is used again: let go of
-            one before the next is packed. Packing again before `clear` waits for the copy of the
-            pack before. A CUDA graph may capture it, and then replays this batch.
+            layout at a time. On the host, memory of batches that are gone is used again: let go
+            of one before the next is packed. A CUDA graph that captures it replays this batch,
+            as long as the buffer lives; `StaticBatch` replays others.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))

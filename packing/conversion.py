@@ -71,7 +71,7 @@ def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
     finite = np.isfinite(narrow)
     if not finite.all():
         where = int(finite.argmin())
-        given = values[where] if isinstance(values, Sequence) else _host(values)[where]
+        given = values[where] if isinstance(values, Sequence) else host_array(values)[where]
         raise ValueError(f"{name} must be finite float32, got {given} at index {where}")
     return narrow
 
@@ -177,10 +177,14 @@ def as_version_runs(
     return merged, first, last
 
 
-def same_values(left: Any, right: Any, dtype: npt.DTypeLike | None = None) -> bool:
-    """Tell whether two array-likes hold the same values, as ``dtype`` where it is given."""
-    with np.errstate(over="ignore"):
-        return bool(np.array_equal(_host(left, dtype), _host(right, dtype)))
+def host_tensor(values: Any) -> torch.Tensor:
+    """Return an array of any kind as a tensor on the host; Python numbers keep their 64 bits."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu()
+    array = np.asarray(values)
+    plain = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+    # torch takes no negative strides, and warns of memory that it may not write
+    return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 
 def _as_span(name: str, span: Any) -> tuple[int, int, int]:
@@ -212,7 +216,7 @@ def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: i
 def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
     if isinstance(values, torch.Tensor):
         try:
-            return _host(values)
+            return host_array(values)
         except (RuntimeError, TypeError) as error:  # sparse, meta, a dtype that numpy lacks
             raise TypeError(f"{name} cannot be read as an array: {error}") from error
     if isinstance(values, np.ma.MaskedArray):
@@ -261,7 +265,8 @@ def _refusal(name: str, values: Sequence[Any], typecode: Typecode) -> TypeError 
     return ValueError(f"{name} changed while it was read")  # pragma: no cover
 
 
-def _host(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+    """Return an array of any kind as numpy has it; what is on a device is read back."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
         if values.dtype == torch.bfloat16:

@@ -28,7 +28,10 @@ class Region:
 
     def __init__(self, columns: Mapping[str, Column], words: torch.Tensor, num_rows: int) -> None:
         self.words = words
-        self.copied: torch.cuda.Event | None = None
+        self.copies: list[torch.cuda.Event] = []
+        """What to wait for before the words are written: copies that read them."""
+        self.captured = False
+        """Whether a CUDA graph reads the words whenever it is replayed."""
         self.partition(columns, num_rows)
 
     def partition(self, columns: Mapping[str, Column], num_rows: int) -> None:
@@ -68,7 +71,7 @@ class Arena(NamedTuple):
         autograd saved of another.
         """
         dtype, width = self.columns[name]
-        place = 4 * (self.words.storage_offset() + self.offsets[name]) // dtype.itemsize
+        place = 4 * self.offsets[name] // dtype.itemsize
         shape, strides = ((num_rows,), (1,)) if width is None else ((num_rows, width), (width, 1))
         fresh = torch.empty(0, dtype=TORCH_DTYPES[dtype], device=self.words.device)
         return fresh.set_(self.words.untyped_storage(), place, shape, strides)
@@ -81,17 +84,27 @@ class Staging:
     a copy of the whole takes the unused rows along; `clear` fits the room to what was used.
     For a CUDA device there are two regions, both pinned, so that copies are asynchronous and
     one region can be filled while the other is copied. The host waits for a copy only when it
-    writes to the region that this copy reads.
+    writes to the region that this copy reads. A region that a CUDA graph has captured is never
+    written again, and kept as long as this object.
     """
 
     def __init__(
         self, device: torch.device, columns: Mapping[str, Column], num_words: int = 0
     ) -> None:
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())  # whichever it is later
         self.device = device
         self._columns = columns
         self._row_words = sum(c.dtype.itemsize * (c.width or 1) for c in columns.values()) / 4
         self._region = self._allocate(ALIGNMENT, num_words)
-        self._spare = self._allocate(ALIGNMENT, 0) if device.type == "cuda" else None
+        self._spare: Region | None = None
+        self._captured: list[Region] = []
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a buffer cannot be pickled or copied, its memory is shared between its parts; "
+            "send trajectories or packed batches"
+        )
 
     @property
     def stream(self) -> npt.NDArray[np.int32]:
@@ -110,7 +123,8 @@ class Staging:
         """
         region = self._region
         self._wait(region)
-        if num_words <= len(region.stream) and num_rows <= region.num_rows:
+        fits = num_words <= len(region.stream) and num_rows <= region.num_rows
+        if fits and not region.captured:
             return
         rows = region.num_rows
         if num_rows > rows:
@@ -126,11 +140,12 @@ class Staging:
 
     def clear(self, rows_used: int) -> None:
         """Forget everything and keep the memory. A region in flight makes way for the other."""
-        region = self._region
-        if region.copied is not None and self._spare is not None:
-            self._region, self._spare = self._spare, region
-            if len(self._region.words) < len(region.words):  # at once, and not as it fills
-                self._region = self._allocate(region.num_rows, len(region.stream))
+        region, spare = self._region, self._spare
+        if region.copies or region.captured:
+            if spare is None or len(spare.words) < len(region.words):
+                spare = self._allocate(region.num_rows, len(region.stream))
+            self._region = spare
+            self._spare = None if region.captured else region
         fitting = _aligned(max(rows_used + rows_used // 4, ALIGNMENT))
         fits = fitting * self._row_words <= len(self._region.words)
         if fits and not fitting <= self._region.num_rows <= 2 * fitting:
@@ -150,27 +165,37 @@ class Staging:
         return Arena(arena, region.begin, self._columns, region.offsets)
 
     def send_again(self, arena: Arena) -> None:
-        """Bring the region to the memory that an earlier `send` of as many words took."""
-        if self.device.type != "cpu":
-            words = self._region.words[: arena.words.shape[0]]
-            arena.words.copy_(words, non_blocking=True)
-            self._remember_copy()
+        """Bring the region to the memory of an arena that is no longer the region itself."""
+        arena.words.copy_(self._region.words[: arena.words.shape[0]], non_blocking=True)
+        self._remember_copy()
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Make the device the current one, where there are several."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _remember_copy(self) -> None:
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._region.copied = torch.cuda.Event()
-            self._region.copied.record(torch.cuda.current_stream(self.device))
+        region = self._region
+        if self.device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            if not region.captured:
+                region.captured = True
+                self._captured.append(region)
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        region.copies = [copy for copy in region.copies if not copy.query()] + [event]
 
     def _wait(self, region: Region) -> None:
-        if region.copied is not None:
-            # while a graph is captured the host may not wait; all was done before it began
-            if not torch.cuda.is_current_stream_capturing():
-                region.copied.synchronize()
-            region.copied = None
+        if region.copies:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a buffer cannot be written while a CUDA graph is captured: pack in the "
+                    "layout that is captured, and synchronise, before the capture begins"
+                )
+            for copy in region.copies:
+                copy.synchronize()
+            region.copies = []
 
     def _allocate(self, num_rows: int, num_words: int) -> Region:
         size = int(num_rows * self._row_words) + num_words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from trajpack.packing.staging import Staging
 from trajpack.packing.store import State
 from trajpack.packing.tables import Counts, columns_for
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.writing import turn_tables
+from trajpack.packing.writing import TURN_TABLES, turn_tables
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer import TrajectoryBuffer
@@ -31,7 +32,9 @@ class StaticBatch:
 
     Every tensor has the size of the capacity, whatever a batch holds. Tokens behind the last
     are padding: a sequence of their own, of token id 0, with ``loss_mask`` False; the sequences
-    behind it are empty. Turns behind the last belong to it, with reward 0 and version -1.
+    behind it are empty. Turns behind the last belong to it, with reward 0 and version -1. The
+    longest sequence may be the padding: a graph that holds a model's forward, too, is given
+    ``capacity`` for its longest. `unpadded` is the batch without all that.
 
     `fill` is the host's part and `run` the device's: one copy and the launches of a pack, at
     addresses, sizes and grids that never change. A CUDA graph that captured `run` replays it
@@ -64,24 +67,19 @@ class StaticBatch:
         device: torch.device | str | None = None,
         fields: Iterable[TokenField] = (),
     ) -> None:
-        max_runs = max_turns if max_runs is None else max_runs
-        for name, value in (("max_turns", max_turns), ("max_runs", max_runs)):
-            if as_integer(name, value) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if not 1 <= as_integer("capacity", capacity) <= MAX_TOKENS:
-            raise ValueError(f"capacity must be in [1, {MAX_TOKENS}] tokens, got {capacity}")
+        self.capacity, self.max_turns, self.max_runs = _checked_sizes(capacity, max_turns, max_runs)
         self.device = torch.get_default_device() if device is None else torch.device(device)
-        self.capacity = capacity
-        self.max_turns = max_turns
-        self.max_runs = max_runs
         self.fields = check_fields(fields)
         self._layouts = [field.layout for field in self.fields]
+        capacity, max_turns, max_runs = self.capacity, self.max_turns, self.max_runs
         self._words = 2 * capacity + sum(
             -(-capacity * field.row_bytes // 4) + 4 * max_turns for field in self.fields
         )
         self._staging = Staging(self.device, columns_for(self.fields))
         self._staging.reserve(self._words, max(max_runs, max_turns) + 2, words_used=0)
-        self._arena = self._staging.send(self._words)  # device memory, once and for all
+        sent = self._staging.send(self._words)
+        here = self.device.type == "cpu"  # where the arena would be the staging memory itself
+        self._arena = sent._replace(words=sent.words.clone()) if here else sent
         self._tokens = empty_fields(capacity, self.device)
         self._rows = empty_rows(self._layouts, capacity, self.device)
         self._counts = Counts(
@@ -93,7 +91,8 @@ class StaticBatch:
             tokens=capacity,
         )
         self._host: dict[str, Any] = {}
-        self._returns: torch.Tensor | None = None
+        self._returns = torch.zeros(max_turns, device=self.device)
+        self._written = False
 
     @property
     def batch(self) -> PackedBatch:
@@ -102,7 +101,7 @@ class StaticBatch:
         Raises:
             RuntimeError: If `run` was never called.
         """
-        if self._returns is None:
+        if not self._written:
             raise RuntimeError("no batch was written yet: fill and run first")
         ready = {
             **self._tokens._asdict(),
@@ -136,6 +135,7 @@ class StaticBatch:
         for name, table in source.tables.items():
             self._staging.tables[name][: state.settled.spans + 1] = table[: state.settled.spans + 1]
         self._pad_tables(state.settled)
+        self._filled = state.settled
         self._host = dict(buffer._store.host_columns())
         seqlens = np.diff(self._staging.tables["cu_seqlens"][: self.max_turns + 2])
         self._host["seqlens"] = lambda: tuple(seqlens.tolist())
@@ -147,29 +147,56 @@ class StaticBatch:
         Raises:
             RuntimeError: If `fill` was not called, or ``impl`` cannot run for this device.
 
-        Cost: one copy of the whole capacity, two launches, a third one where there are extra
-            fields; nothing is allocated but the turns' returns. Capturable in a CUDA graph,
-            once it ran outside of one.
+        Cost: one copy of the whole capacity, the launches of a pack, a copy of the turns'
+            returns, which alone are allocated anew. Capturable in a CUDA graph, once it ran
+            outside of one.
         """
         if not self._host:
             raise RuntimeError("nothing to write: fill first")
         with self._staging.on_device():
             self._staging.send_again(self._arena)
             arena, counts = self._arena, self._counts
-            self._returns = returns = discounted_returns(
+            returns = discounted_returns(
                 arena.table("turn_rewards", counts.turns),
                 arena.table("cu_turns", counts.trajectories + 1),
                 arena.table("turn_discounts", counts.trajectories),
                 impl,
                 max_seqlen=counts.most_turns,
             )
+            self._returns.copy_(returns)
             runs = arena.table("runs", counts.spans + 1)
-            build_into(self._tokens, arena.stream, runs, returns, impl)
+            build_into(self._tokens, arena.stream, runs, self._returns, impl)
             if self.fields:
                 sources = arena.table("field_sources", counts.spans + 1)
                 layouts = self._layouts
                 gather_fields_into(self._rows, arena.stream, runs, sources, layouts, impl)
+        self._written = True
         return self.batch
+
+    def unpadded(self) -> PackedBatch:
+        """Return the batch without its padding, for what takes no padding: files, adapters.
+
+        Raises:
+            RuntimeError: As `batch`.
+
+        Cost: views of the same memory.
+        """
+        batch, counts = self.batch, self._filled
+        sizes = dict.fromkeys(TURN_TABLES, counts.turns) | {
+            "turn_returns": counts.turns,
+            "cu_turns": counts.trajectories + 1,
+            "cu_seqlens": counts.sequences + 1,
+        }
+        cut: dict[str, Any] = {
+            name: tensor[: sizes.get(name, counts.tokens)]
+            for name, tensor in batch.tensors().items()
+        }
+        return dataclasses.replace(
+            batch,
+            **cut,
+            fields={name: rows[: counts.tokens] for name, rows in batch.fields.items()},
+            seqlens=batch.seqlens[: counts.sequences],
+        )
 
     def _check_room(self, state: State) -> None:
         counts = state.settled
@@ -177,7 +204,6 @@ class StaticBatch:
             ("capacity", counts.tokens, self.capacity),
             ("max_turns", counts.turns, self.max_turns),
             ("max_runs", counts.spans, self.max_runs),
-            ("words", state.num_words, self._words),
         ):
             if needed > room:
                 raise ValueError(f"the batch needs {name} {needed}, the static batch has {room}")
@@ -202,3 +228,15 @@ class StaticBatch:
         tables["turn_spans"][turns:] = counts.tokens
         if self.fields:
             tables["field_sources"][spans:] = 0
+
+
+def _checked_sizes(capacity: int, max_turns: int, max_runs: int | None) -> tuple[int, int, int]:
+    capacity, max_turns = as_integer("capacity", capacity), as_integer("max_turns", max_turns)
+    max_runs = max_turns if max_runs is None else as_integer("max_runs", max_runs)
+    if min(max_turns, max_runs) < 1:
+        raise ValueError(
+            f"max_turns and max_runs must be at least 1, got {max_turns} and {max_runs}"
+        )
+    if not 1 <= capacity <= MAX_TOKENS:
+        raise ValueError(f"capacity must be in [1, {MAX_TOKENS}] tokens, got {capacity}")
+    return capacity, max_turns, max_runs

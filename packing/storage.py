@@ -19,6 +19,8 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save as serialise
 
+    batch.check_unpadded()
+
     tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors().items()}
     tensors |= {
         f"{FIELD_PREFIX}{name}": field.cpu().contiguous() for name, field in batch.fields.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,8 @@ class State(NamedTuple):
     """What is in the tables."""
     layout: Layout = "merged"
     """Layout of the tables."""
+    arranged: bool = False
+    """Whether the tables of that layout are whole."""
 
 
 class Store:
@@ -72,13 +75,16 @@ class Store:
             waiting=(*state.waiting, block),
         )
         if new.num_turns - state.settled.turns >= SETTLED:
-            new = self._settled(new, new.layout)
+            with suppress(ValueError):  # too long for this layout: a pack says so, or takes another
+                new = self._settled(new)
         self.labels[state.num_trajectories :] = intake.labels
         self.state = new
 
     def settle(self, layout: Layout) -> State:
         """Bring the tables up to date, for ``layout``."""
-        self.state = self._settled(self.state, layout)
+        if layout != self.state.layout:  # whose tables are written over, whatever happens then
+            self.state = self.state._replace(layout=layout, arranged=False)
+        self.state = self._settled(self.state)
         return self.state
 
     def clear(self) -> None:
@@ -115,24 +121,24 @@ class Store:
             flat = [piece.reshape(-1) for piece in pieces]
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
+        intake.ids, intake.logprobs, intake.rows = [], [], []  # the caller's arrays are not held
         return Block(intake, used, logprobs, tuple(rows)), end
 
-    def _settled(self, state: State, layout: Layout) -> State:
-        """Bring the tables up to date, for ``layout``, and return the state that says so."""
+    def _settled(self, state: State) -> State:
+        """Bring the tables up to date, and return the state that says so."""
 
         def room(rows: int) -> Mapping[str, npt.NDArray[Any]]:
             self.staging.reserve(0, rows, words_used=state.num_words)
             return self.staging.tables
 
         counts = state.settled
-        same = layout == state.layout and counts.spans > 0
-        if same and not state.waiting:
+        if state.arranged and not state.waiting:
             return state
         for block in state.waiting:
             counts = self.tables.absorb(block, counts, room)
-        before = state.settled if same else Counts()
-        counts = self.tables.arrange(layout, counts, before, room)
-        return state._replace(settled=counts, layout=layout, waiting=())
+        before = state.settled if state.arranged else Counts()
+        counts = self.tables.arrange(state.layout, counts, before, room)
+        return state._replace(settled=counts, waiting=(), arranged=True)
 
 
 def host_columns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.kernels.gather_fields import FieldLayout
+from trajpack.packing.conversion import host_tensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,16 +59,22 @@ class TokenField:
                 f"field {self.name!r}: dtype must be a torch dtype of at most 8 bytes, "
                 f"got {self.dtype!r}"
             )
+        if not isinstance(self.shape, (tuple, list, torch.Size)):
+            raise TypeError(f"field {self.name!r}: shape must be a tuple, got {self.shape!r}")
         object.__setattr__(self, "shape", tuple(self.shape))
         if any(type(size) is not int or size < 1 for size in self.shape):
             raise ValueError(f"field {self.name!r}: shape must hold sizes >= 1, got {self.shape}")
-        self._converted([self.fill])  # refuses one that does not fit
+        filled = self._converted([self.fill])  # refuses one that does not fit
+        object.__setattr__(self, "fill", filled.item())
+        fill = filled.view(torch.uint8).numpy().tobytes()
+        layout = FieldLayout(self.dtype, self.shape, fill, self.generated_only)
+        object.__setattr__(self, "_layout", layout)
 
     @property
     def layout(self) -> FieldLayout:
         """What the kernels know of it."""
-        fill = self._converted([self.fill]).view(torch.uint8).numpy().tobytes()
-        return FieldLayout(self.dtype, self.shape, fill, self.generated_only)
+        layout: FieldLayout = self._layout  # type: ignore[attr-defined]
+        return layout
 
     @property
     def row_bytes(self) -> int:
@@ -76,12 +84,15 @@ class TokenField:
     def as_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return dataclasses.asdict(self) | {"dtype": dtype, "shape": list(self.shape)}
+        described = {"dtype": dtype, "shape": list(self.shape), "fill": self.layout.fill.hex()}
+        return dataclasses.asdict(self) | described
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> TokenField:
         """Return the field that `as_json` described."""
-        return cls(**{**described, "dtype": getattr(torch, described["dtype"])})
+        dtype = getattr(torch, described["dtype"])
+        fill = torch.frombuffer(bytearray.fromhex(described["fill"]), dtype=dtype).item()
+        return cls(**{**described, "dtype": dtype, "fill": fill})
 
     def as_bytes(self, values: Any, num_rows: int) -> Bytes:
         """Convert the rows of a turn to ``[num_rows, row_bytes]``.
@@ -103,10 +114,11 @@ class TokenField:
 
     def _converted(self, values: Any) -> torch.Tensor:
         try:
-            given = values.detach() if isinstance(values, torch.Tensor) else torch.as_tensor(values)
-            given = given.cpu()
-            rows = given.to(self.dtype)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # an imaginary part that would be dropped
+                given = host_tensor(values)
+                rows = given.to(self.dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError, Warning) as error:
             raise TypeError(f"field {self.name!r} cannot be read as numbers: {error}") from error
         exact = rows.dtype.is_floating_point or rows.dtype.is_complex
         if not exact and given.dtype != rows.dtype and not torch.equal(rows.to(given.dtype), given):
@@ -121,6 +133,8 @@ def check_fields(fields: Iterable[TokenField]) -> tuple[TokenField, ...]:
         TypeError: If one is no `TokenField`.
         ValueError: If two have one name.
     """
+    if not isinstance(fields, Iterable):
+        raise TypeError(f"fields must be several TokenField, got {type(fields).__name__}")
     declared = tuple(fields)
     for field in declared:
         if not isinstance(field, TokenField):

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import merge_spans, same_values
+from trajpack.packing.conversion import merge_spans
+from trajpack.packing.equality import same_rows, same_values
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
@@ -31,7 +32,8 @@ class Turn:
     Arrays may be numpy arrays, torch tensors (CPU or CUDA) or plain sequences. They
     are kept as given; `TrajectoryBuffer.add` converts and checks them once. Two turns
     are equal when they hold the same values, whatever arrays hold them: ids compare as
-    integers, log-probabilities as float32, version spans as versions per token.
+    integers, log-probabilities as float32, version spans as versions per token, rows of
+    extra fields in the narrower of their two dtypes.
 
     Example:
         >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))
@@ -72,7 +74,7 @@ class Turn:
 
     def _same_fields(self, other: Turn) -> bool:
         mine, theirs = self.fields or {}, other.fields or {}
-        return set(mine) == set(theirs) and all(same_values(mine[n], theirs[n]) for n in mine)
+        return set(mine) == set(theirs) and all(same_rows(mine[n], theirs[n]) for n in mine)
 
     def _scalars(self) -> tuple[Any, ...]:
         versions = merge_spans(self.version_spans, self.version_start, self.version_end)

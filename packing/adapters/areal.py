@@ -40,11 +40,12 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
         ``keys, ids, dtypes, trailing_shapes, seqlens, data``; tensors on the batch's device.
 
     Raises:
-        ValueError: If the batch is in another layout, an id occurs twice, or only some
+        ValueError: If the batch is in another layout or padded, an id occurs twice, or only some
             trajectories have a birth time or a task id.
 
     Cost: reads the turn tables back to the host, which synchronises a device; one gather.
     """
+    batch.check_unpadded()
     if batch.layout != "turns":
         raise ValueError(f"to_sequence_sample needs layout 'turns', got {batch.layout!r}")
     repeated = sorted(name for name, count in Counter(batch.ids).items() if count > 1)

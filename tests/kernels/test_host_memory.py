@@ -58,5 +58,22 @@ def test_memory_much_too_large_is_let_go():
     assert memory.fields(2000).input_ids.untyped_storage().nbytes() < large / 100
 
 
+def test_a_peak_is_given_back():
+    memory = HostMemory()
+    peak = [memory.fields(100_000) for _ in range(20)]
+    assert len(peak) == 20
+    del peak
+    memory.fields(2000)
+    assert all(len(arrays) <= 2 for arrays in memory._lent.values())
+
+
+def test_memory_that_fits_is_found_behind_some_that_does_not():
+    memory = HostMemory()
+    large, fitting = memory.fields(900_000), memory.fields(5000)
+    place = fitting.input_ids.data_ptr()
+    del large, fitting
+    assert memory.fields(5000).input_ids.data_ptr() == place
+
+
 def test_no_tokens_take_no_room():
     assert {field.shape for field in HostMemory().fields(0)} == {(0,)}

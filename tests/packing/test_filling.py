@@ -1,6 +1,10 @@
 """However a buffer is filled, it holds and packs the same, and packing costs the host the same."""
 
+import copy
 import cProfile
+import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing import layout as layout_module
 from trajpack.packing import store as store_module
+from trajpack.packing.tables import GrowingArray
 from trajpack.testing import assert_batches_equal, random_trajectory, trajectory_lists
 
 LAYOUTS = ["merged", "turns"]
@@ -116,3 +122,67 @@ def test_a_buffer_takes_any_iterable_of_trajectories():
     buffer.extend([])
     assert buffer.pack().ids == ("0", "1", "2")
     assert torch.equal(buffer.pack().input_ids, torch.tensor([1, 0, 1, 1, 1, 2]))
+
+
+def test_a_buffer_is_neither_copied_nor_pickled():
+    buffer = filled(3, "cpu")
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="send trajectories or packed batches"):
+            copying(buffer._store.staging)
+    with pytest.raises(TypeError, match="send trajectories or packed batches"):
+        pickle.dumps(buffer)
+
+
+def test_an_interrupted_change_of_layout_leaves_the_buffer_whole(monkeypatch):
+    buffer = filled(100, "cpu")
+    expected = {layout: buffer.pack(layout) for layout in LAYOUTS}
+    for layout in (*LAYOUTS, *LAYOUTS):
+        with monkeypatch.context() as patch:
+
+            def interrupted(self, begin, block):
+                raise KeyboardInterrupt
+
+            patch.setattr(GrowingArray, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.pack("turns" if buffer._store.state.layout == "merged" else "merged")
+        assert_batches_equal(buffer.pack(layout), expected[layout])
+
+
+def test_a_batch_too_long_for_one_layout_is_packed_in_another(monkeypatch):
+    monkeypatch.setattr(layout_module, "MAX_TOKENS", 50)
+    turns = [Turn([1] * n, [1], [0.0]) for n in range(1, 12)]
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.add(Trajectory("a", turns[:1]))
+    buffer.pack("turns")
+    monkeypatch.setattr(store_module, "SETTLED", 1)
+    buffer.add(Trajectory("b", turns))
+    with pytest.raises(ValueError, match="layout 'turns' needs"):
+        buffer.pack("turns")
+    assert buffer.pack("merged").ids == ("a", "b")
+
+
+def test_the_callers_arrays_are_not_held():
+    prompt = np.arange(1000, dtype=np.int32)
+    buffer = TrajectoryBuffer(device="cpu")
+    before = sys.getrefcount(prompt)
+    buffer.add(Trajectory("a", [Turn(prompt, [1], [0.0])]))
+    assert sys.getrefcount(prompt) == before
+
+
+def test_deferred_fields_are_read_from_many_threads():
+    for _ in range(30):
+        batch = filled(5).pack()
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda _, b=batch: (b.ids, b.seqlens), range(16)))
+        assert len(set(read)) == 1
+
+
+def test_deferred_tensors_are_a_trainers_whoever_asks_first():
+    batch = filled(5).pack()
+    with torch.inference_mode():
+        assert batch.turn_rewards.is_inference() is False
+
+
+def test_one_trajectory_is_not_several():
+    with pytest.raises(TypeError, match="trajectories must be several of Trajectory, got Traj"):
+        TrajectoryBuffer().extend(Trajectory("a", [Turn([1], [2], [0.0])]))

@@ -5,9 +5,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from trajpack import StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import PackedBatch, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.kernels.build import FIELD_DTYPES
-from trajpack.testing import assert_same_bits, random_trajectory, trajectory_lists
+from trajpack.packing.adapters.areal import to_sequence_sample
+from trajpack.testing import (
+    assert_batches_equal,
+    assert_same_bits,
+    random_trajectory,
+    trajectory_lists,
+)
 
 LAYOUTS = ["merged", "turns"]
 PADDING = {
@@ -144,3 +150,48 @@ def test_wrong_use_is_named():
     for sizes in ({"capacity": 0, "max_turns": 1}, {"capacity": 1, "max_turns": 0}):
         with pytest.raises(ValueError, match=r"must be (in \[1,|at least 1)"):
             StaticBatch(**sizes)
+
+
+def two_batches():
+    return [
+        [Trajectory(f"{count}{i}", [Turn([1] * (i + 1), [2], [-1.0], 1.0)]) for i in range(count)]
+        for count in (3, 5)
+    ]
+
+
+def test_a_fill_changes_nothing_that_was_run():
+    first, second = two_batches()
+    static = StaticBatch(capacity=40, max_turns=8, device="cpu")
+    batch = filled(first).pack_into(static)
+    before = {name: tensor.clone() for name, tensor in batch.tensors().items()}
+    static.fill(filled(second))
+    for name, tensor in before.items():
+        assert_same_bits(batch.tensors()[name], tensor, name)
+    batch.turn_rewards.fill_(7.0)  # a trainer's own scaling
+    static.fill(filled(first))
+    assert_padded(static.run(), pack(first, device="cpu"))
+
+
+def test_every_tensor_stays_where_it_is():
+    first, second = two_batches()
+    static = StaticBatch(capacity=40, max_turns=8, device="cpu")
+    places = [
+        {name: tensor.data_ptr() for name, tensor in batch.tensors().items()}
+        for batch in (filled(first).pack_into(static), filled(second).pack_into(static))
+    ]
+    assert places[0] == places[1]
+
+
+def test_without_padding_it_goes_to_files_and_adapters(tmp_path):
+    _, trajectories = two_batches()
+    static = StaticBatch(capacity=40, max_turns=8, device="cpu")
+    batch = filled(trajectories).pack_into(static, "turns")
+    with pytest.raises(ValueError, match=r"the batch is padded: take StaticBatch.unpadded"):
+        batch.save(tmp_path / "batch")
+    with pytest.raises(ValueError, match="the batch is padded"):
+        to_sequence_sample(batch)
+    plain = pack(trajectories, "turns", device="cpu")
+    assert_batches_equal(static.unpadded(), plain)
+    static.unpadded().save(tmp_path / "batch")
+    assert_batches_equal(PackedBatch.load(tmp_path / "batch"), plain)
+    assert "policy version 0" in repr(batch)

@@ -101,3 +101,10 @@ def test_architectures_of_amd_are_named_without_their_features(monkeypatch) -> N
 def test_the_host_has_the_default() -> None:
     assert block_shapes.architecture_of(torch.zeros(1).get_device()) == DEFAULT
     assert block_shapes.architecture_of(torch.zeros(1, device="meta").get_device()) == DEFAULT
+
+
+@pytest.mark.parametrize("kernel", ["build_kernel", "gather_fields_kernel"])
+def test_tiles_of_fields_divide_what_memory_is_made_of(kernel: str) -> None:
+    """Their stores are not masked, and memory comes in whole tiles of `TILE`."""
+    for architecture, shape in block_shapes.SHAPES[kernel].items():
+        assert TILE % shape.block == 0, architecture

@@ -161,11 +161,18 @@ class Staging:
         if self.device.type == "cpu":
             return Arena(words, region.begin, self._columns, region.offsets)
         arena = words.to(self.device, non_blocking=True)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if not region.captured:
+                region.captured = True
+                self._captured.append(region)
         self._remember_copy()
         return Arena(arena, region.begin, self._columns, region.offsets)
 
     def send_again(self, arena: Arena) -> None:
-        """Bring the region to the memory of an arena that is no longer the region itself."""
+        """Bring the region to the memory of an arena that is no longer the region itself.
+
+        A graph that captured this copies whatever the region holds when it is replayed.
+        """
         arena.words.copy_(self._region.words[: arena.words.shape[0]], non_blocking=True)
         self._remember_copy()
 
@@ -174,17 +181,12 @@ class Staging:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _remember_copy(self) -> None:
-        region = self._region
-        if self.device.type != "cuda":
-            return
-        if torch.cuda.is_current_stream_capturing():
-            if not region.captured:
-                region.captured = True
-                self._captured.append(region)
+        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        region.copies = [copy for copy in region.copies if not copy.query()] + [event]
+        pending = [copy for copy in self._region.copies if not copy.query()]
+        self._region.copies = [*pending, event]
 
     def _wait(self, region: Region) -> None:
         if region.copies:

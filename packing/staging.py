@@ -161,10 +161,10 @@ class Staging:
         if self.device.type == "cpu":
             return Arena(words, region.begin, self._columns, region.offsets)
         arena = words.to(self.device, non_blocking=True)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if not region.captured:
-                region.captured = True
-                self._captured.append(region)
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and torch.cuda.is_current_stream_capturing() and not region.captured:
+            region.captured = True
+            self._captured.append(region)
         self._remember_copy()
         return Arena(arena, region.begin, self._columns, region.offsets)
 

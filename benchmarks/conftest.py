@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import machine
-from benchmarks.contest import OURS, as_record, race
-from benchmarks.report import render
+from benchmarks.contest import as_record, race
+from benchmarks.report import RESULTS
+from benchmarks.tables import render
 
 RECORDS = pytest.StashKey()
+COLLECTED = pytest.StashKey()
+BUILD = machine.ROOT / "build" / "benchmarks"
 
 
 def pytest_addoption(parser):
@@ -20,6 +23,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[RECORDS] = []
+    config.stash[COLLECTED] = set()
+
+
+def pytest_collection_finish(session):
+    session.config.stash[COLLECTED] = {item.path for item in session.items}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -30,41 +38,87 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 
 @pytest.fixture
-def hold(request):
+def keep(pytestconfig):
+    """Return what keeps the record of a contest, and writes all of them at once to a file."""
+
+    def keep_record(record):
+        records = pytestconfig.stash[RECORDS]
+        records.append(record)
+        folder = Path(pytestconfig.getoption("results"))
+        _write(_results(pytestconfig), BUILD if _is_committed(folder) else folder, "_unfinished")
+
+    return keep_record
+
+
+@pytest.fixture
+def hold(request, keep):
     """Run a contest, keep its record, and show ours in pytest-benchmark's table too."""
 
-    def run(contest, contenders, **measured):
+    def run(contest, contenders):
         entries = race(contest, contenders)
-        request.config.stash[RECORDS].append(as_record(contest, entries) | measured)
+        record = as_record(contest, entries)
+        keep(record)
         if request.config.pluginmanager.hasplugin("benchmark"):
-            benchmark = request.getfixturevalue("benchmark")
-            benchmark.extra_info.update(tokens=contest.tokens)
-            ours = next(contender for contender in contenders if contender.name == OURS)
-            benchmark.pedantic(ours.work, rounds=1)
-        return entries
+            _show(request.getfixturevalue("benchmark"), contest, entries[0].seconds)
+        return record
 
     return run
 
 
-@pytest.fixture(scope="session")
-def keep(pytestconfig):
-    """Return the list of records, for a benchmark that is no contest."""
-    return pytestconfig.stash[RECORDS]
+def _show(benchmark, contest, seconds):
+    """Give pytest-benchmark the rounds of the contest: its clock tells them, nothing runs again."""
+    benchmark.extra_info.update(tokens=contest.tokens)
+    told = iter([moment for took in seconds for moment in (0.0, took)])
+    benchmark._timer = lambda: next(told)
+    benchmark.pedantic(lambda: None, rounds=len(seconds))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    records = config.stash[RECORDS]
-    if not records:
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    if not config.stash[RECORDS]:
         return
-    device = "gpu" if any("device" in record for record in records) else "cpu"
-    results = machine.describe(_command(config)) | {"contests": records}
+    results = _results(config)
     folder = Path(config.getoption("results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{device}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
     terminalreporter.write_line("")
     terminalreporter.write(render(results))
+    part = part_of(config, exitstatus, results["measured"]) if _is_committed(folder) else ""
+    if part:
+        terminalreporter.write_line(f"\n{folder} is left as it is: {part}")
+        folder = BUILD
+    path = _write(results, folder)
+    for unfinished in (folder, BUILD):
+        (unfinished / f"{results['measured']}_unfinished.json").unlink(missing_ok=True)
     terminalreporter.write_line(f"\nwritten to {path}")
+
+
+def part_of(config, exitstatus, measured):
+    """Say why this run is not whole, so that committed results stay; nothing if it is."""
+    if exitstatus:
+        return "not everything passed"
+    chosen = [word for word in config.args if "::" in str(word)]
+    if config.getoption("keyword") or chosen:
+        return "only some benchmarks were chosen"
+    every = set((machine.ROOT / "benchmarks").glob("*/bench_*.py"))
+    wanted = {path for path in every if path.stem.endswith("_gpu") == (measured == "gpu")}
+    left_out = sorted(path.name for path in wanted - config.stash[COLLECTED])
+    return f"{', '.join(left_out)} did not run" if left_out else ""
+
+
+def _is_committed(folder):
+    return folder.resolve() == RESULTS.resolve()
+
+
+def _results(config):
+    records = config.stash[RECORDS]
+    measured = "gpu" if any("device" in record for record in records) else "cpu"
+    described = machine.describe(_command(config)) | {"measured": measured}
+    return described | {"contests": records}
+
+
+def _write(results, folder, suffix=""):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{results['measured']}{suffix}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return path
 
 
 def _command(config):

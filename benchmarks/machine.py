@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import subprocess
@@ -49,6 +50,7 @@ def hardware() -> dict[str, Any]:
     return found
 
 
+@functools.cache
 def commit() -> str:
     """Return the commit, marked where the product or a benchmark was changed after it."""
     head = _git("rev-parse", "--short=12", "HEAD")

@@ -33,7 +33,11 @@ def contender(module: str, name: str, make: Any, wrote: str, **rest: Any) -> Con
     found, why = find(module)
     if found is None:
         return Contender(name, None, wrote, missing=why)
-    return Contender(name, quietly(quietly(make)(found)), wrote, **rest)
+    try:
+        return Contender(name, quietly(quietly(make)(found)), wrote, **rest)
+    except Exception as error:  # noqa: BLE001 - a rival that cannot even be made stops no other
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        return Contender(name, None, wrote, missing=f"failed: {said[0][:60]}")
 
 
 def quietly(work: Callable[..., Any]) -> Callable[..., Any]:

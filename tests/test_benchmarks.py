@@ -1,24 +1,17 @@
-"""The benchmarks' own logic: no number without a check, no rival breaks a run, no stale table."""
+"""The benchmarks' own logic: no number without a check, and no rival breaks a run."""
 
-import json
-import math
-import platform
-import subprocess
-import sys
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from types import SimpleNamespace
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import device_contest, machine, plots, report, rivals, timing
-from benchmarks.contest import OURS, Contender, Contest, Entry, as_record, best_of, race
-from benchmarks.kernels import bench_kernels_gpu, pad_job, returns_job
-from benchmarks.packing import bench_pack, bench_pack_gpu, bench_sizes, bench_trainer_inputs
-from benchmarks.packing.whole_job import RIVALS, assert_same_fields, by_lists
-from benchmarks.reasons import REASONS
+from benchmarks import machine, rivals
+from benchmarks.contest import OURS, SLOW, Contender, Contest, as_record, race
+from benchmarks.kernels import pad_job, returns_job
+from benchmarks.packing import bench_extend, bench_pack, bench_sizes, bench_trainer_inputs
+from benchmarks.packing.whole_job import RIVALS, assert_same_fields, by_lists, by_numpy_again
+from benchmarks.tables import render
 from benchmarks.workloads import (
     MULTI_TURN,
     SEQUENCES,
@@ -29,7 +22,6 @@ from benchmarks.workloads import (
     single_turns,
 )
 
-ROOT = Path(__file__).parents[1]
 SMALL = 0.002
 LENGTHS = np.array([3, 1, 8, 5])
 
@@ -50,7 +42,7 @@ def says(result):
 
 
 def results_of(*records):
-    return machine.describe("command") | {"contests": list(records)}
+    return machine.describe("command") | {"measured": "cpu", "contests": list(records)}
 
 
 # --- the contest
@@ -74,7 +66,7 @@ def test_a_result_that_was_not_checked_or_failed_its_check_has_no_number():
     entries[1].seconds.append(1.0)  # not even if something had timed it
     record = as_record(contest(), entries)
     assert [entry["best_ms"] is None for entry in record["entries"]] == [False, True, True]
-    table = report.render(results_of(record))
+    table = render(results_of(record))
     row = next(line for line in table.splitlines() if line.startswith("| liar"))
     assert row.split("|")[2].strip() == "-"
     assert "liar: wrong result, not timed: assert 'wrong' == 'right': A." in table
@@ -111,19 +103,74 @@ def test_contenders_take_turns_and_each_round_is_released():
     assert calls == ["a", "a released", "b", "b released"] * 3
 
 
-def test_a_contender_that_uses_its_share_up_runs_once_and_that_run_counts():
-    times = iter([10.0, 0.1, 0.2])
-    timed = contest(rounds=1, clock=lambda work: (next(times), work()))
+def timed(*moments, **options):
+    """Return a contest whose clock says these seconds, one after another."""
+    told = iter(moments)
+    return contest(clock=lambda work: (next(told), work()), **options)
+
+
+def test_only_a_run_that_is_slow_counts_though_it_was_the_first_and_whoever_it_is():
     slow, fast = race(
-        timed, [Contender("slow", says("right"), ""), Contender("fast", says("right"), "")]
+        timed(SLOW + 0.1, SLOW - 0.1, 0.2, rounds=1),
+        [Contender(OURS, says("right"), ""), Contender("fast", says("right"), "")],
     )
-    assert slow.seconds == [10.0]
-    assert fast.seconds == [0.2]  # the run that was checked, 0.1, is a warm-up
+    assert slow.seconds == [SLOW + 0.1]
+    assert fast.seconds == [0.2]  # the run that was checked is a warm-up
 
 
-def test_best_of_refuses_an_entry_without_a_number():
-    with pytest.raises(AssertionError, match="not installed"):
-        best_of([Entry("rival", "all", note="not installed")], "rival")
+def test_a_round_comes_after_another_until_the_share_is_used_up():
+    def wait():
+        time.sleep(0.02)
+        return "right"
+
+    entrants = [Contender("slow", wait, ""), Contender("fast", says("right"), "")]
+    slow, fast = race(contest(rounds=50, seconds=0.05), entrants)
+    assert len(slow.seconds) == 3
+    assert len(fast.seconds) == 50
+    (more,) = race(contest(rounds=1), [Contender("copy", says("right"), "", rounds=9)])
+    assert len(more.seconds) == 9
+
+
+@pytest.mark.skipif(torch.get_num_threads() == 1, reason="torch has one thread")
+@pytest.mark.parametrize(("moments", "chosen", "kept"), [((3, 2), 1, 2), ((2, 3), None, 2)])
+def test_a_rival_of_torch_keeps_the_better_number_of_threads(moments, chosen, kept):
+    before = torch.get_num_threads()
+    seen = []
+
+    def work():
+        seen.append(torch.get_num_threads())
+        return "right"
+
+    race_of = timed(0.29, *(m / 100 for m in moments), 7, rounds=2)
+    (entry,) = race(race_of, [Contender("torch", work, "", tunes_threads=True)])
+    assert entry.threads == chosen
+    assert entry.seconds == [kept / 100, 7]
+    assert seen == [before, before, 1, chosen or before]
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(torch.get_num_threads() == 1, reason="torch has one thread")
+@pytest.mark.parametrize(("took", "chosen", "kept"), [(1, 1, [1, 7]), (3, None, [7])])
+def test_the_first_run_of_a_rival_that_takes_long_stands_for_all_threads(took, chosen, kept):
+    moments = timed(2, took, *kept[-1:], rounds=len(kept), seconds=9.0)
+    (entry,) = race(moments, [Contender("torch", says("right"), "", tunes_threads=True)])
+    assert (entry.threads, entry.seconds) == (chosen, kept)
+
+
+def test_a_rival_that_fails_in_a_later_round_gets_a_note_and_the_others_go_on():
+    outcomes = iter(["right", "right"])
+
+    def fails():
+        try:
+            return next(outcomes)
+        except StopIteration:
+            raise MemoryError("no room") from None
+
+    rival, ours = race(
+        contest(rounds=3), [Contender("rival", fails, ""), Contender(OURS, says("right"), "")]
+    )
+    assert (rival.best, rival.note) == (None, "failed: no room")
+    assert len(ours.seconds) == 3
 
 
 # --- rivals
@@ -153,10 +200,28 @@ def test_a_package_that_does_not_load_is_reported_with_its_reason(tmp_path, monk
 def test_every_way_of_packing_writes_the_same_fields(workload):
     arrays = conversations(workload, SMALL)
     expected = by_lists(arrays)
+    again = by_numpy_again()
     for given in (arrays, as_lists(arrays)):
-        for way in (*RIVALS.values(), bench_pack.end_to_end(given)):
-            got = way(given) if way in RIVALS.values() else way()
-            assert_same_fields(got, expected)
+        for way in (*RIVALS.values(), again, again):
+            assert_same_fields(way(given), expected)
+        assert_same_fields(bench_pack.end_to_end(given)(), expected)
+
+
+@pytest.mark.parametrize("job", [bench_pack.FROM_ARRAYS, bench_pack.FROM_LISTS])
+def test_everybody_who_takes_part_in_packing_passes_the_check(job):
+    arrays, lists, expected = bench_pack.inputs(MULTI_TURN, 0.01)
+    given = arrays if job == bench_pack.FROM_ARRAYS else lists
+    entries = race(*bench_pack.whole_job(job, MULTI_TURN, given, expected))
+    assert [entry.contender for entry in entries if not entry.best] == []
+    bench_pack.inputs.cache_clear()
+
+
+def test_extending_is_compared_with_copies_of_as_many_bytes():
+    entries = race(*bench_extend.contest(MULTI_TURN, 0.01, rounds=1))
+    assert all(entry.best for entry in entries)
+    ids, logprobs = bench_extend.pieces_of(conversations(WORKLOADS[1], SMALL))
+    assert sum(map(len, ids)) == 32_768
+    assert len(ids[1]) == len(logprobs[0])
 
 
 @pytest.mark.parametrize("name", by_lists([])._fields)
@@ -199,235 +264,18 @@ def test_sizes_have_as_many_tokens_as_they_say():
     assert all(entry.best for entry in entries)
 
 
+def test_a_pack_moves_what_its_buffer_holds_and_38_bytes_a_token():
+    trajectories = conversations(MULTI_TURN, 0.02)
+    buffer = bench_pack.filled(trajectories)
+    tokens = len(buffer.pack("turns").input_ids)
+    moved = bench_sizes.moved_bytes(trajectories, tokens)
+    tables = moved - 38 * tokens - buffer.num_bytes
+    assert 0 < tables < 3 * 80 * max(16, buffer.num_turns)
+    assert buffer.num_bytes < 4 * tokens, "prompts that repeat what came before are held once"
+
+
 def test_workloads_are_seeded():
     assert lengths_a().tolist() == lengths_a().tolist()
     for workload in (MULTI_TURN, next(iter(SEQUENCES))):
         assert conversations(workload, SMALL) == conversations(workload, SMALL)
     assert single_turns(LENGTHS) != single_turns(LENGTHS, seed=3)
-
-
-# --- the device's harness, on the host
-
-
-DEVICE_CONTESTS = {
-    "pack": lambda: bench_pack_gpu.contest(
-        "pack", MULTI_TURN, conversations(MULTI_TURN, SMALL), bench_pack_gpu.RIVALS, "cpu"
-    ),
-    "build": lambda: bench_kernels_gpu.build_contest("A", LENGTHS, "cpu"),
-    "returns": lambda: bench_kernels_gpu.returns_contest("A", LENGTHS, "cpu"),
-    "pad": lambda: bench_kernels_gpu.padding_contest(pad_job.pad_contest, "A", LENGTHS, "cpu"),
-    "unpad": lambda: bench_kernels_gpu.padding_contest(pad_job.unpad_contest, "A", LENGTHS, "cpu"),
-}
-
-
-@pytest.mark.parametrize("job", DEVICE_CONTESTS)
-def test_contests_of_the_device_check_and_measure(job):
-    given = DEVICE_CONTESTS[job]()
-    record = device_contest.hold_on_device(*given)
-    for entry in record["entries"]:
-        assert entry["best_ms"] or "not installed" in entry["note"] or "not load" in entry["note"]
-    limit = record["entries"][-1]
-    assert limit["contender"] == device_contest.COPY
-    assert limit["of_copy"] == 1
-    assert "of the copy" in report.render(results_of(record))
-
-
-def test_a_wrong_result_on_the_device_is_not_measured(monkeypatch):
-    monkeypatch.setattr(device_contest, "measure", lambda *_: {"cold_ms": 2.0, "wall_ms": 9.0})
-    entrants = [Contender(OURS, says("right"), "all"), Contender("liar", says("wrong"), "all")]
-    ours, liar, _ = device_contest.hold_on_device(contest(), entrants, 1000, "cpu")["entries"]
-    assert ours["best_ms"] == 2.0
-    assert liar["best_ms"] is None
-    assert "cold_ms" not in liar
-    host_first = [Contender(OURS, says("right"), "all", on_host=True)]
-    assert (
-        device_contest.hold_on_device(contest(), host_first, 1000, "cpu")["entries"][0]["best_ms"]
-        == 9.0
-    )
-
-
-class PretendedDevice:
-    """Stands in for torch.cuda: notes what is asked of it, and its clock counts the calls."""
-
-    def __init__(self, patch, captures=True):
-        self.calls = []
-        self.now = 0.0
-        self.captures = captures
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        replaced = {
-            "Event": lambda enable_timing: self.event(),
-            "synchronize": lambda: self.calls.append("wait"),
-            "_sleep": lambda cycles: self.calls.append("busy"),
-            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.calls.append("replay")),
-            "Stream": lambda: stream,
-            "current_stream": lambda: stream,
-            "stream": lambda side: nullcontext(),
-            "graph": lambda graph: self.capture(),
-        }
-        for name, value in replaced.items():
-            patch.setattr(torch.cuda, name, value, raising=False)
-        patch.setattr(timing, "_SCRATCH", [torch.ones(4, dtype=torch.uint8)])
-
-    def event(self):
-        event = SimpleNamespace(at=None, synchronize=lambda: None)
-
-        def record():
-            self.now += 1
-            event.at = self.now
-            self.calls.append("event")
-
-        event.record, event.elapsed_time = record, lambda end: end.at - event.at
-        return event
-
-    @contextmanager
-    def capture(self):
-        if not self.captures:
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
-        yield
-
-
-def test_a_device_is_measured_every_way(monkeypatch):
-    device = PretendedDevice(monkeypatch)
-    counts = {"launches": 2, "copies": 1, "waits": 0}
-    monkeypatch.setattr(timing, "launches", lambda work: work() and counts)
-    ran = Contender(OURS, lambda: device.calls.append("work") or "done", "all")
-    found = timing.measure(ran, "cuda")
-    assert found["cold_ms"] == found["warm_ms"] == found["graph_ms"] == 1
-    assert found["graph_note"] == ""
-    assert found["wall_ms"] >= found["enqueue_ms"] > 0
-    assert {name: found[name] for name in counts} == counts
-    assert timing._SCRATCH[0].sum() == 0, "the cache was not flushed"
-    timed = "wait busy event work event"
-    assert timed in " ".join(device.calls), "work is enqueued while the device is busy"
-    assert "busy event replay event" in " ".join(device.calls)
-
-
-@pytest.mark.parametrize(
-    ("captures", "waits", "on_host", "note"),
-    [
-        (False, 0, False, "operation not permitted when stream is capturing"),
-        (True, 3, False, "waits for the device 3 times"),
-        (True, 0, True, "part of the work is the host's"),
-    ],
-)
-def test_what_no_graph_can_replay_is_not_replayed(monkeypatch, captures, waits, on_host, note):
-    device = PretendedDevice(monkeypatch, captures)
-    counts = {"launches": 2, "copies": 1, "waits": waits}
-    monkeypatch.setattr(timing, "launches", lambda work: counts)
-    found = timing.measure(Contender(OURS, says("done"), "all", on_host=on_host), "cuda")
-    assert (found["graph_ms"], found["graph_note"]) == (None, note)
-    assert "replay" not in device.calls
-
-
-def test_launches_copies_and_waits_are_counted_by_name():
-    on_device = ["build_kernel", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "sum_kernel"]
-    on_host = ["cuLaunchKernelEx", "cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::add"]
-    events = [(name, name in on_device) for name in on_device + on_host]
-    assert timing.count(events) == {"launches": 2, "copies": 1, "waits": 1}
-    unseen = {"launches": None, "copies": None, "waits": None}
-    assert timing.count([("cuLaunchKernelEx", False)]) == unseen
-
-
-def test_the_limit_moves_as_many_bytes_as_it_says():
-    copy, check = timing.copy_of(1600)
-    result = copy()
-    assert 2 * result.nbytes == 1600
-    check(result)
-    result[0] += 1
-    with pytest.raises(AssertionError):
-        check(result)
-
-
-# --- the report
-
-
-def record_of(ours_ms, rival_ms, rival="numpy.concatenate per field"):
-    entries = [
-        Entry(OURS, "all", True, "", [ours_ms / 1e3]),
-        Entry(rival, "all", True, "", [rival_ms / 1e3]),
-    ]
-    return as_record(contest(), entries)
-
-
-def test_a_rival_that_wins_is_bold_and_the_reason_is_said():
-    table = report.render(results_of(record_of(10.0, 5.0)))
-    assert "**5 (0.5x)**" in table
-    assert (
-        "- Faster than ours: numpy.concatenate per field on A. "
-        f"Because {REASONS['numpy.concatenate per field']}." in table
-    )
-    table = report.render(results_of(record_of(5.0, 10.0)))
-    assert "10 (2x)" in table
-    assert "**10" not in table
-    assert "Faster" not in table
-
-
-def test_every_rival_that_wins_in_the_committed_results_has_a_reason():
-    for results in report.load():
-        for name, _ in report.winners(results["contests"]):
-            assert name in REASONS
-
-
-def test_committed_results_say_where_they_come_from():
-    for results in report.load():
-        assert results["hardware"]["processor"]
-        assert results["versions"]["torch"]
-        assert results["commit"] not in ("", "unknown")
-        assert "pytest benchmarks" in results["command"]
-        for record in results["contests"]:
-            for entry in record["entries"]:
-                assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
-
-
-def run_report(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.report", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_documents_are_what_the_committed_results_say():
-    done = run_report("--check")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_document_that_drifted_is_named(tmp_path, monkeypatch, capsys):
-    drifted = tmp_path / "README.md"
-    drifted.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "README", drifted)
-    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "all.md")
-    monkeypatch.setattr(plots, "write_png", lambda results, path: None)
-    (tmp_path / "jobs.md").write_text("# Jobs\n")
-    assert report.main(["--check"]) == 1
-    assert "README.md is not what its results say" in capsys.readouterr().out
-    assert "old" in drifted.read_text()
-    assert report.main([]) == 0
-    assert drifted.read_text().startswith("before\n<!-- speed: begin")
-    assert drifted.read_text().endswith("<!-- speed: end -->\nafter\n")
-    assert report.main(["--check"]) == 0
-
-
-def test_a_document_without_markers_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "README.md").write_text("no markers")
-    monkeypatch.setattr(report, "README", tmp_path / "README.md")
-    with pytest.raises(SystemExit, match="each marker once"):
-        report.main([])
-
-
-def test_the_plot_has_a_line_for_each_contender_that_has_numbers(tmp_path):
-    record = record_of(1.0, 2.0) | {"job": report.SIZES, "tokens": 1024}
-    record["entries"][1]["best_ms"] = None
-    results = results_of(record)
-    assert plots.series(results) == {OURS: ([1024], [1.0])}
-    pytest.importorskip("matplotlib")
-    plots.write_png(results, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_no_name_of_the_machine_is_written(monkeypatch):
-    monkeypatch.setattr(platform, "node", lambda: "name-of-the-machine")
-    assert platform.node() not in json.dumps(machine.describe("command"))

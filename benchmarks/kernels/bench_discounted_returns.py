@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.kernels.returns_job import contest
-from benchmarks.workloads import EVEN_SEQUENCES, SEQUENCES
+from benchmarks.workloads import SEQUENCES
 
 
-@pytest.mark.parametrize("workload", EVEN_SEQUENCES)  # torchrl needs 50 s for power-law lengths
+@pytest.mark.parametrize("workload", SEQUENCES)
 def bench_discounted_returns(hold, workload):
-    hold(*contest(workload, SEQUENCES[workload](1.0), rounds=3))
+    hold(*contest(workload, SEQUENCES[workload](1.0)))

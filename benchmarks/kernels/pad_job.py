@@ -19,6 +19,7 @@ from trajpack.testing import assert_same_bits, boundaries
 
 PAD = "pad, packed to padded"
 UNPAD = "unpad, padded to packed"
+TUNED = {"tunes_threads": True}
 
 
 def inputs(lengths, device="cpu"):
@@ -41,7 +42,7 @@ def reference(packed, cu_seqlens, longest):
 
 def fbgemm(name, make, wrote):
     """Return a contender of fbgemm's operators, which loading the package registers."""
-    return contender("fbgemm_gpu", name, lambda module: make(torch.ops.fbgemm), wrote)
+    return contender("fbgemm_gpu", name, lambda module: make(torch.ops.fbgemm), wrote, **TUNED)
 
 
 def pad_contest(workload, lengths, device="cpu", **options):
@@ -66,9 +67,9 @@ def pad_contest(workload, lengths, device="cpu", **options):
 
     entrants = [
         Contender(OURS, lambda: pad(packed, cu_seqlens, longest), wrote),
-        Contender("pad_sequence", lambda: pad_sequence(pieces, batch_first=True), wrote),
-        Contender("boolean mask", masked, wrote),
-        Contender("aten jagged", by_aten, wrote),
+        Contender("pad_sequence", lambda: pad_sequence(pieces, batch_first=True), wrote, **TUNED),
+        Contender("boolean mask", masked, wrote, **TUNED),
+        Contender("aten jagged", by_aten, wrote, **TUNED),
         fbgemm("fbgemm jagged", by_fbgemm, wrote),
     ]
 
@@ -94,8 +95,8 @@ def unpad_contest(workload, lengths, device="cpu", **options):
 
     entrants = [
         Contender(OURS, lambda: unpad(padded, cu_seqlens, tokens), wrote),
-        Contender("boolean mask", lambda: padded[mask], wrote),
-        Contender("aten jagged", by_aten, wrote),
+        Contender("boolean mask", lambda: padded[mask], wrote, **TUNED),
+        Contender("aten jagged", by_aten, wrote, **TUNED),
         fbgemm("fbgemm jagged", by_fbgemm, wrote),
     ]
 

@@ -1,4 +1,4 @@
-"""Packing to a GPU: trajectories on the host in, all ten fields on the device out.
+"""Packing to a GPU: trajectories in, all ten fields on the device out.
 
 ``make bench-gpu`` runs it on a machine with a CUDA device. Beside ours, which checks, stores,
 copies once and launches twice, the usual ways; every result is compared with the host's.
@@ -11,12 +11,14 @@ import torch
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.device_contest import hold_on_device
-from benchmarks.packing.bench_sizes import BYTES_PER_TOKEN, sized
+from benchmarks.packing.bench_sizes import sent_bytes, sized
 from benchmarks.packing.device_job import RIVALS, by_concatenation
 from benchmarks.packing.filling import fill, filled
+from benchmarks.packing.resident_turns import on_device
 from benchmarks.packing.whole_job import WROTE, Fields, assert_same_fields, by_numpy
+from benchmarks.promises import PACK_ONLY
 from benchmarks.workloads import WORKLOADS, conversations
-from trajpack import TrajectoryBuffer
+from trajpack import StaticBatch, TrajectoryBuffer, pack_resident
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +26,8 @@ pytestmark = [
 ]
 JOB = "pack to the device"
 SIZES_JOB = "cost against size"
-FILLED = f"{OURS}, buffer filled before"
+STATIC = f"{OURS}, static batch"
+RESIDENT = f"{OURS}, turns on the device"
 SIZES = [2**power for power in range(10, 27)]
 
 
@@ -39,14 +42,36 @@ def end_to_end(trajectories, device):
     return Contender(OURS, work, WROTE, on_host=True)
 
 
-def pack_alone(trajectories, device, layout="turns"):
+def pack_only(trajectories, device, layout="turns"):
     buffer = filled(trajectories, device)
 
     def refill():
         buffer.clear()
         fill(buffer, trajectories)
 
-    return Contender(FILLED, functools.partial(buffer.pack, layout), WROTE, release=refill)
+    return Contender(PACK_ONLY, functools.partial(buffer.pack, layout), WROTE, release=refill)
+
+
+def static_run(trajectories, device, expected):
+    """Return the device's part of a static batch, which a CUDA graph replays."""
+    buffer = filled(trajectories, device)
+    turns = buffer.num_turns
+    static = StaticBatch(capacity=len(expected.input_ids), max_turns=turns, device=device)
+    static.fill(buffer, "turns")
+
+    def check(batch):
+        moved = {name: getattr(batch, name).cpu() for name in Fields._fields}
+        moved["cu_seqlens"] = moved["cu_seqlens"][: turns + 1]  # behind it, padding
+        assert_same_fields(Fields(**moved), expected)
+
+    return Contender(STATIC, static.run, WROTE, check)
+
+
+def resident(trajectories, device):
+    """Return packing of turns whose tensors are on the device before."""
+    given = on_device(trajectories, device)
+    work = functools.partial(pack_resident, given, layout="turns")
+    return Contender(RESIDENT, work, WROTE, on_host=True)
 
 
 def check_against(expected):
@@ -58,24 +83,27 @@ def check_against(expected):
 
 
 def contest(job, workload, trajectories, ways, device="cuda"):
-    """Return what `hold_on_device` takes."""
+    """Return what `hold_on_device` takes, but for ``sent``."""
     expected = by_numpy(trajectories)
     tokens = len(expected.input_ids)
-    entrants = [end_to_end(trajectories, device), pack_alone(trajectories, device)]
+    entrants = [end_to_end(trajectories, device), pack_only(trajectories, device)]
+    if job == JOB:
+        entrants.append(static_run(trajectories, device, expected))
+        entrants.append(resident(trajectories, device))
     entrants += [
         Contender(name, functools.partial(way, trajectories, device), WROTE, on_host=True)
         for name, way in ways.items()
     ]
     contest = Contest(job, workload, tokens, check_against(expected))
-    return contest, entrants, BYTES_PER_TOKEN * tokens, device
+    return contest, entrants, sent_bytes(trajectories), device
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def bench_pack_on_the_device(keep, workload):
-    keep.append(hold_on_device(*contest(JOB, workload, conversations(workload), RIVALS)))
+    keep(hold_on_device(*contest(JOB, workload, conversations(workload), RIVALS), sent=True))
 
 
 @pytest.mark.parametrize("tokens", SIZES)
 def bench_size_on_the_device(keep, tokens):
     ways = {"numpy.concatenate, then a copy": by_concatenation}
-    keep.append(hold_on_device(*contest(SIZES_JOB, f"{tokens:,}", sized(tokens), ways)))
+    keep(hold_on_device(*contest(SIZES_JOB, f"{tokens:,}", sized(tokens), ways), sent=True))

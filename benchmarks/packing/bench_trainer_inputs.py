@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest
-from benchmarks.packing.bench_pack import end_to_end, pack_alone
+from benchmarks.packing.bench_pack import end_to_end, pack_only
 from benchmarks.packing.whole_job import assert_equal
 from benchmarks.rivals import contender, find
 from benchmarks.workloads import EVEN_SEQUENCES, MULTI_TURN, as_lists, conversations
@@ -24,6 +24,8 @@ FROM_LISTS = "ids, labels, positions, boundaries, from lists"
 IGNORED = -100
 FIELDS = "input_ids, labels, position_ids, cu_seqlens"
 TRL_CAPACITY = 32_768
+PLANNED = (EVEN_SEQUENCES[1], MULTI_TURN)
+"""Workloads on which TRL's packing runs; its data set takes longest to make."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,7 +81,7 @@ def with_labels(batch):
 
 def ours(trajectories):
     wrote = f"{FIELDS}; 7 fields more"
-    pack, alone = end_to_end(trajectories), pack_alone(trajectories)
+    pack, alone = end_to_end(trajectories), pack_only(trajectories)
     return [
         Contender(OURS, lambda: with_labels(pack()), wrote),
         replace(alone, work=lambda: with_labels(alone.work()), wrote=wrote),
@@ -167,21 +169,19 @@ def contest(job, workload, scale=1.0):
         workload,
         len(expected["input_ids"]),
         functools.partial(check, expected=expected),
-        rounds=3,
     )
     if job == FROM_LISTS:
         features = as_features(arrays, "lists")
         return contest, [*ours(lists), flattening(features), padding_free(features)]
     features = as_features(arrays, "arrays")
-    rivals = [flattening(features), padding_free(features), packing(arrays, expected)]
+    rivals = [flattening(features), padding_free(features)]
+    if workload in PLANNED:
+        rivals.append(packing(arrays, expected))
     return contest, [*ours(arrays), *rivals]
 
 
-CASES = [
-    (workload, job)
-    for workload in (*EVEN_SEQUENCES, MULTI_TURN)
-    for job in (FROM_ARRAYS, FROM_LISTS)
-]
+CASES = [(workload, FROM_ARRAYS) for workload in (*EVEN_SEQUENCES, MULTI_TURN)]
+CASES += [(workload, FROM_LISTS) for workload in (EVEN_SEQUENCES[2], MULTI_TURN)]
 
 
 @pytest.mark.parametrize(("workload", "job"), CASES)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from benchmarks.packing.whole_job import Fields, Table, by_torch_cat
+from benchmarks.packing.turn_table import Table
+from benchmarks.packing.whole_job import Fields, by_torch_cat
 from trajpack import Trajectory
 
 

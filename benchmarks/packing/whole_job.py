@@ -3,23 +3,37 @@
 Input: trajectories as an agent hands them over, with arrays or plain lists in them. Output:
 CPU tensors, sequence after sequence, a sequence being one turn's prompt and completion. Every
 way is written as a careful engineer would: no copy that can be left out, tables of per-turn
-values expanded in one call, lists converted by the fastest call there is (`numpy.array`, an
-eighth of `torch.tensor`'s time).
+values expanded in one call, lists converted by the fastest call there is (`struct.pack`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from benchmarks.packing.turn_table import Table, discounted
 from trajpack import Trajectory
 from trajpack.packing.batch import PackedBatch
 from trajpack.testing import assert_same_bits
 
 WROTE = "10 fields"
+LONG = 1024
+"""Tokens a sequence from which `torch.cat` is faster than `torch.repeat_interleave`."""
+COUNT = "count"
+Take: TypeAlias = Callable[[str, int, Any], np.ndarray]
+
+
+def fresh(name: str, size: int, dtype: Any) -> np.ndarray:
+    """Return new memory."""
+    return np.empty(size, dtype)
+
+
+def count_to(size: int, take: Take) -> np.ndarray:
+    """Return 0, 1, 2 and so on, kept where memory is kept."""
+    return np.arange(size) if take is fresh else take(COUNT, size, np.int64)
 
 
 class Fields(NamedTuple):
@@ -115,59 +129,84 @@ def three_fields_by_lists(trajectories: Sequence[Trajectory]) -> tuple[torch.Ten
     )
 
 
-def by_numpy(trajectories: Sequence[Trajectory]) -> Fields:
-    """Concatenate per field with numpy, and repeat per-turn values."""
+def by_numpy(trajectories: Sequence[Trajectory], take: Take = fresh) -> Fields:
+    """Concatenate per field with numpy, and repeat per-turn values; ``take`` lends memory."""
     table = Table(trajectories)
-    ids = np.concatenate(table.ids, dtype=np.int64, casting="safe")
+    total = int(table.cu_seqlens[-1])
+    ids = take("ids", total, np.int64)
+    table.put_ids(ids)
     loss_mask = np.repeat(table.is_sampled, table.pieces)
-    silence = np.zeros(int(table.pieces.max(initial=0)), np.float32)
-    logprobs = [
-        part
-        for given, sampled in zip(table.pieces[::2].tolist(), table.logprobs, strict=True)
-        for part in (silence[:given], sampled)
-    ]
-    positions = np.arange(len(ids))
-    positions -= np.repeat(table.starts, table.lengths)
+    positions = take("positions", total, np.int64)
+    np.subtract(count_to(total, take), np.repeat(table.starts, table.lengths), out=positions)
     return _fields(
         ids,
         positions,
         np.repeat(table.index, table.lengths),
         np.repeat(table.turns, table.pieces),
-        ~loss_mask,
+        np.logical_not(loss_mask, out=take("prompt_mask", total, np.bool_)),
         loss_mask,
-        np.concatenate(logprobs),
+        table.spread_logprobs(take("logprobs", total, np.float32), loss_mask),
         np.repeat(table.versions, table.pieces),
         np.repeat(table.returns, table.pieces),
         table.cu_seqlens,
     )
 
 
+def by_numpy_again() -> Callable[[Sequence[Trajectory]], Fields]:
+    """Return `by_numpy` in memory of its own, written again each time wherever numpy can."""
+    memory: dict[str, np.ndarray] = {}
+
+    def take(name, size, dtype):
+        if len(memory.get(name, ())) < size:
+            memory[name] = np.arange(size) if name == COUNT else np.empty(size, dtype)
+        return memory[name][:size]
+
+    return lambda trajectories: by_numpy(trajectories, take)
+
+
 def by_torch_cat(trajectories: Sequence[Trajectory]) -> Fields:
-    """Call `torch.cat` per field, on stretches of ready-made constants where a field repeats."""
+    """Call `torch.cat` per field, and expand what repeats in the faster of two ways."""
     table = Table(trajectories)
-    longest = int(table.lengths.max(initial=0))
-    count = torch.arange(longest)
-    silence = torch.zeros(longest)
-    no, yes = torch.zeros(longest, dtype=torch.bool), torch.ones(longest, dtype=torch.bool)
-    pieces = torch.from_numpy(table.pieces)
+    pieces, lengths = torch.from_numpy(table.pieces), torch.from_numpy(table.lengths)
     total = int(table.cu_seqlens[-1])
-    repeat = torch.repeat_interleave
+
+    def expand(values, counts):
+        return torch.repeat_interleave(torch.from_numpy(values), counts, output_size=total)
+
     ids = torch.from_numpy(np.empty(total, np.int64))  # numpy's memory comes in huge pages
     torch.cat([torch.from_numpy(piece) for piece in table.ids], out=ids)
-    given, sampled = table.pieces[::2].tolist(), table.pieces[1::2].tolist()
-    pairs = list(zip(given, sampled, strict=True))
-    logprobs = [torch.from_numpy(part) for part in table.logprobs]
+    if total < LONG * len(table.lengths):
+        loss_mask = expand(table.is_sampled, pieces)
+        prompt_mask = ~loss_mask
+        positions = torch.arange(total) - expand(table.starts, lengths)
+    else:
+        positions, prompt_mask, loss_mask = _by_stretches(table)
+    silence = torch.zeros(int(table.lengths.max(initial=0)))
+    logprobs = zip(table.pieces[::2].tolist(), table.logprobs, strict=True)
     return Fields(
         ids,
-        torch.cat([count[:length] for length in table.lengths.tolist()]),
-        repeat(torch.from_numpy(table.index), torch.from_numpy(table.lengths), output_size=total),
-        repeat(torch.from_numpy(table.turns), pieces, output_size=total),
+        positions,
+        expand(table.index, lengths),
+        expand(table.turns, pieces),
+        prompt_mask,
+        loss_mask,
+        torch.cat([part for n, c in logprobs for part in (silence[:n], torch.from_numpy(c))]),
+        expand(table.versions, pieces),
+        expand(table.returns, pieces),
+        torch.from_numpy(table.cu_seqlens),
+    )
+
+
+def _by_stretches(table: Table) -> tuple[torch.Tensor, ...]:
+    """Concatenate stretches of ready-made constants: faster where sequences are long."""
+    longest = int(table.lengths.max(initial=0))
+    count = torch.arange(longest)
+    no, yes = torch.zeros(longest, dtype=torch.bool), torch.ones(longest, dtype=torch.bool)
+    pairs = list(zip(table.pieces[::2].tolist(), table.pieces[1::2].tolist(), strict=True))
+    return (
+        torch.cat([count[: given + sampled] for given, sampled in pairs]),
         torch.cat([part for p, c in pairs for part in (yes[:p], no[:c])]),
         torch.cat([part for p, c in pairs for part in (no[:p], yes[:c])]),
-        torch.cat([p for n, c in zip(given, logprobs, strict=True) for p in (silence[:n], c)]),
-        repeat(torch.from_numpy(table.versions), pieces, output_size=total),
-        repeat(torch.from_numpy(table.returns), pieces, output_size=total),
-        torch.from_numpy(table.cu_seqlens),
     )
 
 
@@ -239,50 +278,9 @@ def by_nested(trajectories: Sequence[Trajectory]) -> Fields:
     )
 
 
-class Table:
-    """What most ways need first: pieces as arrays, and one row of values for each turn."""
-
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-        earned = [value for trajectory in trajectories for value in discounted(trajectory)]
-        self.ids = [
-            np.asarray(part, np.int32)
-            for turn in turns
-            for part in (turn.prompt_ids, turn.completion_ids)
-        ]
-        self.logprobs = [np.asarray(turn.completion_logprobs, np.float32) for turn in turns]
-        self.pieces = np.fromiter(map(len, self.ids), np.int64, len(self.ids))
-        self.lengths = self.pieces[::2] + self.pieces[1::2]
-        ends = np.cumsum(self.lengths)
-        self.starts = ends - self.lengths
-        self.cu_seqlens = np.append(0, ends).astype(np.int32)
-        self.index = np.arange(len(turns), dtype=np.int32)
-        self.is_sampled = np.tile([False, True], len(turns))
-        self.turns = _behind(self.index, -1)
-        self.versions = _behind([turn.version_start for turn in turns], -1).astype(np.int32)
-        self.returns = _behind(earned, 0.0).astype(np.float32)
-
-
-def discounted(trajectory: Trajectory) -> list[float]:
-    """Return the discounted return of each turn of a trajectory."""
-    returns, total = [], 0.0
-    for turn in reversed(trajectory.turns):
-        total = turn.reward + trajectory.turn_discount * total
-        returns.append(total)
-    return returns[::-1]
-
-
 def as_list(values):
     """Return a list; itself if it is one."""
     return values if isinstance(values, list) else values.tolist()
-
-
-def _behind(values, prompt):
-    """Interleave: ``prompt`` for each prompt, then a turn's value for its completion."""
-    values = np.asarray(values)
-    both = np.full(2 * len(values), prompt, values.dtype)
-    both[1::2] = values
-    return both
 
 
 def _fields(*arrays):

@@ -1,0 +1,99 @@
+"""`build` from the stream and the tables of a buffer that was filled with a workload."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.packing.bench_sizes import WRITTEN
+from benchmarks.packing.filling import fill
+from benchmarks.rivals import quietly
+from trajpack import TrajectoryBuffer
+from trajpack.kernels.build import FIELD_DTYPES, build, build_reference
+from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.runs import Run
+from trajpack.testing import assert_same_bits
+
+
+class Inputs(NamedTuple):
+    """What `build` takes."""
+
+    words: torch.Tensor
+    runs: torch.Tensor
+    turn_returns: torch.Tensor
+    num_tokens: int
+
+    def to(self, device):
+        """Return the same on a device."""
+        return Inputs(*(one.to(device) for one in self[:3]), self.num_tokens)
+
+
+def held(trajectories, fields=()):
+    """Fill a buffer; return its arena and how much is in it, in the turns layout."""
+    buffer = TrajectoryBuffer(device="cpu", fields=fields)
+    fill(buffer, trajectories)
+    state = buffer._store.settle("turns")
+    return buffer._store.staging.send(state.num_words), state.settled
+
+
+def build_inputs(trajectories):
+    """Return what `pack` hands to `build`."""
+    arena, counts = held(trajectories)
+    returns = discounted_returns(
+        arena.table("turn_rewards", counts.turns),
+        arena.table("cu_turns", counts.trajectories + 1),
+        arena.table("turn_discounts", counts.trajectories),
+    )
+    return Inputs(arena.stream, arena.table("runs", counts.spans + 1), returns, counts.tokens)
+
+
+def stretches_read(runs):
+    """Return where each stretch of words that a table of runs refers to begins and ends."""
+    table = runs.numpy().astype(np.int64)
+    lengths = np.diff(table[:, Run.START])
+    table = table[:-1]
+    given = table[:, Run.SOURCE] >= 0
+    generated = np.maximum(lengths - table[:, Run.GENERATED], 0)
+    begins = np.concatenate((table[given, Run.SOURCE], table[:, Run.LOGPROB]))
+    return begins, begins + np.concatenate((lengths[given], generated))
+
+
+def distinct_words(runs, num_words):
+    """Return how many words of the stream are read: one that is read often counts once."""
+    begins, ends = stretches_read(runs)
+    change = np.zeros(num_words + 1, np.int64)
+    np.add.at(change, begins, 1)
+    np.add.at(change, ends, -1)
+    return int((change.cumsum() > 0).sum())
+
+
+def moved_bytes(inputs):
+    """Return the bytes that must be read, each once, and written."""
+    read = 4 * distinct_words(inputs.runs, len(inputs.words))
+    return read + inputs.runs.nbytes + inputs.turn_returns.nbytes + WRITTEN * inputs.num_tokens
+
+
+def build_contest(workload, trajectories, device="cuda"):
+    """Return what `hold_on_device` takes; rivals are the reference, as it is and compiled."""
+    on_host = build_inputs(trajectories)
+    inputs = on_host.to(device)
+    expected = build_reference(*on_host)
+
+    def check(fields):
+        for name, want in expected._asdict().items():
+            assert_same_bits(getattr(fields, name), want, name)
+
+    wrote = f"{len(FIELD_DTYPES)} fields"
+    entrants = [
+        Contender(OURS, functools.partial(build, *inputs), wrote),
+        Contender("torch, op by op", functools.partial(build_reference, *inputs), wrote),
+    ]
+    if device != "cpu":  # compiling for the host takes longer than the benchmark
+        compiled = functools.partial(torch.compile(build_reference), *inputs)
+        entrants.append(Contender("torch.compile of it", quietly(compiled), wrote))
+    contest = Contest("build", workload, inputs.num_tokens, check)
+    return contest, entrants, moved_bytes(on_host), device

@@ -1,0 +1,80 @@
+"""What is promised of speed, asserted in every run, and printed with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.contest import OURS
+from benchmarks.workloads import MANY_TURNS, SEQUENCES
+
+PACK_ONLY = f"{OURS}, pack only"
+THREE = "Python lists, 3 fields"
+LISTS = "Python lists"
+FROM_ARRAYS = "pack, from arrays"
+FROM_LISTS = "pack, from lists"
+Record = dict[str, Any]
+
+
+class Promise(NamedTuple):
+    """A contender is so many times as fast as another, on every workload but the exceptions."""
+
+    job: str
+    fast: str
+    slow: str
+    times: float
+    words: str
+
+
+PROMISES = (
+    Promise(
+        FROM_ARRAYS,
+        PACK_ONLY,
+        THREE,
+        20,
+        "packing a filled buffer (ten fields) against Python lists of three fields, arrays in",
+    ),
+    Promise(FROM_ARRAYS, OURS, LISTS, 20, "the whole job against Python lists, arrays in"),
+    Promise(FROM_LISTS, OURS, LISTS, 6, "the whole job against Python lists, plain lists in"),
+)
+PER_TURN = "a hundred thousand turns of 32 tokens: the cost is Python's per turn, not per token"
+JOINED = "lists of a call are joined before they are converted, and a joined one outgrows the cache"
+SHORT_TURNS = "8,192 turns of some 40 new tokens: Python's cost per turn shows"
+A, B, C, SKEWED = SEQUENCES
+EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
+    (FROM_ARRAYS, PACK_ONLY, C): (4, PER_TURN),
+    (FROM_ARRAYS, OURS, C): (2.5, PER_TURN),
+    (FROM_LISTS, OURS, C): (1.5, PER_TURN),
+    (FROM_LISTS, OURS, SKEWED): (4, JOINED),
+    (FROM_LISTS, OURS, B): (5, JOINED),
+    (FROM_ARRAYS, OURS, MANY_TURNS): (16, SHORT_TURNS),
+}
+"""By job, contender and workload: what is promised there, and why it is less."""
+
+
+def ratio(record: Record, promise: Promise) -> float | None:
+    """Return how many times as fast it was, best round against best round."""
+    best = {entry["contender"]: entry["best_ms"] for entry in record["entries"]}
+    fast, slow = best.get(promise.fast), best.get(promise.slow)
+    return slow / fast if fast and slow else None
+
+
+def promised(record: Record, promise: Promise) -> tuple[float, str]:
+    """Return what is promised on a record's workload, and why it is less, if it is."""
+    return EXCEPTIONS.get((promise.job, promise.fast, record["workload"]), (promise.times, ""))
+
+
+def broken(records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each promise that a record does not keep."""
+    found = []
+    for record in records:
+        for promise in PROMISES:
+            if promise.job == record["job"]:
+                wanted, _ = promised(record, promise)
+                measured = ratio(record, promise)
+                if measured is None or measured < wanted:
+                    said = "not measured" if measured is None else f"{measured:.1f} times"
+                    found.append(
+                        f"{record['workload']}: {promise.words}: {said}, promised {wanted:g}"
+                    )
+    return found

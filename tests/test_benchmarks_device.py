@@ -1,0 +1,277 @@
+"""The device's harness and contests, on the host: small shapes, and a pretended device."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import device_contest, machine, timing
+from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.goals import goals, lines
+from benchmarks.kernels import bench_kernels_gpu, build_job, gather_job, logits_job, pad_job
+from benchmarks.packing import bench_pack_gpu
+from benchmarks.promises import PACK_ONLY
+from benchmarks.tables import render
+from benchmarks.workloads import MULTI_TURN, WORKLOADS, conversations
+
+SMALL = 0.002
+LENGTHS = np.array([3, 1, 8, 5])
+
+
+def must_be(wanted):
+    def check(result):
+        assert result == wanted
+
+    return check
+
+
+def contest(**options):
+    return Contest("job", "A: a", 10, must_be("right"), **options)
+
+
+def says(result):
+    return lambda: result
+
+
+def results_of(*records):
+    described = machine.describe("command") | {"measured": "gpu", "contests": list(records)}
+    described["hardware"] = described["hardware"] | {"gpu": "some GPU", "cuda": "13.0"}
+    return described
+
+
+DEVICE_CONTESTS = {
+    "pack": lambda: bench_pack_gpu.contest(
+        bench_pack_gpu.JOB,
+        MULTI_TURN,
+        conversations(MULTI_TURN, SMALL),
+        bench_pack_gpu.RIVALS,
+        "cpu",
+    ),
+    "build": lambda: build_job.build_contest("A: a", conversations(MULTI_TURN, SMALL), "cpu"),
+    "returns": lambda: bench_kernels_gpu.returns_contest("A", LENGTHS, "cpu"),
+    "pad": lambda: bench_kernels_gpu.padding_contest(pad_job.pad_contest, "A", LENGTHS, "cpu"),
+    "gather fields": lambda: gather_job.gather_contest(
+        "A: a", conversations(MULTI_TURN, SMALL), "cpu"
+    ),
+    "logits": lambda: logits_job.logits_contest(LENGTHS, 96, "cpu"),
+    "unpad": lambda: bench_kernels_gpu.padding_contest(pad_job.unpad_contest, "A", LENGTHS, "cpu"),
+}
+
+
+@pytest.mark.parametrize("job", DEVICE_CONTESTS)
+def test_contests_of_the_device_check_and_measure(job):
+    given = DEVICE_CONTESTS[job]()
+    record = device_contest.hold_on_device(*given, sent=job == "pack")
+    for entry in record["entries"]:
+        assert entry["best_ms"] or "not installed" in entry["note"] or "not load" in entry["note"]
+    limit = record["entries"][-1]
+    assert limit["contender"] == device_contest.SENT if job == "pack" else device_contest.COPY
+    assert limit["of_copy"] == 1
+    assert "of the copy" in render(results_of(record))
+
+
+def test_a_wrong_result_on_the_device_is_not_measured(monkeypatch):
+    monkeypatch.setattr(device_contest, "measure", lambda *_: {"cold_ms": 2.0, "wall_ms": 9.0})
+    entrants = [Contender(OURS, says("right"), "all"), Contender("liar", says("wrong"), "all")]
+    ours, liar, _ = device_contest.hold_on_device(contest(), entrants, 1000, "cpu")["entries"]
+    assert ours["best_ms"] == 2.0
+    assert liar["best_ms"] is None
+    assert "cold_ms" not in liar
+    host_first = [Contender(OURS, says("right"), "all", on_host=True)]
+    assert (
+        device_contest.hold_on_device(contest(), host_first, 1000, "cpu")["entries"][0]["best_ms"]
+        == 9.0
+    )
+
+
+def test_a_rival_that_fails_while_it_is_measured_gets_a_note(monkeypatch):
+    def measure(contender, device):
+        if contender.name == "rival":
+            raise RuntimeError("CUDA out of memory. Tried to allocate\nmore")
+        return {"wall_ms": 1.0}
+
+    monkeypatch.setattr(device_contest, "measure", measure)
+    entrants = [Contender(OURS, says("right"), "all"), Contender("rival", says("right"), "all")]
+    record = device_contest.hold_on_device(contest(), entrants, 1000, "cpu")
+    ours, rival, limit = record["entries"]
+    assert rival["note"] == "failed: CUDA out of memory. Tried to allocate"
+    assert rival["best_ms"] is None
+    assert "wall_ms" not in rival
+    assert ours["best_ms"] == limit["best_ms"] == 1
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_the_bytes_of_build_are_the_words_it_reads_once_and_what_it_writes(workload):
+    inputs = build_job.build_inputs(conversations(workload, SMALL))
+    begins, ends = build_job.stretches_read(inputs.runs)
+    read = np.zeros(len(inputs.words), bool)
+    for begin, end in zip(begins, ends, strict=True):
+        read[begin:end] = True
+    distinct = build_job.distinct_words(inputs.runs, len(inputs.words))
+    assert distinct == read.sum() == len(inputs.words), "a buffer holds nothing that is not read"
+    generated = int(build_job.build_reference(*inputs).loss_mask.sum())
+    counted = inputs.num_tokens + generated
+    if workload.startswith("multi-turn"):
+        assert distinct < counted, "what turns repeat is read again, but not from memory"
+    else:
+        assert distinct == counted
+    tables = inputs.runs.nbytes + inputs.turn_returns.nbytes
+    assert build_job.moved_bytes(inputs) == 4 * distinct + tables + 38 * inputs.num_tokens
+
+
+class PretendedDevice:
+    """Stands in for torch.cuda: notes what is asked of it, and its clock counts the calls."""
+
+    def __init__(self, patch, captures=True):
+        self.calls = []
+        self.now = 0.0
+        self.captures = captures
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        replaced = {
+            "Event": lambda enable_timing: self.event(),
+            "synchronize": lambda: self.calls.append("wait"),
+            "_sleep": lambda cycles: self.calls.append("busy"),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.calls.append("replay")),
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda side: nullcontext(),
+            "graph": lambda graph: self.capture(),
+            "reset_peak_memory_stats": lambda: None,
+            "memory_allocated": lambda: 2**20,
+            "max_memory_allocated": lambda: 3 * 2**20,
+        }
+        for name, value in replaced.items():
+            patch.setattr(torch.cuda, name, value, raising=False)
+        patch.setattr(timing, "_SCRATCH", [torch.ones(4, dtype=torch.uint8)])
+
+    def event(self):
+        event = SimpleNamespace(at=None, synchronize=lambda: None)
+
+        def record():
+            self.now += 1
+            event.at = self.now
+            self.calls.append("event")
+
+        event.record, event.elapsed_time = record, lambda end: end.at - event.at
+        return event
+
+    @contextmanager
+    def capture(self):
+        if not self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        yield
+
+
+def test_a_device_is_measured_every_way(monkeypatch):
+    device = PretendedDevice(monkeypatch)
+    counts = {"launches": 2, "copies": 1, "waits": 0}
+    monkeypatch.setattr(timing, "launches", lambda work: work() and counts)
+    ran = Contender(OURS, lambda: device.calls.append("work") or "done", "all")
+    found = timing.measure(ran, "cuda")
+    assert found["cold_ms"] == found["warm_ms"] == found["graph_ms"] == 1
+    assert found["graph_note"] == ""
+    assert found["peak_mib"] == 2
+    assert found["wall_ms"] >= found["enqueue_ms"] > 0
+    assert {name: found[name] for name in counts} == counts
+    assert timing._SCRATCH[0].sum() == 0, "the cache was not flushed"
+    timed = "wait busy event work event"
+    assert timed in " ".join(device.calls), "work is enqueued while the device is busy"
+    assert "busy event replay event" in " ".join(device.calls)
+
+
+@pytest.mark.parametrize(
+    ("captures", "waits", "on_host", "note"),
+    [
+        (False, 0, False, "operation not permitted when stream is capturing"),
+        (True, 3, False, "waits for the device 3 times"),
+        (True, 0, True, "part of the work is the host's"),
+    ],
+)
+def test_what_no_graph_can_replay_is_not_replayed(monkeypatch, captures, waits, on_host, note):
+    device = PretendedDevice(monkeypatch, captures)
+    counts = {"launches": 2, "copies": 1, "waits": waits}
+    monkeypatch.setattr(timing, "launches", lambda work: counts)
+    found = timing.measure(Contender(OURS, says("done"), "all", on_host=on_host), "cuda")
+    assert (found["graph_ms"], found["graph_note"]) == (None, note)
+    assert "replay" not in device.calls
+
+
+def test_launches_of_a_rival_that_takes_long_are_not_counted(monkeypatch):
+    PretendedDevice(monkeypatch)
+    monkeypatch.setattr(timing, "COUNTED_BELOW", 0.0)
+    counts = {"launches": 2, "copies": 1, "waits": 0}
+    monkeypatch.setattr(timing, "launches", lambda work: counts)
+    found = timing.measure(Contender("rival", says("done"), "all"), "cuda")
+    assert found["launches"] is found["waits"] is found["graph_ms"] is None
+    assert timing.measure(Contender(OURS, says("done"), "all"), "cuda")["launches"] == 2
+
+
+def test_launches_copies_and_waits_are_counted_by_name():
+    on_device = ["build_kernel", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "sum_kernel"]
+    on_host = ["cuLaunchKernelEx", "cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::add"]
+    events = [(name, name in on_device) for name in on_device + on_host]
+    assert timing.count(events) == {"launches": 2, "copies": 1, "waits": 1}
+    unseen = {"launches": None, "copies": None, "waits": None}
+    assert timing.count([("cuLaunchKernelEx", False)]) == unseen
+
+
+@pytest.mark.parametrize("make", [timing.copy_of, timing.sending])
+def test_the_limit_moves_as_many_bytes_as_it_says(make):
+    copy, check = make(1600, "cpu")
+    result = copy()
+    assert result.nbytes == (800 if make is timing.copy_of else 1600)
+    check(result)
+    result[0] += 1
+    with pytest.raises(AssertionError):
+        check(result)
+
+
+# --- the goals
+
+
+def packed_on_a_device(**changed):
+    ours = {"contender": PACK_ONLY, "enqueue_ms": 0.09, "wall_ms": 1.2, "launches": 2, "copies": 1}
+    copy = {"contender": device_contest.SENT, "warm_ms": 1.0}
+    record = {"job": bench_pack_gpu.JOB, "workload": "A: a"}
+    return record | {"entries": [ours | {"waits": 0} | changed, copy]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [
+        ({}, [True, True, True]),
+        ({"enqueue_ms": 0.11}, [False, True, True]),
+        ({"copies": 2}, [True, False, True]),
+        ({"launches": 4}, [True, False, True]),
+        ({"waits": 1}, [True, False, True]),
+        ({"wall_ms": 1.26}, [True, True, False]),
+        ({"launches": None}, [True, None, True]),
+    ],
+)
+def test_a_goal_of_packing_is_met_or_not(changed, met):
+    assert [goal.met for goal in goals([packed_on_a_device(**changed)])] == met
+
+
+def test_a_goal_of_build_is_a_share_of_the_copy():
+    def built(workload, share):
+        entries = [{"contender": OURS, "of_copy": share}]
+        return {"job": "build", "workload": workload, "entries": entries}
+
+    records = [built("A: a", 0.84), built("B: b", 0.76), built("C: c", 0.4), built("D: d", 0.1)]
+    assert [goal.met for goal in goals(records)] == [False, True, False]
+    assert lines(records)[0] == (
+        "- not met: build at 85% of a copy of as many bytes or more, A: 84%"
+    )
+
+
+def test_goals_are_printed_with_the_tables_of_a_device():
+    record = packed_on_a_device() | {"tokens": 10, "device": "cuda"}
+    for entry in record["entries"]:
+        entry |= {"wrote": "all", "best_ms": 1.0, "median_ms": 1.0, "note": "", "cold_ms": 0.01}
+    record["entries"][1]["of_copy"] = 1.0
+    text = render(results_of(record))
+    assert "- met: trajpack, pack only, one copy, 3 launches or fewer, no wait, A: a" in text
+    assert "100%*" in text, "so short that the launch is measured"
+    assert "some GPU, CUDA 13.0; " in text

@@ -18,6 +18,9 @@ from trajpack.kernels.runs import Run
 SHORT = 128
 """Mean stretch below which one gather is faster than a copy for each stretch (measured)."""
 
+PIECE = 2**17
+"""Tokens of a field that are made at once and then copied to memory that was given."""
+
 Ints = npt.NDArray[np.integer[Any]]
 
 
@@ -84,18 +87,15 @@ def _repeated(
 ) -> npt.NDArray[Any]:
     if out is None:
         return np.repeat(values, lengths)
+    # in pieces, so that what is copied from is still in cache
     ends = np.cumsum(lengths)
-    if out.size < SHORT * lengths.size:
-        if not np.issubdtype(out.dtype, np.integer):
-            out[:] = np.repeat(values, lengths)
-        elif out.size:  # steps, summed up: no memory but the output's own
-            filled = lengths > 0
-            out[:] = 0
-            out[(ends - lengths)[filled]] = np.diff(values[filled], prepend=out.dtype.type(0))
-            np.cumsum(out, out=out)
-        return out
-    for begin, end, value in zip((ends - lengths).tolist(), ends.tolist(), values, strict=True):
-        out[begin:end] = value
+    cuts = np.searchsorted(ends, np.arange(PIECE, out.size, PIECE), side="right")
+    first = begin = 0
+    for last in (*cuts.tolist(), len(lengths)):
+        if last > first:
+            end = int(ends[last - 1])
+            out[begin:end] = np.repeat(values[first:last], lengths[first:last])
+            first, begin = last, end
     return out
 
 

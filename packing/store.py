@@ -18,6 +18,9 @@ from trajpack.packing.tables import BatchTables, Block, Counts, columns_for
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
+TINY = 256
+"""Numbers below which a list is worth joining with the next, before both are converted."""
+
 SETTLED = 64
 """Turns that may wait until their tables are worked out: as many as cost what a call does."""
 
@@ -161,16 +164,16 @@ def host_columns(
 def _put(pieces: Sequence[Any], typecode: Typecode, out: npt.NDArray[Any]) -> bool:
     """Put arrays and lists behind each other; tell whether all entries are numbers that fit."""
     arrays: list[npt.NDArray[Any]] = []
-    numbers: list[Any] = []  # of lists that follow each other: one conversion for all
+    numbers: list[Any] = []  # of tiny lists that follow each other: one conversion for all
     try:
         for piece in pieces:
-            if type(piece) is list:
+            if type(piece) is list and len(piece) < TINY:
                 numbers += piece
-            else:
-                if numbers:
-                    arrays.append(packed_numbers(numbers, typecode))
-                    numbers = []
-                arrays.append(piece)
+                continue
+            if numbers:
+                arrays.append(packed_numbers(numbers, typecode))
+                numbers = []
+            arrays.append(packed_numbers(piece, typecode) if type(piece) is list else piece)
         if numbers:
             arrays.append(packed_numbers(numbers, typecode))
     except NOT_PACKED:

@@ -76,7 +76,7 @@ def compiled(
     """
     version = str(request.param)
     if not _has_triton(version):
-        pytest.skip(f"Triton {version} is not in {_folder(version)}: `make install` puts it there")
+        pytest.skip(f"Triton {version} is not in {_folder(version)}: `make test` puts it there")
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

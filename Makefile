@@ -42,7 +42,7 @@ check: install ## Format, lint and type check
 
 .PHONY: test
 test: $(TEST_STAMP) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 300 -m "not gpu"
+	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 600 -m "not gpu"
 
 # the next two also run without `make install`, where torch, triton and pytest are there already
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

@@ -121,7 +121,7 @@ def _compile(version: str, cache: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, f"Triton {version}: {done.stderr}"

@@ -140,12 +140,20 @@ def gather_fields_into(
     """Write rows into memory that `empty_rows` made: `gather_fields` without an allocation.
 
     Raises:
-        TypeError, ValueError: As `gather_fields`.
+        TypeError, ValueError: As `gather_fields`; also if the memory is not in whole tiles.
 
     Cost: one launch for all fields, capturable in a CUDA graph.
     """
-    num_tokens = rows[0].shape[0]
+    num_tokens = rows[0].shape[0] if rows else 0
     _check_inputs(words, runs, sources, len(fields), num_tokens)
+    for row, field in zip(rows, fields, strict=True):
+        units = row.numel() * row.itemsize // field.unit
+        room = row.untyped_storage().nbytes() // field.unit
+        if row.storage_offset() or room < -(-units // TILE) * TILE or not row.is_contiguous():
+            raise ValueError(
+                f"{OP}: rows must be in whole tiles of {TILE} units, as empty_rows makes them, "
+                f"got shape {list(row.shape)} with room for {room} units of {field.unit} bytes"
+            )
     out = [row.view(-1).view(UNITS[field.unit]) for row, field in zip(rows, fields, strict=True)]
     moved = [field.moved for field in fields]
     if resolve_impl(OP, impl, words) == "triton":

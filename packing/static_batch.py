@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from trajpack.kernels.build import build_into, empty_fields
-from trajpack.kernels.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.gather_fields import empty_rows, gather_fields_into
 from trajpack.kernels.runs import MAX_TOKENS, Run
@@ -21,7 +20,7 @@ from trajpack.packing.staging import Staging
 from trajpack.packing.store import State
 from trajpack.packing.tables import Counts, columns_for
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.writing import TURN_TABLES, turn_tables
+from trajpack.packing.writing import TURN_TABLES, returns_of_turns, turn_tables
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer import TrajectoryBuffer
@@ -156,14 +155,7 @@ class StaticBatch:
         with self._staging.on_device():
             self._staging.send_again(self._arena)
             arena, counts = self._arena, self._counts
-            returns = discounted_returns(
-                arena.table("turn_rewards", counts.turns),
-                arena.table("cu_turns", counts.trajectories + 1),
-                arena.table("turn_discounts", counts.trajectories),
-                impl,
-                max_seqlen=counts.most_turns,
-            )
-            self._returns.copy_(returns)
+            self._returns.copy_(returns_of_turns(arena, counts, impl))
             runs = arena.table("runs", counts.spans + 1)
             build_into(self._tokens, arena.stream, runs, self._returns, impl)
             if self.fields:

@@ -27,6 +27,17 @@ TURN_TABLES = (
 )
 
 
+def returns_of_turns(arena: Arena, counts: Counts, impl: Impl) -> torch.Tensor:
+    """Discount the turns' rewards backward over their trajectories."""
+    return discounted_returns(
+        arena.table("turn_rewards", counts.turns),
+        arena.table("cu_turns", counts.trajectories + 1),
+        arena.table("turn_discounts", counts.trajectories),
+        impl,
+        max_seqlen=counts.most_turns,
+    )
+
+
 def write_batch(
     arena: Arena,
     words: torch.Tensor,
@@ -39,13 +50,7 @@ def write_batch(
 
     Returns its tensors over tokens, on the host in ``memory``, and the turns' returns.
     """
-    returns = discounted_returns(
-        arena.table("turn_rewards", counts.turns),
-        arena.table("cu_turns", counts.trajectories + 1),
-        arena.table("turn_discounts", counts.trajectories),
-        impl,
-        max_seqlen=counts.most_turns,
-    )
+    returns = returns_of_turns(arena, counts, impl)
     runs = arena.table("runs", counts.spans + 1)
     if memory is not None and impl == "torch":
         built = memory.fields(counts.tokens)

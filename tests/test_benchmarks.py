@@ -131,7 +131,16 @@ def test_a_round_comes_after_another_until_the_share_is_used_up():
     assert len(more.seconds) == 9
 
 
-@pytest.mark.skipif(torch.get_num_threads() == 1, reason="torch has one thread")
+@pytest.fixture
+def two_threads():
+    """Other tests give torch one, for the whole of their process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("moments", "chosen", "kept"), [((3, 2), 1, 2), ((2, 3), None, 2)])
 def test_a_rival_of_torch_keeps_the_better_number_of_threads(moments, chosen, kept):
     before = torch.get_num_threads()
@@ -149,7 +158,7 @@ def test_a_rival_of_torch_keeps_the_better_number_of_threads(moments, chosen, ke
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.skipif(torch.get_num_threads() == 1, reason="torch has one thread")
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("took", "chosen", "kept"), [(1, 1, [1, 7]), (3, None, [7])])
 def test_the_first_run_of_a_rival_that_takes_long_stands_for_all_threads(took, chosen, kept):
     moments = timed(2, took, *kept[-1:], rounds=len(kept), seconds=9.0)

@@ -78,6 +78,33 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "Not measured on hardware.",
         )
     },
+    "group_advantages_kernel": {
+        DEFAULT: BlockShape(
+            64,
+            256,
+            "4 pairs of a group and a member of a thread in the tile of 16 groups, with up to four "
+            "float64 sums each: 96 to 128 registers, so 512 threads on an SM. Tiles of 128 take "
+            "160 to 184, which leaves 256. Left to itself, ptxas spills to fit in one more block. "
+            "Not measured on hardware.",
+            most_registers=128,
+        )
+    },
+    "credit_scan": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 entries of a thread: 32 to 110 registers, so 512 threads or more on an SM, with 36 "
+            "bytes in flight each: 18 KB. 128 threads would hold 8 entries, and two doubles of "
+            "scan state for each. Not measured on hardware.",
+        )
+    },
+    "scores_kernel": {
+        DEFAULT: BlockShape(
+            128,
+            128,
+            "A trajectory of a thread: a few turns each. Not measured on hardware.",
+        )
+    },
     "discounted_returns": {
         DEFAULT: BlockShape(
             32,
@@ -94,6 +121,25 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "Four waves, one entry of a thread: 30 to 60 registers; 128 threads take 40 to 77. Not "
             "measured on hardware.",
         ),
+    },
+    "segment_reduce": {
+        DEFAULT: BlockShape(
+            32,
+            128,
+            "A row of 32 lanes is a warp, with 8 loads of a thread under way: 29 to 40 registers, "
+            "so 1,536 threads or more on an SM and 48 KB of float32 in flight. Not measured on "
+            "hardware.",
+        )
+    },
+    "whiten": {
+        DEFAULT: BlockShape(
+            4096,
+            256,
+            "16 entries of a thread: 80 bytes in flight of float32 and its mask, and four stores "
+            "of 16. 48 to 112 registers, so 512 threads or more on an SM: 40 KB. 128 threads take "
+            "up to 234; 512 take about 60, for as many entries on an SM and twice the warps in "
+            "each sum. Not measured on hardware.",
+        )
     },
 } | {
     f"{kernel}, elements of {size}": {DEFAULT: BlockShape(block, 128, f"{reason} {OF_ROWS}")}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 
 from trajpack.kernels.discounted_returns_host import discounted_returns_on_host
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.validation import check_cu_seqlens, check_device, check_tensor
+from trajpack.kernels.observations import Observation
+from trajpack.kernels.scan_inputs import (
+    check_max_seqlen,
+    check_rates,
+    check_rest,
+    check_tokens,
+)
 
 OP = "discounted_returns"
 
@@ -19,6 +23,8 @@ def discounted_returns(
     discount: float | torch.Tensor,
     impl: Impl = "auto",
     *,
+    loss_mask: torch.Tensor | None = None,
+    observation: Observation = "carry",
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
     """Discount rewards backward inside each segment.
@@ -38,16 +44,21 @@ def discounted_returns(
             powers of it pass the reach of float64, returns are infinite or NaN.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
+        loss_mask: ``[entries]`` bool: False for tokens that were not generated. All were, or
+            the entries are turns, without it.
+        observation: What a token that was not generated means, see
+            `trajpack.kernels.observations.Observation`; without ``loss_mask`` nothing.
         max_seqlen: No segment is longer than this, as far as the caller knows. It decides
             how the work is cut, never a result: a wrong bound costs time alone.
 
     Returns:
-        ``[entries]`` float32; the sums are made in float64. Differentiable with respect to
-        ``rewards``.
+        ``[entries]`` float32, 0 where ``loss_mask`` is False; the sums are made in float64.
+        Differentiable with respect to ``rewards``.
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, or ``max_seqlen`` is negative.
+        ValueError: If shapes or devices disagree, ``observation`` is unknown, or ``max_seqlen`` is
+            negative.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 entries;
     else two, and a float64 of scratch for 1,024 entries. One more launch fills ``discount`` in
@@ -62,41 +73,23 @@ def discounted_returns(
     Reference:
         Sutton and Barto, Reinforcement Learning, 2nd edition, equation 3.9.
     """
-    check_tensor(OP, "rewards", rewards, ndim=1, dtypes=(torch.float32, torch.float64))
-    check_cu_seqlens(OP, cu_seqlens, device=rewards.device)
-    _check_max_seqlen(max_seqlen)
-    segments = cu_seqlens.shape[0] - 1
-    if rewards.shape[0] and not segments:
-        raise ValueError(f"{OP}: cu_seqlens must bound {rewards.shape[0]} entries, got no segment")
-    if isinstance(discount, torch.Tensor):
-        check_tensor(OP, "discount", discount, ndim=1, dtypes=(torch.float32, torch.float64))
-        check_device(OP, "discount", discount, rewards.device)
-        if discount.requires_grad:
-            raise ValueError(f"{OP}: no gradient flows to discount; pass discount.detach()")
-        if discount.shape[0] != segments:
-            raise ValueError(
-                f"{OP}: discount must have one entry for each of {segments} segment(s), "
-                f"got shape {list(discount.shape)}"
-            )
-        discount = discount.double()
-    else:
-        if not isinstance(discount, Real):
-            raise TypeError(f"{OP}: discount must be a number or a tensor, got {discount!r}")
-        discount = rewards.new_full((segments,), float(discount), dtype=torch.float64)
+    check_tokens(OP, rewards, cu_seqlens)
+    check_rest(OP, rewards, cu_seqlens, loss_mask, observation)
+    check_max_seqlen(OP, max_seqlen)
+    [rate, rates] = check_rates(OP, rewards, cu_seqlens, discount=discount)
     chosen = resolve_impl(OP, impl, rewards)
+    if loss_mask is not None:
+        masked: torch.Tensor = torch.ops.trajpack.gae(
+            rewards.contiguous(), None, loss_mask.contiguous(), cu_seqlens.contiguous(),
+            rate, rates, 1.0, None, None, observation, chosen, max_seqlen,
+        )[0]  # fmt: skip
+        return masked
+    if rates is None:
+        rates = rewards.new_full((cu_seqlens.shape[0] - 1,), rate, dtype=torch.float64)
     returns: torch.Tensor = torch.ops.trajpack.discounted_returns(
-        rewards.contiguous(), cu_seqlens.contiguous(), discount.contiguous(), chosen, max_seqlen
+        rewards.contiguous(), cu_seqlens.contiguous(), rates, chosen, max_seqlen
     )
     return returns
-
-
-def _check_max_seqlen(max_seqlen: int | None) -> None:
-    if max_seqlen is None:
-        return
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{OP}: max_seqlen must be an int or None, got {max_seqlen!r}")
-    if max_seqlen < 0:
-        raise ValueError(f"{OP}: max_seqlen must not be negative, got {max_seqlen}")
 
 
 def discounted_returns_reference(

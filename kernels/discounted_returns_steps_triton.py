@@ -12,23 +12,23 @@ import triton.language as tl
 
 
 @triton.jit
-def _compose(first_gain, first_sum, second_gain, second_sum):
+def compose(first_gain, first_sum, second_gain, second_sum):
     return first_gain * second_gain, second_gain * first_sum + second_sum
 
 
 @triton.jit
-def _add_carry(total, gain, carry):
+def add_carry(total, gain, carry):
     """Return ``total + gain * carry``, where a gain may overflow if the carry is 0."""
     return tl.where(carry == 0, 0.0, gain * carry) + total
 
 
 @triton.jit
 def _compose_superblocks(first_gain, first_sum, second_gain, second_sum):
-    return first_gain * second_gain, _add_carry(second_sum, second_gain, first_sum)
+    return first_gain * second_gain, add_carry(second_sum, second_gain, first_sum)
 
 
 @triton.jit
-def _at(tile, place):
+def entry_at(tile, place):
     """Return the entry of each row of ``tile`` that stands at ``place``."""
     lane = tl.arange(0, tile.shape[1])
     return tl.sum(tl.where(lane[None, :] == place, tile, 0.0), 1)
@@ -77,15 +77,15 @@ def walk_superblock(
         reward = tl.load(rewards + index, mask=inside, other=0.0).to(tl.float64)
         # entries before the row's first pass what comes in on unchanged
         gains, sums = tl.associative_scan(
-            (tl.where(inside, gain[:, None], 1.0), reward), 1, _compose
+            (tl.where(inside, gain[:, None], 1.0), reward), 1, compose
         )
         if STORE:
-            before = _add_carry(total, gain_so_far, carry)
-            returned = _add_carry(sums, gains, before[:, None])
+            before = add_carry(total, gain_so_far, carry)
+            returned = add_carry(sums, gains, before[:, None])
             tl.store(returns + index, returned.to(tl.float32), mask=inside)
             gain_so_far *= block_gain
         # only a full block has another before it
-        total = _add_carry(_at(sums, BLOCK - 1), block_gain, total)
+        total = add_carry(entry_at(sums, BLOCK - 1), block_gain, total)
         done += BLOCK
     return total
 
@@ -99,4 +99,4 @@ def carry_of_superblocks(sums, gain, place, carry):
     gains, sums = tl.associative_scan(
         (tl.zeros_like(sums) + gain[:, None], sums), 1, _compose_superblocks
     )
-    return _add_carry(_at(sums, place), _at(gains, place), carry)
+    return add_carry(entry_at(sums, place), entry_at(gains, place), carry)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trajpack.packing.credit_methods import CreditMethods
 from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch:
+class PackedBatch(CreditMethods):
     """Trajectories as flat, unpadded tensors on one device.
 
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape
@@ -59,8 +60,17 @@ class PackedBatch:
     """int32 ``[turns]``: sequence that holds the turn's completion."""
     turn_spans: torch.Tensor
     """int32 ``[turns, 2]``: the completion's first token in the batch, and one past its last."""
+    turn_begin: torch.Tensor
+    """int32 ``[turns]``: first token in the batch that is new with the turn: its context since the
+    completion before it in its chain, or since its sequence's start where there is none. The
+    tokens from here to the completion's end are the same in every layout."""
+    cu_generated: torch.Tensor
+    """int32 ``[turns + 1]``: generated tokens of all turns before each; ends at their number."""
     cu_turns: torch.Tensor
     """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
+    group_ids: torch.Tensor
+    """int32 ``[trajectories]``: groups, numbered from 0 as they first appear in the batch; a
+    trajectory without a group is one of its own."""
 
     fields: Mapping[str, torch.Tensor]
     """``[tokens, *shape]`` each: the extra fields, by name."""
@@ -73,6 +83,8 @@ class PackedBatch:
     """Tokens of each sequence."""
     num_generated: int
     """Generated tokens: what `loss_mask` selects."""
+    num_groups: int
+    """Distinct groups: what `group_ids` numbers."""
     ids: tuple[str, ...]
     """Names of the trajectories."""
     groups: tuple[str | None, ...]
@@ -83,6 +95,13 @@ class PackedBatch:
     """When their episodes began, in milliseconds since the epoch."""
     turn_discounts: tuple[float, ...]
     """Their discounts from one turn to the next."""
+
+    advantages: torch.Tensor | None = None
+    """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` until they are assigned."""
+    metrics: torch.Tensor | None = None
+    """float64 ``[metrics]``: what was measured when they were, named by `metric_names`."""
+    metric_names: tuple[str, ...] = ()
+    """Names of the metrics."""
 
     @classmethod
     def deferred(
@@ -143,7 +162,7 @@ class PackedBatch:
         return state | {"fields": {name: field.clone() for name, field in self.fields.items()}}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor by its field's name; extra fields are in `fields`."""
+        """Return every tensor it has by its field's name; extra fields are in `fields`."""
         values = self._values()
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -153,7 +172,8 @@ class PackedBatch:
         return {
             name: value
             for name, value in values.items()
-            if not isinstance(value, torch.Tensor) and name not in ("fields", "token_fields")
+            if not isinstance(value, (torch.Tensor, type(None)))  # None: a tensor it lacks
+            and name not in ("fields", "token_fields")
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:

@@ -11,6 +11,7 @@ import torch
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.layout import LAYOUTS
+from trajpack.packing.tables import number_groups
 from trajpack.packing.token_fields import TokenField, check_fields
 
 TURN_DTYPES = {
@@ -21,8 +22,12 @@ TURN_DTYPES = {
     "turn_version_end": torch.int32,
     "turn_sequence": torch.int32,
     "turn_spans": torch.int32,
+    "turn_begin": torch.int32,
 }
-DTYPES = FIELD_DTYPES | TURN_DTYPES | {"cu_seqlens": torch.int32, "cu_turns": torch.int32}
+BOUNDS = ("cu_seqlens", "cu_turns", "cu_generated")
+DTYPES = FIELD_DTYPES | TURN_DTYPES | dict.fromkeys((*BOUNDS, "group_ids"), torch.int32)
+LATER_DTYPES = {"advantages": torch.float32, "metrics": torch.float64}
+"""Of tensors that a batch may lack."""
 LABELS: dict[str, tuple[type, ...]] = {
     "ids": (str,),
     "groups": (str, type(None)),
@@ -30,7 +35,8 @@ LABELS: dict[str, tuple[type, ...]] = {
     "birth_times_ms": (int, type(None)),
     "turn_discounts": (float,),
 }
-HOST = {field.name for field in dataclasses.fields(PackedBatch)} - set(DTYPES) - {"fields"}
+HOST = {field.name for field in dataclasses.fields(PackedBatch)}
+HOST -= {*DTYPES, *LATER_DTYPES, "fields"}
 FIELD_PREFIX = "fields."
 """Before the names of extra fields, among the tensors of a file."""
 
@@ -48,13 +54,18 @@ def checked_batch(tensors: Mapping[str, torch.Tensor], host: Any) -> PackedBatch
     """
     fields = {name: t for name, t in tensors.items() if name.startswith(FIELD_PREFIX)}
     tensors = {name: t for name, t in tensors.items() if name not in fields}
-    _require(set(tensors) == set(DTYPES), "its tensors are not those of a batch")
+    _require(
+        set(DTYPES) == set(tensors) - set(LATER_DTYPES), "its tensors are not those of a batch"
+    )
     _require(isinstance(host, dict) and set(host) == HOST, "its metadata is not that of a batch")
-    for name, dtype in DTYPES.items():
-        _require(tensors[name].dtype == dtype, f"{name} is not {dtype}")
+    for name, tensor in tensors.items():
+        dtype = (DTYPES | LATER_DTYPES)[name]
+        _require(tensor.dtype == dtype, f"{name} is not {dtype}")
     _check_host(host)
     _check_shapes(tensors, host)
     _check_boundaries(tensors, host["seqlens"])
+    _check_turns(tensors, host["seqlens"])
+    _check_groups(tensors["group_ids"], host)
     parts: dict[str, Any] = dict(tensors)
     parts |= {name: tuple(v) if isinstance(v, list) else v for name, v in host.items()}
     declared = _declared(host["token_fields"])
@@ -89,14 +100,16 @@ def _check_fields(
 
 def _check_host(host: dict[str, Any]) -> None:
     _require(host["layout"] in LAYOUTS, "its layout is unknown")
-    _require(type(host["num_generated"]) is int, "num_generated is not an integer")
-    for name, kinds in {**LABELS, "seqlens": (int,)}.items():
+    for name in ("num_generated", "num_groups"):
+        _require(type(host[name]) is int, f"{name} is not an integer")
+    for name, kinds in {**LABELS, "seqlens": (int,), "metric_names": (str,)}.items():
         values = host[name]
         _require(
             isinstance(values, list) and all(type(value) in kinds for value in values),
             f"{name} is not a list of the right type",
         )
-        _require(name == "seqlens" or len(values) == len(host["ids"]), f"{name} has a wrong length")
+        fits = name not in LABELS or len(values) == len(host["ids"])
+        _require(fits, f"{name} has a wrong length")
 
 
 def _check_shapes(tensors: Mapping[str, torch.Tensor], host: dict[str, Any]) -> None:
@@ -105,9 +118,13 @@ def _check_shapes(tensors: Mapping[str, torch.Tensor], host: dict[str, Any]) -> 
     shapes |= dict.fromkeys(TURN_DTYPES, (num_turns,))
     shapes["cu_seqlens"] = (len(host["seqlens"]) + 1,)
     shapes["cu_turns"] = (len(host["ids"]) + 1,)
-    for name, shape in shapes.items():
-        expected = (*shape, 2) if name == "turn_spans" else shape
-        got = tuple(tensors[name].shape)
+    shapes["cu_generated"] = (num_turns + 1,)
+    shapes["group_ids"] = (len(host["ids"]),)
+    shapes["advantages"], shapes["metrics"] = (num_tokens,), (len(host["metric_names"]),)
+    _require("metrics" in tensors or not host["metric_names"], "metric_names name nothing")
+    for name, tensor in tensors.items():
+        expected = (*shapes[name], 2) if name == "turn_spans" else shapes[name]
+        got = tuple(tensor.shape)
         _require(got == expected, f"{name} has shape {list(got)}, expected {list(expected)}")
     trained = int(tensors["loss_mask"].sum())
     _require(trained == host["num_generated"], "num_generated is not what loss_mask selects")
@@ -126,6 +143,10 @@ def _check_boundaries(tensors: Mapping[str, torch.Tensor], seqlens: list[int]) -
         cu_turns[0] == 0 and cu_turns[-1] == num_turns and bool((cu_turns.diff() >= 0).all()),
         "cu_turns does not run from 0 to the number of turns",
     )
+
+
+def _check_turns(tensors: Mapping[str, torch.Tensor], seqlens: list[int]) -> None:
+    cu_seqlens, cu_generated = tensors["cu_seqlens"].long(), tensors["cu_generated"]
     sequence, spans = tensors["turn_sequence"].long(), tensors["turn_spans"]
     _require(
         bool(((sequence >= 0) & (sequence < len(seqlens))).all()), "turn_sequence is out of range"
@@ -133,6 +154,19 @@ def _check_boundaries(tensors: Mapping[str, torch.Tensor], seqlens: list[int]) -
     begins, ends = spans.unbind(1)
     inside = (cu_seqlens[sequence] <= begins) & (ends <= cu_seqlens[sequence + 1])
     _require(bool((inside & (begins <= ends)).all()), "turn_spans leave their sequences")
+    turn_begin = tensors["turn_begin"]
+    inside = (cu_seqlens[sequence] <= turn_begin) & (turn_begin <= begins)
+    _require(bool(inside.all()), "turn_begin leaves its turns' contexts")
+    _require(
+        cu_generated[0] == 0 and torch.equal(cu_generated.diff(), ends - begins),
+        "cu_generated and turn_spans disagree",
+    )
+
+
+def _check_groups(group_ids: torch.Tensor, host: dict[str, Any]) -> None:
+    expected, num_groups = number_groups(host["groups"], {}, 0)
+    _require(group_ids.tolist() == expected, "group_ids do not number groups")
+    _require(num_groups == host["num_groups"], "num_groups is not what group_ids number")
 
 
 def _require(holds: object, otherwise: str) -> None:

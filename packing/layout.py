@@ -68,6 +68,8 @@ class Arrangement:
     """``[turns]`` sequence that holds each turn's completion."""
     turn_spans: npt.NDArray[np.int32]
     """``[turns, 2]`` first index of each turn's completion in the batch, and one past its last."""
+    turn_begin: npt.NDArray[np.int32]
+    """``[turns]`` index in the batch of the first token that is new in its chain with the turn."""
 
 
 def arrange(layout: Layout, spans: Spans, origin: Origin) -> Arrangement:
@@ -80,13 +82,16 @@ def arrange(layout: Layout, spans: Spans, origin: Origin) -> Arrangement:
     Raises:
         ValueError: If the batch would pass 2³¹ tokens.
     """
-    order = np.arange(len(spans.turn))
-    if layout == "merged" and (np.diff(spans.chain) < 0).any():
-        order = np.argsort(spans.chain, kind="stable")
-        spans = spans[order]
+    order = by_chain = np.arange(len(spans.turn))
+    if (np.diff(spans.chain) < 0).any():
+        by_chain = np.argsort(spans.chain, kind="stable")
+    held = np.empty_like(order)  # tokens of its chain that are older than each span and its context
+    held[by_chain] = _ends_before(spans.end[by_chain], _opens(spans.chain[by_chain]))
+    if layout == "merged":
+        order, spans, held = by_chain, spans[by_chain], held[by_chain]
     sequence = spans.chain if layout == "merged" else spans.turn
-    opens = np.diff(sequence, prepend=-1) != 0
-    context = np.where(opens, 0, np.roll(spans.end, 1))  # where the span before it ended
+    opens = _opens(sequence)
+    context = _ends_before(spans.end, opens)
     ends = origin.num_tokens + np.cumsum(spans.end - context)
     num_tokens = int(ends[-1]) if ends.size else origin.num_tokens
     if num_tokens > MAX_TOKENS:
@@ -94,6 +99,39 @@ def arrange(layout: Layout, spans: Spans, origin: Origin) -> Arrangement:
             f"a batch holds at most {MAX_TOKENS} tokens, layout {layout!r} needs {num_tokens}"
         )
     starts = np.append(origin.num_tokens, ends[:-1])[: ends.size]
+    turn = spans.turn - origin.num_turns
+    num_turns = int(turn.max()) + 1 if turn.size else 0
+    turn_sequence = np.empty(num_turns, np.int32)
+    turn_sequence[turn] = sequence
+    turn_spans = np.empty((num_turns, 2), np.int32)
+    turn_spans[turn[::-1], 0] = (ends - (spans.end - spans.begin))[::-1]  # a turn's first span
+    turn_spans[turn, 1] = ends  # and its last
+    turn_begin = np.empty(num_turns, np.int32)
+    turn_begin[turn[::-1]] = (starts - context + held)[::-1]
+    return Arrangement(
+        order=order,
+        runs=_run_table(spans, starts, context, sequence),
+        starts=starts[opens].astype(np.int32),
+        num_tokens=num_tokens,
+        turn_sequence=turn_sequence,
+        turn_spans=turn_spans,
+        turn_begin=turn_begin,
+    )
+
+
+def _opens(sequence: Ints) -> npt.NDArray[np.bool_]:
+    """Tell which spans are the first of their sequence."""
+    opens: npt.NDArray[np.bool_] = np.diff(sequence, prepend=-1) != 0
+    return opens
+
+
+def _ends_before(ends: Ints, opens: npt.NDArray[np.bool_]) -> Ints:
+    """Return where the span before each one ended, 0 for the first of a sequence."""
+    return np.where(opens, 0, np.roll(ends, 1))
+
+
+def _run_table(spans: Spans, starts: Ints, context: Ints, sequence: Ints) -> npt.NDArray[np.int32]:
+    """Return a row for each span with the context behind the ``context`` first tokens."""
     runs = np.empty((len(sequence), RUN_WIDTH), np.int32)
     runs[:, Run.START] = starts
     runs[:, Run.SOURCE] = spans.source + context
@@ -103,17 +141,7 @@ def arrange(layout: Layout, spans: Spans, origin: Origin) -> Arrangement:
     runs[:, Run.SEQUENCE] = sequence
     runs[:, Run.TURN] = spans.turn
     runs[:, Run.VERSION] = spans.version
-
-    turn = spans.turn - origin.num_turns
-    num_turns = int(turn.max()) + 1 if turn.size else 0
-    turn_sequence = np.empty(num_turns, np.int32)
-    turn_sequence[turn] = sequence
-    turn_spans = np.empty((num_turns, 2), np.int32)
-    turn_spans[turn[::-1], 0] = (ends - (spans.end - spans.begin))[::-1]  # a turn's first span
-    turn_spans[turn, 1] = ends  # and its last
-    return Arrangement(
-        order, runs, starts[opens].astype(np.int32), num_tokens, turn_sequence, turn_spans
-    )
+    return runs
 
 
 def check_layout(layout: str) -> None:

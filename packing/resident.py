@@ -27,7 +27,9 @@ def pack_resident(
     """Pack turns whose tensors live on one device, where an engine beside the trainer left them.
 
     Token ids and log-probabilities are gathered through a table of addresses and never read by
-    the host, so their values are not checked: ids must fit int32 and not be negative.
+    the host, so their values are not checked: ids must fit int32 and not be negative. Layout
+    ``"turns"`` therefore does not know what a prompt repeats: all of a turn is new with it, and
+    ``turn_begin`` is where its sequence begins.
 
     Args:
         trajectories: Their turns' ``prompt_ids``, ``completion_ids`` and

@@ -20,7 +20,7 @@ from trajpack.packing.staging import Staging
 from trajpack.packing.store import State
 from trajpack.packing.tables import Counts, columns_for
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.writing import TURN_TABLES, returns_of_turns, turn_tables
+from trajpack.packing.writing import returns_of_turns, table_rows, turn_tables
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer import TrajectoryBuffer
@@ -31,9 +31,10 @@ class StaticBatch:
 
     Every tensor has the size of the capacity, whatever a batch holds. Tokens behind the last
     are padding: a sequence of their own, of token id 0, with ``loss_mask`` False; the sequences
-    behind it are empty. Turns behind the last belong to it, with reward 0 and version -1. The
-    longest sequence may be the padding: a graph that holds a model's forward, too, is given
-    ``capacity`` for its longest. `unpadded` is the batch without all that.
+    behind it are empty. Turns behind the last belong to it, with reward 0, version -1 and no
+    tokens. Trajectories behind the last have no turns and group -1. The longest sequence may be
+    the padding: a graph that holds a model's forward, too, is given ``capacity`` for its longest.
+    `unpadded` is the batch without all that.
 
     `fill` is the host's part and `run` the device's: one copy and the launches of a pack, at
     addresses, sizes and grids that never change. A CUDA graph that captured `run` replays it
@@ -174,11 +175,7 @@ class StaticBatch:
         Cost: views of the same memory.
         """
         batch, counts = self.batch, self._filled
-        sizes = dict.fromkeys(TURN_TABLES, counts.turns) | {
-            "turn_returns": counts.turns,
-            "cu_turns": counts.trajectories + 1,
-            "cu_seqlens": counts.sequences + 1,
-        }
+        sizes = table_rows(counts) | {"turn_returns": counts.turns}
         cut: dict[str, Any] = {
             name: tensor[: sizes.get(name, counts.tokens)]
             for name, tensor in batch.tensors().items()
@@ -218,6 +215,9 @@ class StaticBatch:
         tables["turn_version_end"][turns:] = -1
         tables["turn_sequence"][turns:] = counts.sequences
         tables["turn_spans"][turns:] = counts.tokens
+        tables["turn_begin"][turns:] = counts.tokens
+        tables["cu_generated"][turns + 1 :] = counts.generated
+        tables["group_ids"][counts.trajectories :] = -1
         if self.fields:
             tables["field_sources"][spans:] = 0
 

@@ -11,7 +11,7 @@ from trajpack.packing.batch import PackedBatch
 from trajpack.packing.consistency import FIELD_PREFIX, checked_batch
 
 FORMAT = "trajpack.PackedBatch"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:

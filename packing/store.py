@@ -99,7 +99,7 @@ class Store:
         self.staging.clear(rows)
 
     def host_columns(self) -> dict[str, Callable[[], Any]]:
-        """Return what makes the host tuples of a batch, when they are first asked for."""
+        """Return what makes the host values of a batch, when they are first asked for."""
         return host_columns(self.labels, self.tables, self.state.settled)
 
     def _write(self, intake: Intake, given: Sequence[Trajectory]) -> tuple[Block, int]:
@@ -147,12 +147,13 @@ class Store:
 def host_columns(
     labels: Sequence[Labels], tables: BatchTables, counts: Counts
 ) -> dict[str, Callable[[], Any]]:
-    """Return what makes the host tuples of a batch, when they are first asked for."""
+    """Return what makes the host values of a batch, when they are first asked for."""
     count = counts.trajectories
     seqlens = tables.seqlens[: counts.sequences]
     discounts = tables.discounts[:count]
     return {
         "seqlens": lambda: tuple(seqlens.tolist()),
+        "num_groups": lambda: counts.groups,
         "turn_discounts": lambda: tuple(discounts.tolist()),
         "ids": lambda: tuple(label.id for label in labels[:count]),
         "groups": lambda: tuple(label.group for label in labels[:count]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +25,9 @@ COLUMNS = {
     "turn_sequence": Column(I32),
     "turn_version_start": Column(I32),
     "turn_version_end": Column(I32),
+    "turn_begin": Column(I32),
+    "cu_generated": Column(I32),
+    "group_ids": Column(I32),
     "turn_truncated": Column(np.dtype(np.bool_)),
 }
 """What goes to the device beside the stream. Every table has a row more than things in it."""
@@ -64,6 +67,37 @@ class Counts(NamedTuple):
     sequences: int = 0
     tokens: int = 0
     """Of the layout that is worked out."""
+    generated: int = 0
+    groups: int = 0
+    """Distinct groups; a trajectory without one is its own."""
+
+
+def number_groups(
+    groups: Iterable[str | None], known: dict[str, int], num_groups: int
+) -> tuple[list[int], int]:
+    """Number groups in order of first appearance; ``None`` is always a group of its own.
+
+    Args:
+        groups: Group of each trajectory.
+        known: Number of each group named before. Groups that are new are added, and what a call
+            added that did not count, at its end, is removed first.
+        num_groups: Groups before.
+
+    Returns:
+        The number of each trajectory's group, and how many groups there are then.
+
+    Example:
+        >>> number_groups(["b", None, "a", "b", None], {}, 0)
+        ([0, 1, 2, 0, 3], 4)
+    """
+    while known and next(reversed(known.values())) >= num_groups:
+        known.popitem()
+    numbers = []
+    for group in groups:
+        number = num_groups if group is None else known.setdefault(group, num_groups)
+        num_groups += number == num_groups
+        numbers.append(number)
+    return numbers, num_groups
 
 
 class GrowingArray:
@@ -104,10 +138,14 @@ class BatchTables:
         """Begin anew what batches keep a view of on the host."""
         self.seqlens = GrowingArray(np.int32)
         self.discounts = GrowingArray(np.float64)
+        self._groups: dict[str, int] = {}
 
     def absorb(self, block: Block, counts: Counts, room: Room) -> Counts:
         """Write what came in, turn by turn, and return how far the tables reach then."""
         intake = block.intake
+        group_ids, groups = number_groups(
+            (labels.group for labels in intake.labels), self._groups, counts.groups
+        )
         num_turns = np.array(intake.num_turns, np.int32)
         turns = counts.turns + len(intake.turn_size)
         trajectories = counts.trajectories + len(num_turns)
@@ -118,8 +156,11 @@ class BatchTables:
         discounts = np.array([labels.turn_discount for labels in intake.labels])
         self.discounts.write(counts.trajectories, discounts)
         tables["turn_discounts"][counts.trajectories : trajectories] = discounts
+        tables["group_ids"][counts.trajectories : trajectories] = group_ids
         ends = counts.turns + np.cumsum(num_turns)
         tables["cu_turns"][counts.trajectories + 1 : trajectories + 1] = ends
+        generated = counts.generated + np.cumsum(intake.turn_size)
+        tables["cu_generated"][counts.turns + 1 : turns + 1] = generated
         for name, values in (
             ("turn_rewards", intake.rewards),
             ("turn_version_start", intake.version_start),
@@ -133,6 +174,8 @@ class BatchTables:
             chains=counts.chains + len(intake.chain_sizes),
             spans=end,
             most_turns=max(counts.most_turns, int(num_turns.max(initial=0))),
+            generated=counts.generated + intake.num_generated,
+            groups=groups,
         )
 
     def arrange(self, layout: Layout, counts: Counts, before: Counts, room: Room) -> Counts:
@@ -142,7 +185,7 @@ class BatchTables:
         tables = room(counts.spans + 1)
         if not before.spans:
             self.seqlens = GrowingArray(np.int32)
-            tables["cu_turns"][0] = 0
+            tables["cu_turns"][0] = tables["cu_generated"][0] = 0
         tables["runs"][before.spans : counts.spans] = done.runs
         tables["runs"][counts.spans] = [done.num_tokens, *[0] * (RUN_WIDTH - 1)]
         sequences = before.sequences + len(done.starts)
@@ -152,6 +195,7 @@ class BatchTables:
         self.seqlens.write(before.sequences, np.diff(cu_seqlens[before.sequences : sequences + 1]))
         tables["turn_sequence"][before.turns : counts.turns] = done.turn_sequence
         tables["turn_spans"][before.turns : counts.turns] = done.turn_spans
+        tables["turn_begin"][before.turns : counts.turns] = done.turn_begin
         if self._fields:
             sources = tables["field_sources"][before.spans : counts.spans]
             self._write_sources(sources, self._rows[before.spans : counts.spans], done)

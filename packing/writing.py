@@ -24,6 +24,7 @@ TURN_TABLES = (
     "turn_version_end",
     "turn_sequence",
     "turn_spans",
+    "turn_begin",
 )
 
 
@@ -71,8 +72,16 @@ def write_batch(
     }
 
 
+def table_rows(counts: Counts) -> dict[str, int]:
+    """Return how many rows the batch's tensors over turns, boundaries and groups have."""
+    return dict.fromkeys(TURN_TABLES, counts.turns) | {
+        "cu_generated": counts.turns + 1,
+        "cu_turns": counts.trajectories + 1,
+        "cu_seqlens": counts.sequences + 1,
+        "group_ids": counts.trajectories,
+    }
+
+
 def turn_tables(arena: Arena, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what makes the batch's tensors over turns and boundaries out of an arena."""
-    turns = dict.fromkeys(TURN_TABLES, counts.turns)
-    bounds = {"cu_turns": counts.trajectories + 1, "cu_seqlens": counts.sequences + 1}
-    return {name: partial(arena.table, name, rows) for name, rows in (turns | bounds).items()}
+    """Return what makes the batch's tensors over turns, boundaries and groups out of an arena."""
+    return {name: partial(arena.table, name, rows) for name, rows in table_rows(counts).items()}

@@ -8,6 +8,25 @@ import trajpack.kernels
 import trajpack.packing
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
+from trajpack.packing.estimators import (
+    GAE,
+    KLPenalty,
+    ReinforcePlusPlus,
+    TurnGAE,
+    TurnReturns,
+    VTrace,
+)
+from trajpack.packing.group_estimators import (
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    DrGRPO,
+    GiGPO,
+    MaxRL,
+    PassAtK,
+    ReinforcePlusPlusBaseline,
+)
 from trajpack.packing.resident import pack_resident
 from trajpack.packing.static_batch import StaticBatch
 from trajpack.packing.token_fields import TokenField
@@ -15,17 +34,41 @@ from trajpack.packing.types import Trajectory, Turn, VersionSpan
 from trajpack.packing.unpack import unpack
 
 __all__ = [
+    "GAE",
+    "GPG",
+    "GRPO",
+    "OPO",
+    "RLOO",
+    "DrGRPO",
+    "GiGPO",
+    "KLPenalty",
+    "MaxRL",
     "PackedBatch",
+    "PassAtK",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
     "StaticBatch",
     "TokenField",
     "Trajectory",
     "TrajectoryBuffer",
     "Turn",
+    "TurnGAE",
+    "TurnReturns",
+    "VTrace",
     "VersionSpan",
     "pack",
     "pack_resident",
     "unpack",
 ]
+
+
+class _Layer(_ModuleType):
+    """A layer, in which an op stands where the import of its module puts that of the same name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, _ModuleType) and name in self.__all__:
+            value = getattr(value, name, value)
+        super().__setattr__(name, value)
 
 
 def _export(layer: _ModuleType, names: dict[str, str]) -> None:
@@ -37,29 +80,77 @@ def _export(layer: _ModuleType, names: dict[str, str]) -> None:
         return getattr(_import_module(f"{layer.__name__}.{names[name]}"), name)
 
     layer.__dict__.update(__all__=sorted(names), __getattr__=get)
-    # an op has its module's name, and the module, once imported, stands in its place
-    layer.__dict__.update((name, get(name)) for name, module in names.items() if name == module)
+    layer.__class__ = _Layer
+    for name, module in names.items():
+        loaded = layer.__dict__.get(name)
+        if name == module and isinstance(loaded, _ModuleType):
+            setattr(layer, name, loaded)
 
 
 _export(
     trajpack.kernels,
     {
+        "Correction": "importance_rules",
+        "Rejection": "importance_rules",
         "build": "build",
         "discounted_returns": "discounted_returns",
+        "gae": "gae",
         "gather_words": "gather_words",
+        "group_advantages": "group_advantages",
+        "dr_grpo": "group_recipes",
+        "gpg": "group_recipes",
+        "grpo": "group_recipes",
+        "grpo_pass_at_k": "group_recipes",
+        "max_rl": "group_recipes",
+        "opo": "group_recipes",
+        "reinforce_plus_plus_baseline": "group_recipes",
+        "rloo": "group_recipes",
+        "importance_weights": "importance_weights",
+        "kl_penalty": "kl_penalty",
+        "loss_denominator": "loss_weights",
+        "loss_weights": "loss_weights",
+        "masked_moments": "moments",
+        "moment_sums": "moments",
+        "overlong_penalty": "reward_shaping",
         "pad": "pad",
+        "policy_age": "staleness",
+        "segment_max": "segment_reduce",
+        "segment_mean": "segment_reduce",
+        "segment_sum": "segment_reduce",
+        "staleness_mask": "staleness",
+        "staleness_weights": "staleness",
+        "step_advantages": "step_groups",
+        "td_lambda": "td_lambda",
+        "turn_gae": "turn_gae",
         "unpad": "unpad",
+        "vtrace": "vtrace",
+        "whiten": "whiten",
     },
 )
 _export(
     trajpack.packing,
     {
+        "DrGRPO": "group_estimators",
+        "GAE": "estimators",
+        "GPG": "group_estimators",
+        "GRPO": "group_estimators",
+        "GiGPO": "group_estimators",
+        "KLPenalty": "estimators",
+        "MaxRL": "group_estimators",
+        "OPO": "group_estimators",
         "PackedBatch": "batch",
+        "PassAtK": "group_estimators",
+        "RLOO": "group_estimators",
+        "ReinforcePlusPlus": "estimators",
+        "ReinforcePlusPlusBaseline": "group_estimators",
         "StaticBatch": "static_batch",
         "TokenField": "token_fields",
         "Trajectory": "types",
         "TrajectoryBuffer": "buffer",
         "Turn": "types",
+        "TurnGAE": "estimators",
+        "TurnReturns": "estimators",
+        "VTrace": "estimators",
         "VersionSpan": "types",
         "pack": "buffer",
         "pack_resident": "resident",

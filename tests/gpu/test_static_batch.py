@@ -152,7 +152,10 @@ def test_turns_on_the_device_are_packed_there(
     torch.cuda.set_sync_debug_mode("default")
     buffer = TrajectoryBuffer(device="cuda")
     buffer.extend([dataclasses.replace(t, turns=strip(t)) for t in trajectories])
-    assert_batches_equal(batch, buffer.pack(layout))
+    expected = buffer.pack(layout)
+    if layout == "turns":  # where nothing is compared, all of a turn is new with it
+        expected = dataclasses.replace(expected, turn_begin=expected.cu_seqlens[:-1])
+    assert_batches_equal(batch, expected)
 
 
 def strip(trajectory: Trajectory) -> list[Turn]:

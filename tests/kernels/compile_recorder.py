@@ -14,6 +14,11 @@ from triton.runtime import driver
 
 from trajpack.kernels import block_shapes
 from trajpack.kernels.build_triton import build_kernel
+from trajpack.kernels.credit_scan_triton import (
+    block_states_kernel,
+    block_steps_kernel,
+    walk_kernel,
+)
 from trajpack.kernels.discounted_returns_triton import (
     discounted_returns_kernel,
     superblock_returns_kernel,
@@ -21,17 +26,40 @@ from trajpack.kernels.discounted_returns_triton import (
 )
 from trajpack.kernels.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.gather_words_triton import gather_words_kernel
+from trajpack.kernels.group_advantages_triton import group_advantages_kernel
 from trajpack.kernels.pad_triton import pad_kernel, unpad_kernel
+from trajpack.kernels.segment_reduce_triton import (
+    chunk_fold_kernel,
+    chunk_partials_kernel,
+    segment_reduce_kernel,
+)
+from trajpack.kernels.whiten_triton import (
+    chunk_moments_kernel,
+    merge_chunks_kernel,
+    whiten_by_sums_kernel,
+    whiten_kernel,
+)
 
 KERNELS = (
     build_kernel,
+    walk_kernel,
+    block_steps_kernel,
+    block_states_kernel,
     discounted_returns_kernel,
     superblock_sums_kernel,
     superblock_returns_kernel,
     gather_fields_kernel,
     gather_words_kernel,
+    group_advantages_kernel,
     pad_kernel,
     unpad_kernel,
+    segment_reduce_kernel,
+    chunk_partials_kernel,
+    chunk_fold_kernel,
+    chunk_moments_kernel,
+    merge_chunks_kernel,
+    whiten_kernel,
+    whiten_by_sums_kernel,
 )
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from compile_credit import launches_of_scans
+from compile_groups import launches_of_groups
 from compile_planted import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
 from trajpack.kernels.build_triton import build_forward
@@ -19,6 +21,13 @@ from trajpack.kernels.gather_fields import Moved
 from trajpack.kernels.gather_fields_triton import gather_fields_forward
 from trajpack.kernels.gather_words_triton import gather_words_forward
 from trajpack.kernels.pad_triton import pad_forward, unpad_forward
+from trajpack.kernels.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
+from trajpack.kernels.whiten_triton import (
+    chunk_moments,
+    merge_chunks,
+    whiten_by_chunks,
+    whiten_by_sums_forward,
+)
 
 PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 Launches = Iterator[tuple[str, Callable[[], Any]]]
@@ -37,6 +46,10 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield "unaligned", lambda: gather_words_forward(table.view(-1)[1:-3].view(4, 4), 1500)
     yield from launches_of_every_field(words, runs)
     yield from launches_of_every_row(cu_seqlens)
+    yield from launches_of_scans(cu_seqlens)
+    yield from launches_of_groups(returns)
+    yield from launches_of_segments(cu_seqlens)
+    yield from launches_of_whitening(returns)
 
 
 def launches_of_returns(returns: torch.Tensor, cu_seqlens: torch.Tensor) -> Launches:
@@ -85,6 +98,40 @@ def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
             padded = memory[start : start + batch * 12 * row].view(batch, 12, row)
             yield label, partial(pad_forward, packed, ends, 12, 1, "left")
             yield label, partial(unpad_forward, padded, ends, 99, "left")
+
+
+def launches_of_whitening(returns: torch.Tensor) -> Launches:
+    """Moments and whitening of both dtypes; inputs that are not aligned are moved first."""
+    partials = torch.zeros((5, 3), dtype=torch.float64, device=returns.device)
+    sums = partials.view(-1)[1:4]
+    yield "partials", partial(merge_chunks, partials, 0.5)
+    for dtype in (torch.float32, torch.float64):
+        x = returns.to(dtype)
+        mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        label = str(dtype).removeprefix("torch.")
+        yield label, partial(chunk_moments, x, mask)
+        yield label, partial(whiten_by_chunks, x, mask.view(torch.int8), partials, 1, 0.0, True)
+        yield label, partial(whiten_by_sums_forward, x, mask, sums, 0.5, 1, 0.0, True)
+
+
+def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
+    """Segment reductions by both regimes: every sum, mean and maximum that is made its own way."""
+    device = cu_seqlens.device
+    words, mask = (torch.zeros(n, dtype=torch.int64, device=device) for n in (9999, 2000))
+    f32, f64, i64 = torch.float32, torch.float64, torch.int64
+    rows = [("sum", f32, False), ("sum", f64, True), ("sum", torch.bool, False)]
+    rows += [("mean", f32, True), ("max", f32, True), ("max", i64, False)]
+    for reduction, dtype, has_mask in rows:
+        x = words.view(dtype)[:9000]
+        counted = mask.view(torch.bool)[1:9001] if has_mask else None
+        label = f"{reduction} of {dtype}{', masked' * has_mask}".replace("torch.", "")
+        out = words.view(dtype if dtype in (f32, f64) else i64)[1:9]
+        yield label, partial(segment_rows, x, cu_seqlens, counted, out, reduction)
+        if dtype == f32 and reduction != "max":
+            partials = words.view(f64)[:160], words.view(torch.int32)[:160]
+            yield label, partial(chunk_partials, x, cu_seqlens, counted, reduction)
+            inputs = x, cu_seqlens, counted, out, reduction
+            yield label, partial(chunk_fold, *inputs, *partials)
 
 
 def launches_of_planted(backend: str) -> Launches:

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 import os
@@ -19,6 +20,16 @@ def some_trajectories(count=3):
     return [*drawn, dataclasses.replace(broken, group="g", task_id=3, birth_time_ms=2**45)]
 
 
+def with_credit(batch):
+    """What stands in for the advantages and metrics of an estimator."""
+    return dataclasses.replace(
+        batch,
+        advantages=torch.linspace(-1, 1, batch.num_tokens),
+        metrics=torch.tensor([0.5, float("nan")], dtype=torch.float64),
+        metric_names=("clip", "kl"),
+    )
+
+
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 def test_a_saved_batch_is_loaded_exactly(tmp_path, layout):
     batch = pack(some_trajectories(), layout=layout)
@@ -26,6 +37,46 @@ def test_a_saved_batch_is_loaded_exactly(tmp_path, layout):
     loaded = PackedBatch.load(tmp_path / "batch.safetensors")
     assert_batches_equal(batch, loaded)
     assert loaded.unpack() == some_trajectories()
+
+
+def test_credit_is_none_until_it_is_assigned():
+    for batch in (pack([]), pack(some_trajectories(), device="meta")):
+        assert (batch.advantages, batch.metrics, batch.metric_names) == (None, None, ())
+        assert not {"advantages", "metrics"} & {*batch.tensors(), *batch.host_values()}
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_credit_goes_wherever_a_batch_goes(tmp_path, layout):
+    deferred = pack(some_trajectories(), layout=layout)
+    batch = with_credit(deferred)
+    assert deferred.advantages is None
+    assert list(batch.tensors())[-2:] == ["advantages", "metrics"]
+    batch.save(tmp_path / "batch.safetensors")
+    for copied in (
+        PackedBatch.load(tmp_path / "batch.safetensors"),
+        pickle.loads(pickle.dumps(batch)),
+        copy.deepcopy(batch),
+        batch.to("cpu"),
+    ):
+        assert_batches_equal(copied, batch)
+        assert copied.metric_names == ("clip", "kl")
+        assert copied.unpack() == some_trajectories()
+    moved = batch.to("meta")
+    assert moved.advantages.is_meta
+    assert moved.metrics.dtype == torch.float64
+    assert dataclasses.replace(batch, advantages=None).to("meta").advantages is None
+
+
+def test_advantages_alone_are_saved_and_loaded(tmp_path):
+    batch = dataclasses.replace(pack(some_trajectories()), advantages=torch.zeros(0))
+    batch.save(tmp_path / "wrong")
+    with pytest.raises(ValueError, match=r"advantages has shape \[0\], expected"):
+        PackedBatch.load(tmp_path / "wrong")
+    batch = dataclasses.replace(batch, advantages=torch.zeros(batch.num_tokens))
+    batch.save(tmp_path / "right")
+    loaded = PackedBatch.load(tmp_path / "right")
+    assert_batches_equal(loaded, batch)
+    assert loaded.metrics is None
 
 
 def test_an_empty_batch_is_saved_and_loaded(tmp_path):
@@ -68,10 +119,10 @@ def test_files_that_are_no_batch_are_refused(tmp_path):
     save_file(
         {"x": torch.zeros(1)}, path, {"format": "trajpack.PackedBatch", "schema_version": "9"}
     )
-    with pytest.raises(ValueError, match="has schema version 9, this release reads version 1"):
+    with pytest.raises(ValueError, match="has schema version 9, this release reads version 2"):
         PackedBatch.load(path)
     save_file(
-        {"x": torch.zeros(1)}, path, {"format": "trajpack.PackedBatch", "schema_version": "1"}
+        {"x": torch.zeros(1)}, path, {"format": "trajpack.PackedBatch", "schema_version": "2"}
     )
     with pytest.raises(ValueError, match="is not a readable packed batch"):
         PackedBatch.load(path)
@@ -84,11 +135,11 @@ def tampered(path, change):
     """Save a batch with one part changed, past every check."""
     from safetensors.torch import save_file
 
-    batch = pack(some_trajectories())
+    batch = with_credit(pack(some_trajectories()))
     tensors = dict(batch.tensors())
     host = batch.host_values() | {"token_fields": []}
     tensors, host = change(tensors, host)
-    metadata = {"format": "trajpack.PackedBatch", "schema_version": "1", "host": json.dumps(host)}
+    metadata = {"format": "trajpack.PackedBatch", "schema_version": "2", "host": json.dumps(host)}
     save_file(tensors, path, metadata)
     return path
 
@@ -124,6 +175,23 @@ def other_tensor(name, change):
         (other_tensor("cu_turns", torch.ones_like), "cu_turns does not run"),
         (other_tensor("turn_sequence", lambda index: index + 99), "turn_sequence is out"),
         (other_tensor("turn_spans", torch.zeros_like), "turn_spans leave their"),
+        (other_tensor("turn_begin", lambda begin: begin + 9), "turn_begin leaves its"),
+        (other_tensor("turn_begin", torch.zeros_like), "turn_begin leaves its"),
+        (other_tensor("cu_generated", lambda bounds: bounds * 2), "cu_generated and turn_spans"),
+        (other_tensor("cu_generated", lambda bounds: bounds + 1), "cu_generated and turn_spans"),
+        (other_tensor("cu_generated", lambda b: b[1:].clone()), r"cu_generated has shape"),
+        (other_tensor("group_ids", torch.zeros_like), "group_ids do not number groups"),
+        (other_tensor("group_ids", lambda ids: ids[1:].clone()), "group_ids has shape"),
+        (other_host(num_groups=3), "num_groups is not what"),
+        (other_host(num_groups=4.0), "num_groups is not an int"),
+        (other_tensor("advantages", torch.Tensor.double), "advantages is not torch.float32"),
+        (other_tensor("metrics", lambda m: m[1:].clone()), r"metrics has shape \[1\], expected"),
+        (other_host(metric_names=["kl"]), r"metrics has shape \[2\], expected \[1\]"),
+        (other_host(metric_names=[1, 2]), "metric_names is not a list of the right"),
+        (
+            lambda tensors, host: ({n: t for n, t in tensors.items() if n != "metrics"}, host),
+            "metric_names name nothing",
+        ),
     ],
 )
 def test_a_batch_whose_parts_disagree_is_refused(tmp_path, change, message):

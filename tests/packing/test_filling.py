@@ -110,8 +110,8 @@ def test_twenty_packs_of_the_same_are_the_same_bits(layout, impl):
 
 def test_attributes_that_a_batch_lacks_are_named():
     batch = filled(3).pack()
-    with pytest.raises(AttributeError, match="'PackedBatch' object has no attribute 'advantages'"):
-        _ = batch.advantages
+    with pytest.raises(AttributeError, match="'PackedBatch' object has no attribute 'advantage'"):
+        _ = batch.advantage
     assert batch.turn_rewards is batch.turn_rewards, "made once"
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from trajpack import PackedBatch, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.packing.adapters.areal import to_sequence_sample
+from trajpack.packing.writing import TURN_TABLES
 from trajpack.testing import (
     assert_batches_equal,
     assert_same_bits,
@@ -46,10 +47,20 @@ def assert_padded(batch, plain):
     assert batch.cu_seqlens[: sequences + 1].tolist() == plain.cu_seqlens.tolist()
     assert set(batch.cu_seqlens[sequences + 1 :].tolist()) == {batch.num_tokens}
     assert batch.seqlens == tuple(batch.cu_seqlens.diff().tolist())
-    for name in ("turn_rewards", "turn_returns", "turn_truncated", "turn_spans", "turn_sequence"):
+    for name in (*TURN_TABLES, "turn_returns"):
         assert_same_bits(getattr(batch, name)[:turns], getattr(plain, name), name)
     assert not batch.turn_returns[turns:].any()
-    assert (batch.ids, batch.num_generated) == (plain.ids, plain.num_generated)
+    for name in ("turn_spans", "turn_begin"):  # empty, behind the last token
+        assert (getattr(batch, name)[turns:] == tokens).all(), name
+    assert batch.cu_generated.shape == (batch.num_turns + 1,)
+    assert_same_bits(batch.cu_generated[: turns + 1], plain.cu_generated)
+    assert (batch.cu_generated[turns:] == plain.num_generated).all()
+    trajectories = len(plain.ids)
+    assert batch.group_ids.shape == (batch.num_turns,)
+    assert_same_bits(batch.group_ids[:trajectories], plain.group_ids)
+    assert (batch.group_ids[trajectories:] == -1).all()
+    for name in ("ids", "num_generated", "num_groups"):
+        assert getattr(batch, name) == getattr(plain, name)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

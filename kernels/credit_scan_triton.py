@@ -1,0 +1,294 @@
+"""Scans over tokens: blocks of a segment, counted from its end, folded one after another.
+
+A block is one scan at reversed addresses, so that the scan runs forward; its entries' states
+then take in the state behind the block, and the last of them is carried on. So the order of the
+sums is the segment's own. A program may walk a whole segment, with all it needs in one launch;
+or do one block, with what the blocks behind it do to the state from a launch before, folded
+in the same order: the same steps, hence the same bits. No float is added atomically.
+"""
+
+from typing import Any, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+
+from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.credit_scan import KINDS, Scan
+from trajpack.kernels.credit_scan_steps_triton import (
+    NEXT_VALUES,
+    entry_of,
+    scan_block,
+    state_at,
+    write_block,
+)
+from trajpack.kernels.discounted_returns_steps_triton import add_carry
+from trajpack.kernels.kl_penalty import KL_ESTIMATORS
+from trajpack.kernels.observations import OBSERVATIONS
+from trajpack.kernels.search_triton import find_segment
+
+Outputs: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+BLOCK = block_shape("credit_scan", DEFAULT).block
+"""The same on every architecture: it settles the order of the sums."""
+LONGEST_WALK = 4 * BLOCK
+"""Segments no longer than this are walked by one program: blocks would cost a second launch."""
+FEWEST_ENTRIES = 8 * BLOCK
+"""With so few entries in all, a second launch costs more than the steps that it saves."""
+
+
+@triton.jit
+def _segment(source, cu_seqlens, segment):
+    """Return a segment's first and past-last position, and its first and last piece."""
+    first = tl.load(cu_seqlens + segment)
+    past = tl.load(cu_seqlens + segment + 1)
+    begin = first
+    end = past
+    pieces = source[3]
+    if pieces is not None:
+        begin = tl.load(pieces[0] + first)
+        end = tl.load(pieces[0] + past)
+    return begin, end, first, tl.maximum(past - 1, first)
+
+
+@triton.jit
+def _rates(rates, segment, gamma, lam):
+    gammas, lams = rates
+    if gammas is not None:
+        gamma = tl.load(gammas + segment)
+    if lams is not None:
+        lam = tl.load(lams + segment)
+    return gamma + tl.zeros((), tl.float64), lam + tl.zeros((), tl.float64)
+
+
+@triton.jit
+def _start(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
+    """Return the state behind a segment's last entry."""
+    state = tl.zeros((), tl.float64)
+    if bootstrap is not None and SCAN <= NEXT_VALUES:
+        pieces = source[3]
+        goes_on = True
+        if pieces is not None:  # noqa: SIM102 - the compiler takes one by one
+            if pieces[6] is not None:
+                goes_on = tl.load(pieces[6] + last) != 0
+        value = tl.load(bootstrap + segment, mask=goes_on, other=0.0)
+        state += gamma * value.to(tl.float64)
+    return state
+
+
+@triton.jit
+def _fill_with_zeros(outputs, loss_mask, tile, num_tokens, BLOCK: tl.constexpr):
+    """Put out 0 for the tokens that no piece holds or nobody generated."""
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.load(loss_mask + at, mask=at < num_tokens, other=1) == 0
+    main, other = outputs
+    tl.store(main + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    tl.store(other + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_tokens"])
+def walk_kernel(
+    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_mask,
+    num_segments, num_tokens, gamma: tl.float64, lam: tl.float64,
+    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Walk one segment, block after block from its end."""
+    segment = tl.program_id(0)
+    if segment < num_segments:
+        gamma, lam = _rates(rates, segment, gamma, lam)
+        begin, end, first, last = _segment(source, cu_seqlens, segment)
+        state = _start(source, bootstrap, segment, last, gamma, SCAN)
+        top = end
+        while top > begin:
+            gains, gifts = scan_block(
+                source, weights, before, top, begin, end, first, last, gamma, lam,
+                SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+            )  # fmt: skip
+            write_block(
+                source, weights, before, outputs, add_carry(gifts, gains, state),
+                top, begin, end, first, last, gamma, lam, SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+            )  # fmt: skip
+            state = state_at(gains, gifts, state, BLOCK - 1)
+            top -= BLOCK
+    elif fill_mask is not None:
+        _fill_with_zeros(outputs, fill_mask, segment - num_segments, num_tokens, BLOCK)
+
+
+@triton.jit
+def _block_of_window(source, cu_seqlens, num_segments, num_pieces, window, BLOCK: tl.constexpr):
+    """Find the block that ends in a window and does not begin its segment.
+
+    Window w is the positions [w * BLOCK, (w + 1) * BLOCK). Such a block ends in a window whose
+    first position is its segment's too, so there is at most one to a window. Return segment,
+    blocks behind it, and whether there is one.
+    """
+    pieces = source[3]
+    if pieces is None:
+        segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
+    else:
+        piece = find_segment(pieces[0], num_pieces, window * BLOCK, 1)
+        segment = find_segment(cu_seqlens, num_segments, piece, 1)
+    begin, end, _, _ = _segment(source, cu_seqlens, segment)
+    behind = (end - 1) // BLOCK - window
+    exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
+    return segment, behind, exists
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_pieces"])
+def block_steps_kernel(
+    source, weights, before, steps, cu_seqlens, rates, num_segments, num_pieces,
+    gamma: tl.float64, lam: tl.float64,
+    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Work out what a block with another before it does to the state, for the block's window."""
+    window = tl.program_id(0)
+    segment, behind, exists = _block_of_window(
+        source, cu_seqlens, num_segments, num_pieces, window, BLOCK
+    )
+    if exists:
+        gamma, lam = _rates(rates, segment, gamma, lam)
+        begin, end, first, last = _segment(source, cu_seqlens, segment)
+        gains, gifts = scan_block(
+            source, weights, before, end - behind * BLOCK, begin, end, first, last, gamma, lam,
+            SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+        )  # fmt: skip
+        tl.store(steps + 2 * window, entry_of(gains, BLOCK - 1))
+        tl.store(steps + 2 * window + 1, entry_of(gifts, BLOCK - 1))
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_pieces", "num_windows", "num_tokens"])
+def block_states_kernel(
+    source, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_mask,
+    num_segments, num_pieces, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
+    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put out one block: of a window, or, in later programs, the one that begins a segment."""
+    program = tl.program_id(0)
+    if program < num_windows + num_segments:
+        if program < num_windows:
+            segment, behind, exists = _block_of_window(
+                source, cu_seqlens, num_segments, num_pieces, program, BLOCK
+            )
+        else:
+            segment = program - num_windows
+            begin, end, _, _ = _segment(source, cu_seqlens, segment)
+            behind = tl.maximum(end - begin - 1, 0) // BLOCK
+            exists = end > begin
+        if exists:
+            gamma, lam = _rates(rates, segment, gamma, lam)
+            begin, end, first, last = _segment(source, cu_seqlens, segment)
+            state = _start(source, bootstrap, segment, last, gamma, SCAN)
+            window = (end - 1) // BLOCK
+            for done in tl.range(0, behind, loop_unroll_factor=8):
+                gain = tl.load(steps + 2 * (window - done))
+                gift = tl.load(steps + 2 * (window - done) + 1)
+                state = add_carry(gift, gain, state)
+            top = end - behind * BLOCK
+            gains, gifts = scan_block(
+                source, weights, before, top, begin, end, first, last, gamma, lam,
+                SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+            )  # fmt: skip
+            write_block(
+                source, weights, before, outputs, add_carry(gifts, gains, state),
+                top, begin, end, first, last, gamma, lam, SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+            )  # fmt: skip
+    elif fill_mask is not None:
+        tile = program - num_windows - num_segments
+        _fill_with_zeros(outputs, fill_mask, tile, num_tokens, BLOCK)
+
+
+def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch what the sizes known to the host ask for; see `trajpack.kernels.credit_scan`."""
+    before = None
+    if scan.kind == "vtrace":
+        before = torch.empty(scan.num_positions, dtype=torch.float64, device=scan.device)
+        launch(scan._replace(kind="next_values"), None, (before, None))
+    advantages = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
+    outputs = advantages, torch.empty_like(advantages)
+    launch(scan, before, outputs)
+    return outputs
+
+
+def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
+    """Put a scan out, by one launch or two."""
+    if not scan.num_tokens:
+        return
+    longest = scan.num_positions if scan.max_seqlen is None else scan.max_seqlen
+    if scan.num_positions <= FEWEST_ENTRIES or longest <= LONGEST_WALK:
+        walk_segments(scan, before, outputs)
+    else:
+        write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
+
+
+def _arguments(scan: Scan) -> tuple[Any, ...]:
+    """Return source and weights as the kernels take them."""
+    pieces = None
+    if scan.pieces is not None:
+        begins = scan.pieces.begins
+        by_turn = 1 if scan.by_turn else None
+        cut_off = scan.pieces.truncated
+        pieces = (
+            scan.pieces.cu_positions, begins, begins.stride(0), scan.pieces.spans,
+            scan.pieces.rewards, by_turn, None if cut_off is None else cut_off.view(torch.uint8),
+        )  # fmt: skip
+    masks = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
+    source = (scan.rewards, scan.values, masks, pieces, scan.kl, scan.limits)
+    return source, scan.weights
+
+
+def _options(scan: Scan) -> dict[str, Any]:
+    return {
+        "gamma": scan.gamma,
+        "lam": scan.lam,
+        "SCAN": KINDS.index(scan.kind),
+        "OBSERVATION": OBSERVATIONS.index(scan.observation),
+        "ESTIMATOR": 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
+        "BLOCK": BLOCK,
+        **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
+    }
+
+
+def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
+    """Return the mask of tokens that pieces write, and the tiles that write the others."""
+    if scan.trained is None or scan.by_turn or scan.kind == "next_values":
+        return None, 0
+    return scan.trained.view(torch.uint8), triton.cdiv(scan.num_tokens, BLOCK)
+
+
+def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
+    """Launch a program for each segment."""
+    source, weights = _arguments(scan)
+    fill_mask, tiles = _fill(scan)
+    with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
+        walk_kernel[(scan.num_segments + tiles,)](
+            source, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
+            scan.bootstrap, fill_mask, scan.num_segments, scan.num_tokens, **_options(scan),
+        )  # fmt: skip
+
+
+def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
+    """Launch a program for each window; return float64 ``[windows, 2]``, where there is a block."""
+    source, weights = _arguments(scan)
+    windows = triton.cdiv(scan.num_positions, BLOCK)
+    steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
+    with torch.cuda.device_of(scan.cu_seqlens):
+        block_steps_kernel[(windows,)](
+            source, weights, before, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
+            scan.num_segments, scan.num_pieces, **_options(scan),
+        )  # fmt: skip
+    return steps
+
+
+def write_blocks(
+    scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
+) -> None:
+    """Launch a program for each window and one for each segment, with the steps of the windows."""
+    source, weights = _arguments(scan)
+    fill_mask, tiles = _fill(scan)
+    windows = steps.shape[0]
+    with torch.cuda.device_of(scan.cu_seqlens):
+        block_states_kernel[(windows + scan.num_segments + tiles,)](
+            source, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
+            scan.bootstrap, fill_mask, scan.num_segments, scan.num_pieces, windows,
+            scan.num_tokens, **_options(scan),
+        )  # fmt: skip

@@ -1,0 +1,130 @@
+"""How old the policy was that sampled a token, and what to do about it."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+import torch
+
+from trajpack.kernels.validation import check_device, check_tensor
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def policy_age(policy_versions: torch.Tensor, current_version: int | torch.Tensor) -> torch.Tensor:
+    """Return for each token how many versions ago it was sampled.
+
+    Args:
+        policy_versions: ``[tokens]`` int32: version of the weights that sampled the token, or
+            -1 where none did (`PackedBatch.policy_versions`).
+        current_version: Version of the weights in training: an int, or a 0-d int32 or int64
+            tensor on the same device, which a captured graph may read anew.
+
+    Returns:
+        ``[tokens]`` int32: ``current_version - policy_versions``, and 0 where no policy sampled
+        the token. A version that is yet to come has a negative age, for all to see.
+
+    Raises:
+        TypeError: If a dtype or a type is none of the above.
+        ValueError: If a shape or a device is wrong, or an int ``current_version`` is negative.
+
+    Cost: three elementwise launches. No copy, no host synchronisation.
+
+    Example:
+        >>> policy_age(torch.tensor([-1, 3, 5], dtype=torch.int32), 5)
+        tensor([0, 2, 0], dtype=torch.int32)
+
+    Reference:
+        AReaL, arXiv 2505.24298, section 5.1: staleness is a number of versions.
+    """
+    return _ages("policy_age", policy_versions, current_version)
+
+
+def staleness_mask(
+    policy_versions: torch.Tensor, current_version: int | torch.Tensor, max_age: int
+) -> torch.Tensor:
+    """Return which tokens were sampled at most ``max_age`` versions ago.
+
+    Takes the place of ``loss_mask`` in a loss that leaves old tokens out.
+
+    Args:
+        policy_versions: As of `policy_age`.
+        current_version: As of `policy_age`.
+        max_age: The oldest age that is kept, not negative.
+
+    Returns:
+        ``[tokens]`` bool: True where a policy sampled the token and its age is at most
+        ``max_age``; False where none did.
+
+    Raises:
+        TypeError: If a dtype or a type is none of the above.
+        ValueError: If a shape or a device is wrong, or a number is negative.
+
+    Cost: six elementwise launches. No copy, no host synchronisation.
+
+    Example:
+        >>> staleness_mask(torch.tensor([-1, 3, 4, 5], dtype=torch.int32), 5, max_age=1)
+        tensor([False, False,  True,  True])
+
+    Reference:
+        AReaL ``areal/trainer/ppo/staleness.py``: drops ages above ``max_staleness``.
+    """
+    op = "staleness_mask"
+    if isinstance(max_age, bool) or not isinstance(max_age, int):
+        raise TypeError(f"{op}: max_age must be an int, got {max_age!r}")
+    if max_age < 0:
+        raise ValueError(f"{op}: max_age must not be negative, got {max_age}")
+    age = _ages(op, policy_versions, current_version)
+    return (age <= max_age) & (policy_versions >= 0)
+
+
+def staleness_weights(
+    policy_versions: torch.Tensor, current_version: int | torch.Tensor, *, decay: float
+) -> torch.Tensor:
+    """Return a weight for each token that shrinks with its age: ``decay ** age``.
+
+    Args:
+        policy_versions: As of `policy_age`.
+        current_version: As of `policy_age`.
+        decay: What one version takes off, in ``[0, 1]``: 1 weighs all ages alike, 0 keeps age
+            0 alone.
+
+    Returns:
+        ``[tokens]`` float32 in ``[0, 1]``: 1 at age 0 (and for a version yet to come), 0 where no
+        policy sampled the token.
+
+    Raises:
+        TypeError: If a dtype or a type is none of the above.
+        ValueError: If a shape or a device is wrong, or a number is out of its range.
+
+    Cost: nine elementwise launches. No copy, no host synchronisation.
+
+    Example:
+        >>> staleness_weights(torch.tensor([-1, 3, 4, 5], dtype=torch.int32), 5, decay=0.5)
+        tensor([0.0000, 0.2500, 0.5000, 1.0000])
+
+    Reference:
+        Geometric down-weighting by age; `staleness_mask` is the hard form that systems use.
+    """
+    op = "staleness_weights"
+    if isinstance(decay, bool) or not isinstance(decay, Real):
+        raise TypeError(f"{op}: decay must be a number, got {decay!r}")
+    if not 0 <= decay <= 1:
+        raise ValueError(f"{op}: decay must be in [0, 1], got {decay}")
+    age = _ages(op, policy_versions, current_version).clamp(min=0).double()
+    return torch.where(policy_versions >= 0, torch.pow(float(decay), age), 0.0).float()
+
+
+def _ages(
+    op: str, policy_versions: torch.Tensor, current_version: int | torch.Tensor
+) -> torch.Tensor:
+    check_tensor(op, "policy_versions", policy_versions, ndim=1, dtypes=(torch.int32,))
+    if isinstance(current_version, torch.Tensor):
+        check_tensor(op, "current_version", current_version, ndim=0, dtypes=INTEGERS)
+        check_device(op, "current_version", current_version, policy_versions.device)
+    elif isinstance(current_version, bool) or not isinstance(current_version, int):
+        raise TypeError(f"{op}: current_version must be an int, got {current_version!r}")
+    elif not 0 <= current_version < 2**31:
+        raise ValueError(f"{op}: current_version must be in [0, 2³¹), got {current_version}")
+    age = current_version - policy_versions
+    return torch.where(policy_versions >= 0, age, 0).int()

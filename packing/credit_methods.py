@@ -1,0 +1,179 @@
+"""What a packed batch does about credit: advantages, weights of losses, off-policy corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from trajpack.kernels.dispatch import Impl
+    from trajpack.kernels.importance_rules import Correction
+    from trajpack.kernels.loss_weights import Aggregation
+    from trajpack.packing.batch import PackedBatch
+    from trajpack.packing.estimators import Estimator
+
+
+class CreditMethods:
+    """Methods of `PackedBatch`."""
+
+    @property
+    def _batch(self) -> PackedBatch:
+        return cast("PackedBatch", self)
+
+    def with_advantages(  # noqa: PLR0913 - estimators need different tensors
+        self,
+        estimator: Estimator,
+        values: torch.Tensor | None = None,
+        ref_logprobs: torch.Tensor | None = None,
+        *,
+        logprobs: torch.Tensor | None = None,
+        bootstrap: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+        state_ids: torch.Tensor | None = None,
+        all_reduce: Callable[[torch.Tensor], object] | None = None,
+        impl: Impl = "auto",
+    ) -> PackedBatch:
+        """Return the batch with ``advantages``, ``returns`` and ``metrics`` of an estimator.
+
+        The guide, ``docs/credit.md``, has an example of each. A generated token is given the same
+        in every layout, bit for bit (where advantages are whitened, up to rounding); all other
+        tokens have 0. The batch that comes back shares all other tensors with this one.
+
+        Args:
+            estimator: Such as ``GAE(lam=0.95)`` or ``GRPO()``; it names every convention.
+            values: ``[tokens]`` floats, of the state before each token.
+            ref_logprobs: ``[tokens]`` floats, of the reference that ``kl`` penalizes distance from.
+            logprobs: ``[tokens]`` floats, of the policy that is trained, before its update;
+                `rollout_logprobs` stand in for it in ``kl``.
+            bootstrap: ``[trajectories]`` floats, of the state behind the last token; read where the
+                last turn was cut off, if ``truncated="bootstrap"``.
+            scores: ``[trajectories]`` floats in the place of summed rewards, for estimators that
+                compare trajectories.
+            state_ids: ``[turns]`` int32 or int64, the state each turn was taken in, for `GiGPO`.
+            all_reduce: Sums a float64 ``[3]`` tensor over the data-parallel ranks, in place, where
+                the estimator whitens; such as ``torch.distributed.all_reduce``. Without it each
+                rank whitens by itself.
+            impl: See `trajpack.kernels`.
+
+        Raises:
+            TypeError: If an input is of a wrong type.
+            ValueError: If one has a wrong shape or device, is missing, or would go unnoticed.
+
+        Cost: at most four launches (six where tokens between generated ones are steps, eight where
+            cut-off trajectories are masked, `GiGPO` more); no copy, no synchronisation.
+        """
+        from trajpack.packing.credit import with_advantages  # which itself needs this class
+        from trajpack.packing.credit_inputs import Inputs
+
+        inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
+        return with_advantages(self._batch, estimator, inputs, all_reduce, impl)
+
+    def loss_weights(
+        self, aggregation: Aggregation, *, denominator: float | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return weights with which a plain sum over tokens is the aggregated loss.
+
+        A sequence is a trajectory here, and a prompt a group: a token has the same weight in
+        every layout, bit for bit.
+
+        Args:
+            aggregation: ``"token_mean"``, ``"sequence_mean_token_mean"``,
+                ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
+            denominator: In place of the number of tokens, trajectories or groups, where a batch is
+                spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
+
+        Returns:
+            float32 ``[tokens]``, 0 where not generated.
+
+        Raises:
+            ValueError: See `trajpack.kernels.loss_weights`.
+
+        Cost: up to 35 small launches. No copy, no synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turn = trajpack.Turn([1], [2, 3], [-1.0, -1.0])
+            >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
+            >>> batch.loss_weights("token_mean")
+            tensor([0.0000, 0.5000, 0.5000])
+        """
+        from trajpack.kernels.loss_weights import loss_weights
+
+        return loss_weights(aggregation, **self._units(aggregation), denominator=denominator)
+
+    def loss_denominator(self, aggregation: Aggregation) -> torch.Tensor:
+        """Return this batch's share of the denominator of `loss_weights`, a 0-d int64 tensor."""
+        from trajpack.kernels.loss_weights import loss_denominator
+
+        return loss_denominator(aggregation, **self._units(aggregation))
+
+    def importance_weights(
+        self,
+        logprobs: torch.Tensor,
+        correction: Correction,
+        *,
+        per: Literal["trajectory", "turn"] = "trajectory",
+        impl: Impl = "auto",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weigh tokens as if the policy of ``logprobs`` had sampled them.
+
+        Args:
+            logprobs: float32 ``[tokens]``, of the policy that is trained, before its update.
+            correction: What becomes of a ratio to `rollout_logprobs`, such as
+                ``Correction.tis(2.0)``.
+            per: What the segments of ``correction`` are, if it has any.
+            impl: See `trajpack.kernels`.
+
+        Returns:
+            Weights, float32 ``[tokens]``, 0 where not generated and the same in every layout; and
+            metrics, float64 ``[12]``, named by
+            `trajpack.kernels.importance_weights.IMPORTANCE_METRICS`.
+
+        Raises:
+            ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
+
+        Cost: that of `trajpack.kernels.importance_weights`, and ten small launches where the
+        segments are trajectories. No copy, no synchronisation.
+        """
+        from trajpack.kernels.importance_weights import importance_weights
+
+        batch = self._batch
+        if per not in ("trajectory", "turn"):
+            raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
+        if per == "turn" or not correction.needs_segments:
+            return importance_weights(
+                logprobs, batch.rollout_logprobs, batch.loss_mask, correction,
+                segments=batch.turn_spans, segment_ids=batch.turn_ids, impl=impl,
+            )  # fmt: skip
+        # what a trajectory generated may stand in several sequences: line it up
+        position = torch.arange(batch.num_generated, device=batch.device)
+        turn = torch.searchsorted(batch.cu_generated[1:].long(), position, right=True)
+        at = batch.turn_spans[turn, 0].long() + position - batch.cu_generated[turn]
+        bounds = batch.cu_generated[batch.cu_turns.long()]
+        weights, metrics = importance_weights(
+            logprobs[at], batch.rollout_logprobs[at], batch.loss_mask[at], correction,
+            segments=bounds, impl=impl,
+        )  # fmt: skip
+        return torch.zeros_like(batch.rollout_logprobs).index_copy(0, at, weights), metrics
+
+    def _units(self, aggregation: str) -> dict[str, Any]:
+        """Return each token's trajectory, and each trajectory's group."""
+        batch = self._batch
+        if aggregation not in (
+            "sequence_mean_token_mean",
+            "sequence_mean_token_sum",
+            "prompt_mean",
+        ):
+            return {"loss_mask": batch.loss_mask}
+        turn = torch.arange(batch.num_turns + 1, device=batch.device)  # and one of no trajectory
+        trajectory = torch.searchsorted(batch.cu_turns[1:].long(), turn, right=True)
+        units: dict[str, Any] = {
+            "loss_mask": batch.loss_mask,
+            "sequence_ids": trajectory[batch.turn_ids.long()],
+            "num_sequences": batch.cu_turns.shape[0] - 1,
+        }
+        if aggregation == "prompt_mean":
+            units |= {"group_ids": batch.group_ids, "num_groups": batch.cu_turns.shape[0] - 1}
+        return units

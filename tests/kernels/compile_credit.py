@@ -1,0 +1,60 @@
+"""Launches that make Triton compile the variants of the scans over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from trajpack.kernels.credit_scan import Limits, Pieces, Scan
+from trajpack.kernels.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+
+Launches = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
+    """Every kind of scan, with and without what it may do without, by both regimes."""
+    for label, scan in scans(cu_seqlens).items():
+        before = None
+        if scan.kind == "vtrace":
+            before = torch.zeros(99, dtype=torch.float64, device=scan.device)
+        alone = scan.kind in ("next_values", "adjoint")
+        dtype = torch.float64 if scan.kind == "next_values" else torch.float32
+        main = torch.zeros(99, dtype=dtype, device=scan.device)
+        outputs = main, None if alone else torch.zeros_like(main)
+        steps = torch.zeros((2, 2), dtype=torch.float64, device=scan.device)
+        yield label, partial(walk_segments, scan, before, outputs)
+        yield label, partial(steps_of_blocks, scan, before)
+        yield label, partial(write_blocks, scan, before, outputs, steps)
+
+
+def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
+    """Return scans by what they are like."""
+    device = cu_seqlens.device
+    tokens = torch.zeros(99, device=device)
+    mask = torch.zeros(99, dtype=torch.bool, device=device)
+    each = torch.zeros(8, device=device)
+    gae = Scan(cu_seqlens, 99, 99, tokens, tokens, mask, 1.0, 0.95, "carry")
+    rated = {"gammas": each.double(), "lams": each.double(), "bootstrap": each}
+    words = torch.zeros(16, dtype=torch.int32, device=device)
+    spans = words.view(8, 2)
+    pieces = Pieces(words[:9], spans[:, 0], spans, each.double())
+    of_pieces = gae._replace(rewards=None, loss_mask=None, pieces=pieces, trained=mask)
+    weighted = {"weights": (tokens, tokens), "limits": Limits(rho_clip=1.0)}
+    return {
+        "carry": gae,
+        "returns": gae._replace(values=None),
+        "reset, float64, a rate each": gae._replace(
+            rewards=tokens.double(), observation="reset", **rated
+        ),
+        "compact, unaligned": gae._replace(rewards=torch.zeros(100)[1:].to(device), observation="compact"),
+        "gradient": gae._replace(values=None, kind="adjoint"),
+        "next values": gae._replace(kind="next_values"),
+        "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
+        "pieces": of_pieces,
+        "pieces, k3": of_pieces._replace(
+            kl=(tokens, tokens), estimator="k3", limits=Limits(kl_coefficient=0.1)
+        ),
+    }

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from benchmarks.contest import OURS
 from benchmarks.device_contest import SENT
-from benchmarks.promises import PACK_ONLY
+from benchmarks.promises import GAE, ONE_LANE, PACK_ONLY
 
 Record = dict[str, Any]
 BUILD = "build"
 JOBS = ("pack to the device", "cost against size")
 OF_COPY = {"A": 0.85, "B": 0.75, "C": 0.5}
 """Share of the copy that `build` is to reach; for C, "no cliff" is read as half of it."""
+GAE_OF_COPY, GAE_TIMES = 0.8, 5
+"""Share of the copy that one pass of `gae` is to reach on A; how many times `ONE_LANE`, on B."""
 MOST_LAUNCHES = 3
 ENQUEUE_MS = 0.1
 WALL_TIMES, WALL_MORE_MS = 1.15, 0.1
@@ -33,6 +35,8 @@ def goals(records: Iterable[Record]) -> list[Goal]:
     for record in records:
         if record["job"] == BUILD:
             found += _of_build(record)
+        elif record["job"] == GAE:
+            found += _of_gae(record)
         elif record["job"] in JOBS:
             found += _of_pack(record)
     return found
@@ -52,6 +56,20 @@ def _of_build(record: Record) -> list[Goal]:
     measured = ours.get("of_copy")
     wanted = f"build at {share:.0%} of a copy of as many bytes or more, {name}"
     return [_goal(wanted, measured, "{:.0%}", lambda value: value >= share)]
+
+
+def _of_gae(record: Record) -> list[Goal]:
+    name, ours = record["workload"].partition(":")[0], _entry(record, OURS)
+    if name == "A":
+        wanted = f"gae at {GAE_OF_COPY:.0%} of a copy of as many bytes or more, A"
+        share = ours.get("of_copy")
+        return [_goal(wanted, share, "{:.0%}", lambda value: value >= GAE_OF_COPY)]
+    if name == "B":
+        wanted = f"gae {GAE_TIMES} times as fast as {ONE_LANE}, or more, B"
+        took, lane = ours.get("cold_ms"), _entry(record, ONE_LANE).get("cold_ms")
+        times = lane / took if took and lane else None
+        return [_goal(wanted, times, "{:.1f} times", lambda value: value >= GAE_TIMES)]
+    return []
 
 
 def _of_pack(record: Record) -> list[Goal]:

@@ -23,6 +23,14 @@ CONVOLUTION = (
     "it is one convolution in float32, its filter cut where a power is below 1e-7; ours sums in "
     "float64"
 )
+FLOAT32 = (
+    "it adds in float32; ours in float64, and a segment's sums are the same whatever it is packed "
+    "with"
+)
+MATMUL = (
+    "it is a compiled float32 product of whole chunks; ours sums in float64, one step after "
+    "another, and a segment's sums are the same whatever it is packed with"
+)
 COMPILED = "it is a compiled loop over the sequences; ours on the host is written in numpy"
 PACKERS = (
     "Python lists",
@@ -52,6 +60,24 @@ OTHERS = {
     "Python loop": "it walks once; ours makes passes by the logarithm of the longest sequence",
     "torchrl reward2go": CONVOLUTION,
     "torchrl vec_generalized_advantage_estimate": CONVOLUTION,
+    "chunked matmul, 128 at a time": MATMUL,
+    "take out, chunked matmul, 128 at a time": MATMUL,
+    "take out, pad, then walk back over time": FLOAT32,
+    "loop over columns, as verl's": (
+        "sequences are so many and so short that it takes few steps, each one of vectors"
+    ),
+    "a lane for each sequence, as cugae's": (
+        "sequences are so many and so short that lanes walk them at once, in float32"
+    ),
+    "torch.segment_reduce": FLOAT32,
+    "index_add": FLOAT32,
+    "index_add, twice": (
+        "it adds in float32 and looks at no id; ours also finds each group's extremes, so that "
+        "equal scores give exactly 0, and adds in float64"
+    ),
+    "masked_whiten, as verl's": (
+        "its passes are of float32, and on all threads; ours, on the host, are numpy's in float64"
+    ),
     "torch, op by op": "it is the reference itself",
     "torch.compile of it": "it is the reference itself, fused by torch's compiler",
     "boolean mask": "its mask was made before",

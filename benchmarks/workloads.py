@@ -127,6 +127,15 @@ SEQUENCES: dict[str, Callable[[float], Lengths]] = {
 """Lengths by the workload's name; the argument scales the number of sequences."""
 EVEN_SEQUENCES = tuple(SEQUENCES)[:3]
 """Those without extreme lengths."""
+GAE_LENGTHS: dict[str, Lengths] = {
+    "1,024: 128 sequences": np.full(128, 1024),
+    "4,096: 32 sequences": np.full(32, 4096),
+    "32,768: 4 sequences": np.full(4, 32_768),
+    "131,072: 1 sequence": np.full(1, 131_072),
+    "B: 64 of 32,768": np.full(64, 32_768),
+}
+"""131,072 tokens in many or few sequences, and a batch of long ones."""
+GAE_MASKED_LENGTHS = tuple(GAE_LENGTHS)[::2][:2]
 
 
 def conversations(name: str, scale: float = 1.0) -> list[Trajectory]:

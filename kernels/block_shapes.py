@@ -91,11 +91,13 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     },
     "credit_scan": {
         DEFAULT: BlockShape(
-            1024,
-            256,
-            "4 entries of a thread: 32 to 110 registers, so 512 threads or more on an SM, with 36 "
-            "bytes in flight each: 18 KB. 128 threads would hold 8 entries, and two doubles of "
-            "scan state for each. Not measured on hardware.",
+            512,
+            128,
+            "4 entries of a thread, 36 bytes or more in flight. Left to itself, ptxas takes up to "
+            "126 registers to walk; held to 96, five blocks fit an SM, with 23 KB in flight, and "
+            "nothing spills. Blocks of 1,024 idle twice as many lanes: a quarter of them on "
+            "sequences of 2,000 tokens. Not measured on hardware.",
+            most_registers=96,
         )
     },
     "scores_kernel": {
@@ -103,6 +105,16 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             128,
             128,
             "A trajectory of a thread: a few turns each. Not measured on hardware.",
+        )
+    },
+    "spread_kernel": {
+        DEFAULT: BlockShape(
+            4096,
+            256,
+            "A chunk of whitening, whose moments it leaves: 16 tokens of a thread, 50 to 110 "
+            "registers, so 512 threads or more on an SM. Left to itself, ptxas spills a register "
+            "to fit in one more block, hence the limit. Not measured on hardware.",
+            most_registers=128,
         )
     },
     "discounted_returns": {

@@ -46,7 +46,8 @@ def credit_of_turns(
         pieces: What is scanned of each turn, turns in order, trajectory after trajectory.
         cu_turns: ``[trajectories + 1]`` int32 boundaries of the trajectories' turns.
         loss_mask: ``[tokens]`` bool: what all turns generated.
-        inputs: With ``weights`` it is V-trace, without it GAE.
+        inputs: With ``weights`` it is V-trace, without it GAE. The pieces of V-trace hold generated
+            tokens alone, unless those between are steps.
         conventions: How credit is given. With ``by_turn``, what is put out for a turn stands at its
             first generated token alone; the other entries are undefined.
         num_positions: The pieces have no more tokens; decides how the work is cut.
@@ -55,8 +56,7 @@ def credit_of_turns(
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where nothing was generated.
 
-    Cost: one launch for up to 8,192 positions, else two; V-trace takes twice as many. No copy,
-    no host synchronisation.
+    Cost: one launch for up to 8,192 positions, else two. No copy, no host synchronisation.
     """
     advantages, returns = torch.ops.trajpack.credit_of_turns(
         *pieces, cu_turns, loss_mask, inputs.values, inputs.bootstrap,

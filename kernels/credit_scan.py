@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from trajpack.kernels.credit_scan_host import advantages_on_host
 from trajpack.kernels.exclusive_scan import (
     exclusive_scan_on_host,
     exclusive_scan_reference,
     places_of,
 )
-from trajpack.kernels.kl_penalty import kl_penalty
+from trajpack.kernels.kl_penalty import estimate
 from trajpack.kernels.observations import PASSING, Steps, passed_on, steps_of_tokens
 
 KINDS = ("gae", "next_values", "vtrace", "adjoint")
@@ -117,7 +118,8 @@ class Tokens(NamedTuple):
 def run(scan: Scan, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return advantages and returns, float32 ``[tokens]``; a gradient comes first, alone."""
     if impl == "torch":
-        return credit_scan_reference(scan)
+        on_host = scan.device.type == "cpu" and scan.kind == "gae" and scan.pieces is None
+        return advantages_on_host(scan) if on_host else credit_scan_reference(scan)
     from trajpack.kernels.credit_scan_triton import credit_scan_forward
 
     return credit_scan_forward(scan)
@@ -260,8 +262,7 @@ def _tokens(scan: Scan) -> Tokens:
     if scan.kl is not None:
         logprobs, ref = (_of_tokens(tokens, logprobs) for logprobs in scan.kl)
         bound = None if scan.limits.kl_clamp == float("inf") else scan.limits.kl_clamp
-        penalty = kl_penalty(logprobs, ref, estimator=scan.estimator, clamp=bound)  # type: ignore[arg-type]
-        penalty = scan.limits.kl_coefficient * penalty.double()
+        penalty = scan.limits.kl_coefficient * estimate(logprobs, ref, str(scan.estimator), bound)
         tokens = tokens._replace(rewards=reward - torch.where(generated, penalty, 0.0))
     if scan.by_turn:
         tokens = tokens._replace(generated=exists & (at == spans[piece, 0]))

@@ -13,8 +13,8 @@ from trajpack.kernels.search_triton import find_segments
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (tl.constexpr(n) for n in range(6))
 """Observations, by their place in `OBSERVATIONS`."""
-NEXT_VALUES, VTRACE, ADJOINT = (tl.constexpr(n) for n in range(1, 4))
-"""What is scanned, by its place in `KINDS`; 0 is what GAE scans."""
+GAE, NEXT_VALUES, VTRACE, ADJOINT = (tl.constexpr(n) for n in range(4))
+"""What is scanned, by its place in `KINDS`."""
 
 
 @triton.jit
@@ -55,7 +55,8 @@ def _read_piece(
 
 @triton.jit
 def _clipped(reward, clip):
-    return tl.minimum(tl.maximum(reward, -clip), clip)
+    # a NaN stays, which minimum and maximum would hide on hardware
+    return tl.where(reward > clip, clip, tl.where(reward < -clip, -clip, reward))
 
 
 @triton.jit
@@ -111,8 +112,8 @@ def clipped_ratio(weights, at, generated, cap):
     logprobs, rollout_logprobs = weights
     ours = tl.load(logprobs + at, mask=generated, other=0.0).to(tl.float64)
     theirs = tl.load(rollout_logprobs + at, mask=generated, other=0.0).to(tl.float64)
-    ratio = tl.minimum(tl.exp(ours - theirs), cap)
-    return tl.where(generated, ratio, 1.0)
+    ratio = tl.exp(ours - theirs)
+    return tl.where(generated, tl.where(ratio > cap, cap, ratio), 1.0)
 
 
 @triton.jit
@@ -128,8 +129,32 @@ def _passed_on(reward, is_last, SCAN: tl.constexpr, OBSERVATION: tl.constexpr):
 
 
 @triton.jit
+def _behind(
+    source, before, position, exists, end, first, last, gamma, tail, OBSERVATION: tl.constexpr,
+):  # fmt: skip
+    """Return the discounted value that stands behind tokens, with rewards that lie between.
+
+    Among pieces it is the next position's: they hold no token that such a value passes.
+    """
+    values, pieces = source[1], source[3]
+    if pieces is None:
+        behind = tl.load(before + position, mask=exists, other=0.0)
+    else:
+        follows = exists & (position + 1 < end)
+        piece = find_segments(pieces[0], first, last, position + 1, 1)
+        begins = tl.load(pieces[0] + piece, mask=follows, other=0)
+        at = tl.load(pieces[1] + piece * pieces[2], mask=follows, other=0) + position + 1 - begins
+        value = tl.load(values + at, mask=follows, other=0.0).to(tl.float64)
+        if OBSERVATION == MULTIPLY:
+            begin = tl.load(pieces[3] + piece * 2, mask=follows, other=0)
+            value = tl.where(at >= begin, value, 0.0)
+        behind = tl.where(follows, gamma * value, tail)
+    return behind
+
+
+@triton.jit
 def step_of(
-    source, weights, before, token, position, exists, is_last, gamma, lam,
+    source, weights, token, behind, exists, is_last, gamma, lam,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr,
 ):  # fmt: skip
     """Return gain and gift of tokens: ``x`` before one is ``gain * x + gift``."""
@@ -143,7 +168,6 @@ def step_of(
     elif SCAN == VTRACE:
         limits = source[5]
         ratio = clipped_ratio(weights, at, generated, limits[3])
-        behind = tl.load(before + position, mask=exists, other=0.0)
         if OBSERVATION == RESET:
             behind = tl.where(generated, behind, 0.0)
         gift = gamma * ratio * (reward + behind - value)
@@ -159,35 +183,77 @@ def step_of(
 
 
 @triton.jit
-def scan_block(
-    source, weights, before, top, begin, end, first, last, gamma, lam,
+def _parted(entries, BLOCK: tl.constexpr):
+    """Give every lane four entries that follow each other: return the first of each, and so on."""
+    evens, odds = tl.split(tl.reshape(entries, [BLOCK // 4, 2, 2]))
+    first, third = tl.split(evens)
+    second, fourth = tl.split(odds)
+    return first, second, third, fourth
+
+
+@triton.jit
+def scan_block(gain, gift, BLOCK: tl.constexpr):
+    """Compose the steps of a block, last token first, in lanes of four.
+
+    Return what the lanes before each one do to the state; gains and gifts of each lane's first
+    three entries; what all lanes do to it, gain and gift. Four entries of a lane take a
+    quarter of the shuffles that an entry each would.
+    """
+    lane = tl.arange(0, BLOCK // 4)
+    gain0, gain1, gain2, gain3 = _parted(gain, BLOCK)
+    gift0, gift1, gift2, gift3 = _parted(gift, BLOCK)
+    gains, gifts = compose(gain0, gift0, gain1, gift1)
+    gains, gifts = compose(gains, gifts, gain2, gift2)
+    gains, gifts = compose(gains, gifts, gain3, gift3)
+    gains, gifts = tl.associative_scan((gains, gifts), 0, compose)
+    all_gain = entry_of(gains, BLOCK // 4 - 1)
+    all_gift = entry_of(gifts, BLOCK // 4 - 1)
+    before = tl.maximum(lane - 1, 0)
+    gains = tl.where(lane == 0, 1.0, tl.gather(gains, before, 0))
+    gifts = tl.where(lane == 0, 0.0, tl.gather(gifts, before, 0))
+    return (gains, gifts), (gain0, gain1, gain2), (gift0, gift1, gift2), all_gain, all_gift
+
+
+@triton.jit
+def states_of_block(lanes, gains, gifts, state, BLOCK: tl.constexpr):
+    """Return the state behind each entry of a block, with ``state`` behind the first."""
+    state0 = add_carry(lanes[1], lanes[0], state)
+    state1 = add_carry(gifts[0], gains[0], state0)
+    state2 = add_carry(gifts[1], gains[1], state1)
+    state3 = add_carry(gifts[2], gains[2], state2)
+    states = tl.join(tl.join(state0, state2), tl.join(state1, state3))
+    return tl.reshape(states, [BLOCK])
+
+
+@triton.jit
+def read_block(
+    source, weights, before, top, begin, end, first, last, gamma, lam, tail,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compose, for each of the last ``BLOCK`` entries before ``top``, the steps behind it in there.
-
-    The first lane is the entry before ``top``, behind which stands the entry at ``top``.
-    """
-    position = top - tl.arange(0, BLOCK)
-    exists = (position > begin) & (position < end)
+    """Return the tokens before ``top``, last one first, what is behind each, gains and gifts."""
+    position = top - 1 - tl.arange(0, BLOCK)
+    exists = position >= begin
     token = read_token(source, position, exists, first, last, OBSERVATION, ESTIMATOR)
+    behind = tl.zeros((BLOCK,), tl.float64)
+    if SCAN == VTRACE:
+        behind = _behind(
+            source, before, position, exists, end, first, last, gamma, tail, OBSERVATION
+        )
     gain, gift = step_of(
-        source, weights, before, token, position, exists, position == end - 1, gamma, lam,
-        SCAN, OBSERVATION,
-    )  # fmt: skip
-    return tl.associative_scan((gain, gift), 0, compose)
+        source, weights, token, behind, exists, position == end - 1, gamma, lam, SCAN, OBSERVATION
+    )
+    return token, behind, gain, gift
 
 
 @triton.jit
 def write_block(
-    source, weights, before, outputs, states, top, begin, end, first, last, gamma, lam,
-    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
+    source, weights, outputs, token, behind, states, top, begin, gamma, lam,
+    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put out what the entries before ``top`` are given; ``states`` is ``x`` behind each."""
+    """Put out what the tokens before ``top`` are given; ``states`` is ``x`` behind each."""
     position = top - 1 - tl.arange(0, BLOCK)
     exists = position >= begin
-    at, generated, reward, value = read_token(
-        source, position, exists, first, last, OBSERVATION, ESTIMATOR
-    )
+    at, generated, reward, value = token
     main, other = outputs
     if SCAN == NEXT_VALUES:
         tl.store(main + position, states, mask=exists)
@@ -207,7 +273,6 @@ def write_block(
             written = generated
         if SCAN == VTRACE:
             limits = source[5]
-            behind = tl.load(before + position, mask=exists, other=0.0)
             surprise = reward + behind - value
             advantage = clipped_ratio(weights, at, generated, limits[5]) * (surprise + states)
             target = value + clipped_ratio(weights, at, generated, limits[3]) * surprise
@@ -218,12 +283,6 @@ def write_block(
         tl.store(main + at, tl.where(generated, advantage, 0.0).to(tl.float32), mask=written)
         if other is not None:
             tl.store(other + at, tl.where(generated, target, 0.0).to(tl.float32), mask=written)
-
-
-@triton.jit
-def state_at(gains, gifts, state, place):
-    """Return the state of lane ``place``, with ``state`` behind the block."""
-    return add_carry(entry_of(gifts, place), entry_of(gains, place), state)
 
 
 @triton.jit

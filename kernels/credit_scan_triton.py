@@ -15,192 +15,150 @@ import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 from trajpack.kernels.credit_scan import KINDS, Scan
+from trajpack.kernels.credit_scan_segments_triton import (
+    block_of_window,
+    bounds_of,
+    fill_with_zeros,
+    rates_of,
+    state_behind,
+)
 from trajpack.kernels.credit_scan_steps_triton import (
-    NEXT_VALUES,
-    entry_of,
+    GAE,
+    read_block,
     scan_block,
-    state_at,
+    states_of_block,
     write_block,
 )
 from trajpack.kernels.discounted_returns_steps_triton import add_carry
 from trajpack.kernels.kl_penalty import KL_ESTIMATORS
 from trajpack.kernels.observations import OBSERVATIONS
-from trajpack.kernels.search_triton import find_segment
 
 Outputs: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 BLOCK = block_shape("credit_scan", DEFAULT).block
 """The same on every architecture: it settles the order of the sums."""
-LONGEST_WALK = 4 * BLOCK
+LONGEST_WALK = 4096
 """Segments no longer than this are walked by one program: blocks would cost a second launch."""
-FEWEST_ENTRIES = 8 * BLOCK
+FEWEST_ENTRIES = 8192
 """With so few entries in all, a second launch costs more than the steps that it saves."""
-
-
-@triton.jit
-def _segment(source, cu_seqlens, segment):
-    """Return a segment's first and past-last position, and its first and last piece."""
-    first = tl.load(cu_seqlens + segment)
-    past = tl.load(cu_seqlens + segment + 1)
-    begin = first
-    end = past
-    pieces = source[3]
-    if pieces is not None:
-        begin = tl.load(pieces[0] + first)
-        end = tl.load(pieces[0] + past)
-    return begin, end, first, tl.maximum(past - 1, first)
-
-
-@triton.jit
-def _rates(rates, segment, gamma, lam):
-    gammas, lams = rates
-    if gammas is not None:
-        gamma = tl.load(gammas + segment)
-    if lams is not None:
-        lam = tl.load(lams + segment)
-    return gamma + tl.zeros((), tl.float64), lam + tl.zeros((), tl.float64)
-
-
-@triton.jit
-def _start(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
-    """Return the state behind a segment's last entry."""
-    state = tl.zeros((), tl.float64)
-    if bootstrap is not None and SCAN <= NEXT_VALUES:
-        pieces = source[3]
-        goes_on = True
-        if pieces is not None:  # noqa: SIM102 - the compiler takes one by one
-            if pieces[6] is not None:
-                goes_on = tl.load(pieces[6] + last) != 0
-        value = tl.load(bootstrap + segment, mask=goes_on, other=0.0)
-        state += gamma * value.to(tl.float64)
-    return state
-
-
-@triton.jit
-def _fill_with_zeros(outputs, loss_mask, tile, num_tokens, BLOCK: tl.constexpr):
-    """Put out 0 for the tokens that no piece holds or nobody generated."""
-    at = tile * BLOCK + tl.arange(0, BLOCK)
-    rest = tl.load(loss_mask + at, mask=at < num_tokens, other=1) == 0
-    main, other = outputs
-    tl.store(main + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
-    tl.store(other + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_tokens"])
 def walk_kernel(
-    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_mask,
+    inputs, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_mask,
     num_segments, num_tokens, gamma: tl.float64, lam: tl.float64,
+    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
+    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Walk one segment, block after block from its end."""
+    limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    source = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], limits)
     segment = tl.program_id(0)
     if segment < num_segments:
-        gamma, lam = _rates(rates, segment, gamma, lam)
-        begin, end, first, last = _segment(source, cu_seqlens, segment)
-        state = _start(source, bootstrap, segment, last, gamma, SCAN)
+        gamma, lam = rates_of(rates, segment, gamma, lam)
+        begin, end, first, last = bounds_of(source, cu_seqlens, segment)
+        tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
+        state = state_behind(source, bootstrap, segment, last, gamma, SCAN)
         top = end
         while top > begin:
-            gains, gifts = scan_block(
-                source, weights, before, top, begin, end, first, last, gamma, lam,
+            token, behind_each, gain, gift = read_block(
+                source, weights, before, top, begin, end, first, last, gamma, lam, tail,
                 SCAN, OBSERVATION, ESTIMATOR, BLOCK,
             )  # fmt: skip
+            lanes, gains, gifts, all_gain, all_gift = scan_block(gain, gift, BLOCK)
+            states = states_of_block(lanes, gains, gifts, state, BLOCK)
             write_block(
-                source, weights, before, outputs, add_carry(gifts, gains, state),
-                top, begin, end, first, last, gamma, lam, SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+                source, weights, outputs, token, behind_each, states, top, begin, gamma, lam,
+                SCAN, OBSERVATION, BLOCK,
             )  # fmt: skip
-            state = state_at(gains, gifts, state, BLOCK - 1)
+            state = add_carry(all_gift, all_gain, state)
             top -= BLOCK
     elif fill_mask is not None:
-        _fill_with_zeros(outputs, fill_mask, segment - num_segments, num_tokens, BLOCK)
-
-
-@triton.jit
-def _block_of_window(source, cu_seqlens, num_segments, num_pieces, window, BLOCK: tl.constexpr):
-    """Find the block that ends in a window and does not begin its segment.
-
-    Window w is the positions [w * BLOCK, (w + 1) * BLOCK). Such a block ends in a window whose
-    first position is its segment's too, so there is at most one to a window. Return segment,
-    blocks behind it, and whether there is one.
-    """
-    pieces = source[3]
-    if pieces is None:
-        segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
-    else:
-        piece = find_segment(pieces[0], num_pieces, window * BLOCK, 1)
-        segment = find_segment(cu_seqlens, num_segments, piece, 1)
-    begin, end, _, _ = _segment(source, cu_seqlens, segment)
-    behind = (end - 1) // BLOCK - window
-    exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
-    return segment, behind, exists
+        fill_with_zeros(outputs, fill_mask, segment - num_segments, num_tokens, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_pieces"])
 def block_steps_kernel(
-    source, weights, before, steps, cu_seqlens, rates, num_segments, num_pieces,
+    inputs, weights, before, steps, cu_seqlens, rates, bootstrap, num_segments, num_pieces,
     gamma: tl.float64, lam: tl.float64,
+    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
+    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Work out what a block with another before it does to the state, for the block's window."""
+    limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    source = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], limits)
     window = tl.program_id(0)
-    segment, behind, exists = _block_of_window(
+    segment, behind, exists = block_of_window(
         source, cu_seqlens, num_segments, num_pieces, window, BLOCK
     )
     if exists:
-        gamma, lam = _rates(rates, segment, gamma, lam)
-        begin, end, first, last = _segment(source, cu_seqlens, segment)
-        gains, gifts = scan_block(
-            source, weights, before, end - behind * BLOCK, begin, end, first, last, gamma, lam,
+        gamma, lam = rates_of(rates, segment, gamma, lam)
+        begin, end, first, last = bounds_of(source, cu_seqlens, segment)
+        tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
+        top = end - behind * BLOCK
+        _, _, gain, gift = read_block(
+            source, weights, before, top, begin, end, first, last, gamma, lam, tail,
             SCAN, OBSERVATION, ESTIMATOR, BLOCK,
         )  # fmt: skip
-        tl.store(steps + 2 * window, entry_of(gains, BLOCK - 1))
-        tl.store(steps + 2 * window + 1, entry_of(gifts, BLOCK - 1))
+        _, _, _, all_gain, all_gift = scan_block(gain, gift, BLOCK)
+        tl.store(steps + 2 * window, all_gain)
+        tl.store(steps + 2 * window + 1, all_gift)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_pieces", "num_windows", "num_tokens"])
 def block_states_kernel(
-    source, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_mask,
+    inputs, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_mask,
     num_segments, num_pieces, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
+    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
+    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put out one block: of a window, or, in later programs, the one that begins a segment."""
+    limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    source = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], limits)
     program = tl.program_id(0)
     if program < num_windows + num_segments:
         if program < num_windows:
-            segment, behind, exists = _block_of_window(
+            segment, behind, exists = block_of_window(
                 source, cu_seqlens, num_segments, num_pieces, program, BLOCK
             )
         else:
             segment = program - num_windows
-            begin, end, _, _ = _segment(source, cu_seqlens, segment)
+            begin, end, _, _ = bounds_of(source, cu_seqlens, segment)
             behind = tl.maximum(end - begin - 1, 0) // BLOCK
             exists = end > begin
         if exists:
-            gamma, lam = _rates(rates, segment, gamma, lam)
-            begin, end, first, last = _segment(source, cu_seqlens, segment)
-            state = _start(source, bootstrap, segment, last, gamma, SCAN)
+            gamma, lam = rates_of(rates, segment, gamma, lam)
+            begin, end, first, last = bounds_of(source, cu_seqlens, segment)
+            tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
+            state = state_behind(source, bootstrap, segment, last, gamma, SCAN)
             window = (end - 1) // BLOCK
             for done in tl.range(0, behind, loop_unroll_factor=8):
                 gain = tl.load(steps + 2 * (window - done))
                 gift = tl.load(steps + 2 * (window - done) + 1)
                 state = add_carry(gift, gain, state)
             top = end - behind * BLOCK
-            gains, gifts = scan_block(
-                source, weights, before, top, begin, end, first, last, gamma, lam,
+            token, behind_each, gain, gift = read_block(
+                source, weights, before, top, begin, end, first, last, gamma, lam, tail,
                 SCAN, OBSERVATION, ESTIMATOR, BLOCK,
             )  # fmt: skip
+            lanes, gains, gifts, _, _ = scan_block(gain, gift, BLOCK)
+            states = states_of_block(lanes, gains, gifts, state, BLOCK)
             write_block(
-                source, weights, before, outputs, add_carry(gifts, gains, state),
-                top, begin, end, first, last, gamma, lam, SCAN, OBSERVATION, ESTIMATOR, BLOCK,
+                source, weights, outputs, token, behind_each, states, top, begin, gamma, lam,
+                SCAN, OBSERVATION, BLOCK,
             )  # fmt: skip
     elif fill_mask is not None:
         tile = program - num_windows - num_segments
-        _fill_with_zeros(outputs, fill_mask, tile, num_tokens, BLOCK)
+        fill_with_zeros(outputs, fill_mask, tile, num_tokens, BLOCK)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch what the sizes known to the host ask for; see `trajpack.kernels.credit_scan`."""
     before = None
-    if scan.kind == "vtrace":
+    if scan.kind == "vtrace" and scan.pieces is None:
         before = torch.empty(scan.num_positions, dtype=torch.float64, device=scan.device)
         launch(scan._replace(kind="next_values"), None, (before, None))
     advantages = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
@@ -221,7 +179,7 @@ def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
 
 
 def _arguments(scan: Scan) -> tuple[Any, ...]:
-    """Return source and weights as the kernels take them."""
+    """Return inputs and weights as the kernels take them."""
     pieces = None
     if scan.pieces is not None:
         begins = scan.pieces.begins
@@ -232,14 +190,14 @@ def _arguments(scan: Scan) -> tuple[Any, ...]:
             scan.pieces.rewards, by_turn, None if cut_off is None else cut_off.view(torch.uint8),
         )  # fmt: skip
     masks = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
-    source = (scan.rewards, scan.values, masks, pieces, scan.kl, scan.limits)
-    return source, scan.weights
+    return (scan.rewards, scan.values, masks, pieces, scan.kl), scan.weights
 
 
 def _options(scan: Scan) -> dict[str, Any]:
     return {
         "gamma": scan.gamma,
         "lam": scan.lam,
+        **scan.limits._asdict(),
         "SCAN": KINDS.index(scan.kind),
         "OBSERVATION": OBSERVATIONS.index(scan.observation),
         "ESTIMATOR": 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
@@ -257,24 +215,24 @@ def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
     """Launch a program for each segment."""
-    source, weights = _arguments(scan)
+    inputs, weights = _arguments(scan)
     fill_mask, tiles = _fill(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
         walk_kernel[(scan.num_segments + tiles,)](
-            source, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
+            inputs, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
             scan.bootstrap, fill_mask, scan.num_segments, scan.num_tokens, **_options(scan),
         )  # fmt: skip
 
 
 def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     """Launch a program for each window; return float64 ``[windows, 2]``, where there is a block."""
-    source, weights = _arguments(scan)
+    inputs, weights = _arguments(scan)
     windows = triton.cdiv(scan.num_positions, BLOCK)
     steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
     with torch.cuda.device_of(scan.cu_seqlens):
         block_steps_kernel[(windows,)](
-            source, weights, before, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
-            scan.num_segments, scan.num_pieces, **_options(scan),
+            inputs, weights, before, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
+            scan.bootstrap, scan.num_segments, scan.num_pieces, **_options(scan),
         )  # fmt: skip
     return steps
 
@@ -283,12 +241,12 @@ def write_blocks(
     scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
 ) -> None:
     """Launch a program for each window and one for each segment, with the steps of the windows."""
-    source, weights = _arguments(scan)
+    inputs, weights = _arguments(scan)
     fill_mask, tiles = _fill(scan)
     windows = steps.shape[0]
     with torch.cuda.device_of(scan.cu_seqlens):
         block_states_kernel[(windows + scan.num_segments + tiles,)](
-            source, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
+            inputs, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
             scan.bootstrap, fill_mask, scan.num_segments, scan.num_pieces, windows,
             scan.num_tokens, **_options(scan),
         )  # fmt: skip

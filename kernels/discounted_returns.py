@@ -79,11 +79,10 @@ def discounted_returns(
     [rate, rates] = check_rates(OP, rewards, cu_seqlens, discount=discount)
     chosen = resolve_impl(OP, impl, rewards)
     if loss_mask is not None:
-        masked: torch.Tensor = torch.ops.trajpack.gae(
-            rewards.contiguous(), None, loss_mask.contiguous(), cu_seqlens.contiguous(),
-            rate, rates, 1.0, None, None, observation, chosen, max_seqlen,
-        )[0]  # fmt: skip
-        return masked
+        from trajpack.kernels.gae import returns_of_tokens  # an op that packing does without
+
+        how = chosen, max_seqlen
+        return returns_of_tokens(rewards, loss_mask, cu_seqlens, (rate, rates), observation, *how)
     if rates is None:
         rates = rewards.new_full((cu_seqlens.shape[0] - 1,), rate, dtype=torch.float64)
     returns: torch.Tensor = torch.ops.trajpack.discounted_returns(

@@ -71,7 +71,7 @@ def gae(  # noqa: PLR0913 - a convention is an argument
             ``rewards`` requires a gradient where gradients are recorded.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 tokens;
-    else two, and 16 bytes of scratch for 1,024 tokens. No copy, no host synchronisation.
+    else two, and 16 bytes of scratch for 512 tokens. No copy, no host synchronisation.
 
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])
@@ -88,16 +88,46 @@ def gae(  # noqa: PLR0913 - a convention is an argument
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage
         Estimation, arXiv 1506.02438, equations 11 to 16.
     """
-    check_tokens("gae", rewards, cu_seqlens, values=values)
-    rates = check_rates("gae", rewards, cu_seqlens, gamma=gamma, lam=lam)
-    check_rest("gae", rewards, cu_seqlens, loss_mask, observation, bootstrap)
-    check_max_seqlen("gae", max_seqlen)
-    chosen = resolve_impl("gae", impl, rewards)
+    rates = gamma, lam
+    rest = loss_mask, observation, bootstrap, impl, max_seqlen
+    return advantages_and_returns("gae", (rewards, values, cu_seqlens), rates, *rest)
+
+
+def advantages_and_returns(
+    op: str,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rates: tuple[float | torch.Tensor, float | torch.Tensor],
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `gae` does in the name of ``op``; arguments are those of `gae`."""
+    rewards, values, cu_seqlens = tensors
+    loss_mask, observation, bootstrap, impl, max_seqlen = rest
+    check_tokens(op, rewards, cu_seqlens, values=values)
+    parted = check_rates(op, rewards, cu_seqlens, gamma=rates[0], lam=rates[1])
+    check_rest(op, rewards, cu_seqlens, loss_mask, observation, bootstrap)
+    check_max_seqlen(op, max_seqlen)
+    chosen = resolve_impl(op, impl, rewards)
     advantages, returns = torch.ops.trajpack.gae(
         rewards.contiguous(), values.contiguous(), contiguous(loss_mask), cu_seqlens.contiguous(),
-        *rates, contiguous(bootstrap), observation, chosen, max_seqlen,
+        *parted, contiguous(bootstrap), observation, chosen, max_seqlen,
     )  # fmt: skip
     return advantages, returns
+
+
+def returns_of_tokens(
+    rewards: torch.Tensor,
+    loss_mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    discount: tuple[float, torch.Tensor | None],
+    observation: str,
+    *how: Any,
+) -> torch.Tensor:
+    """Return what `discounted_returns` does with a ``loss_mask``; arguments are checked."""
+    returns: torch.Tensor = torch.ops.trajpack.gae(
+        rewards.contiguous(), None, loss_mask.contiguous(), cu_seqlens.contiguous(),
+        *discount, 1.0, None, None, observation, *how,
+    )[0]  # fmt: skip
+    return returns
 
 
 def _scan(tensors: Sequence[torch.Tensor | None], rates: Rates, *rest: Any) -> Scan:

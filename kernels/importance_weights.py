@@ -97,7 +97,7 @@ def importance_weights(
         Levels, bounds and rejection: verl ``rollout_corr_helper.py``. The geometric ratio: GSPO,
         arXiv 2507.18071. The rules: `Correction`.
     """
-    _check(logprobs, rollout_logprobs, loss_mask, correction)
+    check_weighed(logprobs, rollout_logprobs, loss_mask, correction)
     spans, slots = _segments(correction, loss_mask, segments, segment_ids)
     if correction.needs_segments:
         loss_mask = loss_mask & (slots < _num_segments(spans))
@@ -222,12 +222,13 @@ def _num_segments(segments: torch.Tensor) -> int:
     return segments.shape[0] - (segments.ndim == 1)
 
 
-def _check(
+def check_weighed(
     logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
     correction: Correction,
 ) -> None:
+    """Raise unless the inputs over tokens fit together; the errors of `importance_weights`."""
     if not isinstance(correction, Correction):
         raise TypeError(f"{OP}: correction must be a Correction, got {correction!r}")
     check_tensor(OP, "logprobs", logprobs, ndim=1, dtypes=DTYPES)

@@ -78,6 +78,13 @@ def kl_penalty(
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"{OP}: estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
     _check_clamp(clamp)
+    return estimate(logprobs, ref_logprobs, estimator, clamp).float()
+
+
+def estimate(
+    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str, clamp: float | None
+) -> torch.Tensor:
+    """Return what `kl_penalty` does, in float64; arguments are checked."""
     x = logprobs.double() - ref_logprobs.double()
     if estimator == "k2":
         x = x.clamp(*_NEAR["k2"])
@@ -85,9 +92,7 @@ def kl_penalty(
     elif estimator == "k3":
         x = x.clamp(*_NEAR["k3"])
         x = torch.expm1(-x) + x
-    if clamp is not None:
-        x = x.clamp(-clamp, clamp)
-    return x.float()
+    return x if clamp is None else x.clamp(-clamp, clamp)
 
 
 def _check_clamp(clamp: float | None) -> None:

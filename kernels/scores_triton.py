@@ -25,7 +25,7 @@ def scores_kernel(
     while done < longest:
         score += tl.load(turn_rewards + begin + done, mask=begin + done < end, other=0.0)
         done += 1
-    score = tl.minimum(tl.maximum(score, -clip), clip)
+    score = tl.where(score > clip, clip, tl.where(score < -clip, -clip, score))  # NaN stays
     tl.store(scores + segment, score, mask=exists)
     first = tl.load(cu_generated + begin, mask=exists, other=0)
     past = tl.load(cu_generated + end, mask=exists, other=0)

@@ -54,7 +54,8 @@ def segment_sum(
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or ``max_seqlen`` is negative. On the host,
             where segments can be read for nothing, also if they leave the entries or end
-            before they begin. On a device they are not read: what lies outside is left out.
+            before they begin. On a device they are not read: what lies outside is left out, and
+            results of boundaries that decrease are arbitrary.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096, where there are at most 8,192 entries,
     and for spans, each of which one warp then walks from its start, however long; else two, and

@@ -105,7 +105,7 @@ def bounds_of_rows(segments, num_entries, num_segments, stride, ROWS: tl.constex
     begin = tl.load(bounds, mask=row < num_segments, other=0)
     end = tl.load(bounds + 1, mask=row < num_segments, other=0)
     begin = tl.maximum(begin, 0)  # inside, whatever boundaries say
-    return row, begin, tl.maximum(tl.minimum(end, num_entries) - begin, 0)
+    return row, begin, tl.maximum(tl.minimum(end, num_entries), begin) - begin
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def chunk_partials_kernel(
     segment = find_segments(cu_seqlens, low, high, position, 1)
     begin = tl.maximum(tl.load(cu_seqlens + segment), 0)
     end = tl.minimum(tl.load(cu_seqlens + segment + 1), num_entries)
-    left = tl.maximum(end - position - begin % CHUNK, 0)
+    left = tl.maximum(tl.maximum(end, position) - position - begin % CHUNK, 0)
     left = tl.where(exists & (begin < position), left, 0)
     first = position.to(tl.int64) + begin % CHUNK
     lanes, counted = reduce_chunk(

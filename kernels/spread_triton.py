@@ -70,6 +70,6 @@ def spread_forward(
             spread_kernel[(chunks,)](
                 turn_ids, cu_turns, spans, rows, steps, others, room, second, partials,
                 num_tokens, cu_turns.shape[0] - 1, weight, CHUNK=CHUNK,
-                **launch_on("whiten", rows.get_device()).options,
+                **launch_on("spread_kernel", rows.get_device()).options,
             )  # fmt: skip
     return room[:num_tokens], second[:num_tokens], partials

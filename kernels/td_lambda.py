@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.gae import gae
+from trajpack.kernels.gae import advantages_and_returns
 from trajpack.kernels.observations import Observation
 
 
@@ -42,8 +42,6 @@ def td_lambda(  # noqa: PLR0913 - a convention is an argument
     Reference:
         Sutton and Barto, Reinforcement Learning, 2nd edition, equation 12.18.
     """
-    _, returns = gae(
-        rewards, values, cu_seqlens, gamma=gamma, lam=lam, loss_mask=loss_mask,
-        observation=observation, bootstrap=bootstrap, impl=impl, max_seqlen=max_seqlen,
-    )  # fmt: skip
-    return returns
+    rates = gamma, lam
+    rest = loss_mask, observation, bootstrap, impl, max_seqlen
+    return advantages_and_returns("td_lambda", (rewards, values, cu_seqlens), rates, *rest)[1]

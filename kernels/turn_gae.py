@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.gae import gae
+from trajpack.kernels.gae import advantages_and_returns
 from trajpack.kernels.scan_inputs import check_tokens
 from trajpack.kernels.validation import check_device, check_tensor
 
@@ -49,7 +49,7 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree.
 
-    Cost: that of `trajpack.kernels.gae`, and about ten elementwise launches that find the turns.
+    Cost: that of `trajpack.kernels.gae`, and about fifteen small launches that find the turns.
     No copy, no host synchronisation.
 
     Example:
@@ -74,9 +74,9 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         )
     generated = turn_ids >= 0
     opens = generated & _differs_from_before(turn_ids, cu_seqlens)
-    advantages, returns = gae(
-        rewards, values, cu_seqlens, gamma=gamma, lam=lam, loss_mask=opens,
-        bootstrap=bootstrap, impl=impl, max_seqlen=max_seqlen,
+    advantages, returns = advantages_and_returns(
+        "turn_gae", (rewards, values, cu_seqlens), (gamma, lam),
+        opens, "carry", bootstrap, impl, max_seqlen,
     )  # fmt: skip
     if not rewards.shape[0]:
         return advantages, returns

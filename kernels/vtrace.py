@@ -46,8 +46,8 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         advantageₜ = min(w, advantage_rho_clip)·(rₜ + γ·targetₜ₊₁ - vₜ)
 
     with ``S = 0`` and ``v = bootstrap`` (0 without) past the last token. Where both policies
-    are the same this is GAE with λ = 1. A token that was not generated has ``w = 1``; what
-    else it is, says ``observation``.
+    are the same this is GAE with λ = 1. A token that was not generated weighs 1, whatever
+    the clips; what else it is, says ``observation``.
 
     Args:
         rewards: ``[tokens]`` float32 or float64.

@@ -132,7 +132,7 @@ def _of_groups(
         steps, weight = _step_advantages(batch, estimator, inputs, impl), estimator.step_weight
     spread = spread_of_trajectories(turns_of(batch), rows, steps, weight, impl)
     whitened = isinstance(estimator, group_estimators.ReinforcePlusPlusBaseline)
-    counted = _counted(batch, estimator, impl) if whitened or drops else None
+    counted = _counted(batch, estimator, impl, members) if drops else None
     if counted is None and (all_reduce is None or not whitened):
         advantages, moments = finish_spread(spread, batch.loss_mask, whitened, impl)
         return Credit(advantages, batch.returns, moments)
@@ -229,11 +229,13 @@ def _members(batch: PackedBatch, impl: str, clip: float = float("inf")) -> Score
     )  # fmt: skip
 
 
-def _counted(batch: PackedBatch, estimator: estimators.Estimator, impl: str) -> torch.Tensor | None:
+def _counted(
+    batch: PackedBatch, estimator: estimators.Estimator, impl: str, members: Scores | None = None
+) -> torch.Tensor | None:
     """Return which tokens count, or ``None`` if all that were generated do."""
     if estimator.truncated != "mask":
         return None
-    valid = _members(batch, impl).valid.float()
+    valid = (_members(batch, impl) if members is None else members).valid.float()
     return spread_of_trajectories(turns_of(batch), valid, None, 0.0, impl).rows > 0
 
 

@@ -92,8 +92,11 @@ def turns_of(batch: PackedBatch) -> Turns:
 
 
 def is_padded(batch: PackedBatch) -> bool:
-    """Return whether the batch is one of fixed size, which its host values do not describe."""
-    return batch.cu_turns.shape[0] != len(batch.ids) + 1
+    """Return whether the batch is one of fixed size, which its host values do not describe.
+
+    Such a one has more sequences than turns: the padding's, if it is an empty one.
+    """
+    return batch.cu_seqlens.shape[0] > batch.num_turns + 1
 
 
 def num_groups_of(batch: PackedBatch) -> int:
@@ -111,8 +114,8 @@ def pieces_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple
     num_positions = batch.num_tokens if is_padded(batch) else batch.num_generated
     if observation_of(estimator) not in PASSING:
         begins, num_positions = batch.turn_begin, batch.num_tokens
-        sizes = (spans[:, 1] - begins).cumsum(0, dtype=torch.int32)
-        cu_positions = torch.cat([sizes.new_zeros(1), sizes])
+        cu_positions = torch.zeros_like(batch.cu_generated)
+        torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
     truncated = batch.turn_truncated if estimator.truncated == "bootstrap" else None
     return Pieces(cu_positions, begins, spans, batch.turn_rewards, truncated), num_positions
 

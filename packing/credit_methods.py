@@ -61,8 +61,10 @@ class CreditMethods:
             TypeError: If an input is of a wrong type.
             ValueError: If one has a wrong shape or device, is missing, or would go unnoticed.
 
-        Cost: at most four launches (six where tokens between generated ones are steps, eight where
-            cut-off trajectories are masked, `GiGPO` more); no copy, no synchronisation.
+        Cost: at most four launches, metrics included; up to seven where tokens between generated
+        ones are steps, eleven where cut-off trajectories are masked, and four more with
+        ``all_reduce``; `GiGPO`, which numbers its states by sorting, 26. No copy, no
+        synchronisation.
         """
         from trajpack.packing.credit import with_advantages  # which itself needs this class
         from trajpack.packing.credit_inputs import Inputs
@@ -137,11 +139,12 @@ class CreditMethods:
         Cost: that of `trajpack.kernels.importance_weights`, and ten small launches where the
         segments are trajectories. No copy, no synchronisation.
         """
-        from trajpack.kernels.importance_weights import importance_weights
+        from trajpack.kernels.importance_weights import check_weighed, importance_weights
 
         batch = self._batch
         if per not in ("trajectory", "turn"):
             raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
+        check_weighed(logprobs, batch.rollout_logprobs, batch.loss_mask, correction)
         if per == "turn" or not correction.needs_segments:
             return importance_weights(
                 logprobs, batch.rollout_logprobs, batch.loss_mask, correction,

@@ -51,6 +51,11 @@ DEVICE_CONTESTS = {
     ),
     "build": lambda: build_job.build_contest("A: a", conversations(MULTI_TURN, SMALL), "cpu"),
     "returns": lambda: bench_kernels_gpu.returns_contest("A", LENGTHS, "cpu"),
+    "gae": lambda: bench_kernels_gpu.gae_contest("A", LENGTHS, "cpu"),
+    "gae, masked": lambda: bench_kernels_gpu.gae_contest("A", 50 * LENGTHS, "cpu", masked=True),
+    "groups": lambda: bench_kernels_gpu.groups_contest("A", (3, 4), "cpu"),
+    "segments": lambda: bench_kernels_gpu.segments_contest("A", LENGTHS, "cpu"),
+    "whiten": lambda: bench_kernels_gpu.whiten_contest("A", LENGTHS, "cpu"),
     "pad": lambda: bench_kernels_gpu.padding_contest(pad_job.pad_contest, "A", LENGTHS, "cpu"),
     "gather fields": lambda: gather_job.gather_contest(
         "A: a", conversations(MULTI_TURN, SMALL), "cpu"

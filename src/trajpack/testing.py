@@ -43,8 +43,11 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, name: str = "
 
 def assert_batches_equal(actual: PackedBatch, expected: PackedBatch) -> None:
     """Raise unless two batches agree in every field, bit for bit, wherever they live."""
+    tensors = actual.tensors()
+    if set(tensors) != set(expected.tensors()):
+        raise AssertionError(f"tensors: {set(tensors)} instead of {set(expected.tensors())}")
     for name, tensor in expected.tensors().items():
-        assert_same_bits(actual.tensors()[name], tensor, name)
+        assert_same_bits(tensors[name], tensor, name)
     if set(actual.fields) != set(expected.fields):
         raise AssertionError(f"fields: {set(actual.fields)} instead of {set(expected.fields)}")
     for name, field in expected.fields.items():

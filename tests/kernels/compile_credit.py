@@ -1,4 +1,4 @@
-"""Launches that make Triton compile the variants of the scans over tokens."""
+"""Launches that make Triton compile the variants of the kernels that give credit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 from trajpack.kernels.credit_scan import Limits, Pieces, Scan
 from trajpack.kernels.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.scores_triton import scores_forward
+from trajpack.kernels.spread import Turns
+from trajpack.kernels.spread_triton import spread_forward
 
 Launches = Iterator[tuple[str, Callable[[], Any]]]
 
@@ -18,7 +21,7 @@ def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
     """Every kind of scan, with and without what it may do without, by both regimes."""
     for label, scan in scans(cu_seqlens).items():
         before = None
-        if scan.kind == "vtrace":
+        if scan.kind == "vtrace" and scan.pieces is None:
             before = torch.zeros(99, dtype=torch.float64, device=scan.device)
         alone = scan.kind in ("next_values", "adjoint")
         dtype = torch.float64 if scan.kind == "next_values" else torch.float32
@@ -45,16 +48,30 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
     weighted = {"weights": (tokens, tokens), "limits": Limits(rho_clip=1.0)}
     return {
         "carry": gae,
-        "returns": gae._replace(values=None),
         "reset, float64, a rate each": gae._replace(
             rewards=tokens.double(), observation="reset", **rated
         ),
-        "compact, unaligned": gae._replace(rewards=torch.zeros(100)[1:].to(device), observation="compact"),
         "gradient": gae._replace(values=None, kind="adjoint"),
         "next values": gae._replace(kind="next_values"),
         "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
-        "pieces": of_pieces,
+        "pieces, vtrace": of_pieces._replace(kind="vtrace", **weighted),
         "pieces, k3": of_pieces._replace(
             kl=(tokens, tokens), estimator="k3", limits=Limits(kl_coefficient=0.1)
         ),
     }
+
+
+def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
+    """Scores of trajectories; and what turns or trajectories have, spread over their tokens."""
+    device = cu_turns.device
+    words = torch.zeros(64, dtype=torch.int32, device=device)
+    rows = torch.zeros(64, device=device)
+    turns = Turns(words, cu_turns, words.view(32, 2))
+    truncated = torch.zeros(32, dtype=torch.bool, device=device)
+    yield (
+        "turns",
+        partial(scores_forward, rows[:32].double(), truncated, words[:33], cu_turns, 1.0),
+    )
+    yield "trajectories", partial(spread_forward, turns, rows, None, None, 0.5)
+    yield "trajectories and steps", partial(spread_forward, turns, rows, rows, None, 0.5)
+    yield "turns", partial(spread_forward, turns, rows, None, rows, 0.5)

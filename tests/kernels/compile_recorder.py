@@ -28,11 +28,13 @@ from trajpack.kernels.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.gather_words_triton import gather_words_kernel
 from trajpack.kernels.group_advantages_triton import group_advantages_kernel
 from trajpack.kernels.pad_triton import pad_kernel, unpad_kernel
+from trajpack.kernels.scores_triton import scores_kernel
 from trajpack.kernels.segment_reduce_triton import (
     chunk_fold_kernel,
     chunk_partials_kernel,
     segment_reduce_kernel,
 )
+from trajpack.kernels.spread_triton import spread_kernel
 from trajpack.kernels.whiten_triton import (
     chunk_moments_kernel,
     merge_chunks_kernel,
@@ -53,9 +55,11 @@ KERNELS = (
     group_advantages_kernel,
     pad_kernel,
     unpad_kernel,
+    scores_kernel,
     segment_reduce_kernel,
     chunk_partials_kernel,
     chunk_fold_kernel,
+    spread_kernel,
     chunk_moments_kernel,
     merge_chunks_kernel,
     whiten_kernel,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from compile_credit import launches_of_scans
+from compile_credit import launches_of_scans, launches_of_spreads
 from compile_groups import launches_of_groups
 from compile_planted import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
@@ -47,6 +47,7 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_every_field(words, runs)
     yield from launches_of_every_row(cu_seqlens)
     yield from launches_of_scans(cu_seqlens)
+    yield from launches_of_spreads(cu_seqlens)
     yield from launches_of_groups(returns)
     yield from launches_of_segments(cu_seqlens)
     yield from launches_of_whitening(returns)

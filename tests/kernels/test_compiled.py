@@ -37,9 +37,51 @@ REGISTERS = {
     ("unpad_kernel", "80"): 128,  # four blocks
     ("unpad_kernel", "90"): 128,
     ("unpad_kernel", "gfx942"): 168,  # three waves
+    ("walk_kernel", "80"): 80,  # six blocks of 128 threads; ptxas is held to it
+    ("walk_kernel", "90"): 80,
+    ("walk_kernel", "gfx942"): 128,  # four waves
+    ("block_steps_kernel", "80"): 72,  # seven blocks
+    ("block_steps_kernel", "90"): 72,
+    ("block_steps_kernel", "gfx942"): 96,
+    ("block_states_kernel", "80"): 80,  # six blocks
+    ("block_states_kernel", "90"): 80,
+    ("block_states_kernel", "gfx942"): 112,
+    ("group_advantages_kernel", "80"): 128,  # two blocks of 256 threads; ptxas is held to it
+    ("group_advantages_kernel", "90"): 128,
+    ("group_advantages_kernel", "gfx942"): 72,
+    ("segment_reduce_kernel", "80"): 40,
+    ("segment_reduce_kernel", "90"): 40,
+    ("segment_reduce_kernel", "gfx942"): 64,
+    ("chunk_partials_kernel", "80"): 40,
+    ("chunk_partials_kernel", "90"): 40,
+    ("chunk_partials_kernel", "gfx942"): 64,
+    ("chunk_fold_kernel", "80"): 40,
+    ("chunk_fold_kernel", "90"): 40,
+    ("chunk_fold_kernel", "gfx942"): 64,
+    ("chunk_moments_kernel", "80"): 112,  # two blocks of 256 threads
+    ("chunk_moments_kernel", "90"): 112,
+    ("chunk_moments_kernel", "gfx942"): 128,
+    ("merge_chunks_kernel", "80"): 112,
+    ("merge_chunks_kernel", "90"): 112,
+    ("merge_chunks_kernel", "gfx942"): 128,
+    ("whiten_kernel", "80"): 112,
+    ("whiten_kernel", "90"): 112,
+    ("whiten_kernel", "gfx942"): 128,
+    ("whiten_by_sums_kernel", "80"): 112,
+    ("whiten_by_sums_kernel", "90"): 112,
+    ("whiten_by_sums_kernel", "gfx942"): 128,
+    ("spread_kernel", "80"): 128,  # two blocks of 256 threads
+    ("spread_kernel", "90"): 128,
+    ("spread_kernel", "gfx942"): 128,
+    ("scores_kernel", "80"): 64,
+    ("scores_kernel", "90"): 64,
+    ("scores_kernel", "gfx942"): 64,
 }
 MORE_REGISTERS = {("3.6.0", "build_kernel", "gfx942"): 72}
 """Where one version takes more: past 2 GiB, seven waves instead of eight."""
+
+MOST_SCALARS_SPILLED = {"walk_kernel": 24, "block_steps_kernel": 24, "block_states_kernel": 24}
+"""On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel",)
@@ -93,7 +135,10 @@ def test_every_kernel_is_compiled(compiled: Any, target: str) -> None:
 
 def test_no_thread_spills_or_has_a_stack(variants: list[Variant]) -> None:
     for variant in variants:
-        assert set(variant["memory_of_a_thread"].values()) == {0}, variant
+        memory = dict(variant["memory_of_a_thread"])
+        scalars = MOST_SCALARS_SPILLED.get(variant["kernel"], 0)
+        assert memory.pop("sgpr_spill_count", 0) <= scalars, variant
+        assert set(memory.values()) == {0}, variant
 
 
 def test_registers_stay_under_the_ceiling(compiled: Any, variants: list[Variant]) -> None:

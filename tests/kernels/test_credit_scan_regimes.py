@@ -39,8 +39,10 @@ def _small_blocks() -> Iterator[None]:
 
 
 def random_masks(lengths: list[int], seed: int = 0) -> list[str]:
+    """Return masks; every second one is context for more than a block."""
     rng = np.random.default_rng(seed)
-    return ["".join(rng.choice(["g", "g", "."], length)) for length in lengths]
+    letters = [["g", "g", "."], ["g", *["."] * 12]]
+    return ["".join(rng.choice(letters[index % 2], length)) for index, length in enumerate(lengths)]
 
 
 def scan_of(batch: Batch, kind: str, observation: str, slack: int = 0) -> Scan:

@@ -17,10 +17,8 @@ from trajpack.kernels import segment_reduce_triton
 from trajpack.kernels.segment_reduce import segment_max, segment_mean, segment_sum
 from trajpack.kernels.segment_reduce_reference import segment_reduce_reference
 from trajpack.kernels.segment_reduce_triton import (
-    FEWEST_ENTRIES,
     chunk_fold,
     chunk_partials,
-    segment_reduce_forward,
     segment_rows,
 )
 from trajpack.testing import assert_same_bits, boundaries
@@ -279,35 +277,3 @@ def test_both_regimes_give_the_same_bits_at_full_size(name: str) -> None:
     lengths = [2048 + 5, 100, 2048]
     x = entries_of(sum(lengths), torch.float64)
     assert_regimes_agree(x, boundaries(lengths), mask_of(len(x)), name)
-
-
-@pytest.mark.parametrize(
-    ("entries", "max_seqlen", "is_spans", "launched"),
-    [
-        (FEWEST_ENTRIES, None, False, ["rows"]),
-        (FEWEST_ENTRIES + 1, None, False, ["partials", "fold"]),
-        (FEWEST_ENTRIES + 1, 4096, False, ["rows"]),
-        (FEWEST_ENTRIES + 1, 4097, False, ["partials", "fold"]),
-        (FEWEST_ENTRIES, 4097, False, ["rows"]),
-        (FEWEST_ENTRIES + 1, None, True, ["rows"]),
-    ],
-)
-def test_the_bound_decides_what_is_launched(
-    monkeypatch: pytest.MonkeyPatch,
-    entries: int,
-    max_seqlen: int | None,
-    is_spans: bool,
-    launched: list[str],
-) -> None:
-    calls: list[str] = []
-
-    def record(name: str) -> tuple[None, None]:
-        calls.append(name.split("_")[1])
-        return None, None
-
-    for name in ("segment_rows", "chunk_partials", "chunk_fold"):
-        monkeypatch.setattr(segment_reduce_triton, name, lambda *_, n=name: record(n))
-    segments = torch.zeros((1, 2) if is_spans else 2, dtype=torch.int32)
-    x = torch.zeros(entries)
-    segment_reduce_forward(x, segments, None, torch.zeros(1), "sum", max_seqlen)
-    assert calls == launched

@@ -25,10 +25,7 @@ EVERY: dict[str, Any] = {
     "GAE, whitened": estimators.GAE(0.99, 0.95, whiten=True),
     "TurnGAE": estimators.TurnGAE(0.9, 0.8),
     "TurnGAE, whitened": estimators.TurnGAE(0.9, 0.8, whiten=True),
-    **{
-        f"VTrace, {o}": estimators.VTrace(0.9, 0.8, 0.9, 0.7, 1.2, o)
-        for o in OBSERVATIONS
-    },
+    **{f"VTrace, {o}": estimators.VTrace(0.9, 0.8, 0.9, 0.7, 1.2, o) for o in OBSERVATIONS},
     **{
         f"ReinforcePlusPlus, {o}": estimators.ReinforcePlusPlus(0.9, o, whiten=o == "ignore")
         for o in OBSERVATIONS
@@ -105,9 +102,7 @@ def given_beside(trajectories: Sequence[Trajectory], seed: int = 0) -> Given:
     def normal(num: int, mean: float = 0.0) -> list[float]:
         return rng.normal(mean, 1.0, num).astype(np.float32).tolist()
 
-    values, logprobs, refs = (
-        [normal(size, mean) for size in sizes] for mean in (0.0, -1.0, -1.0)
-    )
+    values, logprobs, refs = ([normal(size, mean) for size in sizes] for mean in (0.0, -1.0, -1.0))
     num = len(trajectories)
     states = rng.integers(-1, 3, len(sizes)).tolist()
     return Given(values, logprobs, refs, normal(num), normal(num), states)
@@ -146,9 +141,9 @@ def generated(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def small_scans() -> Iterator[None]:
-    """Let Triton's scans cut what is short: the interpreter takes entries one by one."""
+def small_scans(fewest: int = 16) -> Iterator[None]:
+    """Let Triton's scans be cut where they pass ``fewest`` entries: the interpreter is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in (("BLOCK", 16), ("LONGEST_WALK", 24), ("FEWEST_ENTRIES", 64)):
+        for name, size in (("BLOCK", 16), ("LONGEST_WALK", 8), ("FEWEST_ENTRIES", fewest)):
             patch.setattr(credit_scan_triton, name, size)
         yield

@@ -86,7 +86,7 @@ def steps_of(trajectory: Trajectory, estimator: Any, given: Given) -> list[list[
         policy = logprobs[context:]
         if estimator.kl is not None:
             paired = zip(reward, policy, refs[context:], strict=True)
-            reward = [r - penalty_of(estimator.kl, ours, ref) for r, ours, ref in paired]
+            reward[:] = [r - penalty_of(estimator.kl, ours, ref) for r, ours, ref in paired]
         ratios = [math.exp(now - then) for now, then in zip(policy, sampled, strict=True)]
         seen = [Step(False, 0.0, value, 1.0) for value in values[:context]]
         made = zip(reward, values[context:], ratios, strict=True)

@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import json
 import os
@@ -37,46 +36,6 @@ def test_a_saved_batch_is_loaded_exactly(tmp_path, layout):
     loaded = PackedBatch.load(tmp_path / "batch.safetensors")
     assert_batches_equal(batch, loaded)
     assert loaded.unpack() == some_trajectories()
-
-
-def test_credit_is_none_until_it_is_assigned():
-    for batch in (pack([]), pack(some_trajectories(), device="meta")):
-        assert (batch.advantages, batch.metrics, batch.metric_names) == (None, None, ())
-        assert not {"advantages", "metrics"} & {*batch.tensors(), *batch.host_values()}
-
-
-@pytest.mark.parametrize("layout", ["merged", "turns"])
-def test_credit_goes_wherever_a_batch_goes(tmp_path, layout):
-    deferred = pack(some_trajectories(), layout=layout)
-    batch = with_credit(deferred)
-    assert deferred.advantages is None
-    assert list(batch.tensors())[-2:] == ["advantages", "metrics"]
-    batch.save(tmp_path / "batch.safetensors")
-    for copied in (
-        PackedBatch.load(tmp_path / "batch.safetensors"),
-        pickle.loads(pickle.dumps(batch)),
-        copy.deepcopy(batch),
-        batch.to("cpu"),
-    ):
-        assert_batches_equal(copied, batch)
-        assert copied.metric_names == ("clip", "kl")
-        assert copied.unpack() == some_trajectories()
-    moved = batch.to("meta")
-    assert moved.advantages.is_meta
-    assert moved.metrics.dtype == torch.float64
-    assert dataclasses.replace(batch, advantages=None).to("meta").advantages is None
-
-
-def test_advantages_alone_are_saved_and_loaded(tmp_path):
-    batch = dataclasses.replace(pack(some_trajectories()), advantages=torch.zeros(0))
-    batch.save(tmp_path / "wrong")
-    with pytest.raises(ValueError, match=r"advantages has shape \[0\], expected"):
-        PackedBatch.load(tmp_path / "wrong")
-    batch = dataclasses.replace(batch, advantages=torch.zeros(batch.num_tokens))
-    batch.save(tmp_path / "right")
-    loaded = PackedBatch.load(tmp_path / "right")
-    assert_batches_equal(loaded, batch)
-    assert loaded.metrics is None
 
 
 def test_an_empty_batch_is_saved_and_loaded(tmp_path):

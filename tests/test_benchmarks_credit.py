@@ -1,0 +1,78 @@
+"""The contests of credit assignment: every way agrees, what is wrong is found, and the goals."""
+
+import numpy as np
+import pytest
+
+from benchmarks.contest import OURS, race
+from benchmarks.goals import goals, lines
+from benchmarks.kernels import gae_job, gae_ways, groups_job
+from benchmarks.kernels.gae_one_lane import one_lane
+from benchmarks.kernels.gae_ways import GAMMA, LAM
+from benchmarks.promises import GAE, ONE_LANE
+
+LENGTHS = np.array([3, 1, 8, 5])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", [LENGTHS, 97 * LENGTHS, np.full(3, 256), np.array([1])])
+def test_every_way_of_gae_agrees(lengths, masked):
+    for entry in race(*gae_job.contest("small", lengths, masked=masked, rounds=1)):
+        assert entry.best or "not installed" in entry.note, entry
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_wrong_advantage_or_return_is_found(part, masked):
+    lengths = 60 * LENGTHS
+    contest, (ours, rival, *_) = gae_job.contest("small", lengths, masked=masked)
+    for contender, check in ((ours, ours.check), (rival, contest.check)):
+        result = [each.clone() for each in contender.work()]
+        check(result)
+        result[part][-1] += 0.01
+        generated = gae_job.inputs(lengths, masked=masked).generated
+        assert generated is None or generated[-1]
+        with pytest.raises(AssertionError):
+            check(result)
+
+
+def test_the_mask_of_gae_leaves_no_reward_where_systems_disagree():
+    given = gae_job.inputs(np.array([400, 100]), masked=True)
+    assert given.generated.tolist() == ([False] * 128 + [True] * 256 + [False] * 16) + [False] * 100
+    assert not given.rewards[~given.generated].any()
+    assert gae_ways.generated_lengths(given.generated, np.array([400, 100])).tolist() == [256, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (groups_job.groups_contest, (3, 4)),
+        (groups_job.segments_contest, LENGTHS),
+        (groups_job.whiten_contest, LENGTHS),
+    ],
+)
+def test_every_way_of_statistics_agrees(make, shape):
+    assert all(entry.best for entry in race(*make("small", shape, rounds=1)))
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 8, 5], [1] * 40, [2, 0, 3]])
+def test_a_lane_for_each_sequence_makes_the_same_advantages(lengths):
+    lengths = np.array(lengths)
+    given = gae_job.inputs(lengths)
+    expected = gae_job.reference(given, lengths)
+    gae_job.check_of(expected, None)(one_lane(*given[:3], GAMMA, LAM))
+
+
+def test_the_goals_of_gae_are_a_share_of_the_copy_and_times_a_lane_for_each_sequence():
+    def run(workload, share, lane_ms):
+        ours = {"contender": OURS, "of_copy": share, "cold_ms": 1.0}
+        entries = [ours, {"contender": ONE_LANE, "cold_ms": lane_ms}]
+        return {"job": GAE, "workload": workload, "entries": entries}
+
+    records = [
+        *(run("A: a", share, 9.0) for share in (0.79, 0.8)),
+        *(run("B: b", 0.1, lane_ms) for lane_ms in (4.9, 5.0, None)),
+        run("C: c", 0.1, 0.1),
+    ]
+    assert [goal.met for goal in goals(records)] == [False, True, False, True, None]
+    assert "gae 5 times as fast as a lane for each sequence" in lines(records)[2]
+    assert lines(records)[2].endswith("B: 4.9 times")

@@ -39,8 +39,8 @@ def state_behind(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
         pieces = source[3]
         goes_on = True
         if pieces is not None:  # noqa: SIM102 - the compiler takes one by one
-            if pieces[6] is not None:
-                goes_on = tl.load(pieces[6] + last) != 0
+            if len(pieces[6]) > 0:
+                goes_on = tl.load(pieces[6][0] + last) != 0
         value = tl.load(bootstrap + segment, mask=goes_on, other=0.0)
         state += gamma * value.to(tl.float64)
     return state

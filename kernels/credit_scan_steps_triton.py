@@ -77,11 +77,11 @@ def _kl(kl, at, generated, coefficient, clamp, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def read_token(
-    source, position, exists, first, last,
+    source, limits, position, exists, first, last,
     OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr,
 ):  # fmt: skip
     """Return token, whether it was generated, reward and value, 0 where it does not exist."""
-    rewards, values, loss_mask, pieces, kl, limits = source
+    rewards, values, loss_mask, pieces, kl = source
     coefficient, clamp, clip = limits[0], limits[1], limits[2]
     if pieces is None:
         at = position
@@ -95,7 +95,7 @@ def read_token(
     if kl is not None:
         reward -= _kl(kl, at, generated, coefficient, clamp, ESTIMATOR)
     if pieces is not None:  # noqa: SIM102 - the compiler takes one by one
-        if pieces[5] is not None:  # a turn is one action, its first token
+        if len(pieces[5]) > 0:  # a turn is one action, its first token
             generated = exists & (at == begin)
     value = tl.zeros_like(reward)
     if values is not None:
@@ -154,7 +154,7 @@ def _behind(
 
 @triton.jit
 def step_of(
-    source, weights, token, behind, exists, is_last, gamma, lam,
+    source, limits, weights, token, behind, exists, is_last, gamma, lam,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr,
 ):  # fmt: skip
     """Return gain and gift of tokens: ``x`` before one is ``gain * x + gift``."""
@@ -166,7 +166,6 @@ def step_of(
         gain = tl.zeros_like(reward)
         gift = gamma * value
     elif SCAN == VTRACE:
-        limits = source[5]
         ratio = clipped_ratio(weights, at, generated, limits[3])
         if OBSERVATION == RESET:
             behind = tl.where(generated, behind, 0.0)
@@ -227,27 +226,28 @@ def states_of_block(lanes, gains, gifts, state, BLOCK: tl.constexpr):
 
 @triton.jit
 def read_block(
-    source, weights, before, top, begin, end, first, last, gamma, lam, tail,
+    source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the tokens before ``top``, last one first, what is behind each, gains and gifts."""
     position = top - 1 - tl.arange(0, BLOCK)
     exists = position >= begin
-    token = read_token(source, position, exists, first, last, OBSERVATION, ESTIMATOR)
+    token = read_token(source, limits, position, exists, first, last, OBSERVATION, ESTIMATOR)
     behind = tl.zeros((BLOCK,), tl.float64)
     if SCAN == VTRACE:
         behind = _behind(
             source, before, position, exists, end, first, last, gamma, tail, OBSERVATION
         )
+    is_last = position == end - 1
     gain, gift = step_of(
-        source, weights, token, behind, exists, position == end - 1, gamma, lam, SCAN, OBSERVATION
+        source, limits, weights, token, behind, exists, is_last, gamma, lam, SCAN, OBSERVATION
     )
     return token, behind, gain, gift
 
 
 @triton.jit
 def write_block(
-    source, weights, outputs, token, behind, states, top, begin, gamma, lam,
+    source, limits, weights, outputs, token, behind, states, top, begin, gamma, lam,
     SCAN: tl.constexpr, OBSERVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put out what the tokens before ``top`` are given; ``states`` is ``x`` behind each."""
@@ -272,7 +272,6 @@ def write_block(
         if source[3] is not None:
             written = generated
         if SCAN == VTRACE:
-            limits = source[5]
             surprise = reward + behind - value
             advantage = clipped_ratio(weights, at, generated, limits[5]) * (surprise + states)
             target = value + clipped_ratio(weights, at, generated, limits[3]) * surprise

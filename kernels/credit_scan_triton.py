@@ -45,7 +45,7 @@ FEWEST_ENTRIES = 8192
 
 @triton.jit(do_not_specialize=["num_segments", "num_tokens"])
 def walk_kernel(
-    inputs, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_mask,
+    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_mask,
     num_segments, num_tokens, gamma: tl.float64, lam: tl.float64,
     kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
@@ -53,7 +53,6 @@ def walk_kernel(
 ):  # fmt: skip
     """Walk one segment, block after block from its end."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    source = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], limits)
     segment = tl.program_id(0)
     if segment < num_segments:
         gamma, lam = rates_of(rates, segment, gamma, lam)
@@ -63,14 +62,14 @@ def walk_kernel(
         top = end
         while top > begin:
             token, behind_each, gain, gift = read_block(
-                source, weights, before, top, begin, end, first, last, gamma, lam, tail,
+                source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
                 SCAN, OBSERVATION, ESTIMATOR, BLOCK,
             )  # fmt: skip
             lanes, gains, gifts, all_gain, all_gift = scan_block(gain, gift, BLOCK)
             states = states_of_block(lanes, gains, gifts, state, BLOCK)
             write_block(
-                source, weights, outputs, token, behind_each, states, top, begin, gamma, lam,
-                SCAN, OBSERVATION, BLOCK,
+                source, limits, weights, outputs, token, behind_each, states, top, begin, gamma,
+                lam, SCAN, OBSERVATION, BLOCK,
             )  # fmt: skip
             state = add_carry(all_gift, all_gain, state)
             top -= BLOCK
@@ -80,7 +79,7 @@ def walk_kernel(
 
 @triton.jit(do_not_specialize=["num_segments", "num_pieces"])
 def block_steps_kernel(
-    inputs, weights, before, steps, cu_seqlens, rates, bootstrap, num_segments, num_pieces,
+    source, weights, before, steps, cu_seqlens, rates, bootstrap, num_segments, num_pieces,
     gamma: tl.float64, lam: tl.float64,
     kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
@@ -88,7 +87,6 @@ def block_steps_kernel(
 ):  # fmt: skip
     """Work out what a block with another before it does to the state, for the block's window."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    source = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], limits)
     window = tl.program_id(0)
     segment, behind, exists = block_of_window(
         source, cu_seqlens, num_segments, num_pieces, window, BLOCK
@@ -99,7 +97,7 @@ def block_steps_kernel(
         tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
         top = end - behind * BLOCK
         _, _, gain, gift = read_block(
-            source, weights, before, top, begin, end, first, last, gamma, lam, tail,
+            source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
             SCAN, OBSERVATION, ESTIMATOR, BLOCK,
         )  # fmt: skip
         _, _, _, all_gain, all_gift = scan_block(gain, gift, BLOCK)
@@ -109,7 +107,7 @@ def block_steps_kernel(
 
 @triton.jit(do_not_specialize=["num_segments", "num_pieces", "num_windows", "num_tokens"])
 def block_states_kernel(
-    inputs, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_mask,
+    source, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_mask,
     num_segments, num_pieces, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
     kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
@@ -117,7 +115,6 @@ def block_states_kernel(
 ):  # fmt: skip
     """Put out one block: of a window, or, in later programs, the one that begins a segment."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    source = (inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], limits)
     program = tl.program_id(0)
     if program < num_windows + num_segments:
         if program < num_windows:
@@ -141,14 +138,14 @@ def block_states_kernel(
                 state = add_carry(gift, gain, state)
             top = end - behind * BLOCK
             token, behind_each, gain, gift = read_block(
-                source, weights, before, top, begin, end, first, last, gamma, lam, tail,
+                source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
                 SCAN, OBSERVATION, ESTIMATOR, BLOCK,
             )  # fmt: skip
             lanes, gains, gifts, _, _ = scan_block(gain, gift, BLOCK)
             states = states_of_block(lanes, gains, gifts, state, BLOCK)
             write_block(
-                source, weights, outputs, token, behind_each, states, top, begin, gamma, lam,
-                SCAN, OBSERVATION, BLOCK,
+                source, limits, weights, outputs, token, behind_each, states, top, begin, gamma,
+                lam, SCAN, OBSERVATION, BLOCK,
             )  # fmt: skip
     elif fill_mask is not None:
         tile = program - num_windows - num_segments
@@ -179,15 +176,16 @@ def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
 
 
 def _arguments(scan: Scan) -> tuple[Any, ...]:
-    """Return inputs and weights as the kernels take them."""
+    """Return source and weights as the kernels take them."""
     pieces = None
     if scan.pieces is not None:
         begins = scan.pieces.begins
-        by_turn = 1 if scan.by_turn else None
+        # tuples of nothing for what there is not: Triton 3.6 compares no tuple that holds a None
+        by_turn = (1,) if scan.by_turn else ()
         cut_off = scan.pieces.truncated
         pieces = (
             scan.pieces.cu_positions, begins, begins.stride(0), scan.pieces.spans,
-            scan.pieces.rewards, by_turn, None if cut_off is None else cut_off.view(torch.uint8),
+            scan.pieces.rewards, by_turn, () if cut_off is None else (cut_off.view(torch.uint8),),
         )  # fmt: skip
     masks = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
     return (scan.rewards, scan.values, masks, pieces, scan.kl), scan.weights
@@ -215,23 +213,23 @@ def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
     """Launch a program for each segment."""
-    inputs, weights = _arguments(scan)
+    source, weights = _arguments(scan)
     fill_mask, tiles = _fill(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
         walk_kernel[(scan.num_segments + tiles,)](
-            inputs, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
+            source, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
             scan.bootstrap, fill_mask, scan.num_segments, scan.num_tokens, **_options(scan),
         )  # fmt: skip
 
 
 def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     """Launch a program for each window; return float64 ``[windows, 2]``, where there is a block."""
-    inputs, weights = _arguments(scan)
+    source, weights = _arguments(scan)
     windows = triton.cdiv(scan.num_positions, BLOCK)
     steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
     with torch.cuda.device_of(scan.cu_seqlens):
         block_steps_kernel[(windows,)](
-            inputs, weights, before, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
+            source, weights, before, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
             scan.bootstrap, scan.num_segments, scan.num_pieces, **_options(scan),
         )  # fmt: skip
     return steps
@@ -241,12 +239,12 @@ def write_blocks(
     scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
 ) -> None:
     """Launch a program for each window and one for each segment, with the steps of the windows."""
-    inputs, weights = _arguments(scan)
+    source, weights = _arguments(scan)
     fill_mask, tiles = _fill(scan)
     windows = steps.shape[0]
     with torch.cuda.device_of(scan.cu_seqlens):
         block_states_kernel[(windows + scan.num_segments + tiles,)](
-            inputs, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
+            source, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
             scan.bootstrap, fill_mask, scan.num_segments, scan.num_pieces, windows,
             scan.num_tokens, **_options(scan),
         )  # fmt: skip

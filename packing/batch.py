@@ -249,13 +249,18 @@ class PackedBatch(CreditMethods):
 
         return load(path)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is of the size of a `StaticBatch`, with a sequence for the padding."""
+        return self.cu_seqlens.shape[0] > self.num_turns + 1  # which are no fewer than sequences
+
     def check_unpadded(self) -> None:
         """Raise where there are turns of no trajectory, as in a `StaticBatch`.
 
         Raises:
             ValueError: That names the way out.
         """
-        if self.cu_turns.shape[0] != len(self.ids) + 1:
+        if self.is_padded:
             raise ValueError("the batch is padded: take StaticBatch.unpadded()")
 
     def _values(self) -> dict[str, Any]:

@@ -108,9 +108,9 @@ def _of_tokens(
             return Credit(advantages, returns, moments)
         advantages = spread.rows
     if counted is not None:
-        advantages, returns = (torch.where(counted, rows, 0.0) for rows in (advantages, returns))
-    mask = batch.loss_mask if counted is None else counted
-    return _finish(advantages, returns, mask, estimator.whiten, all_reduce, impl)
+        advantages = torch.where(counted, advantages, 0.0)
+    found = advantages, returns, batch.loss_mask
+    return _finish(found, counted, estimator.whiten, all_reduce, impl)
 
 
 def _of_groups(
@@ -136,8 +136,8 @@ def _of_groups(
     if counted is None and (all_reduce is None or not whitened):
         advantages, moments = finish_spread(spread, batch.loss_mask, whitened, impl)
         return Credit(advantages, batch.returns, moments)
-    mask = batch.loss_mask if counted is None else counted
-    return _finish(spread.rows, batch.returns, mask, whitened, all_reduce, impl)
+    given = spread.rows, batch.returns, batch.loss_mask
+    return _finish(given, counted, whitened, all_reduce, impl)
 
 
 def _of_turn_returns(
@@ -152,19 +152,21 @@ def _of_turn_returns(
     counted = _counted(batch, estimator, impl)
     if counted is not None:
         advantages = torch.where(counted, advantages, 0.0)
-    mask = batch.loss_mask if counted is None else counted
-    return _finish(advantages, batch.returns, mask, estimator.whiten, all_reduce, impl)
+    given = advantages, batch.returns, batch.loss_mask
+    return _finish(given, counted, estimator.whiten, all_reduce, impl)
 
 
 def _finish(
-    advantages: torch.Tensor,
-    returns: torch.Tensor,
-    mask: torch.Tensor,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    counted: torch.Tensor | None,
     whitened: bool,
     all_reduce: AllReduce | None,
     impl: Any,
 ) -> Credit:
-    """Whiten, over all ranks if there are several, and measure."""
+    """Whiten, over all ranks if there are several, and measure; ``given`` ends with the mask."""
+    advantages, returns, mask = given
+    if counted is not None:
+        returns, mask = torch.where(counted, returns, 0.0), counted
     if not whitened:
         return Credit(advantages, returns, masked_moments(advantages, mask, impl=impl))
     if all_reduce is None:

@@ -91,17 +91,9 @@ def turns_of(batch: PackedBatch) -> Turns:
     return Turns(batch.turn_ids, batch.cu_turns, batch.turn_spans)
 
 
-def is_padded(batch: PackedBatch) -> bool:
-    """Return whether the batch is one of fixed size, which its host values do not describe.
-
-    Such a one has more sequences than turns: the padding's, if it is an empty one.
-    """
-    return batch.cu_seqlens.shape[0] > batch.num_turns + 1
-
-
 def num_groups_of(batch: PackedBatch) -> int:
     """Return a bound of the batch's groups that does not change with what it is filled with."""
-    return batch.cu_turns.shape[0] - 1 if is_padded(batch) else batch.num_groups
+    return batch.cu_turns.shape[0] - 1 if batch.is_padded else batch.num_groups
 
 
 def pieces_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple[Pieces, int]:
@@ -111,7 +103,7 @@ def pieces_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple
     then three small launches sum up how many they are.
     """
     spans, begins, cu_positions = batch.turn_spans, batch.turn_spans[:, 0], batch.cu_generated
-    num_positions = batch.num_tokens if is_padded(batch) else batch.num_generated
+    num_positions = batch.num_tokens if batch.is_padded else batch.num_generated
     if observation_of(estimator) not in PASSING:
         begins, num_positions = batch.turn_begin, batch.num_tokens
         cu_positions = torch.zeros_like(batch.cu_generated)

@@ -59,7 +59,8 @@ class CreditMethods:
 
         Raises:
             TypeError: If an input is of a wrong type.
-            ValueError: If one has a wrong shape or device, is missing, or would go unnoticed.
+            ValueError: If one has a wrong shape or device, is missing, or would go unnoticed;
+                ``values`` and ``logprobs`` may be given to all.
 
         Cost: at most four launches, metrics included; up to seven where tokens between generated
         ones are steps, eleven where cut-off trajectories are masked, and four more with
@@ -73,7 +74,11 @@ class CreditMethods:
         return with_advantages(self._batch, estimator, inputs, all_reduce, impl)
 
     def loss_weights(
-        self, aggregation: Aggregation, *, denominator: float | torch.Tensor | None = None
+        self,
+        aggregation: Aggregation,
+        *,
+        denominator: float | torch.Tensor | None = None,
+        truncated: Literal["keep", "mask"] = "keep",
     ) -> torch.Tensor:
         """Return weights with which a plain sum over tokens is the aggregated loss.
 
@@ -85,6 +90,8 @@ class CreditMethods:
                 ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
             denominator: In place of the number of tokens, trajectories or groups, where a batch is
                 spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
+            truncated: ``"mask"`` leaves trajectories out whose last turn was cut off: they have
+                weight 0 and count nowhere.
 
         Returns:
             float32 ``[tokens]``, 0 where not generated.
@@ -103,13 +110,16 @@ class CreditMethods:
         """
         from trajpack.kernels.loss_weights import loss_weights
 
-        return loss_weights(aggregation, **self._units(aggregation), denominator=denominator)
+        units = self._units(aggregation, truncated)
+        return loss_weights(aggregation, **units, denominator=denominator)
 
-    def loss_denominator(self, aggregation: Aggregation) -> torch.Tensor:
+    def loss_denominator(
+        self, aggregation: Aggregation, *, truncated: Literal["keep", "mask"] = "keep"
+    ) -> torch.Tensor:
         """Return this batch's share of the denominator of `loss_weights`, a 0-d int64 tensor."""
         from trajpack.kernels.loss_weights import loss_denominator
 
-        return loss_denominator(aggregation, **self._units(aggregation))
+        return loss_denominator(aggregation, **self._units(aggregation, truncated))
 
     def importance_weights(
         self,
@@ -151,32 +161,40 @@ class CreditMethods:
                 segments=batch.turn_spans, segment_ids=batch.turn_ids, impl=impl,
             )  # fmt: skip
         # what a trajectory generated may stand in several sequences: line it up
-        position = torch.arange(batch.num_generated, device=batch.device)
+        num_positions = batch.num_tokens if batch.is_padded else batch.num_generated
+        position = torch.arange(num_positions, device=batch.device)
         turn = torch.searchsorted(batch.cu_generated[1:].long(), position, right=True)
+        exists = turn < batch.num_turns
+        turn = turn.clamp(max=max(batch.num_turns - 1, 0))
         at = batch.turn_spans[turn, 0].long() + position - batch.cu_generated[turn]
+        at = torch.where(exists, at, 0)
         bounds = batch.cu_generated[batch.cu_turns.long()]
         weights, metrics = importance_weights(
-            logprobs[at], batch.rollout_logprobs[at], batch.loss_mask[at], correction,
+            logprobs[at], batch.rollout_logprobs[at], batch.loss_mask[at] & exists, correction,
             segments=bounds, impl=impl,
         )  # fmt: skip
-        return torch.zeros_like(batch.rollout_logprobs).index_copy(0, at, weights), metrics
+        out = torch.zeros(batch.num_tokens + 1, device=batch.device)
+        return out.index_copy_(0, torch.where(exists, at, batch.num_tokens), weights)[:-1], metrics
 
-    def _units(self, aggregation: str) -> dict[str, Any]:
-        """Return each token's trajectory, and each trajectory's group."""
+    def _units(self, aggregation: str, truncated: str) -> dict[str, Any]:
+        """Return what counts, each token's trajectory, and each trajectory's group."""
         batch = self._batch
-        if aggregation not in (
-            "sequence_mean_token_mean",
-            "sequence_mean_token_sum",
-            "prompt_mean",
-        ):
+        if truncated not in ("keep", "mask"):
+            raise ValueError(f"loss_weights: truncated must be 'keep' or 'mask', got {truncated!r}")
+        alone = aggregation in ("token_mean", "constant")
+        if alone and truncated == "keep":
             return {"loss_mask": batch.loss_mask}
         turn = torch.arange(batch.num_turns + 1, device=batch.device)  # and one of no trajectory
         trajectory = torch.searchsorted(batch.cu_turns[1:].long(), turn, right=True)
-        units: dict[str, Any] = {
-            "loss_mask": batch.loss_mask,
-            "sequence_ids": trajectory[batch.turn_ids.long()],
-            "num_sequences": batch.cu_turns.shape[0] - 1,
-        }
+        of_tokens = trajectory[batch.turn_ids.long()]
+        units: dict[str, Any] = {"loss_mask": batch.loss_mask}
+        if truncated == "mask" and batch.num_turns:
+            cut_off = batch.turn_truncated[(batch.cu_turns[1:].long() - 1).clamp(min=0)]
+            units["loss_mask"] = batch.loss_mask & ~torch.cat([cut_off, cut_off[:1]])[of_tokens]
+        if alone:
+            return units
+        num_trajectories = batch.cu_turns.shape[0] - 1
+        units |= {"sequence_ids": of_tokens, "num_sequences": num_trajectories}
         if aggregation == "prompt_mean":
-            units |= {"group_ids": batch.group_ids, "num_groups": batch.cu_turns.shape[0] - 1}
+            units |= {"group_ids": batch.group_ids, "num_groups": num_trajectories}
         return units

@@ -58,6 +58,9 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
         "pieces, k3": of_pieces._replace(
             kl=(tokens, tokens), estimator="k3", limits=Limits(kl_coefficient=0.1)
         ),
+        "pieces, by turn": of_pieces._replace(
+            by_turn=True, bootstrap=each, pieces=pieces._replace(truncated=mask[:8])
+        ),
     }
 
 

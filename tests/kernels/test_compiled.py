@@ -37,14 +37,14 @@ REGISTERS = {
     ("unpad_kernel", "80"): 128,  # four blocks
     ("unpad_kernel", "90"): 128,
     ("unpad_kernel", "gfx942"): 168,  # three waves
-    ("walk_kernel", "80"): 80,  # six blocks of 128 threads; ptxas is held to it
-    ("walk_kernel", "90"): 80,
+    ("walk_kernel", "80"): 96,  # five blocks of 128 threads; ptxas is held to it
+    ("walk_kernel", "90"): 96,
     ("walk_kernel", "gfx942"): 128,  # four waves
-    ("block_steps_kernel", "80"): 72,  # seven blocks
-    ("block_steps_kernel", "90"): 72,
+    ("block_steps_kernel", "80"): 80,  # six blocks
+    ("block_steps_kernel", "90"): 80,
     ("block_steps_kernel", "gfx942"): 96,
-    ("block_states_kernel", "80"): 80,  # six blocks
-    ("block_states_kernel", "90"): 80,
+    ("block_states_kernel", "80"): 96,
+    ("block_states_kernel", "90"): 96,
     ("block_states_kernel", "gfx942"): 112,
     ("group_advantages_kernel", "80"): 128,  # two blocks of 256 threads; ptxas is held to it
     ("group_advantages_kernel", "90"): 128,

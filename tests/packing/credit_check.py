@@ -44,12 +44,12 @@ def expected_of(
     )
     if over_tokens(estimator):
         advantages, returns = of_tokens(trajectories, estimator, given)
-        returns = np.where(counts, returns, 0.0).tolist()
     elif isinstance(estimator, group_estimators.GroupEstimator):
         advantages, returns = of_groups(trajectories, estimator, given, with_scores), of_turns
     else:
         advantages, returns = of_turns, of_turns
-    return np.where(counts, advantages, 0.0), np.array(counts, bool), np.array(returns)
+    advantages, returns = (np.where(counts, rows, 0.0) for rows in (advantages, returns))
+    return advantages, np.array(counts, bool), returns
 
 
 def whitened(advantages: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -41,20 +41,29 @@ def gae(  # noqa: PLR0913 - a convention is an argument
         δₜ = rₜ + γ·vₜ₊₁ - vₜ        Aₜ = δₜ + γλ·Aₜ₊₁        Rₜ = Aₜ + vₜ
 
     with ``A = 0`` and ``v = bootstrap`` (0 without) past the last token. What the tokens of
-    prompts and observations are to this is ``observation``, see
-    `trajpack.kernels.observations.Observation`; the systems in use disagree. In all of them
-    nothing crosses a sequence boundary, and a sequence's results are bitwise the same whatever
-    it is packed with.
+    prompts and observations are to this is ``observation``; the systems in use disagree. In all
+    of them nothing crosses a sequence boundary, and a sequence's results are bitwise the same
+    whatever it is packed with.
 
     Args:
         rewards: ``[tokens]`` float32 or float64.
-        values: ``[tokens]`` float32 or float64, of the state before each token.
+        values: ``[tokens]`` float32 or float64, of the state before each token: a causal critic's
+            output one token earlier. (bfloat16 is refused; say ``.float()``.)
         cu_seqlens: ``[sequences + 1]`` int32 boundaries: starts at 0, ends at ``tokens``, never
             decreases. Its values are not checked.
         gamma: Discount from one token to the next: one, or ``[sequences]``.
-        lam: λ of GAE: one, or ``[sequences]`` (length-adaptive, as in VAPO).
+        lam: λ of GAE: one, or ``[sequences]`` (length-adaptive, as in VAPO). A sequence is one
+            as packed: in layout ``"turns"`` each turn by itself.
         loss_mask: ``[tokens]`` bool, True where generated; all are without it.
-        observation: What a token that was not generated means.
+        observation: What a token that was not generated means:
+
+            - ``"carry"``: nothing; its reward is the last generated token's before it.
+            - ``"carry_drop"``: nothing, and its reward is lost (verl, NeMo-RL, AReaL).
+            - ``"compact"``: nothing; its reward counts on a sequence's last token alone (miles).
+            - ``"ignore"``: what a generated one does (slime, SkyRL, ROLL, TRL's PPO).
+            - ``"multiply"``: a step that discounts, with value and reward 0 (OpenRLHF).
+            - ``"reset"``: it ends what comes behind it and hands on its reward less its value
+              (open-instruct).
         bootstrap: ``[sequences]``: value of the state behind the last token, for sequences
             that were cut off; 0 for those that ended.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
@@ -86,7 +95,7 @@ def gae(  # noqa: PLR0913 - a convention is an argument
 
     Reference:
         Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage
-        Estimation, arXiv 1506.02438, equations 11 to 16.
+        Estimation, arXiv 1506.02438, equations 11 to 16. λ by length: VAPO, arXiv 2504.05118.
     """
     rates = gamma, lam
     rest = loss_mask, observation, bootstrap, impl, max_seqlen

@@ -177,7 +177,8 @@ def max_rl(
         tensor([ 2., -1., -1.,  0.,  0.])
 
     Reference:
-        MaxRL as in prime-rl's ``max_rl`` and SkyRL's ``maxrl``.
+        Maximum Likelihood Reinforcement Learning, as prime-rl's ``max_rl`` and SkyRL's ``maxrl``
+        implement it.
     """
     return group_advantages(
         scores, group_ids, num_groups=num_groups, scale="mean", singleton=singleton,
@@ -225,8 +226,8 @@ def grpo_pass_at_k(
 ) -> torch.Tensor:
     """Return the best score less the second best for the best of a group, and 0 for all others.
 
-    Where two members are best, that is 0 too, and so it is in a group of one, which verl
-    refuses. ``scale="std"`` divides by ``std + eps``, as verl does unless it is told not to.
+    If two tie for best, both get 0, and so does a group of one, which verl refuses.
+    ``scale="std"`` divides by ``std + eps``, as verl does unless it is told not to.
 
     Example:
         >>> scores = torch.tensor([3.0, 1.0, 0.0, 1.0, 1.0])

@@ -40,13 +40,19 @@ class Rejection:
 class Correction:
     """How importance ratios become weights.
 
-    Named ones: `tis`, `icepop`, `mis`.
+    Named ones: `tis`, `icepop`, `mis`. Level ``"segment"`` is what others call sequence level: a
+    segment is whatever `importance_weights` is given, a trajectory, a turn or a sequence.
 
     Example:
         >>> Correction.tis(2.0) == Correction(level="token", outside="truncate", high=2.0)
         True
         >>> Correction.icepop().outside
         'mask'
+
+    Reference:
+        Levels and windows: verl, ``rollout_corr_helper.py``. Truncation: Yao et al., Your
+        Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025. Masked tokens:
+        IcePop, arXiv 2510.18855. The geometric level: GSPO, arXiv 2507.18071.
     """
 
     level: Level = "token"

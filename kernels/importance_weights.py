@@ -47,11 +47,11 @@ def importance_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weigh tokens that the rollout's policy sampled as if the trainer's had sampled them.
 
-    A token's ratio is ``exp(logprobs - rollout_logprobs)``. At level ``"segment"`` it is that of
-    the sum of these logarithms over the segment's generated tokens, at level ``"geometric"`` of
-    their mean; in each case the logarithm is first brought within ±20. What becomes
-    of a ratio, `Correction` says. For turns, give ``turn_spans`` and ``turn_ids`` of a packed
-    batch; for sequences, ``cu_seqlens``.
+    A token's ratio is ``exp(logprobs - rollout_logprobs)``. At level ``"segment"``, which others
+    call sequence level, it is that of the sum of these logarithms over the segment's generated
+    tokens, at level ``"geometric"`` of their mean; in each case the logarithm is first brought
+    within ±20. What becomes of a ratio, `Correction` says. For turns, give ``turn_spans`` and
+    ``turn_ids`` of a packed batch; for sequences, ``cu_seqlens``.
 
     Args:
         logprobs: ``[tokens]`` float32 or float64: of the trainer's policy, before its update.
@@ -70,8 +70,9 @@ def importance_weights(
         weights: ``[tokens]`` float32: 0 where ``loss_mask`` is False. Constants: no gradient
             flows through them. A NaN in a ratio is outside every window, and stays NaN in a
             weight that is not masked or rejected.
-        metrics: ``[12]`` float64, named by `IMPORTANCE_METRICS`, over generated tokens (those
-            of a segment, where segments are needed); all 0 where there are none. The ratios are
+        metrics: ``[12]`` float64, named by ``IMPORTANCE_METRICS`` of the module
+            ``trajpack.kernels.importance_weights``, over generated tokens (those of a segment,
+            where segments are needed); all 0 where there are none. The ratios are
             those of ``correction.level``, before any bound; ``low_fraction`` and
             ``high_fraction`` are the tokens beyond the ends of its window. The effective sample
             size is ``(Σw)² / (n · Σw²)`` of the weights, in ``[0, 1]``; ``k1`` and ``k3``
@@ -81,10 +82,10 @@ def importance_weights(
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or a level of segments has none.
 
-    Cost: some sixty small launches over tokens, most of them for the metrics, and for levels of
-    segments thirty more and up to three reductions; ``torch.compile`` fuses them. Sums in
-    float64. No copy, no host synchronisation. Metrics are of this rank; means combine by
-    ``tokens``.
+    Cost: 55 to 95 small operations over tokens, most of them for the metrics, the most for levels
+    of segments; ``torch.compile`` fuses them. Sums in float64. No copy, no host synchronisation.
+    Metrics are of this rank, and so is the mean of ``Correction(normalize=True)``; the means
+    combine by ``tokens``.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -0.1, 0.0])

@@ -36,9 +36,10 @@ def kl_penalty(
         k2 = x² / 2         biased; never negative
         k3 = e⁻ˣ - 1 + x    unbiased; never negative
 
-    and the result kept within ``[-clamp, clamp]``, as AReaL and verl do. Of all tokens, those
-    that were not generated included: their log-probabilities mean nothing, so let
-    a ``loss_mask`` choose.
+    and the result kept within ``[-clamp, clamp]``, which biases all of them. AReaL clamps all
+    three; verl clamps k3 alone, which for k1 and k2 is ``clamp=None``. Of all tokens, those that
+    were not generated included: their log-probabilities mean nothing, so let a ``loss_mask``
+    choose.
 
     Args:
         logprobs: ``[tokens]`` float32 or float64, of the policy that sampled.

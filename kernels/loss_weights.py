@@ -59,7 +59,7 @@ def loss_weights(
             ranks of their `loss_denominator`, a number or a 0-d tensor, so that the losses of
             the ranks add up to that of the whole. (Where gradients are averaged over ranks,
             divide it by their number.) A sequence, or group, must then be on one rank.
-            ``"constant"`` needs it: Dr. GRPO's longest length times responses.
+            ``"constant"`` needs it: Dr. GRPO's is the longest length allowed times the responses.
 
     Returns:
         ``[tokens]`` float32, computed in float64: 0 where ``loss_mask`` is False, and
@@ -70,7 +70,7 @@ def loss_weights(
         ValueError: If shapes or devices disagree, an argument that the aggregation needs is
             missing, or a number is out of its range.
 
-    Cost: eight to thirty small launches over tokens and sequences; integers are counted with
+    Cost: up to 36 small operations over tokens and sequences; integers are counted with
     atomics, whose order changes nothing. No copy, no host synchronisation.
 
     Example:

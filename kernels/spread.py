@@ -35,14 +35,14 @@ class Spread(NamedTuple):
 
 
 def spread_of_trajectories(
-    turns: Turns, rows: torch.Tensor, steps: torch.Tensor | None, weight: float, impl: str
+    turns: Turns, rows: torch.Tensor | None, steps: torch.Tensor | None, weight: float, impl: str
 ) -> Spread:
     """Give each generated token its trajectory's row, and ``weight`` times its turn's step.
 
     Args:
         turns: Where they are.
-        rows: ``[trajectories]`` float32.
-        steps: ``[turns]`` float32, or ``None``.
+        rows: ``[trajectories]`` float32, or ``None``.
+        steps: ``[turns]`` float32, or ``None``; one of the two is there.
         weight: Of a step.
         impl: ``"torch"`` or ``"triton"``.
 
@@ -89,11 +89,13 @@ def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
         return spread_forward(Turns(turn_ids, cu_turns, spans), rows, steps, others, weight)
     if others is None:
-        turn = torch.arange(spans.shape[0], device=spans.device)
-        of_turns = _taken(rows, torch.searchsorted(cu_turns[1:].long(), turn, right=True))
+        of_turns = spans.new_zeros(spans.shape[0], dtype=torch.float32)
+        if rows is not None:
+            turn = torch.arange(spans.shape[0], device=spans.device)
+            of_turns = _taken(rows, torch.searchsorted(cu_turns[1:].long(), turn, right=True))
         if steps is not None:
             of_turns = of_turns + weight * steps
-        spread, other = _taken(of_turns, turn_ids.long()), rows.new_empty(0)
+        spread, other = _taken(of_turns, turn_ids.long()), of_turns.new_empty(0)
     else:
         spread, other = (
             _taken(_taken(table, spans[:, 0].long()), turn_ids.long()) for table in (rows, others)
@@ -113,6 +115,7 @@ def _taken(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     turn_ids, rows, others = inputs[0], inputs[3], inputs[5]
+    rows = inputs[4] if rows is None else rows
     spread = rows.new_empty(turn_ids.shape[0])
     other = rows.new_empty(0 if others is None else turn_ids.shape[0])
     return spread, other, rows.new_empty((5, 1), dtype=torch.float64)
@@ -135,7 +138,7 @@ def _fake_finish(
 
 
 LIBRARY.define(
-    "spread(Tensor turn_ids, Tensor cu_turns, Tensor spans, Tensor rows, Tensor? steps, "
+    "spread(Tensor turn_ids, Tensor cu_turns, Tensor spans, Tensor? rows, Tensor? steps, "
     "Tensor? others, float weight, str impl) -> (Tensor, Tensor, Tensor)"
 )
 LIBRARY.impl("spread", _run, "CompositeExplicitAutograd")

@@ -34,14 +34,15 @@ def spread_kernel(
     lowest = tl.min(tl.where(generated, turn, highest), 0)
     value = tl.zeros((CHUNK,), tl.float32)
     if others is None:
-        if highest >= 0:
-            low = find_segment(cu_turns, num_segments, lowest, 1)
-            high = find_segment(cu_turns, num_segments, highest, 1)
-            trajectory = find_segments(cu_turns, low, high, tl.maximum(turn, lowest), 1)
-            value = tl.load(rows + trajectory, mask=generated, other=0.0)
-            if steps is not None:
-                step = tl.load(steps + turn, mask=generated, other=0.0)
-                value = (value + weight * step).to(tl.float32)
+        if rows is not None:  # noqa: SIM102 - the compiler takes one by one
+            if highest >= 0:
+                low = find_segment(cu_turns, num_segments, lowest, 1)
+                high = find_segment(cu_turns, num_segments, highest, 1)
+                trajectory = find_segments(cu_turns, low, high, tl.maximum(turn, lowest), 1)
+                value = tl.load(rows + trajectory, mask=generated, other=0.0)
+        if steps is not None:
+            step = tl.load(steps + turn, mask=generated, other=0.0)
+            value = (value + weight * step).to(tl.float32)
     else:
         first = tl.load(spans + 2 * turn, mask=generated, other=0)
         value = tl.load(rows + first, mask=generated, other=0.0)
@@ -53,23 +54,23 @@ def spread_kernel(
 
 def spread_forward(
     turns: Turns,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     steps: torch.Tensor | None,
     others: torch.Tensor | None,
     weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch a program for each chunk; return the rows, the others, and the chunks' moments."""
     turn_ids, cu_turns, spans = turns
-    num_tokens = turn_ids.shape[0]
+    num_tokens, device = turn_ids.shape[0], turn_ids.device
     chunks = triton.cdiv(num_tokens, CHUNK)
-    room = torch.empty(chunks * CHUNK, dtype=torch.float32, device=rows.device)
-    second = torch.empty_like(room) if others is not None else rows.new_empty(0)
-    partials = torch.empty((5, chunks), dtype=torch.float64, device=rows.device)
+    room = torch.empty(chunks * CHUNK, dtype=torch.float32, device=device)
+    second = torch.empty_like(room) if others is not None else room.new_empty(0)
+    partials = torch.empty((5, chunks), dtype=torch.float64, device=device)
     if chunks:
-        with torch.cuda.device_of(rows):  # Triton launches on the current device
+        with torch.cuda.device_of(turn_ids):  # Triton launches on the current device
             spread_kernel[(chunks,)](
                 turn_ids, cu_turns, spans, rows, steps, others, room, second, partials,
                 num_tokens, cu_turns.shape[0] - 1, weight, CHUNK=CHUNK,
-                **launch_on("spread_kernel", rows.get_device()).options,
+                **launch_on("spread_kernel", turn_ids.get_device()).options,
             )  # fmt: skip
     return room[:num_tokens], second[:num_tokens], partials

@@ -27,7 +27,8 @@ def step_advantages(
 ) -> torch.Tensor:
     """Compare each step with those of all trajectories that were taken in the same state.
 
-    GiGPO's step advantage: steps of the same task and state form a group, and a step has
+    GiGPO's step advantage: steps of the same task and state form a group (the estimator
+    `trajpack.GiGPO` gives the trajectory's group as the task), and a step has
     ``(score - mean) / (std + eps)`` of its group. Its episode advantage is
     `trajpack.kernels.group_recipes.grpo` of the trajectories' scores; a step's advantage in all
     is the sum of both, this one with a weight.
@@ -35,9 +36,12 @@ def step_advantages(
     Args:
         step_scores: ``[steps]`` float32 or float64, what followed each step: the discounted
             returns of its trajectory from there on (`discounted_returns`).
-        task_ids: ``[steps]`` int32 or int64, any values: the task of the step's trajectory.
-        state_ids: ``[steps]`` int32 or int64, any values, such as hashes: the state that the step
-            was taken in. A step with a negative one is in no group: its advantage is 0.
+        task_ids: ``[steps]`` int32 or int64: the task of the step's trajectory, or its group of
+            responses to one prompt.
+        state_ids: ``[steps]`` int32 or int64: the state that the step was taken in, 0 or above,
+            such as ``zlib.crc32(text.encode())`` (as int64). A step with a negative one is in no
+            group: its advantage is 0. So Python's ``hash`` will not do: it is often negative,
+            and differs between processes.
         scale: ``"std"`` divides by the group's deviation, with one less than its size under the
             variance; ``"none"`` does not.
         eps: Added to the deviation; not negative.

@@ -46,12 +46,15 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         advantageₜ = min(w, advantage_rho_clip)·(rₜ + γ·targetₜ₊₁ - vₜ)
 
     with ``S = 0`` and ``v = bootstrap`` (0 without) past the last token. Where both policies
-    are the same this is GAE with λ = 1. A token that was not generated weighs 1, whatever
-    the clips; what else it is, says ``observation``.
+    are the same and no clip is below 1, the targets are the returns of GAE with the same λ; the
+    advantages are those of GAE for λ = 1 alone, since they look one target ahead whatever λ is.
+    A token that was not generated weighs 1, whatever the clips; what else it is, says
+    ``observation``.
 
     Args:
         rewards: ``[tokens]`` float32 or float64.
-        values: ``[tokens]`` float32 or float64, of the state before each token.
+        values: ``[tokens]`` float32 or float64, of the state before each token: a causal critic's
+            output one token earlier.
         cu_seqlens: ``[sequences + 1]`` int32 boundaries.
         logprobs: ``[tokens]``, of the policy that is trained.
         rollout_logprobs: ``[tokens]``, of the policy that sampled.
@@ -61,7 +64,7 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         c_clip: Largest weight of a trace (c̄): how far credit travels.
         advantage_rho_clip: Largest weight of an advantage.
         loss_mask: ``[tokens]`` bool, True where generated; all are without it.
-        observation: See `trajpack.kernels.observations.Observation`.
+        observation: What a token that was not generated means, see `trajpack.kernels.gae`.
         bootstrap: ``[sequences]``: value of the state behind the last token.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
         max_seqlen: See `trajpack.kernels.gae`.
@@ -75,8 +78,8 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         ValueError: If shapes or devices disagree, a clip is not positive, or an input requires
             a gradient where gradients are recorded.
 
-    Cost: twice the launches of `trajpack.kernels.gae`, and 8 bytes of scratch a token. No
-    copy, no host synchronisation.
+    Cost: two launches where `trajpack.kernels.gae` takes one, four where that takes two, and 8
+    bytes of scratch a token. No copy, no host synchronisation.
 
     Example:
         >>> rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.5])

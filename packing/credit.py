@@ -13,7 +13,12 @@ from trajpack.kernels.credit_of_turns import TokenInputs, credit_of_turns
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.moments import masked_moments, moment_sums
 from trajpack.kernels.scores import Scores, scores_of_trajectories
-from trajpack.kernels.spread import finish_spread, spread_of_trajectories, spread_of_turns
+from trajpack.kernels.spread import (
+    Spread,
+    finish_spread,
+    spread_of_trajectories,
+    spread_of_turns,
+)
 from trajpack.kernels.step_groups import step_advantages
 from trajpack.kernels.whiten import whiten, whiten_with_moments
 from trajpack.packing import estimators, group_estimators
@@ -131,12 +136,14 @@ def _of_groups(
     if isinstance(estimator, group_estimators.GiGPO):
         steps, weight = _step_advantages(batch, estimator, inputs, impl), estimator.step_weight
     spread = spread_of_trajectories(turns_of(batch), rows, steps, weight, impl)
+    fresh = batch.advantages is None
+    returns = batch.returns if fresh else _turn_returns(batch, impl).rows
     whitened = isinstance(estimator, group_estimators.ReinforcePlusPlusBaseline)
     counted = _counted(batch, estimator, impl, members) if drops else None
     if counted is None and (all_reduce is None or not whitened):
         advantages, moments = finish_spread(spread, batch.loss_mask, whitened, impl)
-        return Credit(advantages, batch.returns, moments)
-    given = spread.rows, batch.returns, batch.loss_mask
+        return Credit(advantages, returns, moments)
+    given = spread.rows, returns, batch.loss_mask
     return _finish(given, counted, whitened, all_reduce, impl)
 
 
@@ -146,14 +153,22 @@ def _of_turn_returns(
     all_reduce: AllReduce | None,
     impl: str,
 ) -> Credit:
-    advantages = batch.returns.clone()
-    if estimator.reward_clip is not None:
-        raise ValueError(f"{OP}: TurnReturns takes returns as packed; clip rewards before")
+    spread = _turn_returns(batch, impl)
     counted = _counted(batch, estimator, impl)
-    if counted is not None:
-        advantages = torch.where(counted, advantages, 0.0)
-    given = advantages, batch.returns, batch.loss_mask
-    return _finish(given, counted, estimator.whiten, all_reduce, impl)
+    if counted is None and not estimator.whiten:
+        advantages, moments = finish_spread(spread, batch.loss_mask, False, impl)
+        return Credit(advantages, advantages.clone(), moments)
+    if counted is None and all_reduce is None:
+        advantages, moments = finish_spread(spread, batch.loss_mask, True, impl)
+        return Credit(advantages, spread.rows, moments)
+    advantages = spread.rows if counted is None else torch.where(counted, spread.rows, 0.0)
+    found = advantages, spread.rows, batch.loss_mask
+    return _finish(found, counted, estimator.whiten, all_reduce, impl)
+
+
+def _turn_returns(batch: PackedBatch, impl: str) -> Spread:
+    """Return the turns' returns at their tokens, whatever the batch was credited with before."""
+    return spread_of_trajectories(turns_of(batch), None, batch.turn_returns, 1.0, impl)
 
 
 def _finish(

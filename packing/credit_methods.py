@@ -43,10 +43,11 @@ class CreditMethods:
 
         Args:
             estimator: Such as ``GAE(lam=0.95)`` or ``GRPO()``; it names every convention.
-            values: ``[tokens]`` floats, of the state before each token.
+            values: ``[tokens]`` floats, of the state before each token: what a causal critic puts
+                out one token earlier.
             ref_logprobs: ``[tokens]`` floats, of the reference that ``kl`` penalizes distance from.
-            logprobs: ``[tokens]`` floats, of the policy that is trained, before its update;
-                `rollout_logprobs` stand in for it in ``kl``.
+            logprobs: ``[tokens]`` floats, at each token's own index, of the policy that is trained,
+                before its update; `rollout_logprobs` stand in for it in ``kl``.
             bootstrap: ``[trajectories]`` floats, of the state behind the last token; read where the
                 last turn was cut off, if ``truncated="bootstrap"``.
             scores: ``[trajectories]`` floats in the place of summed rewards, for estimators that
@@ -62,10 +63,13 @@ class CreditMethods:
             ValueError: If one has a wrong shape or device, is missing, or would go unnoticed;
                 ``values`` and ``logprobs`` may be given to all.
 
-        Cost: at most four launches, metrics included; up to seven where tokens between generated
-        ones are steps, eleven where cut-off trajectories are masked, and four more with
-        ``all_reduce``; `GiGPO`, which numbers its states by sorting, 26. No copy, no
-        synchronisation.
+        Cost: three or four launches, metrics included, and six with ``scores``; up to seven where
+        tokens between generated ones are steps, six or seven more where cut-off trajectories are
+        masked, three or four more with ``all_reduce``, 26 for `GiGPO`, which numbers its states by
+        sorting, and one more where the batch was credited before. No copy, no synchronisation.
+
+        Reference:
+            Each estimator names its own.
         """
         from trajpack.packing.credit import with_advantages  # which itself needs this class
         from trajpack.packing.credit_inputs import Inputs
@@ -99,7 +103,10 @@ class CreditMethods:
         Raises:
             ValueError: See `trajpack.kernels.loss_weights`.
 
-        Cost: up to 35 small launches. No copy, no synchronisation.
+        Cost: up to 40 small launches. No copy, no synchronisation.
+
+        Reference:
+            `trajpack.kernels.loss_weights`.
 
         Example:
             >>> import trajpack
@@ -116,7 +123,24 @@ class CreditMethods:
     def loss_denominator(
         self, aggregation: Aggregation, *, truncated: Literal["keep", "mask"] = "keep"
     ) -> torch.Tensor:
-        """Return this batch's share of the denominator of `loss_weights`, a 0-d int64 tensor."""
+        """Return this batch's share of the denominator of `loss_weights`.
+
+        Args:
+            aggregation: As there, but for ``"constant"``, which has none.
+            truncated: As there.
+
+        Returns:
+            0-d int64 tensor: tokens, trajectories or groups that have tokens. The sum over ranks is
+            the ``denominator`` of each.
+
+        Raises:
+            ValueError: See `trajpack.kernels.loss_denominator`.
+
+        Cost: up to 30 small launches. No copy, no synchronisation.
+
+        Reference:
+            `trajpack.kernels.loss_weights`.
+        """
         from trajpack.kernels.loss_weights import loss_denominator
 
         return loss_denominator(aggregation, **self._units(aggregation, truncated))
@@ -140,14 +164,17 @@ class CreditMethods:
 
         Returns:
             Weights, float32 ``[tokens]``, 0 where not generated and the same in every layout; and
-            metrics, float64 ``[12]``, named by
-            `trajpack.kernels.importance_weights.IMPORTANCE_METRICS`.
+            metrics, float64 ``[12]``, named by ``IMPORTANCE_METRICS`` in the module
+            ``trajpack.kernels.importance_weights``.
 
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
 
         Cost: that of `trajpack.kernels.importance_weights`, and ten small launches where the
         segments are trajectories. No copy, no synchronisation.
+
+        Reference:
+            `trajpack.kernels.importance_weights`.
         """
         from trajpack.kernels.importance_weights import check_weighed, importance_weights
 

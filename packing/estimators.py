@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 from trajpack.kernels.kl_penalty import KL_ESTIMATORS, KLEstimator
@@ -18,9 +19,19 @@ Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
 """
 
 
+def check_rate(op: str, name: str, rate: float) -> None:
+    """Raise unless ``rate`` is a finite number, not negative."""
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        raise TypeError(f"{op}: {name} must be a number, got {rate!r}")
+    if not 0 <= rate < float("inf"):
+        raise ValueError(f"{op}: {name} must be finite and not negative, got {rate!r}")
+
+
 @dataclass(frozen=True)
 class KLPenalty:
     """A penalty for each generated token, subtracted from its reward.
+
+    Reference: `trajpack.kernels.kl_penalty`; in the reward as in InstructGPT, arXiv 2203.02155.
 
     Args:
         coefficient: What the estimate is multiplied by.
@@ -33,6 +44,7 @@ class KLPenalty:
     clamp: float | None = 10.0
 
     def __post_init__(self) -> None:
+        check_rate("KLPenalty", "coefficient", self.coefficient)
         if self.estimator not in KL_ESTIMATORS:
             known = ", ".join(repr(name) for name in KL_ESTIMATORS)
             raise ValueError(f"KLPenalty: estimator must be one of {known}, got {self.estimator!r}")
@@ -64,6 +76,9 @@ class Estimator:
             raise ValueError(f"{self.name}: truncated='bootstrap' needs an estimator over tokens")
         if self.reward_clip is not None:
             check_positive(self.name, "reward_clip", self.reward_clip)
+        for rate in ("gamma", "lam"):
+            if hasattr(self, rate):
+                check_rate(self.name, rate, getattr(self, rate))
 
     @property
     def name(self) -> str:
@@ -187,7 +202,7 @@ class ReinforcePlusPlus(TokenEstimator):
 
 @dataclass(frozen=True)
 class TurnReturns(Estimator):
-    """The return of a token's turn, as packed: rewards discounted backward over the turns.
+    """The return of a token's turn, `PackedBatch.turn_returns`: discounted over the turns.
 
     Args:
         whiten: Whether they are brought to mean 0 and standard deviation 1 over the batch.
@@ -198,3 +213,8 @@ class TurnReturns(Estimator):
 
     _: KW_ONLY
     whiten: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_clip is not None:
+            raise ValueError("TurnReturns: reward_clip cannot change returns as packed, got one")

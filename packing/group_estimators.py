@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from trajpack.packing.estimators import Estimator
+from trajpack.packing.estimators import Estimator, check_rate
 
 if TYPE_CHECKING:
     from trajpack.kernels.group_advantages import Singleton
@@ -16,8 +16,18 @@ class GroupEstimator(Estimator):
     """What estimators have that compare the trajectories of a group.
 
     A trajectory's score is the sum of its turns' rewards, undiscounted; each of its generated
-    tokens is given the trajectory's advantage.
+    tokens is given the trajectory's advantage. Its group is `Trajectory.group`; without one it is
+    a group of one.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        singleton, eps = getattr(self, "singleton", "raw"), getattr(self, "eps", 0.0)
+        if singleton not in ("raw", "zero"):
+            raise ValueError(f"{self.name}: singleton must be 'raw' or 'zero', got {singleton!r}")
+        if getattr(self, "scale", "std") not in ("std", "none"):
+            raise ValueError(f"{self.name}: scale must be 'std' or 'none', got {self.scale!r}")  # type: ignore[attr-defined]
+        check_rate(self.name, "eps", eps)
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,8 @@ class PassAtK(GroupEstimator):
 class GiGPO(GroupEstimator):
     """GRPO's advantage, and that of a turn among all turns from the same state.
 
-    Needs ``state_ids``. A turn's step score is its return, as packed.
+    Needs ``state_ids``. A turn's step score is `PackedBatch.turn_returns`; it is compared with
+    those of turns that were taken in the same state by trajectories of the same group.
 
     Args:
         step_weight: What the turn's advantage is multiplied by.
@@ -135,3 +146,8 @@ class GiGPO(GroupEstimator):
     step_weight: float = 1.0
     scale: Literal["std", "none"] = "std"
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_clip is not None:
+            raise ValueError("GiGPO: reward_clip cannot change the turns' returns, got one")

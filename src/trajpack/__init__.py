@@ -6,6 +6,7 @@ from types import ModuleType as _ModuleType
 import trajpack.agent
 import trajpack.kernels
 import trajpack.packing
+from trajpack.kernels.importance_rules import Correction, Rejection
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
 from trajpack.packing.estimators import (
@@ -39,6 +40,7 @@ __all__ = [
     "GRPO",
     "OPO",
     "RLOO",
+    "Correction",
     "DrGRPO",
     "GiGPO",
     "KLPenalty",
@@ -47,6 +49,7 @@ __all__ = [
     "PassAtK",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "Rejection",
     "StaticBatch",
     "TokenField",
     "Trajectory",

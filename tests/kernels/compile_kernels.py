@@ -9,6 +9,7 @@ specialises and compiles exactly what it would there.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -122,11 +123,13 @@ def refusal() -> str:
     return ""
 
 
-def main() -> None:
+def main(*targets: str) -> None:
+    """Measure all, variants for ``targets`` alone if any are named."""
+    asked = [pair for pair in enumerate(TARGETS) if not targets or str(pair[1].arch) in targets]
     measured = {
         "triton": triton.__version__,
         "refusal": refusal(),
-        "variants": [v for pair in enumerate(TARGETS) for v in measure_variants(*pair)],
+        "variants": [v for pair in asked for v in measure_variants(*pair)],
         "launches": list(measure_launches()),
         "returns": list(measure_returns()),
         "launches_on_meta": measure_launches_on_meta(),
@@ -135,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

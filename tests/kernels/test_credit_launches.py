@@ -35,8 +35,8 @@ LAUNCHES = {
     "TurnGAE, whitened": [*SCAN, "spread_kernel", "whiten_kernel"],
     "VTrace, carry": SCAN + MEASURE,
     "ReinforcePlusPlus": SCAN + WHITEN,
-    "TurnReturns": [*MEASURE, "aten::clone"],
-    "TurnReturns, whitened": [*WHITEN, "aten::clone"],
+    "TurnReturns": ["spread_kernel", "merge_chunks_kernel", "aten::clone"],
+    "TurnReturns, whitened": ["spread_kernel", "whiten_kernel"],
     "ReinforcePlusPlusBaseline": [*GROUP, "whiten_kernel"],
 }
 GROUPS = ["GRPO", "GRPO, zero", "DrGRPO", "RLOO", "OPO", "MaxRL", "GPG", "PassAtK", "PassAtK, std"]
@@ -116,7 +116,7 @@ MORE = {
     "tokens between turns that are steps": (EVERY["GAE, ignore"], 7),
     "such steps of V-trace": (EVERY["VTrace, reset"], 7),
     "groups, cut-off masked": (GRPO(truncated="mask"), 9),
-    "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 9),
+    "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 10),
     "a scan, cut-off masked": (GAE(truncated="mask"), 10),
     "turns, cut-off masked": (TurnGAE(truncated="mask"), 11),
     "step groups": (EVERY["GiGPO"], 26),

@@ -96,7 +96,7 @@ def test_the_kernels_do_so_with_what_was_cut_off(name, truncated):
         check(some_trajectories(8, 6), estimator, "triton")
 
 
-@pytest.mark.parametrize("name", [*TOKENS, *GROUPS])
+@pytest.mark.parametrize("name", sorted({*TOKENS, *GROUPS} - {"GiGPO"}))
 def test_rewards_of_turns_or_scores_are_clipped(name):
     estimator = dataclasses.replace(OF_ALL_KINDS[name], reward_clip=0.75)
     credited = check(some_trajectories(30), estimator)
@@ -112,7 +112,7 @@ def test_the_kernels_clip_too(name):
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_scores_take_the_place_of_summed_rewards(name):
-    for clip in (None, 0.5):
+    for clip in (None,) if name == "GiGPO" else (None, 0.5):
         check(
             some_trajectories(30), dataclasses.replace(EVERY[name], reward_clip=clip),
             with_scores=True,

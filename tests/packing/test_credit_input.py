@@ -65,7 +65,6 @@ WRONG = {
     "no gradient flows to values; pass values.detach()": (
         GAE(), {"values": torch.zeros(5, requires_grad=True)},
     ),
-    "TurnReturns takes returns as packed": (TurnReturns(reward_clip=1.0), {}),
 }  # fmt: skip
 
 
@@ -141,6 +140,14 @@ WRONG_ESTIMATORS = {
         lambda: KLPenalty(0.1, "k4")
     ),
     "KLPenalty: clamp must be above 0, got 0.0": lambda: KLPenalty(0.1, clamp=0.0),
+    "KLPenalty: coefficient must be finite and not negative, got -1": lambda: KLPenalty(-1),
+    "TurnReturns: reward_clip cannot change returns": lambda: TurnReturns(reward_clip=1.0),
+    "GiGPO: reward_clip cannot change the turns' returns": lambda: GiGPO(reward_clip=1.0),
+    "GAE: gamma must be finite and not negative, got -0.1": lambda: GAE(-0.1),
+    "TurnGAE: lam must be finite and not negative, got inf": lambda: TurnGAE(lam=float("inf")),
+    "GRPO: eps must be finite and not negative, got -5": lambda: GRPO(eps=-5),
+    "GRPO: singleton must be 'raw' or 'zero', got 'one'": lambda: GRPO(singleton="one"),
+    "GiGPO: scale must be 'std' or 'none', got 'mean'": lambda: GiGPO(scale="mean"),
 }
 
 

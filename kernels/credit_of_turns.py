@@ -34,7 +34,7 @@ class TokenInputs(NamedTuple):
 def credit_of_turns(
     pieces: Pieces,
     cu_turns: torch.Tensor,
-    loss_mask: torch.Tensor,
+    turn_ids: torch.Tensor,
     inputs: TokenInputs,
     conventions: Conventions,
     num_positions: int,
@@ -45,7 +45,7 @@ def credit_of_turns(
     Args:
         pieces: What is scanned of each turn, turns in order, trajectory after trajectory.
         cu_turns: ``[trajectories + 1]`` int32 boundaries of the trajectories' turns.
-        loss_mask: ``[tokens]`` bool: what all turns generated.
+        turn_ids: ``[tokens]`` int32: turn that generated each token, or -1.
         inputs: With ``weights`` it is V-trace, without it GAE. The pieces of V-trace hold generated
             tokens alone, unless those between are steps.
         conventions: How credit is given. With ``by_turn``, what is put out for a turn stands at its
@@ -59,7 +59,7 @@ def credit_of_turns(
     Cost: one launch for up to 8,192 positions, else two. No copy, no host synchronisation.
     """
     advantages, returns = torch.ops.trajpack.credit_of_turns(
-        *pieces, cu_turns, loss_mask, inputs.values, inputs.bootstrap,
+        *pieces, cu_turns, turn_ids, inputs.values, inputs.bootstrap,
         list(inputs.weights or ()), list(inputs.kl or ()), conventions.gamma, conventions.lam,
         list(conventions.limits), conventions.observation, conventions.estimator,
         conventions.by_turn, impl, num_positions,
@@ -68,12 +68,12 @@ def credit_of_turns(
 
 
 def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    pieces, (cu_turns, loss_mask, values, bootstrap, weights, kl) = inputs[:5], inputs[5:11]
+    pieces, (cu_turns, turn_ids, values, bootstrap, weights, kl) = inputs[:5], inputs[5:11]
     gamma, lam, limits, observation, estimator, by_turn, impl, num_positions = inputs[11:]
     scan = Scan(
-        cu_turns, loss_mask.shape[0], num_positions, None, values, None, gamma, lam, observation,
+        cu_turns, turn_ids.shape[0], num_positions, None, values, None, gamma, lam, observation,
         bootstrap=bootstrap, weights=tuple(weights) or None, kl=tuple(kl) or None,
-        estimator=estimator, pieces=Pieces(*pieces), trained=loss_mask, by_turn=by_turn,
+        estimator=estimator, pieces=Pieces(*pieces), turn_ids=turn_ids, by_turn=by_turn,
         limits=Limits(*limits), kind="vtrace" if weights else "gae",
     )  # fmt: skip
     return run(scan, impl)
@@ -86,7 +86,7 @@ def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 LIBRARY.define(
     "credit_of_turns(Tensor cu_positions, Tensor begins, Tensor spans, Tensor rewards, "
-    "Tensor? truncated, Tensor cu_turns, Tensor loss_mask, Tensor? values, Tensor? bootstrap, "
+    "Tensor? truncated, Tensor cu_turns, Tensor turn_ids, Tensor? values, Tensor? bootstrap, "
     "Tensor[] weights, Tensor[] kl, float gamma, float lam, float[] limits, str observation, "
     "str? estimator, bool by_turn, str impl, SymInt num_positions) -> (Tensor, Tensor)"
 )

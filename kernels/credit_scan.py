@@ -79,8 +79,8 @@ class Scan(NamedTuple):
     """Log-probabilities of the policy that sampled, and of the reference."""
     estimator: str | None = None
     pieces: Pieces | None = None
-    trained: torch.Tensor | None = None
-    """bool ``[tokens]``: tokens that pieces generated."""
+    turn_ids: torch.Tensor | None = None
+    """int32 ``[tokens]``: piece that generated each token, or a negative number."""
     by_turn: bool = False
     """Whether a piece is one action, which its first generated token stands for."""
     limits: Limits = Limits()

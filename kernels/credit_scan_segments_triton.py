@@ -18,7 +18,7 @@ def bounds_of(source, cu_seqlens, segment):
     if pieces is not None:
         begin = tl.load(pieces[0] + first)
         end = tl.load(pieces[0] + past)
-    return begin, end, first, tl.maximum(past - 1, first)
+    return begin, end, first, tl.maximum(past - 1, 0)
 
 
 @triton.jit
@@ -47,13 +47,13 @@ def state_behind(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
 
 
 @triton.jit
-def fill_with_zeros(outputs, loss_mask, tile, num_tokens, BLOCK: tl.constexpr):
-    """Put out 0 for the tokens that no piece holds or nobody generated.
+def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
+    """Put out 0 for the tokens that no turn generated, which no piece puts out.
 
     Backward, as the scans read: forward, the compiler would lay out the kernel's scan for this.
     """
     at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
-    rest = tl.load(loss_mask + at, mask=at < num_tokens, other=1) == 0
+    rest = tl.load(turn_ids + at, mask=at < num_tokens, other=0) < 0
     main, other = outputs
     tl.store(main + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
     tl.store(other + at, tl.zeros((BLOCK,), tl.float32), mask=rest)

@@ -69,9 +69,12 @@ def _kl(kl, at, generated, coefficient, clamp, ESTIMATOR: tl.constexpr):
     if ESTIMATOR == 1:
         penalty = ratio
     elif ESTIMATOR == 2:
+        ratio = _clipped(ratio, 1e150)  # whose square is finite
         penalty = 0.5 * ratio * ratio
     else:
-        penalty = tl.exp(-ratio) - 1.0 + ratio
+        ratio = tl.where(ratio < -700.0, -700.0, ratio)  # whose exponential is finite
+        small = ratio * ratio * (0.5 - ratio * (1.0 / 6.0 - ratio * (1.0 / 24.0)))
+        penalty = tl.where(tl.abs(ratio) < 1e-3, small, tl.exp(-ratio) - 1.0 + ratio)
     return coefficient * _clipped(penalty, clamp)
 
 

@@ -45,7 +45,7 @@ FEWEST_ENTRIES = 8192
 
 @triton.jit(do_not_specialize=["num_segments", "num_tokens"])
 def walk_kernel(
-    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_mask,
+    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_ids,
     num_segments, num_tokens, gamma: tl.float64, lam: tl.float64,
     kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
@@ -73,8 +73,8 @@ def walk_kernel(
             )  # fmt: skip
             state = add_carry(all_gift, all_gain, state)
             top -= BLOCK
-    elif fill_mask is not None:
-        fill_with_zeros(outputs, fill_mask, segment - num_segments, num_tokens, BLOCK)
+    elif fill_ids is not None:
+        fill_with_zeros(outputs, fill_ids, segment - num_segments, num_tokens, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_pieces"])
@@ -107,7 +107,7 @@ def block_steps_kernel(
 
 @triton.jit(do_not_specialize=["num_segments", "num_pieces", "num_windows", "num_tokens"])
 def block_states_kernel(
-    source, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_mask,
+    source, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_ids,
     num_segments, num_pieces, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
     kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
@@ -147,9 +147,9 @@ def block_states_kernel(
                 source, limits, weights, outputs, token, behind_each, states, top, begin, gamma,
                 lam, SCAN, OBSERVATION, BLOCK,
             )  # fmt: skip
-    elif fill_mask is not None:
+    elif fill_ids is not None:
         tile = program - num_windows - num_segments
-        fill_with_zeros(outputs, fill_mask, tile, num_tokens, BLOCK)
+        fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,20 +205,20 @@ def _options(scan: Scan) -> dict[str, Any]:
 
 
 def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
-    """Return the mask of tokens that pieces write, and the tiles that write the others."""
-    if scan.trained is None or scan.by_turn or scan.kind == "next_values":
+    """Return whose the tokens are that pieces write, and the tiles that write the others."""
+    if scan.turn_ids is None or scan.by_turn or scan.kind == "next_values":
         return None, 0
-    return scan.trained.view(torch.uint8), triton.cdiv(scan.num_tokens, BLOCK)
+    return scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
 
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
     """Launch a program for each segment."""
     source, weights = _arguments(scan)
-    fill_mask, tiles = _fill(scan)
+    fill_ids, tiles = _fill(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
         walk_kernel[(scan.num_segments + tiles,)](
             source, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
-            scan.bootstrap, fill_mask, scan.num_segments, scan.num_tokens, **_options(scan),
+            scan.bootstrap, fill_ids, scan.num_segments, scan.num_tokens, **_options(scan),
         )  # fmt: skip
 
 
@@ -240,11 +240,11 @@ def write_blocks(
 ) -> None:
     """Launch a program for each window and one for each segment, with the steps of the windows."""
     source, weights = _arguments(scan)
-    fill_mask, tiles = _fill(scan)
+    fill_ids, tiles = _fill(scan)
     windows = steps.shape[0]
     with torch.cuda.device_of(scan.cu_seqlens):
         block_states_kernel[(windows + scan.num_segments + tiles,)](
             source, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
-            scan.bootstrap, fill_mask, scan.num_segments, scan.num_pieces, windows,
+            scan.bootstrap, fill_ids, scan.num_segments, scan.num_pieces, windows,
             scan.num_tokens, **_options(scan),
         )  # fmt: skip

@@ -111,7 +111,7 @@ def group_advantages(  # noqa: PLR0913
         _check_member_tensor("valid", valid, scores)
         valid = valid.contiguous()
     lengths = _check_lengths(lengths, baseline, scores)
-    if scores.requires_grad:
+    if scores.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{OP}: no gradient flows to scores; pass scores.detach()")
     chosen = resolve_impl(OP, impl, scores)
     advantages: torch.Tensor = torch.ops.trajpack.group_advantages(
@@ -166,7 +166,7 @@ def _check_lengths(
     dtypes = (torch.int32, torch.int64, torch.float32, torch.float64)
     check_tensor(OP, "lengths", lengths, ndim=1, dtypes=dtypes)
     _check_member_tensor("lengths", lengths, scores)
-    if lengths.requires_grad:
+    if lengths.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{OP}: no gradient flows to lengths; pass lengths.detach()")
     return lengths.contiguous()
 

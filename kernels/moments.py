@@ -144,7 +144,7 @@ def check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
             f"{op}: mask must have one entry for each of {x.shape[0]} of x, "
             f"got shape {list(mask.shape)}"
         )
-    if x.requires_grad:
+    if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient flows to x; pass x.detach()")
 
 

@@ -102,7 +102,7 @@ def _of_tokens(
     )
     pieces, num_positions = pieces_of(batch, estimator)
     advantages, returns = credit_of_turns(
-        pieces, batch.cu_turns, batch.loss_mask, given, conventions, num_positions, impl
+        pieces, batch.cu_turns, batch.turn_ids, given, conventions, num_positions, impl
     )
     counted = _counted(batch, estimator, impl)
     if conventions.by_turn:
@@ -133,6 +133,8 @@ def _of_groups(
         members = members._replace(scores=inputs.scores.double().clamp(-clip, clip))
     rows = _group_advantages(batch, estimator, members, impl)
     steps, weight = None, 0.0
+    if isinstance(estimator, group_estimators.GPG) and all_reduce is not None:
+        raise ValueError(f"{OP}: GPG takes no all_reduce: its factor counts this batch alone")
     if isinstance(estimator, group_estimators.GiGPO):
         steps, weight = _step_advantages(batch, estimator, inputs, impl), estimator.step_weight
     spread = spread_of_trajectories(turns_of(batch), rows, steps, weight, impl)
@@ -180,8 +182,7 @@ def _finish(
 ) -> Credit:
     """Whiten, over all ranks if there are several, and measure; ``given`` ends with the mask."""
     advantages, returns, mask = given
-    if counted is not None:
-        returns, mask = torch.where(counted, returns, 0.0), counted
+    mask = mask if counted is None else counted
     if not whitened:
         return Credit(advantages, returns, masked_moments(advantages, mask, impl=impl))
     if all_reduce is None:

@@ -39,7 +39,8 @@ class CreditMethods:
 
         The guide, ``docs/credit.md``, has an example of each. A generated token is given the same
         in every layout, bit for bit (where advantages are whitened, up to rounding); all other
-        tokens have 0. The batch that comes back shares all other tensors with this one.
+        tokens have 0. Narrow `loss_mask`, as for staleness, after this and not before: credit goes
+        to what turns generated. The batch that comes back shares all other tensors with this one.
 
         Args:
             estimator: Such as ``GAE(lam=0.95)`` or ``GRPO()``; it names every convention.
@@ -52,10 +53,12 @@ class CreditMethods:
                 last turn was cut off, if ``truncated="bootstrap"``.
             scores: ``[trajectories]`` floats in the place of summed rewards, for estimators that
                 compare trajectories.
-            state_ids: ``[turns]`` int32 or int64, the state each turn was taken in, for `GiGPO`.
+            state_ids: ``[turns]`` int32 or int64, the state of each turn, for `GiGPO`: such
+                as ``zlib.crc32(observation.encode())``. Negative: none.
             all_reduce: Sums a float64 ``[3]`` tensor over the data-parallel ranks, in place, where
                 the estimator whitens; such as ``torch.distributed.all_reduce``. Without it each
-                rank whitens by itself.
+                rank whitens by itself. It is not called where nothing is whitened; `GPG`, which
+                counts the batch in another way, refuses it.
             impl: See `trajpack.kernels`.
 
         Raises:
@@ -64,7 +67,7 @@ class CreditMethods:
                 ``values`` and ``logprobs`` may be given to all.
 
         Cost: three or four launches, metrics included, and six with ``scores``; up to seven where
-        tokens between generated ones are steps, six or seven more where cut-off trajectories are
+        tokens between generated ones are steps, five or six more where cut-off trajectories are
         masked, three or four more with ``all_reduce``, 26 for `GiGPO`, which numbers its states by
         sorting, and one more where the batch was credited before. No copy, no synchronisation.
 
@@ -103,7 +106,7 @@ class CreditMethods:
         Raises:
             ValueError: See `trajpack.kernels.loss_weights`.
 
-        Cost: up to 40 small launches. No copy, no synchronisation.
+        Cost: up to 45 small operations. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.loss_weights`.
@@ -136,7 +139,7 @@ class CreditMethods:
         Raises:
             ValueError: See `trajpack.kernels.loss_denominator`.
 
-        Cost: up to 30 small launches. No copy, no synchronisation.
+        Cost: up to 30 small operations. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.loss_weights`.

@@ -14,7 +14,8 @@ Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
 """What a trajectory is whose last turn was cut off:
 
 - ``"keep"``: one like all others.
-- ``"mask"``: none; its advantages are 0, and it counts in no statistics.
+- ``"mask"``: none; its advantages are 0, and it counts in no statistics. Its returns stay, for a
+  critic; `PackedBatch.loss_weights` can leave its tokens out of a loss.
 - ``"bootstrap"``: one that goes on: the value behind its last token is ``bootstrap``.
 """
 
@@ -92,7 +93,8 @@ class TokenEstimator(Estimator):
 
     A turn's reward stands on its last generated token; what a turn without tokens was rewarded
     stands on the last token generated before it. The walk goes through all turns of a trajectory
-    in order, so that both layouts give a token the same value.
+    in order, so that both layouts give a token the same value. `Trajectory.turn_discount` has no
+    part in it: ``gamma`` discounts.
 
     Args:
         kl: Penalty in the reward, against ``ref_logprobs``.

@@ -43,8 +43,9 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
     rated = {"gammas": each.double(), "lams": each.double(), "bootstrap": each}
     words = torch.zeros(16, dtype=torch.int32, device=device)
     spans = words.view(8, 2)
+    ids = torch.zeros(99, dtype=torch.int32, device=device)
     pieces = Pieces(words[:9], spans[:, 0], spans, each.double())
-    of_pieces = gae._replace(rewards=None, loss_mask=None, pieces=pieces, trained=mask)
+    of_pieces = gae._replace(rewards=None, loss_mask=None, pieces=pieces, turn_ids=ids)
     weighted = {"weights": (tokens, tokens), "limits": Limits(rho_clip=1.0)}
     return {
         "carry": gae,

@@ -115,10 +115,10 @@ def test_a_penalty_a_clip_and_a_bootstrap_cost_nothing() -> None:
 MORE = {
     "tokens between turns that are steps": (EVERY["GAE, ignore"], 7),
     "such steps of V-trace": (EVERY["VTrace, reset"], 7),
-    "groups, cut-off masked": (GRPO(truncated="mask"), 9),
-    "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 10),
-    "a scan, cut-off masked": (GAE(truncated="mask"), 10),
-    "turns, cut-off masked": (TurnGAE(truncated="mask"), 11),
+    "groups, cut-off masked": (GRPO(truncated="mask"), 8),
+    "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 9),
+    "a scan, cut-off masked": (GAE(truncated="mask"), 9),
+    "turns, cut-off masked": (TurnGAE(truncated="mask"), 10),
     "step groups": (EVERY["GiGPO"], 26),
 }
 

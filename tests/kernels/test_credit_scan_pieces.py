@@ -97,7 +97,7 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     scan = Scan(
         boundaries([len(segment) for segment in segments]), len(masks), positions, None,
         batch.values, None, 1.0, 1.0, "carry", batch.gammas, batch.lams, batch.bootstrap,
-        pieces=pieces, trained=batch.loss_mask,
+        pieces=pieces, turn_ids=batch.loss_mask.int() - 1,
     )  # fmt: skip
     counts = [len(segment) for segment in segments]
     tokens = [list(range(b, b + len(t))) for b, t in zip(begins, turns, strict=True)]
@@ -210,7 +210,7 @@ def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
 def test_nothing_to_scan_leaves_zeros(segments: list[list[str]], impl: str) -> None:
     case = case_of(segments, slack=0)
     scan = case.scan._replace(
-        num_tokens=20, values=torch.ones(20), trained=torch.zeros(20, dtype=torch.bool)
+        num_tokens=20, values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)
     )
     for rows in run(scan, impl):
         assert_same_bits(rows, torch.zeros(20))

@@ -48,8 +48,7 @@ def expected_of(
         advantages, returns = of_groups(trajectories, estimator, given, with_scores), of_turns
     else:
         advantages, returns = of_turns, of_turns
-    advantages, returns = (np.where(counts, rows, 0.0) for rows in (advantages, returns))
-    return advantages, np.array(counts, bool), returns
+    return np.where(counts, advantages, 0.0), np.array(counts, bool), np.array(returns)
 
 
 def whitened(advantages: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from tests.kernels.token_loops import (
 )
 from trajpack.kernels.credit_scan import Limits, Pieces, Scan, run
 from trajpack.kernels.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.observations import PASSING
 from trajpack.testing import assert_same_bits, boundaries
 
 SEGMENTS = (
@@ -105,6 +106,12 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     return Case(scan, batch, places, [part.tolist() for part in rewards.split(counts)])
 
 
+def generated_alone(pieces: Pieces) -> Pieces:
+    """Leave out of every piece what was not generated."""
+    begins, ends = pieces.spans.unbind(1)
+    return pieces._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
+
+
 def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
     """Put each segment's numbers where its tokens stand."""
     rows = np.zeros(case.scan.num_tokens), np.zeros(case.scan.num_tokens)
@@ -150,6 +157,7 @@ def test_vtrace_is_what_the_loop_says(observation: str, impl: str) -> None:
     scan = case.scan._replace(
         kind="vtrace", observation=observation, weights=(batch.logprobs, batch.rollout_logprobs),
         limits=Limits(rho_clip=clips[0], c_clip=clips[1], advantage_rho_clip=clips[2]),
+        pieces=generated_alone(case.scan.pieces) if observation in PASSING else case.scan.pieces,
     )  # fmt: skip
     for rows, numbers in zip(run(scan, impl), exact, strict=True):
         assert_rounds(rows, numbers)

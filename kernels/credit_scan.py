@@ -1,6 +1,7 @@
 """The scan over tokens behind every estimator that gives credit: what is scanned, and how.
 
-`trajpack.kernels.gae`, `discounted_returns_of_tokens`, `td_lambda` and `vtrace` are forms of it.
+`trajpack.kernels.gae`, `td_lambda`, `vtrace`, `turn_gae`, `discounted_returns` with a ``loss_mask``
+and `credit_of_turns` are forms of it.
 A first-order recurrence walks each segment from its end (see `trajpack.kernels.observations`);
 V-trace takes two, of which the first finds the value that follows each token.
 """
@@ -39,8 +40,8 @@ class Pieces(NamedTuple):
     rewards: torch.Tensor
     """float64 ``[pieces]``: reward of each, on its last generated token."""
     truncated: torch.Tensor | None = None
-    """bool ``[pieces]``: cut off. Without, or where a segment's last is, the segment goes on with
-    its ``bootstrap``."""
+    """bool ``[pieces]``: cut off. A segment goes on with its ``bootstrap`` where its last piece is;
+    every segment does without this."""
 
 
 class Limits(NamedTuple):

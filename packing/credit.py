@@ -53,6 +53,8 @@ class Credit(NamedTuple):
 
 
 AllReduce = Callable[[torch.Tensor], object]
+BASES = (estimators.Estimator, estimators.TokenEstimator, group_estimators.GroupEstimator)
+"""What estimators have in common, and no estimators themselves."""
 
 
 def with_advantages(
@@ -63,7 +65,7 @@ def with_advantages(
     impl: Impl,
 ) -> PackedBatch:
     """Do what `PackedBatch.with_advantages` says."""
-    if not isinstance(estimator, estimators.Estimator):
+    if not isinstance(estimator, estimators.Estimator) or type(estimator) in BASES:
         raise TypeError(f"{OP}: estimator must be an Estimator, got {estimator!r}")
     inputs = checked_inputs(batch, estimator, inputs)
     chosen = resolve_impl(OP, impl, batch.input_ids)
@@ -71,9 +73,10 @@ def with_advantages(
         credit = _of_tokens(batch, estimator, inputs, all_reduce, chosen)
     elif isinstance(estimator, group_estimators.GroupEstimator):
         credit = _of_groups(batch, estimator, inputs, all_reduce, chosen)
-    else:
-        assert isinstance(estimator, estimators.TurnReturns)
+    elif isinstance(estimator, estimators.TurnReturns):
         credit = _of_turn_returns(batch, estimator, all_reduce, chosen)
+    else:
+        raise TypeError(f"{OP}: estimator must be one of trajpack's, got {estimator!r}")
     return dataclasses.replace(
         batch,
         advantages=credit.advantages,

@@ -78,7 +78,7 @@ def _check_needs(estimator: estimators.Estimator, inputs: Inputs) -> None:
     takes_scores = isinstance(estimator, group_estimators.GroupEstimator)
     for name, taken, why in (
         ("ref_logprobs", penalized, "it has no kl"),
-        ("bootstrap", needs["bootstrap"], "it has truncated='bootstrap' not set"),
+        ("bootstrap", needs["bootstrap"], "its truncated is not 'bootstrap'"),
         ("state_ids", needs["state_ids"], "it has no step groups"),
         ("scores", takes_scores, "it does not compare trajectories"),
     ):

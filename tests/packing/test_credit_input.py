@@ -18,7 +18,8 @@ from trajpack import (
     VTrace,
     pack,
 )
-from trajpack.packing.estimators import ReinforcePlusPlus
+from trajpack.packing.estimators import ReinforcePlusPlus, TokenEstimator
+from trajpack.packing.group_estimators import GroupEstimator
 
 KL = KLPenalty(0.1)
 TOKENS = torch.zeros(5)
@@ -85,6 +86,8 @@ OF_WRONG_TYPE = {
     "state_ids must be": (GiGPO(), {"state_ids": torch.zeros(2)}),
     "scores must be": (GRPO(), {"scores": torch.zeros(1).bfloat16()}),
     "estimator must be an Estimator, got 'grpo'": ("grpo", {}),
+    "estimator must be an Estimator, got TokenEstimator(": (TokenEstimator(), {}),
+    "estimator must be an Estimator, got GroupEstimator(": (GroupEstimator(), {}),
     "estimator must be an Estimator, got <class": (GRPO, {}),
 }  # fmt: skip
 

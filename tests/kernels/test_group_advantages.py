@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.score_loops import assert_near, by_loop, expected_of, random_groups
 from trajpack.kernels.group_advantages import (
     Baseline,
     Scale,
@@ -28,82 +28,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ORACLE = Path(__file__).parents[3] / "shared" / "oracles" / "credit.json.gz"
 BASELINES = get_args(Baseline)
 SCALES = get_args(Scale)
-Array = npt.NDArray[Any]
-
-
-def by_loop(
-    scores: Array,
-    ids: Array,
-    num_groups: int,
-    *,
-    baseline: str = "mean",
-    scale: str = "std",
-    ddof: int = 1,
-    eps: float = 1e-6,
-    singleton: str = "raw",
-    lengths: Array | None = None,
-    valid: Array | None = None,
-) -> Array:
-    """Take one group after the other, in float64, by the formulas of a textbook."""
-    scores = scores.astype(np.float64)
-    counted = (ids >= 0) & (ids < num_groups) & (True if valid is None else valid)
-    alpha = counted.sum() / max(np.count_nonzero(scores[counted]), 1) if scale == "nonzero" else 1.0
-    out = np.zeros(len(scores))
-    for group in np.unique(ids[counted]):
-        rows = np.flatnonzero(counted & (ids == group))
-        r, n = scores[rows], len(rows)
-        if n == 1 or (scale == "std" and n <= ddof):
-            out[rows] = r * alpha if singleton == "raw" else 0.0
-            continue
-        if r.max() == r.min() and (baseline != "none" or scale == "std"):
-            continue
-        if baseline == "mean":
-            above = r - r.mean()
-        elif baseline == "leave_one_out":
-            above = np.array([r[i] - np.delete(r, i).mean() for i in range(n)])
-        elif baseline == "length_weighted":
-            assert lengths is not None
-            above = r - np.average(r, weights=lengths[rows])
-        elif baseline == "second_best":
-            above = np.zeros(n)
-            above[r.argmax()] = r.max() - np.sort(r)[-2]
-        else:
-            above = r
-        if scale == "std":
-            above = above / (r.std(ddof=ddof) + eps)
-        elif scale == "mean":
-            above = above / r.mean() if r.mean() > 0 else 0 * above
-        out[rows] = above * alpha
-    return out
-
-
-def random_groups(
-    members: int, num_groups: int, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Return scores of few values and many, ids in and out of range, lengths and marks."""
-    rng = np.random.default_rng(seed)
-    few, many = rng.integers(-1, 3, members) / 4, rng.standard_normal(members)
-    scores = np.where(rng.random(members) < 0.5, few, many)
-    valid = torch.from_numpy(rng.random(members) < 0.8)
-    tensor = torch.from_numpy(scores).to(dtype)
-    return {
-        "scores": torch.where(valid, tensor, torch.nan),
-        "group_ids": torch.from_numpy(rng.integers(-1, num_groups + 1, members)),
-        "num_groups": num_groups,
-        "lengths": torch.from_numpy(rng.integers(1, 50, members)),
-        "valid": valid,
-    }
-
-
-def expected_of(inputs: dict[str, Any], **rule: Any) -> torch.Tensor:
-    arrays = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    scores, ids, num_groups = (arrays.pop(k) for k in ("scores", "group_ids", "num_groups"))
-    return torch.from_numpy(by_loop(scores, ids, num_groups, **arrays, **rule))
-
-
-def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("singleton", ["raw", "zero"])

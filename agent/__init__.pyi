@@ -20,3 +20,6 @@ from trajpack.agent.runner import Progress as Progress
 from trajpack.agent.runner import RolloutRunner as RolloutRunner
 from trajpack.agent.tiny_model import build_tiny_model as build_tiny_model
 from trajpack.agent.transformers_engine import TransformersEngine as TransformersEngine
+from trajpack.agent.trl_prompts import trl_dataset_rows as trl_dataset_rows
+from trajpack.agent.trl_rollout import TRLRollout as TRLRollout
+from trajpack.agent.trl_rollout import episode_reward as episode_reward

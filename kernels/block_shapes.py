@@ -78,6 +78,15 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "Not measured on hardware.",
         )
     },
+    "select_tokens_kernel": {
+        DEFAULT: BlockShape(
+            TILE,
+            256,
+            "4 tokens of a thread, all fields one after another: 32 to 40 registers, so 1,536 "
+            "threads or more on an SM. A micro-batch's own fields alone are 30 bytes of a token: "
+            "46 KB in flight. Not measured on hardware.",
+        )
+    },
     "group_advantages_kernel": {
         DEFAULT: BlockShape(
             64,

@@ -1,5 +1,6 @@
 """What `trajpack.packing` exports, for type checkers; `trajpack` itself makes it so."""
 
+from trajpack.packing.alignment import Alignment as Alignment
 from trajpack.packing.batch import PackedBatch as PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer as TrajectoryBuffer
 from trajpack.packing.buffer import pack as pack
@@ -18,6 +19,12 @@ from trajpack.packing.group_estimators import GiGPO as GiGPO
 from trajpack.packing.group_estimators import MaxRL as MaxRL
 from trajpack.packing.group_estimators import PassAtK as PassAtK
 from trajpack.packing.group_estimators import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
+from trajpack.packing.micro_batch import MicroBatch as MicroBatch
+from trajpack.packing.plan import Plan as Plan
+from trajpack.packing.plan import plan_micro_batches as plan_micro_batches
+from trajpack.packing.plan_costs import TransformerCost as TransformerCost
+from trajpack.packing.plan_ranks import RankPlan as RankPlan
+from trajpack.packing.plan_ranks import plan_ranks as plan_ranks
 from trajpack.packing.resident import pack_resident as pack_resident
 from trajpack.packing.static_batch import StaticBatch as StaticBatch
 from trajpack.packing.token_fields import TokenField as TokenField

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trajpack.packing.credit_methods import CreditMethods
+from trajpack.packing.label_methods import LabelMethods
 from trajpack.packing.layout import Layout
+from trajpack.packing.micro_batch_methods import MicroBatchMethods
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(CreditMethods):
+class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
     """Trajectories as flat, unpadded tensors on one device.
 
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape

@@ -7,6 +7,7 @@ import trajpack.agent
 import trajpack.kernels
 import trajpack.packing
 from trajpack.kernels.importance_rules import Correction, Rejection
+from trajpack.packing.alignment import Alignment
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.buffer import TrajectoryBuffer, pack
 from trajpack.packing.estimators import (
@@ -28,6 +29,10 @@ from trajpack.packing.group_estimators import (
     PassAtK,
     ReinforcePlusPlusBaseline,
 )
+from trajpack.packing.micro_batch import MicroBatch
+from trajpack.packing.plan import Plan, plan_micro_batches
+from trajpack.packing.plan_costs import TransformerCost
+from trajpack.packing.plan_ranks import RankPlan, plan_ranks
 from trajpack.packing.resident import pack_resident
 from trajpack.packing.static_batch import StaticBatch
 from trajpack.packing.token_fields import TokenField
@@ -40,13 +45,17 @@ __all__ = [
     "GRPO",
     "OPO",
     "RLOO",
+    "Alignment",
     "Correction",
     "DrGRPO",
     "GiGPO",
     "KLPenalty",
     "MaxRL",
+    "MicroBatch",
     "PackedBatch",
     "PassAtK",
+    "Plan",
+    "RankPlan",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "Rejection",
@@ -54,6 +63,7 @@ __all__ = [
     "TokenField",
     "Trajectory",
     "TrajectoryBuffer",
+    "TransformerCost",
     "Turn",
     "TurnGAE",
     "TurnReturns",
@@ -61,6 +71,8 @@ __all__ = [
     "VersionSpan",
     "pack",
     "pack_resident",
+    "plan_micro_batches",
+    "plan_ranks",
     "unpack",
 ]
 
@@ -128,11 +140,18 @@ _export(
         "unpad": "unpad",
         "vtrace": "vtrace",
         "whiten": "whiten",
+        "context_parallel_index": "context_parallel",
+        "context_parallel_order": "context_parallel",
+        "merge_tokens": "merge_tokens",
+        "select_tokens": "select_tokens",
+        "shift_tokens": "shift",
+        "drop_tokens": "shift",
     },
 )
 _export(
     trajpack.packing,
     {
+        "Alignment": "alignment",
         "DrGRPO": "group_estimators",
         "GAE": "estimators",
         "GPG": "group_estimators",
@@ -140,16 +159,20 @@ _export(
         "GiGPO": "group_estimators",
         "KLPenalty": "estimators",
         "MaxRL": "group_estimators",
+        "MicroBatch": "micro_batch",
         "OPO": "group_estimators",
         "PackedBatch": "batch",
         "PassAtK": "group_estimators",
+        "Plan": "plan",
         "RLOO": "group_estimators",
+        "RankPlan": "plan_ranks",
         "ReinforcePlusPlus": "estimators",
         "ReinforcePlusPlusBaseline": "group_estimators",
         "StaticBatch": "static_batch",
         "TokenField": "token_fields",
         "Trajectory": "types",
         "TrajectoryBuffer": "buffer",
+        "TransformerCost": "plan_costs",
         "Turn": "types",
         "TurnGAE": "estimators",
         "TurnReturns": "estimators",
@@ -157,6 +180,8 @@ _export(
         "VersionSpan": "types",
         "pack": "buffer",
         "pack_resident": "resident",
+        "plan_micro_batches": "plan",
+        "plan_ranks": "plan_ranks",
         "unpack": "unpack",
     },
 )
@@ -177,6 +202,9 @@ _export(
         "Question": "questions",
         "RolloutRunner": "runner",
         "SamplingParams": "protocols",
+        "TRLRollout": "trl_rollout",
+        "episode_reward": "trl_rollout",
+        "trl_dataset_rows": "trl_prompts",
         "TransformersEngine": "transformers_engine",
         "build_tiny_model": "tiny_model",
         "load_questions": "questions",

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels.discounted_returns_triton import discounted_returns_forward
+from trajpack.packing.plan import plan_micro_batches
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 
@@ -103,6 +104,24 @@ def measure_returns() -> Iterator[dict[str, Any]]:
             yield {"entries": entries, "max_seqlen": bound, "launches": launches}
 
 
+def measure_micro_batches() -> Iterator[dict[str, Any]]:
+    """Return what is launched for the micro-batches of a plan."""
+    buffer = TrajectoryBuffer(device="cpu")
+    for index in range(120):
+        buffer.add(ragged_trajectory("t" * (index + 1), 5))
+    batch = buffer.pack(layout="turns")
+    with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 3) as recorder:
+        for capacity in (100_000, 3000, -(-batch.num_tokens // 10)):
+            recorder.launches.clear()
+            plan = plan_micro_batches(batch.seqlens, capacity, algorithm="next_fit")
+            micro_batches = batch.split(plan, impl="triton")
+            yield {
+                "tokens": [micro_batch.num_tokens for micro_batch in micro_batches],
+                "launches": [[done["kernel"], done["grid"]] for done in recorder.launches],
+                "variants": len(recorder.variants()),
+            }
+
+
 def measure_launches_on_meta() -> dict[str, Any]:
     """Launch on tensors without values; a launcher that reads one raises."""
     with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 1) as recorder:
@@ -132,6 +151,7 @@ def main(*targets: str) -> None:
         "variants": [v for pair in asked for v in measure_variants(*pair)],
         "launches": list(measure_launches()),
         "returns": list(measure_returns()),
+        "micro_batches": list(measure_micro_batches()),
         "launches_on_meta": measure_launches_on_meta(),
     }
     print(json.dumps(measured, indent=1))  # noqa: T201

@@ -34,6 +34,7 @@ from trajpack.kernels.segment_reduce_triton import (
     chunk_partials_kernel,
     segment_reduce_kernel,
 )
+from trajpack.kernels.select_tokens_triton import select_tokens_kernel
 from trajpack.kernels.spread_triton import spread_kernel
 from trajpack.kernels.whiten_triton import (
     chunk_moments_kernel,
@@ -59,6 +60,7 @@ KERNELS = (
     segment_reduce_kernel,
     chunk_partials_kernel,
     chunk_fold_kernel,
+    select_tokens_kernel,
     spread_kernel,
     chunk_moments_kernel,
     merge_chunks_kernel,

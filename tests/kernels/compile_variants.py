@@ -10,6 +10,7 @@ import torch
 from compile_credit import launches_of_scans, launches_of_spreads
 from compile_groups import launches_of_groups
 from compile_planted import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
+from compile_selection import launches_of_selections
 
 from trajpack.kernels.build_triton import build_forward
 from trajpack.kernels.discounted_returns_triton import (
@@ -46,6 +47,7 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield "unaligned", lambda: gather_words_forward(table.view(-1)[1:-3].view(4, 4), 1500)
     yield from launches_of_every_field(words, runs)
     yield from launches_of_every_row(cu_seqlens)
+    yield from launches_of_selections(words)
     yield from launches_of_scans(cu_seqlens)
     yield from launches_of_spreads(cu_seqlens)
     yield from launches_of_groups(returns)

@@ -28,6 +28,9 @@ REGISTERS = {
     ("gather_fields_kernel", "80"): 32,  # eight blocks of 256 threads: all that an SM holds
     ("gather_fields_kernel", "90"): 32,
     ("gather_fields_kernel", "gfx942"): 64,
+    ("select_tokens_kernel", "80"): 40,  # six blocks of 256 threads
+    ("select_tokens_kernel", "90"): 40,
+    ("select_tokens_kernel", "gfx942"): 64,
     ("gather_words_kernel", "80"): 56,  # nine blocks of 128 threads
     ("gather_words_kernel", "90"): 56,
     ("gather_words_kernel", "gfx942"): 64,
@@ -84,12 +87,13 @@ MOST_SCALARS_SPILLED = {"walk_kernel": 24, "block_steps_kernel": 24, "block_stat
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
-COPIES += ("unpad_kernel",)
+COPIES += ("unpad_kernel", "select_tokens_kernel")
 SHUFFLES_OF_A_SEARCH = {"80": 1, "90": 1, "gfx942": 6}
 """CUDA adds within a warp in one instruction, then up two warps; a wave takes six halvings."""
 BARRIERS_OF_A_SEARCH = {"80": 3, "90": 3, "gfx942": 0}
 """Its 64 lanes are two warps, who meet in shared memory, or one wave."""
 BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 2}
+BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 10): 6}
 """By searches, what passes tokens from one layout to another through shared memory, in all."""
 SCANS = {  # shuffles and barriers: the most of all versions, and a few
     ("discounted_returns_kernel", "cuda"): (160, 13),
@@ -112,6 +116,7 @@ def searches_of(variant: Variant) -> int:
     """Return how many searches a copy kernel's code has: all that its lanes do together."""
     fields = variant["inputs"].count(" x ")
     searches = {"build_kernel": 2, "gather_fields_kernel": 2 * fields, "gather_words_kernel": 1}
+    searches["select_tokens_kernel"] = 2 * fields + 2 * variant["inputs"].startswith("own")
     return (searches | {"pad_kernel": 0, "unpad_kernel": 2})[variant["kernel"]]
 
 

@@ -1,0 +1,141 @@
+"""Values of the next token or of the one before, within sequences: what labels are made by."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+
+from trajpack.kernels.validation import check_cu_seqlens
+
+End: TypeAlias = Literal["first", "last"]
+Direction: TypeAlias = Literal["left", "right"]
+
+
+def shift_tokens(
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    direction: Direction,
+    fill: bool | int | float = 0,
+) -> torch.Tensor:
+    """Move the values of tokens by one place within their sequences, and never across a boundary.
+
+    ``"left"`` brings to each place what the next token has: labels, masks and log-probabilities of
+    rollouts to where a model predicts that token. ``"right"`` brings what a model says of the next
+    token to that token's own index, as it stands in ``rollout_logprobs``.
+
+    Args:
+        x: ``[tokens, *rest]`` of any dtype.
+        cu_seqlens: ``[sequences + 1]`` int32 boundaries in memory, of padding too: starts at 0,
+            ends at ``tokens``, never decreases. A micro-batch's ``cu_seqlens_padded``.
+        direction: ``"left"`` or ``"right"``.
+        fill: What the last token of a sequence has then, or the first.
+
+    Returns:
+        A tensor like ``x``. Differentiable with respect to it.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If shapes or devices disagree; on the host, where boundaries can be read for
+            nothing, also if they do not end at ``tokens``.
+
+    Cost: four small operations. No copy to or from the device, no synchronisation.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+        >>> shift_tokens(torch.arange(5), cu_seqlens, "left", fill=-100)
+        tensor([   1,    2, -100,    4, -100])
+        >>> shift_tokens(torch.arange(5), cu_seqlens, "right", fill=-100)
+        tensor([-100,    0,    1, -100,    3])
+    """
+    _check("shift_tokens", x, cu_seqlens)
+    if direction not in ("left", "right"):
+        raise ValueError(f"shift_tokens: direction must be 'left' or 'right', got {direction!r}")
+    end: End = "last" if direction == "left" else "first"
+    if not x.shape[0]:
+        return x.clone()
+    moved = x.roll(-1 if direction == "left" else 1, 0)
+    return moved.index_fill(0, end_tokens(cu_seqlens, x.shape[0], end), fill)
+
+
+def end_tokens(cu_seqlens: torch.Tensor, num_tokens: int, end: End) -> torch.Tensor:
+    """Return the index of the first or last token of each sequence; of some other's if empty.
+
+    Cost: two small operations, no synchronisation.
+
+    Example:
+        >>> end_tokens(torch.tensor([0, 3, 5, 5]), 5, "last")
+        tensor([2, 4, 4])
+    """
+    bounds = cu_seqlens.long()
+    index = bounds[:-1] if end == "first" else bounds[1:] - 1
+    # an empty sequence at either end of the batch points past it: to an end that is one anyway
+    return index.remainder(num_tokens)
+
+
+def drop_tokens(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, end: End, num_sequences: int
+) -> torch.Tensor:
+    """Leave out the first or the last token of each sequence.
+
+    Inputs without their last tokens and labels without their first ones are as long as each other,
+    and no label crosses a boundary.
+
+    Args:
+        x: ``[tokens, *rest]`` of any dtype.
+        cu_seqlens: As for `shift_tokens`.
+        end: ``"first"`` or ``"last"``: which of its tokens a sequence goes without.
+        num_sequences: Sequences with tokens, known from their lengths on the host.
+
+    Returns:
+        ``[tokens - num_sequences, *rest]``. Differentiable with respect to ``x``.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: As `shift_tokens`.
+
+    Cost: a search and a gather, a dozen small operations. No copy to or from the device, no
+    synchronisation.
+
+    Example:
+        >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+        >>> drop_tokens(torch.arange(5), cu_seqlens, "last", 2)
+        tensor([0, 1, 3])
+        >>> drop_tokens(torch.arange(5), cu_seqlens, "first", 2)
+        tensor([1, 2, 4])
+    """
+    _check("drop_tokens", x, cu_seqlens)
+    if end not in ("first", "last"):
+        raise ValueError(f"drop_tokens: end must be 'first' or 'last', got {end!r}")
+    return x.index_select(0, _places_left(cu_seqlens, x.shape[0] - num_sequences, end))
+
+
+def dropped_boundaries(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Return the boundaries of sequences that have each lost a token, int32.
+
+    Example:
+        >>> dropped_boundaries(torch.tensor([0, 3, 5, 5], dtype=torch.int32))
+        tensor([0, 2, 3, 3], dtype=torch.int32)
+    """
+    left = (cu_seqlens.diff() - 1).clamp(min=0).cumsum(0, dtype=torch.int32)
+    return torch.cat([cu_seqlens[:1], left])
+
+
+def _places_left(cu_seqlens: torch.Tensor, num_left: int, end: End) -> torch.Tensor:
+    left = dropped_boundaries(cu_seqlens).long()
+    place = torch.arange(num_left, device=cu_seqlens.device)
+    sequence = torch.searchsorted(left, place, right=True) - 1
+    return cu_seqlens.long()[sequence] + place - left[sequence] + (end == "first")
+
+
+def _check(op: str, x: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have at least 1 dimension, got none")
+    check_cu_seqlens(op, cu_seqlens, device=x.device)
+    if x.device.type == "cpu" and int(cu_seqlens[-1]) != x.shape[0]:
+        raise ValueError(
+            f"{op}: cu_seqlens must end at the {x.shape[0]} tokens of x, it ends at "
+            f"{int(cu_seqlens[-1])}"
+        )

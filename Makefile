@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRITON_VERSIONS := tests/kernels/triton_versions.txt
+PEERS := tests/packing/adapters/peers.txt
 
 .DEFAULT_GOAL := help
 
@@ -18,12 +19,16 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-# the tests compile the kernels with other versions of Triton too, each in a folder of its own
+# the tests compile the kernels with other versions of Triton too, and hold formats against the packages that
+# read them; each in a folder of its own, without what it needs
 TEST_STAMP := $(VENV)/.test-installed
-$(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS)
+$(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS) $(PEERS)
 	for version in $$(cat $(TRITON_VERSIONS)); do test -d $(VENV)/triton/$$version/triton-$$version.dist-info || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton/$$version triton==$$version \
 		|| exit 1; done
+	for peer in $$(cat $(PEERS)); do name=$${peer%%==*}; \
+		test -d $(VENV)/peers/$$name/*-$${peer##*==}.dist-info || { rm -rf $(VENV)/peers/$$name && \
+		$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/peers/$$name $$peer; } || exit 1; done
 	touch $(TEST_STAMP)
 
 .PHONY: install

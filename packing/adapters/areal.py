@@ -1,14 +1,155 @@
-"""AReaL's legacy ``SequenceSample``: what its multi-turn agents return and its PPO consumes."""
+"""AReaL: the padded dictionary of its workflows and trainers, and its legacy ``SequenceSample``."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from trajpack.kernels.pad import pad
+from trajpack.packing.adapters.row_names import row_ids
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.conversion import host_array
+from trajpack.packing.masked_tokens import MaskedTokens
+from trajpack.packing.row_scores import Score, row_scores, token_scores
+from trajpack.packing.types import Trajectory
+
+
+def to_padded_dict(
+    batch: PackedBatch, *, pad_token_id: int = 0, rewards: Score = "returns"
+) -> dict[str, torch.Tensor]:
+    """Return what a ``RolloutWorkflow`` returns: a row for each sequence, padded on the right.
+
+    ``B`` rows of ``S`` tokens, as many as the longest sequence has. Entry ``j`` belongs to
+    token ``j``: nothing is shifted.
+
+    ================ ======= ========= ====================================================
+    key              dtype   shape     content, and what stands at padding
+    ================ ======= ========= ====================================================
+    input_ids        int32   [B, S]    tokens; pad_token_id
+    attention_mask   bool    [B, S]    True where there is a token; False
+    loss_mask        int32   [B, S]    1 where generated; 0
+    logprobs         float32 [B, S]    0 where not generated; 0
+    versions         int32   [B, S]    of the policy, -1 where not generated; 0
+    turn_ids         int32   [B, S]    turn within its trajectory, -1 where not generated; -1
+    rewards          float32 [B]       see ``rewards``
+    each extra field its own [B, S, *] 0
+    ================ ======= ========= ====================================================
+
+    ``turn_ids`` is read by AReaL's turn-level GAE alone; releases without it ignore the key.
+    Not carried: which row belongs to which trajectory and group, rewards of single turns in a
+    row of several, which turns were truncated. AReaL tells groups by their place in the batch.
+
+    Args:
+        batch: In layout ``"turns"`` for AReaL's export ``"individual"``, in ``"merged"`` for
+            ``"concat"``.
+        pad_token_id: What stands at padding of token ids.
+        rewards: ``"returns"``: that of the row's first turn, discounted; ``"rewards"``: the sum
+            over the row's turns, not discounted.
+
+    Raises:
+        ValueError: If the batch is padded, or ``rewards`` is neither.
+
+    Cost: a launch for each key and some over the turns. No synchronisation.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> turn = Turn([1, 2], [3], [-0.5], reward=1.0, version_start=4, version_end=4)
+        >>> to_padded_dict(pack([Trajectory("a", [turn])]))["versions"]
+        tensor([[-1, -1,  4]], dtype=torch.int32)
+    """
+    batch.check_unpadded()
+    packed = {
+        "loss_mask": batch.loss_mask.int(),
+        "logprobs": batch.rollout_logprobs,
+        "versions": batch.policy_versions,
+        **batch.fields,
+    }
+    there = torch.ones_like(batch.loss_mask)
+    found = {
+        "input_ids": _padded(batch, batch.input_ids.int(), pad_token_id),
+        "attention_mask": _padded(batch, there, False),
+        "turn_ids": _padded(batch, _turns_of_trajectories(batch), -1),
+        "rewards": row_scores(batch, rewards),
+    }
+    return found | {key: _padded(batch, values, 0) for key, values in packed.items()}
+
+
+def to_update_dict(
+    batch: PackedBatch, *, pad_token_id: int = 0, rewards: Score = "returns"
+) -> dict[str, torch.Tensor]:
+    """Return what ``PPOActor.ppo_update`` takes: the padded dictionary with advantages.
+
+    As `to_padded_dict`, with what AReaL's ``compute_advantages`` changes and adds, all float32
+    ``[B, S]`` and shifted: entry ``j`` belongs to token ``j + 1``, and the last column is 0.
+    ``versions`` and extra fields are not shifted, as in AReaL.
+
+    ==================== ===============================================================
+    key                  content
+    ==================== ===============================================================
+    loss_mask, logprobs  as before, shifted
+    prox_logp            the rollout's log-probabilities, until AReaL computes others
+    advantages, returns  of the batch
+    tot_rewards          each turn's reward at its last token
+    kl_rewards           0
+    ==================== ===============================================================
+
+    Raises:
+        ValueError: If the batch has no advantages.
+
+    Cost: as `to_padded_dict`, and a copy of each shifted key.
+    """
+    if batch.advantages is None:
+        raise ValueError("to_update_dict: the batch has no advantages, call with_advantages first")
+    found = to_padded_dict(batch, pad_token_id=pad_token_id, rewards=rewards)
+    for key, values in (
+        ("loss_mask", batch.loss_mask.float()),
+        ("logprobs", batch.rollout_logprobs),
+        ("advantages", batch.advantages),
+        ("returns", batch.returns),
+        ("tot_rewards", token_scores(batch)),
+    ):
+        found[key] = torch.nn.functional.pad(_padded(batch, values, 0), (-1, 1))
+    found["prox_logp"] = found["logprobs"].clone()
+    found["kl_rewards"] = torch.zeros_like(found["logprobs"])
+    return found
+
+
+def from_padded_dict(
+    dicts: Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    ids: Iterable[str] | None = None,
+    groups: Iterable[str] | None = None,
+) -> list[Trajectory]:
+    """Return the trajectories of padded dictionaries, as workflows return them.
+
+    A row is a trajectory: each run of its ``loss_mask`` a turn, or each turn of ``turn_ids``
+    if it has that, with all before it as prompt. Log-probabilities and versions are those of
+    the tokens; the row's reward goes to its last turn.
+
+    What is not in it cannot come back: rewards of single turns, the discount, turns that
+    generated nothing, truncation, groups. A dictionary that went through
+    ``compute_advantages`` is shifted, and is not what this reads.
+
+    Args:
+        dicts: A dictionary of ``B`` rows, or several.
+        ids: Names of the trajectories; their group and a number if ``None``.
+        groups: Their groups; none if ``None``.
+
+    Raises:
+        ValueError: If a key is missing, shapes disagree, or a row's first token was generated.
+
+    Cost: copies the tensors to the host, which synchronises a device.
+    """
+    given = [dicts] if isinstance(dicts, Mapping) else list(dicts)
+    rows = [row for one in given for row in _rows(one)]
+    of = [None] * len(rows) if groups is None else list(groups)
+    names = row_ids("from_padded_dict", ids, of)
+    return [
+        row.trajectory(name, group=group) for row, name, group in zip(rows, names, of, strict=True)
+    ]
 
 
 def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
@@ -106,3 +247,39 @@ def _labels(batch: PackedBatch, key: str, labels: tuple[int | None, ...]) -> tor
             f"{key} must be given for all trajectories or for none, {missing!r} has none"
         )
     return torch.tensor(present, dtype=torch.int64, device=batch.device)
+
+
+def _padded(batch: PackedBatch, packed: torch.Tensor, value: float) -> torch.Tensor:
+    return pad(packed, batch.cu_seqlens, batch.max_seqlen, value=value)
+
+
+def _turns_of_trajectories(batch: PackedBatch) -> torch.Tensor:
+    """Return each token's turn, counted from its trajectory's first, or -1."""
+    turns = torch.arange(batch.num_turns, device=batch.device)
+    trajectory = torch.searchsorted(batch.cu_turns[1:].long(), turns, right=True)
+    within = (turns - batch.cu_turns[trajectory]).int()
+    within = torch.cat([within, within.new_full((1,), -1)])  # where an index of -1 leads
+    return within[batch.turn_ids.long()]
+
+
+def _rows(padded: Mapping[str, Any]) -> list[MaskedTokens]:
+    needed = ("input_ids", "attention_mask", "loss_mask", "logprobs")
+    missing = [key for key in needed if key not in padded]
+    if missing:
+        raise ValueError(f"from_padded_dict: {missing} are missing, got {sorted(padded)}")
+    ids, attention, mask, logprobs = (host_array(padded[key]) for key in needed)
+    versions, turns, rewards = (
+        host_array(padded[key]) if key in padded else None
+        for key in ("versions", "turn_ids", "rewards")
+    )
+    return [
+        MaskedTokens(
+            ids[row][there],
+            mask[row][there],
+            logprobs[row][there],
+            versions=None if versions is None else versions[row][there],
+            turn_ids=None if turns is None else turns[row][there],
+            reward=0.0 if rewards is None else float(rewards[row]),
+        )
+        for row, there in enumerate(attention != 0)
+    ]

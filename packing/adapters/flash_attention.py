@@ -1,0 +1,41 @@
+"""flash-attn's variable-length interface: where sequences lie, for queries and for keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trajpack.packing.adapters.packed import Packed, places_of
+
+
+def to_varlen(batch: Packed) -> dict[str, Any]:
+    """Return keyword arguments of ``flash_attn_varlen_func`` beside query, key and value.
+
+    ========================== ===== ======= ==================================
+    key                        dtype shape   content
+    ========================== ===== ======= ==================================
+    cu_seqlens_q, cu_seqlens_k int32 [n + 1] where sequences lie, on the device
+    max_seqlen_q, max_seqlen_k int           tokens of the longest
+    causal                     bool          True
+    ========================== ===== ======= ==================================
+
+    Query, key and value are ``[tokens, heads, head size]``, of the batch's tokens in their order.
+    Padding behind a sequence belongs to it: causal attention keeps it from the tokens before.
+
+    Not carried: everything that is not attention's.
+
+    Cost: views; the longest sequence is known to the host. No synchronisation.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> batch = pack([Trajectory(name, [Turn([1, 2], [3], [-0.5])]) for name in "ab"])
+        >>> to_varlen(batch)["cu_seqlens_q"], to_varlen(batch)["max_seqlen_q"]
+        (tensor([0, 3, 6], dtype=torch.int32), 3)
+    """
+    places, longest = places_of(batch), batch.max_seqlen
+    return {
+        "cu_seqlens_q": places,
+        "cu_seqlens_k": places,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "causal": True,
+    }

@@ -1,0 +1,92 @@
+"""Megatron-Core's ``PackedSeqParams``: where sequences of a packed micro-batch lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from trajpack.packing.adapters.packed import Packed, places_of
+
+Lengths = Literal["both", "padded"]
+
+
+def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dict[str, Any]:
+    """Return the fields of a ``PackedSeqParams`` by their names in Megatron-Core.
+
+    ========================================= ===== ======= ========================================
+    key                                       dtype shape   content
+    ========================================= ===== ======= ========================================
+    qkv_format                                str           ``"thd"``
+    cu_seqlens_q, cu_seqlens_kv               int32 [n + 1] sums of true lengths
+    cu_seqlens_q_padded, cu_seqlens_kv_padded int32 [n + 1] where sequences lie in memory
+    max_seqlen_q, max_seqlen_kv               int           longest sequence, its padding counted
+    pad_between_seqs                          bool          whether sequences are padded
+    total_tokens                              int           tokens, padding counted
+    seq_idx                                   int32 [1, T]  number of the token's sequence
+    ========================================= ===== ======= ========================================
+
+    Older versions of the class lack the last three: `to_packed_seq_params` gives it what it takes.
+    Its other fields say how ranks share the work, which a batch does not know: ``cp_group``,
+    ``local_cp_size``.
+
+    Args:
+        batch: A batch, or a micro-batch of which each sequence takes a multiple of what the
+            parallelism needs: twice the context-parallel ranks times the tensor-parallel ones.
+        lengths: ``"both"`` gives true lengths beside padded ones, and says that there is padding;
+            ``"padded"`` gives padded ones in their place too, for engines that count padding
+            as tokens of the sequence.
+
+    Raises:
+        ValueError: If ``lengths`` is neither.
+
+    Cost: views; lengths are known to the host. No synchronisation.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack
+        >>> batch = pack([Trajectory(name, [Turn([1, 2], [3], [-0.5])]) for name in "ab"])
+        >>> packed_seq_params_kwargs(batch)["cu_seqlens_q_padded"]
+        tensor([0, 3, 6], dtype=torch.int32)
+    """
+    if lengths not in ("both", "padded"):
+        raise ValueError(
+            f"packed_seq_params_kwargs: lengths must be 'both' or 'padded', got {lengths!r}"
+        )
+    places = places_of(batch)
+    sums = batch.cu_seqlens if lengths == "both" else places
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": sums,
+        "cu_seqlens_kv": sums,
+        "cu_seqlens_q_padded": places,
+        "cu_seqlens_kv_padded": places,
+        "max_seqlen_q": batch.max_seqlen,
+        "max_seqlen_kv": batch.max_seqlen,
+        "pad_between_seqs": sums is not places,
+        "total_tokens": batch.num_tokens,
+        "seq_idx": batch.sequence_ids[None],
+    }
+
+
+def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
+    """Return the ``PackedSeqParams`` of the installed Megatron-Core for the batch's tokens.
+
+    The model takes it beside ``input_ids[None]``, ``position_ids[None]`` and no attention mask:
+    what `packed_seq_params_kwargs` says, as far as the installed version has a field for it.
+
+    Raises:
+        ImportError: If Megatron-Core is not installed.
+        ValueError: If ``lengths`` is neither.
+
+    Cost: views. No synchronisation: where the class would derive ``seq_idx`` itself, which
+    reads the device, it is set afterwards to what the batch has.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    fields = {field.name for field in dataclasses.fields(PackedSeqParams)}
+    given = packed_seq_params_kwargs(batch, lengths=lengths)
+    later = {name: given.pop(name) for name in ("total_tokens", "seq_idx")}
+    params = PackedSeqParams(**{name: value for name, value in given.items() if name in fields})
+    for name, value in later.items():
+        if name in fields:
+            setattr(params, name, value)
+    return params

@@ -1,0 +1,299 @@
+"""prime-rl: its micro-batches, as tensors and as they travel, and its training samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from trajpack.packing.adapters.packed import (
+    Packed,
+    advantages_of,
+    holds_token,
+    lengths_in_memory,
+    num_kept_of,
+    places_of,
+)
+from trajpack.packing.batch import PackedBatch
+from trajpack.packing.masked_tokens import MaskedTokens
+from trajpack.packing.types import Trajectory
+
+STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
+"""Float streams that a batch may have, as extra fields of these names."""
+
+
+def to_tensor_micro_batch(
+    batch: Packed,
+    *,
+    temperature: float = 1.0,
+    env_names: str | Sequence[str] = "",
+    num_loras: int = 1,
+) -> dict[str, Any]:
+    """Return the entries of a ``TensorMicroBatch``: what the trainer makes of what it received.
+
+    ============================ ======= ====================== ================================
+    key                          dtype   shape                  content; at padding
+    ============================ ======= ====================== ================================
+    input_ids                    int64   [1, T]                 tokens; as in the batch
+    position_ids                 int64   [1, T]                 from 0 in every sequence
+    advantages                   float32 [1, T]                 at the token; 0
+    inference_logprobs           float32 [1, T]                 at the token; 0
+    temperatures                 float32 [1, T]                 field of that name; 1
+    loss_mask                    bool    [1, T]                 generated tokens; False
+    seq_lens                     int64   [segments]             the last has the padding, too
+    sequence_lengths             list    segments               the same, on the host
+    env_names                    list    T                      name of the token's ``env``; ""
+    lora_num_tokens              int32   [num_loras]            all tokens are the first's
+    routed_experts               int32   [1, T, layers, top k]  field of that name, or ``None``
+    ref_logprobs, rl_weights,    float32 [1, T]                 fields of these names, or
+    ce_weights, ref_kl_weights                                  ``None``; 0
+    mm_token_type_ids            int64   [1, T]                 field of that name, or ``None``
+    mm_kwargs                                                   ``None``
+    ============================ ======= ====================== ================================
+
+    Everything stands at its own token; the trainer shifts logits. It pads with token 1, which
+    a micro-batch does where it is told to.
+
+    Not carried: versions, returns, images.
+
+    Args:
+        batch: A batch or a micro-batch.
+        temperature: That tokens were sampled at, where the batch has no field ``temperatures``.
+        env_names: Of each sequence, or one for all.
+        num_loras: Adapters that the trainer runs.
+
+    Raises:
+        ValueError: If the batch has no advantages or is that of a `StaticBatch`, or there are not
+            as many names as sequences.
+
+    Cost: views and some launches over the tokens; `env_names` is a list of the host. No
+    synchronisation.
+    """
+    fields, holds = batch.fields, holds_token(batch)
+    temperatures = fields.get("temperatures", torch.full((), temperature, device=batch.device))
+    streams = {name: _stream(batch, name, torch.float32) for name in STREAMS}
+    lengths = _segments(batch)
+    lora_num_tokens = torch.zeros(num_loras, dtype=torch.int32, device=batch.device)
+    lora_num_tokens[:1] = batch.num_tokens
+    return {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "advantages": advantages_of("to_tensor_micro_batch", batch)[None],
+        "inference_logprobs": batch.rollout_logprobs[None],
+        "loss_mask": batch.loss_mask[None],
+        "temperatures": torch.where(holds, temperatures.float(), 1.0)[None],
+        "env_names": _env_names(batch, env_names),
+        "sequence_lengths": lengths,
+        "seq_lens": _segment_lengths(batch, len(lengths)),
+        "lora_num_tokens": lora_num_tokens,
+        "routed_experts": _stream(batch, "routed_experts", torch.int32),
+        "mm_kwargs": None,
+        "mm_token_type_ids": _stream(batch, "mm_token_type_ids", torch.int64),
+        **streams,
+    }
+
+
+def to_micro_batch(
+    batch: Packed, *, temperature: float = 1.0, env_names: str | Sequence[str] = ""
+) -> dict[str, Any]:
+    """Return the fields of a ``MicroBatch``: the same as it travels, a list for each.
+
+    ``routed_experts`` is a dictionary of bytes, shape and dtype's name, all others are what
+    `to_tensor_micro_batch` says, as lists. Adapters' tokens are counted where it arrives.
+
+    Raises:
+        ValueError: As `to_tensor_micro_batch`.
+
+    Cost: copies every field to the host (synchronises) and makes lists of it.
+    """
+    tensors = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
+    for name in ("lora_num_tokens", "mm_kwargs", "routed_experts"):
+        del tensors[name]
+    wire = {
+        name: (value if value.ndim == 1 else value[0]).tolist()
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in tensors.items()
+    }
+    return wire | {"routed_experts": _bytes(batch.fields.get("routed_experts"))}
+
+
+def to_training_samples(
+    batch: PackedBatch, *, temperature: float = 1.0, env_names: str | Sequence[str] = ""
+) -> list[dict[str, Any]]:
+    """Return the fields of a ``TrainingSample`` for each sequence, for prime-rl's own packer.
+
+    =================================== =========== ==============================================
+    key                                 type        content
+    =================================== =========== ==============================================
+    token_ids                           list[int]   tokens of the sequence
+    mask                                list[bool]  True on generated tokens
+    logprobs                            list[float] log-probabilities, 0.0 where not generated
+    temperatures                        list[float] field of that name, else ``temperature``
+    advantages                          list[float] 0.0 where not generated; ``None`` without
+    env_name                            str
+    routed_experts, ref_logprobs,                   fields of these names, else ``None``
+    rl_weights, ce_weights,
+    ref_kl_weights, mm_token_type_ids
+    =================================== =========== ==============================================
+
+    Raises:
+        ValueError: If the batch is padded, or there are not as many names as sequences.
+
+    Cost: copies every field to the host (synchronises) and makes lists of it.
+    """
+    batch.check_unpadded()
+    fields = batch.fields
+    temperatures = fields.get("temperatures", torch.full((batch.num_tokens,), temperature))
+    columns = {
+        "token_ids": batch.input_ids,
+        "mask": batch.loss_mask,
+        "logprobs": batch.rollout_logprobs,
+        "temperatures": temperatures.float(),
+        "advantages": batch.advantages,
+        "mm_token_type_ids": fields.get("mm_token_type_ids"),
+        **{name: fields.get(name) for name in STREAMS},
+    }
+    names = _names("to_training_samples", batch, env_names)
+    pieces = {
+        name: None if column is None else column.cpu().split(batch.seqlens)
+        for name, column in columns.items()
+    }
+    experts = fields.get("routed_experts")
+    of_experts = None if experts is None else experts.cpu().split(batch.seqlens)
+    return [
+        {
+            **{name: None if of is None else of[s].tolist() for name, of in pieces.items()},
+            "env_name": names[s],
+            "routed_experts": None if of_experts is None else _bytes(of_experts[s]),
+        }
+        for s in range(len(batch))
+    ]
+
+
+def from_training_samples(
+    samples: Sequence[Any],
+    *,
+    ids: Sequence[str] | None = None,
+    groups: Sequence[str | None] | None = None,
+    rewards: Sequence[float] | None = None,
+    versions: Sequence[int] | None = None,
+    fields: Sequence[str] = (),
+) -> list[Trajectory]:
+    """Return a trajectory for each ``TrainingSample``, or whatever has its fields.
+
+    Each run of trainable tokens is a turn; its prompt is all that stands before it. What
+    came back, packed in layout ``"merged"``, has the tokens, the mask and the log-probabilities of
+    the samples, sequence by sequence.
+
+    A sample does not say: name, group, rewards, versions, whether it was cut off, and where a
+    turn ends and another begins without a token between. Advantages are not taken over.
+
+    Args:
+        samples: Objects or mappings with ``token_ids``, ``mask``, ``logprobs``.
+        ids: Names of the trajectories; their numbers if ``None``.
+        groups: Their groups.
+        rewards: Their rewards, which the last turn gets; 0 if ``None``.
+        versions: Policy versions that sampled them; 0 if ``None``.
+        fields: Per-token lists of the samples that turns take over as `Turn.fields`, of the tokens
+            they generated: such as ``["temperatures"]``, for a `TokenField` of that name.
+
+    Raises:
+        TypeError: If lists hold no numbers.
+        ValueError: If lists are not of one length, labels are not as many as samples, or the first
+            token of a sample is trainable.
+
+    Cost: host work over the tokens.
+
+    Example:
+        >>> sample = {"token_ids": [1, 2, 3], "mask": [False, True, True], "logprobs": [0, -1, -2]}
+        >>> (trajectory,) = from_training_samples([sample], rewards=[1.0])
+        >>> trajectory.turns[0].completion_ids.tolist(), trajectory.turns[0].reward
+        ([2, 3], 1.0)
+    """
+    labels = {"ids": ids, "groups": groups, "rewards": rewards, "versions": versions}
+    for name, given in labels.items():
+        if given is not None and len(given) != len(samples):
+            raise ValueError(
+                f"from_training_samples: {name} must be of {len(samples)} samples, got {len(given)}"
+            )
+    trajectories = []
+    for index, sample in enumerate(samples):
+        version = 0 if versions is None else versions[index]
+        masked = MaskedTokens(
+            _field_of(sample, "token_ids"),
+            _field_of(sample, "mask"),
+            _field_of(sample, "logprobs"),
+            version_range=(version, version),
+            reward=0.0 if rewards is None else rewards[index],
+        )
+        trajectory = masked.trajectory(
+            str(index) if ids is None else ids[index],
+            group=None if groups is None else groups[index],
+        )
+        trajectories.append(_with_fields(trajectory, sample, fields) if fields else trajectory)
+    return trajectories
+
+
+def _with_fields(trajectory: Trajectory, sample: Any, names: Sequence[str]) -> Trajectory:
+    rows, turns = {name: _field_of(sample, name) for name in names}, []
+    for turn in trajectory.turns:
+        begin = len(turn.prompt_ids)
+        of = slice(begin, begin + len(turn.completion_ids))
+        turns.append(replace(turn, fields={name: row[of] for name, row in rows.items()}))
+    return replace(trajectory, turns=turns)
+
+
+def _field_of(sample: Any, name: str) -> Any:
+    return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
+
+
+def _stream(batch: Packed, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    field = batch.fields.get(name)
+    return None if field is None else field.to(dtype)[None]
+
+
+def _segments(batch: Packed) -> list[int]:
+    """Return what each sequence takes, and the last one all that is left."""
+    lengths = list(lengths_in_memory(batch)[: max(len(num_kept_of(batch)), 1)])
+    if lengths:
+        lengths[-1] += batch.num_tokens - sum(lengths)
+    return lengths
+
+
+def _segment_lengths(batch: Packed, count: int) -> torch.Tensor:
+    ends = places_of(batch)[: count + 1].long()
+    ends[count:] = batch.num_tokens
+    return ends.diff()
+
+
+def _names(op: str, batch: Packed, env_names: str | Sequence[str]) -> list[str]:
+    count = len(num_kept_of(batch))
+    names = [env_names] * count if isinstance(env_names, str) else list(env_names)
+    if len(names) != count:
+        raise ValueError(f"{op}: env_names must be of {count} sequences, got {len(names)}")
+    return names
+
+
+def _env_names(batch: Packed, env_names: str | Sequence[str]) -> list[str]:
+    """Return the name at each token, none at padding."""
+    names = _names("to_tensor_micro_batch", batch, env_names)
+    starts = accumulate(lengths_in_memory(batch), initial=0)
+    at = [""] * batch.num_tokens
+    for name, start, length in zip(names, starts, num_kept_of(batch), strict=False):
+        at[start : start + length] = [name] * length
+    return at
+
+
+def _bytes(experts: torch.Tensor | None) -> dict[str, Any] | None:
+    if experts is None:
+        return None
+    rows = experts.detach().cpu().contiguous()
+    return {
+        "data": rows.numpy().tobytes(),
+        "shape": list(rows.shape),
+        "dtype": str(rows.dtype).removeprefix("torch."),
+    }

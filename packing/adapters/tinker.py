@@ -1,0 +1,84 @@
+"""tinker's ``Datum``: a sequence without its last token, and what each place predicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trajpack.packing.adapters.packed import advantages_of
+from trajpack.packing.batch import PackedBatch
+
+
+def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:
+    """Return for each sequence what a ``Datum`` is made of: its input and its loss's inputs.
+
+    ``model_input`` is a list of the first L - 1 of L tokens; ``loss_fn_inputs`` has, on the host,
+
+    ============= ======= ======= ========================================================
+    key           dtype   shape   content at place t
+    ============= ======= ======= ========================================================
+    target_tokens int64   [L - 1] token t + 1
+    logprobs      float32 [L - 1] its log-probability when it was sampled, 0 where it was not
+    advantages    float32 [L - 1] its advantage, 0 where it was not generated
+    mask          float32 [L - 1] 1 where it was generated
+    ============= ======= ======= ========================================================
+
+    A sequence of one token predicts nothing, and gives none. Nothing is padded.
+
+    Not carried: versions, returns, groups, turns.
+
+    Args:
+        batch: In any layout.
+        mask: Whether to give the mask, which recipes read and remove before they send it.
+
+    Raises:
+        ValueError: If the batch is padded or has no advantages.
+
+    Cost: copies four tensors to the host (synchronises); the inputs are views of that.
+
+    Example:
+        >>> from trajpack import DrGRPO, Trajectory, Turn, pack
+        >>> batch = pack([Trajectory("a", [Turn([1, 2], [3, 4], [-0.5, -0.25])])])
+        >>> (datum,) = to_datum_kwargs(batch.with_advantages(DrGRPO()))
+        >>> datum["model_input"], datum["loss_fn_inputs"]["logprobs"]
+        ([1, 2, 3], tensor([ 0.0000, -0.5000, -0.2500]))
+    """
+    batch.check_unpadded()
+    columns = {
+        "target_tokens": batch.input_ids,
+        "logprobs": batch.rollout_logprobs,
+        "advantages": advantages_of("to_datum_kwargs", batch),
+    }
+    if mask:
+        columns["mask"] = batch.loss_mask.float()
+    pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
+    return [
+        {
+            "model_input": tokens[:-1].tolist(),
+            "loss_fn_inputs": {name: of[sequence][1:] for name, of in pieces.items()},
+        }
+        for sequence, tokens in enumerate(pieces["target_tokens"])
+        if tokens.shape[0] > 1
+    ]
+
+
+def to_datums(batch: PackedBatch, *, mask: bool = True) -> list[Any]:
+    """Return a ``tinker.types.Datum`` for each sequence, of what `to_datum_kwargs` says.
+
+    Raises:
+        ImportError: If tinker is not installed.
+        ValueError: If the batch is padded or has no advantages.
+
+    Cost: that of `to_datum_kwargs`, and the objects.
+    """
+    from tinker.types import Datum, ModelInput, TensorData
+
+    return [
+        Datum(
+            model_input=ModelInput.from_ints(datum["model_input"]),
+            loss_fn_inputs={
+                name: TensorData.from_torch(values.clone())  # of its own, as the object outlives us
+                for name, values in datum["loss_fn_inputs"].items()
+            },
+        )
+        for datum in to_datum_kwargs(batch, mask=mask)
+    ]

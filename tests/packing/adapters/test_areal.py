@@ -1,0 +1,216 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.adapters.row_cases import conversation, forked_batch, padded, plain_batch
+from tests.packing.adapters.stand_ins import stand_ins
+from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
+from trajpack.packing.adapters.areal import from_padded_dict, to_padded_dict, to_update_dict
+from trajpack.testing import assert_same_bits, trajectory_lists
+
+PAD = 99
+
+
+@pytest.fixture
+def areal(peer):
+    """AReaL's modules of tensors and types, without its servers, clusters and settings."""
+    package = peer("areal")
+    for name in ("areal", "areal.utils", "areal.infra", "areal.experimental.openai"):
+        package.without_init(name)
+    absent = "aiofiles aiohttp colorlog einops httpx lark numba openai requests tenacity torchdata uvloop"
+    own = "areal.api.cli_args areal.api.alloc_mode areal.infra.rpc areal.infra.platforms"
+    with stand_ins(*absent.split(), *own.split(), "areal.utils.logging"):
+        yield package
+
+
+def sequences_of(batch, packed):
+    return [piece.tolist() for piece in packed.split(batch.seqlens)]
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_rows_are_sequences_padded_on_the_right(trajectories, layout):
+    batch = pack(trajectories, layout=layout)
+    found = to_padded_dict(batch, pad_token_id=PAD)
+    expected = {
+        "input_ids": (batch.input_ids, PAD, torch.int32),
+        "attention_mask": (torch.ones(batch.num_tokens, dtype=torch.bool), False, torch.bool),
+        "loss_mask": (batch.loss_mask.int(), 0, torch.int32),
+        "logprobs": (batch.rollout_logprobs, 0.0, torch.float32),
+        "versions": (batch.policy_versions, 0, torch.int32),
+    }
+    for key, (packed, fill, dtype) in expected.items():
+        assert found[key].dtype == dtype, key
+        for row, sequence in zip(found[key].tolist(), sequences_of(batch, packed), strict=True):
+            assert row == padded(sequence, batch.max_seqlen, fill), key
+
+
+def test_turns_are_counted_from_the_first_of_their_trajectory():
+    turns = to_padded_dict(forked_batch())["turn_ids"].tolist()
+    assert turns[0] == [-1, -1, 0, 0, -1, -1, 3, *[-1] * 5]
+    assert turns[1][:3] == [-1, -1, 2]
+    assert turns[2] == [-1] * 12
+    assert turns[3] == [-1, -1, 0, -1, -1, 1, 1, -1, -1, 2, 2, 2]
+
+
+def test_a_row_has_the_return_of_its_first_turn_or_the_sum_of_its_rewards():
+    discounted = pack([conversation("a", 3, turn_discount=0.5)])
+    assert to_padded_dict(discounted)["rewards"].tolist() == [1 + 0.5 * (2 + 0.5 * 3)]
+    assert to_padded_dict(discounted, rewards="rewards")["rewards"].tolist() == [6.0]
+    turns = pack([conversation("a", 3, turn_discount=0.5)], layout="turns")
+    assert to_padded_dict(turns)["rewards"].tolist() == [2.75, 3.5, 3.0]
+    assert to_padded_dict(turns, rewards="rewards")["rewards"].tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="must be 'rewards' or 'returns', got 'last'"):
+        to_padded_dict(turns, rewards="last")
+
+
+def test_extra_fields_are_rows_too():
+    field = TokenField("values", torch.float32)
+    turn = Turn([1], [2], [-1.0], fields={"values": [0.5]})
+    batch = pack([Trajectory("a", [turn])], fields=[field])
+    assert to_padded_dict(batch)["values"].tolist() == [[0.0, 0.5]]
+
+
+def test_an_empty_batch_is_rows_of_nothing():
+    found = to_padded_dict(TrajectoryBuffer().pack())
+    assert found["input_ids"].shape == (0, 0)
+    assert found["rewards"].shape == (0,)
+
+
+def test_nothing_is_read_back_to_the_host():
+    found = to_padded_dict(forked_batch().to("meta"))
+    assert found["input_ids"].shape == found["turn_ids"].shape == (4, 12)
+
+
+def test_what_an_update_takes_is_one_token_early():
+    batch = forked_batch().with_advantages(TurnReturns())
+    found, before = to_update_dict(batch), to_padded_dict(batch)
+    for key in ("loss_mask", "logprobs"):
+        assert torch.equal(found[key][:, :-1], before[key][:, 1:]), key
+        assert not found[key][:, -1].any(), key
+    advantages = [piece.tolist() for piece in batch.advantages.split(batch.seqlens)]
+    assert found["advantages"].tolist() == [padded(row[1:], 12, 0.0) for row in advantages]
+    assert found["tot_rewards"].sum(1).tolist() == [11.0, 4.0, 0.0, 6.0]
+    assert torch.equal(found["versions"], before["versions"])
+    with pytest.raises(ValueError, match="no advantages, call with_advantages first"):
+        to_update_dict(forked_batch())
+
+
+def test_areal_packs_its_rows_to_what_the_batch_was(areal):
+    arrays = areal.load("areal.utils.data")
+    batch = forked_batch()
+    packed = arrays.pack_tensor_dict(to_padded_dict(batch))
+    assert_same_bits(packed["cu_seqlens"], batch.cu_seqlens)
+    assert packed["max_seqlen"] == batch.max_seqlen
+    assert_same_bits(packed["input_ids"], batch.input_ids.int())
+    assert_same_bits(packed["logprobs"], batch.rollout_logprobs)
+    assert_same_bits(packed["versions"], batch.policy_versions)
+
+
+def test_areal_joins_rows_of_several_batches_as_one_batch_has_them(areal):
+    arrays = areal.load("areal.utils.data")
+    one, other = conversation("a", 1), conversation("b", 3)
+    joined = arrays.concat_padded_tensors([to_padded_dict(pack([of])) for of in (one, other)])
+    expected = to_padded_dict(pack([one, other]))
+    there = expected["attention_mask"]
+    assert set(joined) == set(expected)
+    for key, values in expected.items():
+        assert joined[key].dtype == values.dtype, key
+        same = joined[key] == values
+        assert (same if key == "rewards" else same[there]).all(), key
+
+
+def test_an_interaction_exports_the_row_that_the_batch_has(areal):
+    """Its own export of a two-turn conversation, in which the child continues the parent."""
+    types = areal.load("areal.experimental.openai.types")
+    response = areal.load("areal.api.io_struct").ModelResponse
+    given = conversation("a", 2)
+    parent = None
+    for turn in given.turns:
+        interaction = types.InteractionWithTokenLogpReward(
+            model_response=response(
+                input_tokens=[*turn.prompt_ids],
+                output_tokens=[*turn.completion_ids],
+                output_logprobs=[*turn.completion_logprobs],
+                output_versions=[turn.version_start] * len(turn.completion_ids),
+            ),
+            reward=turn.reward,
+            parent=parent,
+            chat_template_type="concat",
+        )
+        parent = interaction
+    exported = parent.to_tensor_dict()
+    ours = to_padded_dict(pack([given]))
+    for key in ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask"):
+        assert ours[key].tolist() == exported[key].tolist(), key
+    back = from_padded_dict(exported)
+    assert pack(back).input_ids.tolist() == pack([given]).input_ids.tolist()
+
+
+def test_areals_workflow_executor_accepts_its_rows(areal):
+    check = areal.load("areal.infra.workflow_executor").check_trajectory_format
+    found = to_padded_dict(plain_batch())
+    complaints = []
+
+    class Listener:
+        info = warning = complaints.append
+
+    assert check(found, batch_size=3, expected_keys=set(found), logger=Listener)
+    assert complaints == []
+
+
+@settings(max_examples=25)
+@given(trajectory_lists())
+def test_turns_that_generated_come_back(trajectories):
+    """With one turn a row, all but rewards before discounting, truncation and labels."""
+    batch = pack(trajectories, layout="turns")
+    back = from_padded_dict(to_padded_dict(batch)) if len(batch) else []
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    assert len(back) == len(turns)
+    for trajectory, given_turn, reward in zip(
+        back, turns, batch.turn_returns.tolist(), strict=True
+    ):
+        (turn,) = trajectory.turns
+        assert turn.reward == reward
+        assert turn.completion_ids.tolist() == [*given_turn.completion_ids]
+        assert turn.prompt_ids.tolist() == [int(token) for token in given_turn.prompt_ids]
+    if all(len(turn.completion_ids) for turn in turns):
+        again = to_padded_dict(pack(back, layout="turns"))
+        for key, values in to_padded_dict(batch).items():
+            if key != "turn_ids":
+                assert torch.equal(values, again[key]), key
+
+
+def test_turns_without_anything_between_are_told_apart_by_turn_ids():
+    found = {
+        "input_ids": torch.tensor([[1, 2, 3, 4, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0]]),
+        "loss_mask": torch.tensor([[0, 1, 1, 1, 0]]),
+        "logprobs": torch.tensor([[0.0, -1.0, -2.0, -3.0, 0.0]]),
+        "versions": torch.tensor([[-1, 5, 5, 6, 0]]),
+        "rewards": torch.tensor([0.5]),
+    }
+    (joined,) = from_padded_dict(found, groups=["task"])
+    assert [turn.completion_ids.tolist() for turn in joined.turns] == [[2, 3, 4]]
+    assert joined.turns[0].version_spans == [(5, 0, 2), (6, 2, 3)]
+    assert (joined.id, joined.group) == ("task_0", "task")
+    (apart,) = from_padded_dict([found | {"turn_ids": torch.tensor([[-1, 0, 1, 1, -1]])}], ["x"])
+    assert [turn.completion_ids.tolist() for turn in apart.turns] == [[2], [3, 4]]
+    assert [turn.reward for turn in apart.turns] == [0.0, 0.5]
+    assert (apart.turns[1].version_start, apart.turns[1].version_end) == (5, 6)
+
+
+def test_what_is_no_rollout_is_refused():
+    found = to_padded_dict(plain_batch())
+    with pytest.raises(ValueError, match=r"\['logprobs'\] are missing"):
+        from_padded_dict({key: found[key] for key in found if key != "logprobs"})
+    with pytest.raises(ValueError, match="the first token must not be a generated one"):
+        from_padded_dict(found | {"loss_mask": torch.ones_like(found["loss_mask"])})
+
+
+def test_a_batch_with_group_advantages_keeps_them_at_generated_tokens():
+    batch = plain_batch().with_advantages(GRPO())
+    found = to_update_dict(batch)
+    assert not found["advantages"][found["loss_mask"] == 0].any()
+    assert found["advantages"].sum() == pytest.approx(batch.advantages.sum().item())

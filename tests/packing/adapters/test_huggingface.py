@@ -1,0 +1,130 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening
+
+from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
+from trajpack import pack
+from trajpack.packing.adapters.huggingface import flash_attention_kwargs, to_padding_free
+from trajpack.packing.alignment import Alignment
+from trajpack.testing import assert_same_bits, trajectory_lists
+
+OPTIONS = {
+    "by itself": {},
+    "all": {
+        "return_flash_attn_kwargs": True,
+        "return_seq_idx": True,
+        "position_ids_start": 2,
+        "separator_id": -7,
+    },
+    "no positions": {"return_position_ids": False, "return_seq_idx": True},
+}
+
+
+def collated(batch, labels, options):
+    """Collate the sequences with the real collator, masked labels given where there are some."""
+    features = []
+    masks = sequences_of(batch, batch.loss_mask)
+    for tokens, mask in zip(sequences_of(batch, batch.input_ids), masks, strict=True):
+        feature = {"input_ids": tokens.tolist()}
+        if labels == "generated":
+            feature["labels"] = torch.where(mask, tokens, -100).tolist()
+        features.append(feature)
+    return DataCollatorWithFlattening(return_tensors="pt", **options)(features)
+
+
+def assert_same(ours, theirs):
+    assert list(ours) == list(theirs)
+    for key, value in theirs.items():
+        if isinstance(value, int):
+            assert ours[key] == value, key
+            assert type(ours[key]) is int, key
+        else:
+            assert_same_bits(ours[key], value, key)
+
+
+@pytest.mark.parametrize("labels", ["generated", "all"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_a_batch_is_what_the_collator_makes_of_its_sequences(options, labels):
+    batch = some_batch()
+    assert_same(to_padding_free(batch, labels=labels, **options), collated(batch, labels, options))
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_so_is_any_batch(trajectories, layout):
+    batch = pack(trajectories, layout, device="cpu")
+    if not len(batch):  # of which the collator makes nothing
+        assert to_padding_free(batch)["labels"].shape == (1, 0)
+        return
+    options = OPTIONS["all"]
+    assert_same(to_padding_free(batch, **options), collated(batch, "generated", options))
+
+
+@pytest.mark.parametrize("labels", ["generated", "all"])
+def test_a_micro_batch_is_what_the_collator_makes_of_its_sequences(labels):
+    micro_batch = some_batch().select([3, 0, 5])
+    options = OPTIONS["all"]
+    ours = to_padding_free(micro_batch, labels=labels, **options)
+    assert_same(ours, collated(micro_batch, labels, options))
+
+
+@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
+def test_padding_has_no_label_and_lies_within_the_boundaries(tail):
+    alignment = Alignment(sequence_multiple=4, total=64, tail=tail, token_id=8)
+    batch = some_batch()
+    micro_batch = batch.select([3, 0, 5], alignment)
+    ours = to_padding_free(micro_batch, labels="all", return_flash_attn_kwargs=True)
+    assert ours["labels"].shape == (1, 64)
+    trained = sequences_of(micro_batch, ours["labels"][0])
+    for tokens, labels in zip(
+        sequences_of(micro_batch, micro_batch.input_ids), trained, strict=True
+    ):
+        assert labels.tolist() == [-100, *tokens[1:].tolist()]
+    assert int((ours["labels"] != -100).sum()) == sum(n - 1 for n in micro_batch.num_kept)
+    assert ours["cu_seq_lens_q"][-1] == 64
+    assert ours["max_length_q"] == int(ours["cu_seq_lens_k"].diff().max())
+
+
+def test_tensors_are_views():
+    batch = some_batch()
+    ours = to_padding_free(batch, return_flash_attn_kwargs=True)
+    for key, tensor in (("input_ids", batch.input_ids), ("position_ids", batch.position_ids)):
+        assert ours[key].data_ptr() == tensor.data_ptr()
+    assert ours["cu_seq_lens_k"] is batch.cu_seqlens
+
+
+def test_a_model_sees_sequences_apart_and_its_loss_is_that_of_generated_tokens():
+    from trajpack.agent import build_tiny_model
+
+    model, _ = build_tiny_model(seed=0)
+    batch = some_batch()
+    loss = model(**to_padding_free(batch), use_cache=False).loss
+    losses = []
+    masks = sequences_of(batch, batch.loss_mask)
+    for tokens, mask in zip(sequences_of(batch, batch.input_ids), masks, strict=True):
+        logits = model(tokens[None], use_cache=False).logits[0].log_softmax(-1)
+        losses.append(-logits[:-1].gather(1, tokens[1:, None])[mask[1:], 0])
+    torch.testing.assert_close(loss, torch.cat(losses).mean(), rtol=1e-5, atol=1e-5)
+
+
+def test_flash_attention_kwargs_are_those_of_a_batch_for_a_model():
+    batch = some_batch()
+    given = flash_attention_kwargs(batch)
+    assert given.items() <= batch.model_inputs().items()
+
+
+def test_other_labels_are_refused():
+    with pytest.raises(ValueError, match="labels must be 'generated' or 'all', got 'none'"):
+        to_padding_free(some_batch(), labels="none")
+
+
+def test_padding_of_a_static_batch_is_a_sequence_without_labels():
+    static = some_static_batch()
+    ours = to_padding_free(static, return_flash_attn_kwargs=True)
+    trained = ours["labels"] != -100
+    assert torch.equal(trained[0], static.loss_mask)
+    assert ours["cu_seq_lens_q"][-1] == ours["input_ids"].shape[1] == 96
+    with pytest.raises(ValueError, match="the batch is padded"):
+        to_padding_free(static, labels="all")

@@ -1,0 +1,118 @@
+"""NeMo-RL's package on the index is empty: its published keys and shapes are written here."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.adapters.row_cases import forked_batch, padded, plain_batch
+from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
+from trajpack.packing.adapters.nemo_rl import to_loss_inputs, to_message_logs
+from trajpack.testing import trajectory_lists
+
+PAD = 99
+LOSS_KEYS = {
+    "input_ids": torch.int64,
+    "input_lengths": torch.int32,
+    "generation_logprobs": torch.float32,
+    "prev_logprobs": torch.float32,
+    "advantages": torch.float32,
+    "token_mask": torch.float32,
+    "sample_mask": torch.float32,
+}
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]), st.sampled_from([1, 4, 64]))
+def test_rows_are_sequences_padded_on_the_right(trajectories, layout, multiple):
+    batch = pack(trajectories, layout=layout).with_advantages(TurnReturns())
+    found = to_loss_inputs(batch, pad_token_id=PAD, sequence_multiple=multiple)
+    width = found["input_ids"].shape[1]
+    assert width % multiple == 0
+    assert batch.max_seqlen <= width < batch.max_seqlen + multiple
+    for key, packed, fill in (
+        ("input_ids", batch.input_ids, PAD),
+        ("generation_logprobs", batch.rollout_logprobs, 0.0),
+        ("advantages", batch.advantages, 0.0),
+        ("token_mask", batch.loss_mask.float(), 0.0),
+    ):
+        rows = [padded(piece.tolist(), width, fill) for piece in packed.split(batch.seqlens)]
+        assert found[key].tolist() == rows, key
+    assert found["input_lengths"].tolist() == list(batch.seqlens)
+
+
+def test_keys_and_dtypes_are_the_published_ones():
+    found = to_loss_inputs(plain_batch().with_advantages(GRPO()))
+    assert {key: value.dtype for key, value in found.items()} == LOSS_KEYS
+    assert {len(value) for value in found.values()} == {3}
+    assert not found["token_mask"][:, 0].any()  # column 0, which the loss leaves out
+
+
+def test_logprobs_of_other_policies_come_from_extra_fields():
+    names = ["prev_logprobs", "reference_policy_logprobs"]
+    fields = [TokenField(name, torch.float32) for name in names]
+    turn = Turn([1], [2], [-1.0], fields=dict(zip(names, [[-2.0], [-3.0]], strict=True)))
+    batch = pack([Trajectory("a", [turn])], fields=fields).with_advantages(GRPO())
+    found = to_loss_inputs(batch)
+    assert found["generation_logprobs"].tolist() == [[0.0, -1.0]]
+    assert found["prev_logprobs"].tolist() == [[0.0, -2.0]]
+    assert found["reference_policy_logprobs"].tolist() == [[0.0, -3.0]]
+
+
+def test_a_batch_without_advantages_is_refused():
+    with pytest.raises(ValueError, match="no advantages, call with_advantages first"):
+        to_loss_inputs(plain_batch())
+    with pytest.raises(ValueError, match="sequence_multiple must be 1 or more, got 0"):
+        to_loss_inputs(plain_batch().with_advantages(GRPO()), sequence_multiple=0)
+
+
+def test_nothing_is_read_back_to_the_host():
+    found = to_loss_inputs(plain_batch().with_advantages(GRPO()).to("meta"))
+    assert found["advantages"].shape == (3, 12)
+
+
+def flattened(log, key):
+    return torch.cat([message[key] for message in log])
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_messages_of_a_log_are_the_sequence_in_order(trajectories, layout):
+    batch = pack(trajectories, layout=layout)
+    logs = to_message_logs(batch)["message_log"]
+    assert len(logs) == len(batch)
+    for log, ids, mask, logprobs in zip(
+        logs,
+        batch.input_ids.split(batch.seqlens),
+        batch.loss_mask.split(batch.seqlens),
+        batch.rollout_logprobs.split(batch.seqlens),
+        strict=True,
+    ):
+        assert torch.equal(flattened(log, "token_ids"), ids)
+        assert torch.equal(flattened(log, "token_loss_mask"), mask.long())
+        assert torch.equal(flattened(log, "generation_logprobs"), logprobs)
+        for message in log:
+            assert len(message["token_ids"]) > 0
+            generated = message["role"] == "assistant"
+            assert (message["token_loss_mask"] == int(generated)).all()
+
+
+def test_a_log_says_who_spoke_and_what_it_was_worth():
+    found = to_message_logs(forked_batch())
+    roles = [[message["role"] for message in log] for log in found["message_log"]]
+    assert roles[0] == ["user", "assistant", "user", "user", "assistant"]
+    assert roles[1] == ["user", "assistant"]
+    assert roles[2] == ["user"]
+    assert roles[3] == ["user", "assistant"] * 3
+    assert found["total_reward"].tolist() == [11.0, 4.0, 16.0, 6.0]
+    assert found["truncated"].tolist() == [False, True, False, False]
+    assert found["length"].tolist() == [2, 2, 3, 2]
+    assert found["idx"] == [0, 0, 1, 2]
+    assert found["loss_multiplier"].tolist() == [1.0] * 4
+
+
+def test_an_empty_batch_is_rows_and_logs_of_nothing():
+    batch = TrajectoryBuffer().pack()
+    assert to_message_logs(batch)["message_log"] == []
+    found = to_loss_inputs(batch.with_advantages(TurnReturns()))
+    assert found["input_ids"].shape == (0, 0)

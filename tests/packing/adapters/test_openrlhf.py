@@ -1,0 +1,137 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.adapters.row_cases import forked_batch, padded, plain_batch
+from tests.packing.adapters.stand_ins import stand_ins
+from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.adapters.openrlhf import to_experience, to_experience_dict
+from trajpack.testing import trajectory_lists
+
+PAD = 99
+NO_MORE = ["images", "mm_train_inputs", "index", "kl", "values"]
+NO_MORE += ["action_log_probs", "base_action_log_probs"]
+
+
+@pytest.fixture
+def openrlhf(peer):
+    """OpenRLHF's modules of experience and losses, without its engines, clusters and optimizers."""
+    package = peer("openrlhf")
+    for name in ("openrlhf", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.utils"):
+        package.without_init(name)
+    package.without_init("openrlhf.models")
+    absent = "vllm ray tqdm deepspeed flash_attn peft torchdata"
+    with stand_ins(*absent.split(), "openrlhf.trainer.ray", "openrlhf.utils.logging_utils"):
+        yield package
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_actions_stand_one_token_early(trajectories, layout):
+    batch = pack(trajectories, layout=layout)
+    found = to_experience_dict(batch, pad_token_id=PAD)
+    width = batch.max_seqlen
+    pieces = zip(
+        batch.input_ids.split(batch.seqlens),
+        batch.loss_mask.split(batch.seqlens),
+        batch.rollout_logprobs.split(batch.seqlens),
+        strict=True,
+    )
+    for row, (ids, mask, logprobs) in enumerate(pieces):
+        assert found["sequences"][row].tolist() == padded(ids.tolist(), width, PAD)
+        assert found["attention_mask"][row].tolist() == padded([1] * len(ids), width, 0)
+        actions = mask.long().tolist()
+        assert found["action_mask"][row].tolist() == padded(actions[1:], width - 1, 0)
+        early = padded(logprobs.tolist()[1:], width - 1, 0.0)
+        assert found["rollout_log_probs"][row].tolist() == early
+        span = [place for place, action in enumerate(actions) if action]
+        assert found["response_length"][row] == (span[-1] - span[0] + 1 if span else 0)
+
+
+def test_rows_have_their_rewards_and_labels():
+    found = to_experience_dict(forked_batch())
+    assert found["rewards"].tolist() == found["scores"].tolist() == [11.0, 4.0, 16.0, 6.0]
+    assert found["info"]["reward"].tolist() == [11.0, 4.0, 16.0, 6.0]
+    assert found["truncated"].tolist() == [False, True, False, False]
+    assert found["total_length"].tolist() == [7.0, 3.0, 3.0, 12.0]
+    assert found["response_length"].tolist() == [5, 1, 0, 10]
+    assert found["prompts"] == ["task", "task", "task", "long"]
+    returns = to_experience_dict(forked_batch(), rewards="returns")["rewards"]
+    assert returns.tolist() == [15.0, 12.0, 16.0, 6.0]
+
+
+def test_nothing_is_read_back_to_the_host():
+    found = to_experience_dict(plain_batch().to("meta"))
+    assert found["action_mask"].shape == (3, 11)
+    assert found["response_length"].shape == (3,)
+
+
+def test_an_empty_batch_is_rows_of_nothing():
+    found = to_experience_dict(TrajectoryBuffer().pack())
+    assert found["sequences"].shape == (0, 0)
+    assert found["truncated"].shape == (0,)
+
+
+def test_extra_fields_of_an_experience_are_actions_too():
+    fields = [TokenField("values", torch.float32), TokenField("kl", torch.float32)]
+    turn = Turn([1, 2], [3, 4], [-1.0, -2.0], fields={"values": [0.5, 0.25], "kl": [1.0, 2.0]})
+    found = to_experience_dict(pack([Trajectory("a", [turn])], fields=fields))
+    assert found["values"].tolist() == [[0.0, 0.5, 0.25]]
+    assert found["kl"].tolist() == [[0.0, 1.0, 2.0]]
+
+
+def test_the_real_experience_takes_it_and_splits_and_joins(openrlhf):
+    module = openrlhf.load("openrlhf.trainer.ppo_utils.experience")
+    batch = forked_batch().with_advantages(GRPO())
+    experience = to_experience(batch, pad_token_id=PAD)
+    assert isinstance(experience, module.Experience)
+    items = module.split_experience_batch(experience)
+    assert [item.prompts for item in items] == [["task"], ["task"], ["task"], ["long"]]
+    again = module.make_experience_batch(items)
+    for name, value in to_experience_dict(batch, pad_token_id=PAD).items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(again, name), value), name
+    assert again.info["reward"] == experience.info["reward"].tolist()
+
+
+def test_its_own_sample_generator_makes_the_same_of_a_trajectory(openrlhf):
+    generator = openrlhf.load("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
+    batch = plain_batch()
+    found = to_experience_dict(batch)
+    mask = batch.loss_mask[: batch.seqlens[0]].long().diff(prepend=torch.zeros(1).long())
+    mask = torch.nn.functional.pad(mask, (0, 1), value=-1)
+    starts, stops = (mask == 1).nonzero()[:, 0], (mask == -1).nonzero()[:, 0]
+    response = {
+        "observation_tokens": batch.input_ids[: batch.seqlens[0]].tolist(),
+        "action_ranges": list(zip(starts.tolist(), stops.tolist(), strict=True)),
+        "rollout_log_probs": batch.rollout_logprobs[: batch.seqlens[0]].tolist(),
+        "reward": 3.0,
+        "scores": 3.0,
+        "prompt": "task",
+        "label": "",
+    }
+    theirs = generator._process_response_into_experience(None, response, max_len=100)
+    width = batch.seqlens[0]
+    for name in ("sequences", "attention_mask", "action_mask", "rollout_log_probs"):
+        ours, expected = found[name][:1], getattr(theirs, name)
+        assert ours.dtype == expected.dtype, name
+        assert torch.equal(ours[:, : expected.shape[1]], expected), name
+        assert not ours[:, width:].any(), name
+    for name in ("rewards", "scores", "response_length", "truncated", "total_length"):
+        ours, expected = found[name][:1], getattr(theirs, name)
+        assert (ours.dtype, ours.tolist()) == (expected.dtype, expected.tolist()), name
+    assert set(found) == set(vars(theirs)) - {"advantages", "returns", *NO_MORE}
+
+
+def test_its_policy_loss_on_its_rows_is_that_of_the_batch(openrlhf):
+    """Unclipped at the rollout's own log-probabilities: minus the mean advantage of tokens."""
+    loss = openrlhf.load("openrlhf.models.loss").PolicyLoss()
+    batch = forked_batch().with_advantages(GRPO())
+    found = to_experience_dict(batch)
+    logprobs = found["rollout_log_probs"]
+    result = loss(logprobs, logprobs.clone(), found["advantages"], found["action_mask"])
+    result = result[0] if isinstance(result, tuple) else result
+    expected = -batch.advantages[batch.loss_mask].mean()
+    torch.testing.assert_close(result, expected)
+    assert expected.abs() > 0.01

@@ -1,0 +1,274 @@
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.packing.adapters.cases import FIELDS, some_batch, some_static_batch, some_trajectories
+from trajpack import TokenField, Trajectory, Turn, pack
+from trajpack.packing.adapters.prime_rl import (
+    from_training_samples,
+    to_micro_batch,
+    to_tensor_micro_batch,
+    to_training_samples,
+)
+from trajpack.packing.alignment import Alignment
+from trajpack.testing import assert_same_bits
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """As published."""
+
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+class TrainingSample(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """As published; images are left out."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    temperatures: list[float]
+    env_name: str
+    ref_logprobs: list[float] | None = None
+    routed_experts: RoutedExperts | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+    advantages: list[float] | None = None
+
+
+class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """As published; images are left out."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    temperatures: list[float]
+    env_names: list[str]
+    seq_lens: list[int]
+    ref_logprobs: list[float] | None = None
+    routed_experts: RoutedExperts | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+
+
+TENSORS = {
+    "input_ids": torch.int64, "position_ids": torch.int64, "advantages": torch.float32,
+    "inference_logprobs": torch.float32, "temperatures": torch.float32, "loss_mask": torch.bool,
+    "seq_lens": torch.int64, "lora_num_tokens": torch.int32, "routed_experts": torch.int32,
+    "ref_logprobs": torch.float32, "mm_token_type_ids": torch.int64, "rl_weights": torch.float32,
+    "ce_weights": torch.float32, "ref_kl_weights": torch.float32,
+}  # fmt: skip
+OTHERS = {"sequence_lengths", "env_names", "mm_kwargs"}
+
+
+def sent(struct, fields):
+    """Send it as prime-rl does: typed, packed, and unpacked on the other side."""
+    fields = dict(fields)
+    if fields["routed_experts"] is not None:
+        fields["routed_experts"] = RoutedExperts(**fields["routed_experts"])
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(struct(**fields)), type=struct)
+
+
+def packed_by_loop(samples, *, to=None, pad_token=1):
+    """Put samples side by side, list by list, and pad the last one: what prime-rl's packer does."""
+    micro_batch = {
+        ours: [value for sample in samples for value in getattr(sample, theirs)]
+        for ours, theirs in {
+            "input_ids": "token_ids",
+            "loss_mask": "mask",
+            "advantages": "advantages",
+            "inference_logprobs": "logprobs",
+            "temperatures": "temperatures",
+            "ref_logprobs": "ref_logprobs",
+        }.items()
+    }
+    lengths = [len(sample.token_ids) for sample in samples]
+    micro_batch["position_ids"] = [at for length in lengths for at in range(length)]
+    micro_batch["env_names"] = [
+        sample.env_name for sample, n in zip(samples, lengths, strict=True) for _ in range(n)
+    ]
+    micro_batch["sequence_lengths"] = lengths
+    size = 0 if to is None else to - len(micro_batch["input_ids"])
+    padding = {
+        "input_ids": [pad_token] * size, "loss_mask": [False] * size, "advantages": [0.0] * size,
+        "inference_logprobs": [0.0] * size, "position_ids": list(range(size)),
+        "temperatures": [1.0] * size, "env_names": [""] * size, "ref_logprobs": [0.0] * size,
+    }  # fmt: skip
+    for name, values in padding.items():
+        micro_batch[name] += values
+    micro_batch["sequence_lengths"][-1] += size
+    return micro_batch | {"seq_lens": micro_batch["sequence_lengths"]}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_micro_batch_is_what_their_packer_makes_of_the_samples(padded):
+    batch = some_batch()
+    names = [f"env {index % 2}" for index in range(len(batch))]
+    samples = [
+        sent(TrainingSample, sample) for sample in to_training_samples(batch, env_names=names)
+    ]
+    chosen = [3, 0, 5]
+    alignment = Alignment(total=64, token_id=1) if padded else Alignment()
+    wire = to_micro_batch(
+        batch.select(chosen, alignment), env_names=[names[index] for index in chosen]
+    )
+    ours = sent(MicroBatch, wire)
+    expected = packed_by_loop([samples[index] for index in chosen], to=64 if padded else None)
+    for name, values in expected.items():
+        assert getattr(ours, name) == values, name
+    experts = b"".join(samples[index].routed_experts.data for index in chosen)
+    assert ours.routed_experts.data[: len(experts)] == experts
+    assert not any(ours.routed_experts.data[len(experts) :])
+    assert ours.routed_experts.shape == [len(ours.input_ids), 2, 3]
+    assert ours.routed_experts.dtype == "uint8"
+
+
+@pytest.mark.parametrize("alignment", [None, Alignment(total=64, token_id=1)], ids=str)
+def test_tensors_are_what_the_trainer_makes_of_the_lists(alignment):
+    batch = some_batch()
+    if alignment is not None:
+        batch = batch.select([3, 0, 5], alignment)
+    tensors = to_tensor_micro_batch(batch, num_loras=2)
+    assert set(tensors) == set(TENSORS) | OTHERS
+    wire = to_micro_batch(batch)
+    assert set(wire) == set(MicroBatch.__struct_fields__)
+    for name, dtype in TENSORS.items():
+        if name == "lora_num_tokens":
+            assert_same_bits(tensors[name], torch.tensor([batch.num_tokens, 0], dtype=dtype))
+        elif name == "routed_experts":
+            sent_bytes = wire[name]
+            array = np.frombuffer(sent_bytes["data"], sent_bytes["dtype"])
+            array = array.reshape(sent_bytes["shape"])
+            assert_same_bits(tensors[name], torch.tensor(array, dtype=dtype)[None], name)
+        elif wire[name] is None:
+            assert tensors[name] is None, name
+        else:
+            expected = torch.tensor(wire[name], dtype=dtype)
+            expected = expected if name == "seq_lens" else expected[None]
+            assert_same_bits(tensors[name], expected, name)
+    assert tensors["sequence_lengths"] == wire["sequence_lengths"]
+    assert sum(tensors["sequence_lengths"]) == len(tensors["env_names"]) == batch.num_tokens
+
+
+@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
+def test_padding_belongs_to_the_last_sequence_and_is_seen_by_no_loss(tail):
+    alignment = Alignment(sequence_multiple=4, total=96, tail=tail, max_sequences=9)
+    micro_batch = some_batch().select([3, 0, 5], alignment)
+    tensors = to_tensor_micro_batch(micro_batch, env_names="arithmetic")
+    assert tensors["sequence_lengths"] == tensors["seq_lens"].tolist() == [20, 16, 60]
+    padding = ~(micro_batch.prompt_mask | micro_batch.loss_mask)
+    assert int(padding.sum()) == micro_batch.num_padding
+    assert tensors["temperatures"][0, padding].tolist() == [1.0] * micro_batch.num_padding
+    assert not tensors["loss_mask"][0, padding].any()
+    names = np.array(tensors["env_names"])
+    assert set(names[padding.numpy()]) == {""}
+    assert set(names[~padding.numpy()]) == {"arithmetic"}
+
+
+def test_a_dummy_is_one_sequence_of_padding():
+    dummy = some_batch().select([], Alignment(total=16))
+    tensors = to_tensor_micro_batch(dummy)
+    assert tensors["sequence_lengths"] == tensors["seq_lens"].tolist() == [16]
+    assert not tensors["loss_mask"].any()
+    assert set(tensors["env_names"]) == {""}
+
+
+def test_one_temperature_stands_in_for_a_field():
+    batch = pack([Trajectory("a", [Turn([1], [2, 3], [-0.5, -0.5])])], device="cpu")
+    batch = dataclasses.replace(batch, advantages=batch.returns)
+    assert to_tensor_micro_batch(batch, temperature=0.5)["temperatures"].tolist() == [[0.5] * 3]
+    (sample,) = to_training_samples(batch, temperature=0.5)
+    assert sample["temperatures"] == [0.5] * 3
+    assert sample["routed_experts"] is sample["ref_logprobs"] is None
+
+
+def assert_same_sequences(ours, theirs):
+    for name in ("input_ids", "cu_seqlens", "loss_mask", "rollout_logprobs", "position_ids"):
+        assert_same_bits(getattr(ours, name), getattr(theirs, name), name)
+
+
+@pytest.mark.parametrize("as_mapping", [False, True], ids=["struct", "mapping"])
+def test_what_comes_back_from_samples_packs_to_the_same_sequences(as_mapping):
+    batch = some_batch()
+    samples = to_training_samples(batch)
+    if not as_mapping:
+        samples = [sent(TrainingSample, sample) for sample in samples]
+    fields = ["temperatures", "ref_logprobs"]
+    back = pack(from_training_samples(samples, fields=fields), device="cpu", fields=FIELDS[:2])
+    assert_same_sequences(back, batch)
+    for name in fields:
+        assert_same_bits(back.fields[name], batch.fields[name], name)
+
+
+def test_labels_that_samples_lack_are_given():
+    batch = some_batch()
+    samples = to_training_samples(batch)
+    numbers = list(range(len(samples)))
+    trajectories = from_training_samples(
+        samples,
+        ids=[f"name {n}" for n in numbers],
+        groups=[f"group {n % 2}" for n in numbers],
+        rewards=[float(n) for n in numbers],
+        versions=numbers,
+    )
+    for n, trajectory in zip(numbers, trajectories, strict=True):
+        assert (trajectory.id, trajectory.group) == (f"name {n}", f"group {n % 2}")
+        assert [turn.reward for turn in trajectory.turns][:-1] == [0.0] * (
+            len(trajectory.turns) - 1
+        )
+        assert trajectory.turns[-1].reward == n
+        assert {turn.version_end for turn in trajectory.turns} == {n}
+
+
+def test_turns_come_back_where_tokens_stand_between_them():
+    first = some_trajectories()[0]
+    fields = FIELDS
+    batch = pack([first], device="cpu", fields=fields)
+    (back,) = from_training_samples(to_training_samples(batch), ids=["1"])
+    for ours, theirs in zip(back.turns, first.turns, strict=True):
+        assert list(ours.prompt_ids) == list(theirs.prompt_ids)
+        assert list(ours.completion_ids) == list(theirs.completion_ids)
+        assert list(ours.completion_logprobs) == list(theirs.completion_logprobs)
+
+
+def test_wrong_samples_and_labels_are_refused():
+    sample = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
+    with pytest.raises(ValueError, match="rewards must be of 1 samples, got 2"):
+        from_training_samples([sample], rewards=[1.0, 2.0])
+    with pytest.raises(ValueError, match="trajectory 'a': the first token must not be a generated"):
+        from_training_samples([sample | {"mask": [True, True]}], ids=["a"])
+    with pytest.raises(ValueError, match="trajectory '0': mask must have shape"):
+        from_training_samples([sample | {"mask": [True]}])
+    batch = some_batch()
+    with pytest.raises(ValueError, match="env_names must be of 6 sequences, got 1"):
+        to_tensor_micro_batch(batch, env_names=["one"])
+    with pytest.raises(ValueError, match="to_tensor_micro_batch: the batch has no advantages"):
+        to_tensor_micro_batch(dataclasses.replace(batch, advantages=None))
+    for convert in (to_tensor_micro_batch, to_micro_batch, to_training_samples):
+        with pytest.raises(ValueError, match="the batch is padded"):
+            convert(some_static_batch())
+
+
+def test_no_value_is_read_back():
+    batch = some_batch().to("meta")
+    assert to_tensor_micro_batch(batch)["seq_lens"].shape == (len(batch),)
+
+
+def test_a_field_of_weights_is_a_stream():
+    weights = TokenField("rl_weights", torch.float32)
+    turn = Turn([1], [2, 3], [-0.5, -0.5], fields={"rl_weights": [0.25, 0.5]})
+    batch = pack([Trajectory("a", [turn])], device="cpu", fields=[weights])
+    (sample,) = to_training_samples(batch)
+    assert sample["rl_weights"] == [0.0, 0.25, 0.5]
+    assert sample["advantages"] is None

@@ -1,0 +1,208 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.adapters.row_cases import (
+    conversation,
+    forked_batch,
+    padded,
+    plain_batch,
+    rows_by_loop,
+)
+from tests.packing.adapters.stand_ins import stand_ins
+from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.adapters.skyrl import (
+    TrajectoryID,
+    from_generator_output,
+    to_generator_output,
+    to_training_input,
+)
+from trajpack.testing import trajectory_lists
+
+PAD = 99
+
+
+@pytest.fixture
+def skyrl(peer):
+    """SkyRL's modules of lists and tensors, without its workers, settings and environments."""
+    package = peer("skyrl")
+    for name in ("skyrl", "skyrl.train", "skyrl.backends", "skyrl.backends.skyrl_train"):
+        package.without_init(name)
+    for name in ("skyrl.train.utils", "skyrl.train.generators"):
+        package.without_init(name)
+    own = "skyrl.train.config skyrl.train.dataset.dataset skyrl.backends.skyrl_train.utils"
+    own += " skyrl.backends.skyrl_train.inference_servers skyrl.backends.skyrl_train.workers"
+    absent = "jaxtyping ray omegaconf loguru torchdata skyrl_gym"
+    with stand_ins(*absent.split(), *own.split()):
+        yield package
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_lists_are_those_of_a_loop(trajectories, layout):
+    batch = pack(trajectories, layout=layout)
+    found = to_generator_output(batch)
+    rows = rows_by_loop(batch)
+    assert found["prompt_token_ids"] == [row[0] for row in rows]
+    assert found["response_ids"] == [row[1] for row in rows]
+    assert found["loss_masks"] == [[int(value) for value in row[2]] for row in rows]
+    assert found["rollout_logprobs"] == [row[3] for row in rows]
+
+
+def test_sequences_of_one_trajectory_are_its_steps():
+    found = to_generator_output(forked_batch())
+    assert found["trajectory_ids"] == [("task", 0), ("task", 0), ("task", 1), ("long", 0)]
+    assert found["trajectory_ids"][2].to_string() == "task_1"
+    assert found["is_last_step"] == [False, True, True, True]
+    assert found["stop_reasons"] == ["stop", "length", "stop", "stop"]
+    assert found["rewards"] == [
+        [0.0, 3.0, 0.0, 0.0, 8.0], [4.0], [], [1.0, 0, 0, 0, 2.0, 0, 0, 0, 0, 3.0]
+    ]  # fmt: skip
+    rows = to_generator_output(forked_batch(), rewards="rows")["rewards"]
+    assert rows == [11.0, 4.0, 16.0, 6.0]
+    with pytest.raises(ValueError, match="must be 'tokens' or 'rows', got 'turns'"):
+        to_generator_output(forked_batch(), rewards="turns")
+
+
+def test_skyrl_finds_nothing_wrong_with_it(skyrl):
+    validate = skyrl.load("skyrl.train.utils.trainer_utils").validate_generator_output
+    validate(3, to_generator_output(plain_batch()))
+    validate(3, to_generator_output(plain_batch(), rewards="rows"))
+    validate(3, to_generator_output(forked_batch()), step_wise=True)
+    validate(3, to_generator_output(plain_batch(layout="turns")), step_wise=True)
+    short = to_generator_output(plain_batch())
+    short["loss_masks"][0].pop()
+    with pytest.raises(AssertionError, match="must have the same length"):
+        validate(3, short)
+
+
+def test_skyrls_own_merging_of_turns_gives_the_merged_layout(skyrl):
+    merge = skyrl.load("skyrl.train.generators.utils").merge_stepwise_output
+    merged = merge(to_generator_output(plain_batch(layout="turns")))
+    ours = to_generator_output(plain_batch())
+    for key in (
+        "prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards",
+        "is_last_step", "trajectory_ids", "stop_reasons",
+    ):  # fmt: skip
+        assert list(ours[key]) == list(merged[key]), key
+
+
+@pytest.mark.parametrize("make", [plain_batch, forked_batch])
+def test_skyrls_own_tensors_of_the_lists_are_the_training_input(skyrl, make):
+    convert = skyrl.load(
+        "skyrl.train.dataset.preprocess"
+    ).convert_prompts_responses_to_batch_tensors
+    batch = make()
+    lists = to_generator_output(batch)
+    expected = convert(
+        SimpleNamespace(pad_token_id=PAD), lists["prompt_token_ids"], lists["response_ids"],
+        lists["rewards"], lists["loss_masks"], lists["rollout_logprobs"],
+    )  # fmt: skip
+    found = to_training_input(batch, pad_token_id=PAD)
+    keys = ["sequences", "attention_mask", "response_mask", "rewards", "loss_mask"]
+    for key, tensor in zip([*keys, "rollout_logprobs"], expected, strict=False):
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+
+
+def test_skyrls_batch_takes_the_training_input(skyrl):
+    batches = skyrl.load("skyrl.backends.skyrl_train.training_batch")
+    tensors = to_training_input(plain_batch().with_advantages(GRPO()))
+    batch = batches.TrainingInputBatch(tensors)
+    assert batch.batch_size == 3
+    assert set(tensors) <= set(batches.TrainingInput.__annotations__)
+    bigger = batches.pad_training_input_batch(batch, 1)
+    assert bigger["advantages"].shape == (4, 10)
+    assert not bigger["loss_mask"][3].any()
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.integers(0, 9))
+def test_rows_stand_at_the_right_whatever_the_width(trajectories, more):
+    batch = pack(trajectories).with_advantages(GRPO()) if trajectories else pack([])
+    rows = rows_by_loop(batch)
+    width = max((len(row[1]) for row in rows), default=0) + more
+    found = to_training_input(batch, pad_token_id=PAD, max_response_length=width)
+    for row, (prompt, response, mask, logprobs) in enumerate(rows):
+        ids = padded(prompt + response, batch.max_seqlen, PAD, "left")
+        assert found["sequences"][row].tolist() == ids
+        assert found["response_mask"][row].tolist() == padded([1] * len(response), width, 0, "left")
+        assert found["loss_mask"][row].tolist() == padded([*map(float, mask)], width, 0.0, "left")
+        assert found["rollout_logprobs"][row].tolist() == padded(logprobs, width, 0.0, "left")
+
+
+def test_a_response_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="sequence 2 has 10 tokens, but max_response_length is 9"):
+        to_training_input(plain_batch(), max_response_length=9)
+
+
+def test_with_a_width_nothing_is_read_back_to_the_host():
+    found = to_training_input(forked_batch().to("meta"), max_response_length=20)
+    assert found["rewards"].shape == (4, 20)
+    assert found["sequences"].shape == (4, 12)
+
+
+def test_routed_experts_are_of_whole_rows_and_other_fields_of_responses():
+    fields = [
+        TokenField("routed_experts", torch.uint8, (1, 2), generated_only=False),
+        TokenField("values", torch.float32, generated_only=False),
+    ]
+    rows = {"routed_experts": [[[1, 2]], [[3, 4]], [[5, 6]]], "values": [0.5, 0.25, 2.0]}
+    turn = Turn([1, 2], [3], [-1.0], fields=rows)
+    batch = pack([Trajectory("a", [turn])], fields=fields)
+    found = to_training_input(batch, max_response_length=2)
+    assert found["values"].tolist() == [[0.0, 2.0]]
+    assert found["rollout_expert_indices"].tolist() == [rows["routed_experts"]]
+    assert to_generator_output(batch)["rollout_expert_indices"] == [rows["routed_experts"]]
+
+
+def test_an_empty_batch_is_lists_and_rows_of_nothing():
+    batch = TrajectoryBuffer().pack()
+    assert to_generator_output(batch)["response_ids"] == []
+    assert to_training_input(batch)["sequences"].shape == (0, 0)
+    assert from_generator_output(to_generator_output(batch)) == []
+
+
+def told_of(trajectory):
+    return [
+        (
+            [*turn.prompt_ids],
+            [*turn.completion_ids],
+            [*turn.completion_logprobs],
+            turn.reward,
+            turn.truncated,
+        )
+        for turn in trajectory.turns
+    ]
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_conversations_come_back_with_the_rewards_of_their_turns(layout):
+    trajectories = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
+    back = from_generator_output(to_generator_output(pack(trajectories, layout=layout)))
+    assert [told_of(one) for one in back] == [told_of(one) for one in trajectories]
+    assert [one.id for one in back] == ["task_0", "task_1"]
+    assert [one.group for one in back] == ["task", "task"]
+
+
+def test_entries_without_ids_are_trajectories_of_their_own():
+    output = {
+        "prompt_token_ids": [[1], [1, 2]],
+        "response_ids": [[2, 3], [4]],
+        "rewards": [0.5, 1.0],
+        "loss_masks": [[1, 0], [1]],
+        "rollout_logprobs": [[-1.0, 0.0], [-2.0]],
+        "stop_reasons": ["stop", "length"],
+    }
+    back = from_generator_output(output)
+    assert [told_of(one) for one in back] == [
+        [([1], [2], [-1.0], 0.5, False)],
+        [([1, 2], [4], [-2.0], 1.0, True)],
+    ]
+    labelled = from_generator_output(output | {"trajectory_ids": [TrajectoryID("t", 0)] * 2})
+    assert [len(one.turns) for one in labelled] == [2]
+    with pytest.raises(ValueError, match="rollout_logprobs are missing"):
+        from_generator_output(output | {"rollout_logprobs": None})

@@ -1,0 +1,188 @@
+"""slime's package on the index is empty: its published fields and shapes are written here."""
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.packing.adapters.row_cases import conversation, forked_batch, plain_batch, rows_by_loop
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.kernels import grpo
+from trajpack.packing.adapters.slime import (
+    from_samples,
+    from_train_data,
+    to_samples,
+    to_train_data,
+)
+from trajpack.testing import trajectory_lists
+
+SAMPLE_FIELDS = {
+    "group_index": int,
+    "index": int,
+    "tokens": list,
+    "response_length": int,
+    "reward": float,
+    "loss_mask": list,
+    "weight_versions": list,
+    "rollout_log_probs": list,
+    "status": str,
+    "rollout_id": int,
+}
+TRAIN_KEYS = {
+    "tokens": list,
+    "response_lengths": int,
+    "rewards": float,
+    "raw_reward": float,
+    "truncated": int,
+    "sample_indices": int,
+    "rollout_ids": int,
+    "loss_masks": list,
+    "rollout_mask_sums": int,
+    "rollout_log_probs": list,
+}
+
+
+def test_samples_have_the_published_fields_in_their_types():
+    for sample in to_samples(forked_batch()):
+        assert {key: type(value) for key, value in sample.items()} == SAMPLE_FIELDS
+        assert sample["response_length"] == len(sample["loss_mask"])
+        assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"])
+        assert {type(value) for value in sample["tokens"]} == {int}
+        assert all(type(version) is str for version in sample["weight_versions"])
+
+
+@settings(max_examples=25)
+@given(trajectory_lists())
+def test_a_sample_is_a_sequence_and_its_response(trajectories):
+    batch = pack(trajectories)
+    for sample, (prompt, response, mask, logprobs) in zip(
+        to_samples(batch), rows_by_loop(batch), strict=True
+    ):
+        assert sample["tokens"] == prompt + response
+        assert sample["response_length"] == len(response)
+        assert sample["loss_mask"] == [int(value) for value in mask]
+        assert sample["rollout_log_probs"] == logprobs
+
+
+def test_sequences_of_one_trajectory_are_siblings():
+    samples = to_samples(forked_batch())
+    assert [sample["rollout_id"] for sample in samples] == [0, 0, 1, 2]
+    assert [sample["index"] for sample in samples] == [0, 1, 2, 3]
+    assert [sample["group_index"] for sample in samples] == [0, 0, 0, 1]
+    assert [sample["reward"] for sample in samples] == [11.0, 4.0, 16.0, 6.0]
+    assert [sample["status"] for sample in samples] == [
+        "completed", "truncated", "completed", "completed"
+    ]  # fmt: skip
+    assert samples[0]["weight_versions"] == ["4", "4", "6"]
+
+
+def test_train_data_is_a_list_for_each_key():
+    batch = forked_batch()
+    found = to_train_data(batch)
+    kinds = {key: {type(value) for value in values} for key, values in found.items()}
+    assert kinds == {key: {kind} for key, kind in TRAIN_KEYS.items()}
+    assert all(len(values) == 4 for values in found.values())
+    assert found["truncated"] == [0, 1, 0, 0]
+    assert found["rollout_ids"] == [0, 0, 1, 2]
+    assert found["rollout_mask_sums"] == [4, 4, 0, 6]
+    assert found["rewards"] == found["raw_reward"] == [11.0, 4.0, 16.0, 6.0]
+    by_rollout = sum(map(sum, found["loss_masks"]))
+    assert by_rollout == batch.num_generated
+
+
+def test_rewards_compared_in_groups_go_beside_the_raw_ones():
+    batch = plain_batch()
+    compared = grpo(torch.tensor([3.0, 1.0, 6.0]), batch.group_ids, num_groups=2)
+    found = to_train_data(batch, rewards=compared)
+    assert found["rewards"] == compared.tolist()
+    assert found["raw_reward"] == [3.0, 1.0, 6.0]
+    with pytest.raises(ValueError, match="rewards must be 3, one a sequence, got 2"):
+        to_train_data(batch, rewards=[1.0, 2.0])
+
+
+def test_routed_experts_are_of_whole_sequences():
+    field = TokenField("routed_experts", torch.int32, (2,), generated_only=False)
+    turn = Turn([1], [2], [-1.0], fields={"routed_experts": [[1, 2], [3, 4]]})
+    batch = pack([Trajectory("a", [turn])], fields=[field])
+    assert to_samples(batch)[0]["rollout_routed_experts"].tolist() == [[1, 2], [3, 4]]
+    assert to_train_data(batch)["rollout_routed_experts"][0].shape == (2, 2)
+
+
+def test_an_empty_batch_is_empty_lists():
+    batch = TrajectoryBuffer().pack()
+    assert to_samples(batch) == []
+    assert to_train_data(batch) == {key: [] for key in TRAIN_KEYS}
+
+
+def told_of(trajectory):
+    return [
+        ([*turn.prompt_ids], [*turn.completion_ids], [*turn.completion_logprobs], turn.truncated)
+        for turn in trajectory.turns
+    ]
+
+
+def test_conversations_come_back_with_versions_and_the_sum_of_rewards():
+    trajectories = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
+    back = from_samples(to_samples(pack(trajectories)), ids=["a", "b"])
+    assert [told_of(one) for one in back] == [told_of(one) for one in trajectories]
+    assert [one.group for one in back] == ["0", "0"]
+    assert [turn.reward for turn in back[1].turns] == [0.0, 0.0, 6.0]
+    assert [turn.version_start for turn in back[1].turns] == [0, 1, 2]
+    again = to_samples(pack(back))
+    expected = to_samples(pack(trajectories))
+    assert again == expected
+
+
+def test_train_data_comes_back_without_groups():
+    batch = forked_batch()
+    back = from_train_data(to_train_data(batch))
+    assert [trajectory.group for trajectory in back] == [None] * 4
+    assert to_train_data(pack(back))["tokens"] == to_train_data(batch)["tokens"]
+    assert to_train_data(pack(back))["loss_masks"] == to_train_data(batch)["loss_masks"]
+    assert back[1].turns[-1].truncated
+    with pytest.raises(ValueError, match=r"\['raw_reward'\] are missing"):
+        from_train_data({key: [] for key in TRAIN_KEYS if key != "raw_reward"})
+
+
+class Status(Enum):
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+
+
+def sample_object(**changes):
+    """An object with the attributes of a ``Sample`` that a single-turn rollout has filled."""
+    filled = {
+        "group_index": 4,
+        "tokens": [1, 2, 3, 4],
+        "response_length": 2,
+        "loss_mask": None,
+        "rollout_log_probs": [-1.0, -2.0],
+        "reward": 0.5,
+        "status": Status.TRUNCATED,
+        "weight_versions": ["7", "8"],
+    }
+    return SimpleNamespace(**filled | changes)
+
+
+def test_objects_are_read_too_and_all_of_a_response_without_a_mask_is_one_turn():
+    (trajectory,) = from_samples([sample_object()])
+    (turn,) = trajectory.turns
+    assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], True)]
+    assert (turn.version_start, turn.version_end, turn.reward) == (7, 8, 0.5)
+    assert (trajectory.id, trajectory.group) == ("4_0", "4")
+    (unnumbered,) = from_samples([sample_object(weight_versions=["default"], reward=None)])
+    assert unnumbered.turns[0].version_end == 0
+    assert unnumbered.turns[0].reward == 0.0
+
+
+def test_what_is_no_rollout_is_refused():
+    with pytest.raises(ValueError, match="'4_0': rollout_log_probs are missing"):
+        from_samples([sample_object(rollout_log_probs=None)])
+    with pytest.raises(ValueError, match=r"response_length must be in \[0, 4\], got 5"):
+        from_samples([sample_object(response_length=5)])
+    with pytest.raises(ValueError, match=r"reward must be a number, got \{'acc': 1.0\}"):
+        from_samples([sample_object(reward={"acc": 1.0})])
+    with pytest.raises(ValueError, match=r"logprobs must have shape \[4\]"):
+        from_samples([sample_object(rollout_log_probs=[-1.0])])

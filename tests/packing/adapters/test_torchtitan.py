@@ -1,0 +1,140 @@
+import dataclasses
+
+import pytest
+import torch
+
+from tests.packing.adapters.cases import some_batch, some_static_batch
+from trajpack import Trajectory, Turn, pack
+from trajpack.packing.adapters.torchtitan import to_training_microbatch, to_training_samples
+from trajpack.packing.alignment import Alignment
+from trajpack.testing import assert_same_bits
+
+SEQ_LEN, PAD = 48, 7
+
+
+@pytest.fixture
+def torchtitan(peer):
+    """Its RL batcher and types, which need nothing of what the packages around them import."""
+    package = peer("torchtitan")
+    package.without_init("torchtitan.experiments.rl")
+    package.without_init("torchtitan.config")
+    package.without_init("torchtitan.experiments.rl.observability.metrics")
+    lent = {
+        "torchtitan.config": ["torchtitan.config.configurable", "Configurable"],
+        "torchtitan.experiments.rl.observability.metrics": [
+            "torchtitan.experiments.rl.observability.metrics.types",
+            *("Metric", "NoReduce", "Sum"),
+        ],
+    }
+    for bare, (module, *names) in lent.items():
+        for name in names:
+            setattr(package.load(bare), name, getattr(package.load(module), name))
+    return package.load("torchtitan.experiments.rl.components.batcher")
+
+
+def collated(module, batch, rows, multiple=None):
+    """Give the real batcher our samples, a row of them at a time, and let it collate the rows."""
+    config = module.Batcher.Config(
+        batch=module.BatchConfig(local_batch_size=1, seq_len=SEQ_LEN),
+        per_sample_pad_multiple=multiple,
+    )
+    batcher = config.build(num_prompts_per_train_step=1, dp_degree=1, pad_id=PAD)
+    identity = module.TrainingSample.__annotations__["rollout_id"](0, 0, 0)
+    samples = [
+        module.TrainingSample(rollout_id=identity, **sample)
+        for sample in to_training_samples(batch)
+    ]
+    packed = [batcher._pack_training_sample_row([samples[s] for s in row]) for row in rows]
+    return batcher.collate(packed)
+
+
+def assert_same(ours, theirs):
+    assert list(ours) == [field.name for field in dataclasses.fields(theirs)]
+    for name, tensor in ours.items():
+        assert_same_bits(tensor, getattr(theirs, name), name)
+
+
+@pytest.mark.parametrize("multiple", [None, 1, 8])
+def test_rows_are_what_the_batcher_makes_of_the_samples(torchtitan, multiple):
+    batch = some_batch()
+    rows = [[3, 4, 0], [], [5, 2, 1]]
+    ours = to_training_microbatch(
+        (batch.select(row) for row in rows),
+        seq_len=SEQ_LEN,
+        pad_id=PAD,
+        per_sample_pad_multiple=multiple or 1,
+    )
+    theirs = collated(torchtitan, batch, rows, multiple)
+    assert_same(ours, theirs)
+    assert_same(ours, torchtitan.TrainingMicrobatch(**ours))
+
+
+@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
+def test_padding_of_a_micro_batch_is_left_out(torchtitan, tail):
+    batch = some_batch()
+    alignment = Alignment(sequence_multiple=4, total=64, tail=tail, max_sequences=5)
+    ours = to_training_microbatch(batch.select([5, 4, 2], alignment), seq_len=SEQ_LEN, pad_id=PAD)
+    assert_same(ours, collated(torchtitan, batch, [[5, 4, 2]]))
+
+
+def test_the_batcher_counts_the_tokens_that_we_train(torchtitan):
+    batch = some_batch()
+    config = torchtitan.Batcher.Config(
+        batch=torchtitan.BatchConfig(local_batch_size=2, seq_len=SEQ_LEN)
+    )
+    batcher = config.build(num_prompts_per_train_step=1, dp_degree=1, pad_id=PAD)
+    identity = torchtitan.TrainingSample.__annotations__["rollout_id"](0, 0, 0)
+    group = torchtitan.TrainingSampleGroup(
+        0,
+        [
+            torchtitan.TrainingSample(rollout_id=identity, **sample)
+            for sample in to_training_samples(batch)
+        ],
+        [],
+    )
+    step = batcher.add_training_samples(training_sample_group=group)
+    assert step.num_global_valid_tokens == batch.num_generated == int(batch.loss_mask.sum())
+    assert step.min_policy_versions == [0] * len(batch)
+
+
+def test_nothing_is_shifted_across_a_boundary_and_rows_are_as_wide_as_needed():
+    batch = pack(
+        [Trajectory(name, [Turn([1, 2], [n], [-n / 2])]) for n, name in ((3, "a"), (4, "b"))],
+        device="cpu",
+    )
+    batch = dataclasses.replace(batch, advantages=batch.rollout_logprobs * 2)
+    ours = to_training_microbatch(batch)
+    assert ours["token_ids"].tolist() == [[1, 2, 1, 2]]
+    assert ours["labels"].tolist() == [[2, 3, 2, 4]]
+    assert ours["positions"].tolist() == [[0, 1, 0, 1]]
+    assert ours["loss_mask"].tolist() == [[False, True, False, True]]
+    assert ours["generator_logprobs"].tolist() == [[0.0, -1.5, 0.0, -2.0]]
+    assert ours["advantages"].tolist() == [[0.0, -3.0, 0.0, -4.0]]
+
+
+def test_versions_are_those_of_the_sequences_tokens():
+    samples = to_training_samples(some_batch())
+    spans = [(sample["min_policy_version"], sample["max_policy_version"]) for sample in samples]
+    assert spans == [(0, 1), (0, 0), (0, 2), (0, 2), (0, 0), (0, 0)]
+
+
+def test_what_does_not_fit_is_refused():
+    batch = some_batch()
+    with pytest.raises(ValueError, match="take 52 tokens, more than the row's 48"):
+        to_training_microbatch(batch, seq_len=SEQ_LEN)
+    with pytest.raises(ValueError, match="rows must have at least one batch, got none"):
+        to_training_microbatch([])
+    with pytest.raises(ValueError, match="per_sample_pad_multiple must be at least 1, got 0"):
+        to_training_microbatch(batch, per_sample_pad_multiple=0)
+    bare = dataclasses.replace(batch, advantages=None)
+    for convert in (to_training_microbatch, to_training_samples):
+        with pytest.raises(ValueError, match=f"{convert.__name__}: the batch has no advantages"):
+            convert(bare)
+        with pytest.raises(ValueError, match="the batch is padded"):
+            convert(some_static_batch())
+
+
+def test_no_value_is_read_back():
+    batch = some_batch().to("meta")
+    ours = to_training_microbatch(batch, seq_len=64)
+    assert {tensor.shape for tensor in ours.values()} == {torch.Size([1, 64])}

@@ -1,0 +1,171 @@
+import dataclasses
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
+from tests.packing.adapters.packed_loss import clipped_loss, packed_logprobs
+from trajpack.agent import build_tiny_model
+from trajpack.packing.adapters.trl import to_grpo_inputs
+from trajpack.testing import assert_same_bits
+
+PAD = 0
+
+
+@pytest.fixture(scope="module")
+def trainer(trl, tmp_path_factory):
+    from datasets import Dataset
+
+    model, tokenizer = build_tiny_model(seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = trl.GRPOConfig(
+            output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False,
+            report_to=[], per_device_train_batch_size=2, num_generations=2, loss_type="dapo",
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(
+            model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": "1"}, {"prompt": "2"}]),
+            processing_class=tokenizer,
+        )
+    trainer.current_gradient_accumulation_steps = 1  # which training sets
+    return trainer
+
+
+def test_the_trainers_loss_of_the_rows_is_that_of_the_packed_tokens(trainer):
+    batch = some_batch()
+    inputs = to_grpo_inputs(batch, pad_token_id=PAD, old_per_token_logps=batch.rollout_logprobs)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    ours = clipped_loss(
+        packed_logprobs(trainer.model, batch),
+        batch.rollout_logprobs,
+        batch.advantages,
+        batch.loss_mask,
+    )
+    torch.testing.assert_close(loss, ours, rtol=1e-4, atol=1e-5)
+    of_turns = torch.autograd.grad(ours, trainer.model.model.embed_tokens.weight)[0]
+    theirs = torch.autograd.grad(loss, trainer.model.model.embed_tokens.weight)[0]
+    torch.testing.assert_close(theirs, of_turns, rtol=1e-3, atol=1e-5)
+
+
+def test_the_trainer_trains_on_our_rows(trl, tmp_path):
+    """A step of its own loop: its optimizer, its loss, our dictionary for what it generates."""
+    from datasets import Dataset
+
+    batch = some_batch()
+
+    class OurTrainer(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            assert len(inputs) == len(batch)
+            return to_grpo_inputs(batch, pad_token_id=PAD)
+
+    model, tokenizer = build_tiny_model(seed=0)
+    before = packed_logprobs(model, batch)[batch.loss_mask].detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = trl.GRPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_steps=1,
+            per_device_train_batch_size=len(batch), num_generations=2, learning_rate=1e-2,
+            warmup_steps=0, save_strategy="no", disable_tqdm=True, logging_steps=1,
+            loss_type="dapo",
+        )  # fmt: skip
+        prompts = Dataset.from_list([{"prompt": str(n)} for n in range(len(batch))])
+        trainer = OurTrainer(
+            model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=prompts,
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    advantages = batch.advantages[batch.loss_mask]
+    # before the first step the policy is the one that it is compared with, and all ratios are 1
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(-advantages.mean().item(), 1e-3)
+    after = packed_logprobs(model, batch)[batch.loss_mask].detach()
+    assert ((after - before) * advantages).sum() > 0.1
+
+
+def test_an_advantage_of_the_sequence_gives_the_same_loss_as_those_of_its_tokens(trainer):
+    batch = some_batch(level="sequence")
+    losses = []
+    for level, shape in (("token", 2), ("sequence", 1)):
+        inputs = to_grpo_inputs(batch, pad_token_id=PAD, advantages=level)
+        assert inputs["advantages"].ndim == shape
+        losses.append(trainer._compute_loss(trainer.model, inputs))
+    torch.testing.assert_close(*losses)
+    assert losses[0] != 0
+
+
+def test_the_trainer_can_shuffle_and_split_the_dictionary(trl):
+    batch = some_batch().to("cpu")
+    inputs = to_grpo_inputs(batch, pad_token_id=PAD)
+    halves = trl.utils.split_tensor_dict(trl.utils.shuffle_sequence_dict(inputs), 2)
+    assert [list(half) for half in halves] == [list(inputs)] * 2
+    rows = torch.cat([half["completion_ids"] for half in halves]).tolist()
+    assert sorted(rows) == sorted(inputs["completion_ids"].tolist())
+    assert halves[0]["num_items_in_batch"] == batch.num_generated
+
+
+def test_keys_are_those_of_the_trainer(trl):
+    """Whose code is read: what it returns, and what its loss looks up."""
+    code = inspect.getsource(trl.GRPOTrainer._generate_and_score_completions)
+    batch = some_batch()
+    optional = dict.fromkeys(
+        ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
+        batch.rollout_logprobs,
+    )
+    inputs = to_grpo_inputs(batch, pad_token_id=PAD, **optional)
+    for key in inputs:
+        assert f'output["{key}"]' in code or f'"{key}": ' in code, key
+
+
+def test_rows_are_padded_as_the_trainer_pads_them(trl):
+    batch = some_batch()
+    inputs = to_grpo_inputs(batch, pad_token_id=PAD, max_prompt_length=21)
+    prompts, responses, masks, logprobs = [], [], [], []
+    for tokens, mask, values in zip(
+        *(
+            sequences_of(batch, x)
+            for x in (batch.input_ids, batch.loss_mask, batch.rollout_logprobs)
+        ),
+        strict=True,
+    ):
+        first = int(mask.int().argmax()) if mask.any() else len(tokens)
+        prompts.append(tokens[:first])
+        responses.append(tokens[first:])
+        masks.append(mask[first:].long())
+        logprobs.append(values[first:])
+    pad = trl.utils.pad
+    expected = {
+        "prompt_ids": torch.nn.functional.pad(
+            pad(prompts, PAD, "left"), (21 - max(map(len, prompts)), 0), value=PAD
+        ),
+        "completion_ids": pad(responses, PAD, "right"),
+        "completion_mask": pad([torch.ones_like(row) for row in responses], 0, "right"),
+        "tool_mask": pad(masks, 1, "right"),
+        "sampling_per_token_logps": pad(logprobs, 0.0, "right"),
+    }
+    for key, rows in expected.items():
+        assert_same_bits(inputs[key], rows, key)
+    assert inputs["prompt_mask"].sum(1).tolist() == [len(row) for row in prompts]
+    assert inputs["num_items_in_batch"].dtype == torch.int64
+
+
+def test_what_cannot_be_carried_is_refused():
+    batch = some_batch()
+    with pytest.raises(ValueError, match="advantages must be 'token' or 'sequence', got 'turn'"):
+        to_grpo_inputs(batch, pad_token_id=PAD, advantages="turn")
+    with pytest.raises(ValueError, match=r"a sequence must be equal, got .* in sequence 0"):
+        to_grpo_inputs(batch, pad_token_id=PAD, advantages="sequence")
+    with pytest.raises(TypeError, match=r"expected one of old_per_token_logps, .*, got values"):
+        to_grpo_inputs(batch, pad_token_id=PAD, values=batch.returns)
+    with pytest.raises(ValueError, match="old_per_token_logps must be over 58 tokens, got shape"):
+        to_grpo_inputs(batch, pad_token_id=PAD, old_per_token_logps=batch.returns[1:])
+    with pytest.raises(ValueError, match="to_grpo_inputs: the batch has no advantages"):
+        to_grpo_inputs(dataclasses.replace(batch, advantages=None), pad_token_id=PAD)
+    with pytest.raises(ValueError, match="the batch is padded"):
+        to_grpo_inputs(some_static_batch(), pad_token_id=PAD)

@@ -1,0 +1,315 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.adapters.row_cases import (
+    conversation,
+    forked_batch,
+    padded,
+    plain_batch,
+    rows_by_loop,
+)
+from tests.packing.adapters.stand_ins import stand_ins
+from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.adapters.verl import (
+    from_agent_loop_outputs,
+    from_data_proto,
+    to_data_proto,
+    to_data_proto_dict,
+    to_tensordict,
+)
+from trajpack.testing import trajectory_lists
+
+PAD = 99
+
+
+@pytest.fixture
+def verl(peer):
+    """The package itself. It starts workers with ray and reads settings with omegaconf and hydra,
+    which none of what is called here does; those are not there, and stand-ins are imported."""
+    with stand_ins("ray", "omegaconf", "hydra", "codetiming", "cachetools", "torchdata"):
+        yield peer("verl")
+
+
+def assert_rows_are_those_of_a_loop(batch, tensors, num_prompt, num_response):
+    for row, (prompt, response, mask, logprobs) in enumerate(rows_by_loop(batch)):
+        ids = padded(prompt, num_prompt, PAD, "left") + padded(response, num_response, PAD)
+        there = padded([1] * len(prompt), num_prompt, 0, "left")
+        there += padded([1] * len(response), num_response, 0)
+        assert tensors["input_ids"][row].tolist() == ids
+        assert tensors["prompts"][row].tolist() == ids[:num_prompt]
+        assert tensors["responses"][row].tolist() == ids[num_prompt:]
+        assert tensors["attention_mask"][row].tolist() == there
+        assert tensors["response_mask"][row].tolist() == padded([*map(int, mask)], num_response, 0)
+        assert tensors["rollout_log_probs"][row].tolist() == padded(logprobs, num_response, 0.0)
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+@pytest.mark.parametrize("make", [plain_batch, forked_batch])
+def test_rows_are_prompts_on_the_left_and_responses_on_the_right(make, layout):
+    batch = make(layout=layout)
+    tensors = to_data_proto_dict(
+        batch, pad_token_id=PAD, max_prompt_length=20, max_response_length=21
+    )["tensors"]
+    assert_rows_are_those_of_a_loop(batch, tensors, 20, 21)
+
+
+@settings(max_examples=25)
+@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
+def test_any_trajectories_are_rows_of_the_longest(trajectories, layout):
+    batch = pack(trajectories, layout=layout)
+    rows = rows_by_loop(batch)
+    tensors = to_data_proto_dict(batch, pad_token_id=PAD)["tensors"]
+    widths = [max((len(row[part]) for row in rows), default=0) for part in (0, 1)]
+    assert_rows_are_those_of_a_loop(batch, tensors, *widths)
+
+
+def test_dtypes_and_shapes_are_verls():
+    batch = plain_batch().with_advantages(GRPO())
+    found = to_data_proto_dict(batch, max_prompt_length=5, max_response_length=15)
+    int64, float32 = torch.int64, torch.float32
+    expected = dict.fromkeys(["prompts"], (int64, 5))
+    expected |= dict.fromkeys(["responses", "response_mask"], (int64, 15))
+    expected |= dict.fromkeys(["input_ids", "attention_mask", "position_ids"], (int64, 20))
+    expected |= dict.fromkeys(
+        ["rollout_log_probs", "rm_scores", "advantages", "returns"], (float32, 15)
+    )
+    expected |= dict.fromkeys(["token_level_scores", "token_level_rewards"], (float32, 15))
+    got = {key: (value.dtype, value.shape[1]) for key, value in found["tensors"].items()}
+    assert got == expected
+    assert all(value.shape[0] == 3 for value in found["tensors"].values())
+
+
+def test_rewards_stand_where_turns_end_or_at_the_end_of_the_row():
+    tensors = to_data_proto_dict(plain_batch())["tensors"]
+    assert tensors["rm_scores"].tolist() == [
+        [1, 0, 0, 0, 2, 0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 2, 0, 0, 0, 0, 3],
+    ]
+    last = to_data_proto_dict(plain_batch(), scores="last")["tensors"]["rm_scores"]
+    assert last.tolist() == [
+        [0, 0, 0, 0, 3, 0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 6],
+    ]
+
+
+def test_a_turn_that_generated_nothing_is_rewarded_at_the_last_generated_token_before():
+    scores = to_data_proto_dict(forked_batch())["tensors"]["rm_scores"]
+    assert scores.sum(1).tolist() == [11.0, 4.0, 0.0, 6.0]  # the silent row has no place for 16
+    assert scores[0].nonzero()[:, 0].tolist() == [1, 4]
+
+
+def test_rows_are_labelled_with_groups_turns_and_versions():
+    labels = to_data_proto_dict(forked_batch())["non_tensors"]
+    assert labels["uid"].tolist() == ["task", "task", "task", "long"]
+    assert labels["uid"].dtype == object
+    assert labels["__num_turns__"].tolist() == [6, 2, 2, 6]
+    assert labels["min_global_steps"].tolist() == [3, 5, 0, 0]
+    assert labels["max_global_steps"].tolist() == [6, 5, 0, 2]
+
+
+def test_extra_fields_are_of_responses_and_routed_experts_of_rows():
+    fields = [
+        TokenField("values", torch.float32),
+        TokenField("routed_experts", torch.int16, (2, 1), generated_only=False),
+    ]
+    routed = np.arange(6, dtype=np.int16).reshape(3, 2, 1)
+    turn = Turn([1, 2], [3], [-1.0], fields={"values": [0.5], "routed_experts": routed})
+    tensors = to_data_proto_dict(
+        pack([Trajectory("a", [turn])], fields=fields), max_prompt_length=3, max_response_length=2
+    )["tensors"]
+    assert tensors["values"].tolist() == [[0.5, 0.0]]
+    assert tensors["routed_experts"].shape == (1, 5, 2, 1)
+    assert tensors["routed_experts"][0, 1:4].flatten().tolist() == list(range(6))
+
+
+def test_a_row_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="sequence 2 has 10 tokens, but max_response_length is 9"):
+        to_data_proto_dict(plain_batch(), max_response_length=9)
+    with pytest.raises(ValueError, match="but max_prompt_length is 1"):
+        to_data_proto_dict(plain_batch(), max_prompt_length=1)
+    with pytest.raises(ValueError, match="scores must be 'turns' or 'last', got 'first'"):
+        to_data_proto_dict(plain_batch(), scores="first")
+
+
+def test_an_empty_batch_is_rows_of_nothing():
+    tensors = to_data_proto_dict(TrajectoryBuffer().pack())["tensors"]
+    assert tensors["input_ids"].shape == (0, 0)
+    with pytest.raises(ValueError, match="the batch is empty"):
+        to_tensordict(TrajectoryBuffer().pack())
+
+
+def test_the_real_data_proto_takes_it_and_passes_its_checks(verl):
+    protocol = verl.load("verl.protocol")
+    proto = to_data_proto(plain_batch(), pad_token_id=PAD, meta_info={"temperature": 0.7})
+    assert isinstance(proto, protocol.DataProto)
+    proto.check_consistency()
+    assert len(proto) == 3
+    assert proto.meta_info == {"temperature": 0.7}
+    halves = protocol.DataProto.concat(proto[[2, 0]].chunk(2))
+    assert halves.non_tensor_batch["uid"].tolist() == ["c", "task"]
+    assert halves.batch["responses"][1].tolist() == [100, 7, 8, 110, 111, *[PAD] * 5]
+
+
+def test_positions_are_those_that_verl_computes(verl):
+    verl.load("verl")
+    compute = verl.load("verl.utils.model").compute_position_id_with_mask
+    tensors = to_data_proto_dict(forked_batch(), max_prompt_length=8)["tensors"]
+    assert torch.equal(tensors["position_ids"], compute(tensors["attention_mask"]))
+
+
+def test_verls_own_grpo_on_its_rows_gives_the_advantages_of_the_batch(verl):
+    algorithms = verl.load("verl.trainer.ppo.core_algos")
+    batch = plain_batch().with_advantages(GRPO())
+    found = to_data_proto_dict(batch)
+    tensors = found["tensors"]
+    advantages, _ = algorithms.compute_grpo_outcome_advantage(
+        tensors["token_level_rewards"], tensors["response_mask"], found["non_tensors"]["uid"]
+    )
+    torch.testing.assert_close(tensors["advantages"], advantages)
+    assert advantages.abs().max() > 0.5
+
+
+def test_verls_token_mean_over_its_rows_is_the_mean_over_the_batch(verl):
+    algorithms = verl.load("verl.trainer.ppo.core_algos")
+    batch = forked_batch()
+    tensors = to_data_proto_dict(batch)["tensors"]
+    mean = algorithms.agg_loss(
+        tensors["rollout_log_probs"], tensors["response_mask"], "token-mean", dp_size=1
+    )
+    torch.testing.assert_close(mean, batch.rollout_logprobs[batch.loss_mask].mean())
+
+
+def test_the_jagged_form_is_what_verl_makes_of_the_padded_one(verl):
+    padding = verl.load("verl.workers.utils.padding")
+    from tensordict import TensorDict
+
+    batch = forked_batch()
+    jagged = to_tensordict(batch)
+    rows = TensorDict(to_data_proto_dict(batch)["tensors"], batch_size=[len(batch)])
+    expected = padding.left_right_2_no_padding(rows)
+    for key in ("input_ids", "position_ids"):
+        assert torch.equal(jagged[key].offsets(), expected[key].offsets()), key
+        assert torch.equal(jagged[key].values(), expected[key].values()), key
+
+
+def test_verl_slices_responses_out_of_the_jagged_form(verl):
+    """Log-probabilities of a model stand one token early; verl cuts and shifts them."""
+    padding = verl.load("verl.workers.utils.padding")
+    batch = plain_batch()
+    jagged = to_tensordict(batch)
+    early = torch.nested.nested_tensor_from_jagged(
+        batch.rollout_logprobs.roll(-1), batch.cu_seqlens.long()
+    )
+    responses = padding.no_padding_2_padding(early, jagged)
+    expected = to_data_proto_dict(batch)["tensors"]["rollout_log_probs"]
+    assert torch.equal(responses, expected)
+    again = padding.response_from_nested(early, jagged["response_mask"])
+    assert torch.equal(again.values(), jagged["rollout_log_probs"].values())
+
+
+def test_the_jagged_form_has_its_labels_and_lengths():
+    jagged = to_tensordict(forked_batch().with_advantages(GRPO()))
+    assert jagged["max_seq_len"] == 12
+    assert jagged["max_response_len"] == 10
+    assert list(jagged["uid"]) == ["task", "task", "task", "long"]
+    assert list(jagged["num_turns"]) == [6, 2, 2, 6]
+    assert jagged["prompts"].offsets().diff().tolist() == [2, 2, 3, 2]
+    assert jagged["responses"].offsets().diff().tolist() == [5, 1, 0, 10]
+    assert torch.equal(jagged["loss_mask"].values(), jagged["response_mask"].values())
+    assert jagged["advantages"].shape[0] == 4
+
+
+def told_of(trajectory):
+    return [
+        (
+            [*turn.prompt_ids],
+            [*turn.completion_ids],
+            [*turn.completion_logprobs],
+            turn.reward,
+        )
+        for turn in trajectory.turns
+    ]
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_conversations_come_back_with_their_turns_rewards_and_groups(request, real):
+    given = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
+    if real:
+        request.getfixturevalue("verl").load("verl")
+        proto = to_data_proto(pack(given), max_prompt_length=4)
+    else:
+        proto = to_data_proto_dict(pack(given), max_prompt_length=4)
+    back = from_data_proto(proto)
+    assert [told_of(trajectory) for trajectory in back] == [told_of(one) for one in given]
+    assert [trajectory.group for trajectory in back] == ["task", "task"]
+    assert [trajectory.id for trajectory in back] == ["task_0", "task_1"]
+    assert [(turn.version_start, turn.version_end) for turn in back[1].turns] == [(0, 2)] * 3
+
+
+@settings(max_examples=25)
+@given(trajectory_lists())
+def test_whatever_comes_back_is_the_same_rows_again(trajectories):
+    tensors = to_data_proto_dict(pack(trajectories, layout="turns"))
+    if tensors["tensors"]["input_ids"].shape[0] == 0:
+        return
+    again = to_data_proto_dict(pack(from_data_proto(tensors)))["tensors"]
+    for key, expected in tensors["tensors"].items():
+        if key != "rm_scores":  # rewards of rows without responses are lost
+            assert torch.equal(again[key], expected), key
+
+
+def test_rollouts_without_logprobs_are_refused():
+    proto = to_data_proto_dict(plain_batch())
+    del proto["tensors"]["rollout_log_probs"]
+    with pytest.raises(ValueError, match=r"\['rollout_log_probs'\] are missing"):
+        from_data_proto(proto)
+    with pytest.raises(ValueError, match="ids must be 3, one a row, got 1"):
+        from_data_proto(to_data_proto_dict(plain_batch()), ids=["a"])
+
+
+def test_outputs_of_agent_loops_are_trajectories():
+    output = {
+        "prompt_ids": [1, 2],
+        "response_ids": [3, 4, 5, 6],
+        "response_mask": [1, 0, 1, 1],
+        "response_logprobs": [-0.5, 0.0, -0.25, -1.0],
+        "reward_score": 2.0,
+        "extra_fields": {"min_global_steps": 3, "max_global_steps": 4},
+    }
+    (trajectory,) = from_agent_loop_outputs([output], groups=["task"])
+    assert told_of(trajectory) == [
+        ([1, 2], [3], [-0.5], 0.0),
+        ([1, 2, 3, 4], [5, 6], [-0.25, -1.0], 2.0),
+    ]
+    assert trajectory.id == "task_0"
+    assert trajectory.turns[0].version_end == 4
+    with pytest.raises(ValueError, match="'0' has no response_logprobs"):
+        from_agent_loop_outputs([output | {"response_logprobs": None}])
+
+
+def test_the_real_output_of_an_agent_loop_says_the_same_as_our_row(verl):
+    """Its fields as verl itself makes them into tensors."""
+    stub = verl.load("verl.experimental.agent_loop.agent_loop")
+    output = stub.AgentLoopOutput(
+        prompt_ids=[10, 11],
+        response_ids=[100, 7, 8, 110, 111],
+        response_mask=[1, 0, 0, 1, 1],
+        response_logprobs=[-0.5, 0.0, 0.0, -1.5, -1.625],
+        reward_score=3.0,
+        num_turns=4,
+        metrics=stub.AgentLoopMetrics(),
+    )
+    batch = pack([conversation("a", 2)])
+    found = to_data_proto_dict(batch, scores="last")
+    told = output.as_dict()
+    for key in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"):
+        assert found["tensors"][key].dtype == told[key].dtype, key
+        assert torch.equal(found["tensors"][key][0], told[key]), key
+    assert found["non_tensors"]["__num_turns__"].tolist() == [told["num_turns"]]
+    (trajectory,) = from_agent_loop_outputs([output])
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 3.0]

@@ -19,14 +19,22 @@ PRODUCT = sorted(
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 40
 OPTIONAL = {
-    "triton",
-    "msgspec",
-    "transformers",
-    "math_verify",
-    "reasoning_gym",
     "hypothesis",
-    "typer",
+    "math_verify",
+    "megatron",
+    "msgspec",
+    "openrlhf",
+    "plotly",
+    "reasoning_gym",
     "rich",
+    "tensordict",
+    "tinker",
+    "torchtitan",
+    "transformers",
+    "triton",
+    "trl",
+    "typer",
+    "verl",
 }
 
 

@@ -19,9 +19,10 @@ class MaskedTokens:
     """A conversation as a stretch of tokens, of which a mask says what was generated.
 
     A run of generated tokens is a turn; its prompt is all that stands before it. Turns that
-    followed each other without a token between them are one, unless `turn_ids` tells them apart,
-    and a turn that generated nothing leaves no trace. Where nothing was generated at all, it is
-    one turn with an empty completion.
+    followed each other without a token between them are one, unless `turn_ids` tells them apart
+    or `versions` run backwards; a turn that generated nothing leaves no trace, and tokens behind
+    the last generated one are in no turn. Where nothing was generated at all, it is one turn with
+    an empty completion.
 
     Example:
         >>> masked = MaskedTokens([1, 2, 3, 4], [0, 1, 0, 1], [0.0, -0.5, 0.0, -0.1], reward=1.0)
@@ -108,11 +109,11 @@ class MaskedTokens:
         if not ids.size:
             raise ValueError(f"trajectory {name!r}: there must be tokens, got none")
         generated = self._array(name, "mask", len(ids)) != 0
-        spans = _spans(generated, self._array(name, "turn_ids", len(ids)))
+        versions = None if self.versions is None else self._array(name, "versions", len(ids))
+        spans = _spans(generated, self._array(name, "turn_ids", len(ids)), versions)
         if spans[0][0] == 0:
             raise ValueError(f"trajectory {name!r}: the first token must not be a generated one")
         logprobs = self._array(name, "logprobs", len(ids), np.float32)
-        versions = None if self.versions is None else self._array(name, "versions", len(ids))
         rewards = self._rewards(name, [end for _, end in spans], len(ids))
         turns = [
             Turn(
@@ -169,9 +170,13 @@ class MaskedTokens:
         return found
 
 
-def _spans(generated: npt.NDArray[Any], turn_ids: npt.NDArray[Any]) -> list[tuple[int, int]]:
+def _spans(
+    generated: npt.NDArray[Any], turn_ids: npt.NDArray[Any], versions: npt.NDArray[Any] | None
+) -> list[tuple[int, int]]:
     """Return where each turn's completion begins and ends."""
-    changes = np.flatnonzero((np.diff(generated) != 0) | (np.diff(turn_ids) != 0)) + 1
-    bounds = [0, *changes.tolist(), len(generated)]
+    parts = (np.diff(generated) != 0) | (np.diff(turn_ids) != 0)
+    if versions is not None:
+        parts |= np.diff(versions) < 0
+    bounds = [0, *(np.flatnonzero(parts) + 1).tolist(), len(generated)]
     spans = [(begin, end) for begin, end in pairwise(bounds) if generated[begin]]
     return spans or [(len(generated), len(generated))]

@@ -92,13 +92,12 @@ class Rows:
             )
         batch = self.batch
         rest = padded.shape[2:]
-        fill = torch.full((), value, dtype=padded.dtype, device=padded.device)
         if not padded.numel():
-            return fill.expand(batch.num_tokens, *rest).clone()
+            return padded.new_full((batch.num_tokens, *rest), value)
         row = batch.sequence_ids.long()
         place = batch.position_ids - self.prompt_lengths[row]
         given = padded[row, place.clamp(min=0)]
-        return torch.where(_over_rest(place >= 0, given), given, fill)
+        return torch.where(_over_rest(place >= 0, given), given, padded.new_full((), value))
 
     def _laid_out(self, packed: torch.Tensor, value: Number, begin: int, end: int) -> torch.Tensor:
         if packed.shape[:1] != (self.batch.num_tokens,):
@@ -107,11 +106,10 @@ class Rows:
                 f"got shape {list(packed.shape)}"
             )
         holds = self.attention_mask[:, begin:end]
-        fill = torch.full((), value, dtype=packed.dtype, device=packed.device)
         if packed.shape[0] == 0:
-            return fill.expand(*holds.shape, *packed.shape[1:]).clone()
+            return packed.new_full((*holds.shape, *packed.shape[1:]), value)
         moved = packed[self.tokens[:, begin:end]]
-        return torch.where(_over_rest(holds, moved), moved, fill)
+        return torch.where(_over_rest(holds, moved), moved, packed.new_full((), value))
 
 
 def rows_of(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from trajpack.packing.adapters.packed import Packed, holds_token, places_of
+from trajpack.packing.adapters.packed import Packed, check_unpadded, holds_token, places_of
 
 IGNORED = -100
 """The label that no loss is taken at."""
@@ -54,7 +54,7 @@ def to_padding_free(
         ValueError: If ``labels`` is neither; if it is ``"all"`` and the batch that of a
             `StaticBatch`, whose padding would have labels.
 
-    Cost: labels take two launches over the tokens, positions one where they do not start at 0;
+    Cost: labels take some launches over the tokens, positions one where they do not start at 0;
     the rest are views. No synchronisation.
 
     Example:
@@ -94,6 +94,11 @@ def flash_attention_kwargs(batch: Packed) -> dict[str, Any]:
 def _labels(batch: Packed, labels: str, separator_id: int) -> torch.Tensor:
     if labels not in ("generated", "all"):
         raise ValueError(f"to_padding_free: labels must be 'generated' or 'all', got {labels!r}")
-    trained = batch.loss_mask if labels == "generated" else holds_token(batch)
-    places = torch.where(trained, batch.input_ids, IGNORED)
-    return torch.where(batch.position_ids == 0, separator_id, places)
+    holds = holds_token(batch)
+    if labels == "all":
+        check_unpadded(batch)
+    places = torch.where(
+        batch.loss_mask if labels == "generated" else holds, batch.input_ids, IGNORED
+    )
+    # padding may be at position 0 throughout, and is to have no label at all
+    return torch.where((batch.position_ids == 0) & holds, separator_id, places)

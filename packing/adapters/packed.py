@@ -39,11 +39,10 @@ def num_kept_of(batch: Packed) -> tuple[int, ...]:
 def holds_token(batch: Packed) -> torch.Tensor:
     """Return where there is a token and no padding, bool ``[tokens]``.
 
-    Raises:
-        ValueError: If it is the batch of a `StaticBatch`, whose padding looks like a prompt.
+    Generated tokens too that a mask of the caller's leaves out. The padding of a `StaticBatch`
+    looks like a prompt: see `check_unpadded`.
     """
-    check_unpadded(batch)
-    return batch.prompt_mask | batch.loss_mask
+    return batch.prompt_mask | (batch.turn_ids >= 0)
 
 
 def check_unpadded(batch: Packed) -> None:
@@ -65,6 +64,14 @@ def advantages_of(op: str, batch: Packed) -> torch.Tensor:
     if batch.advantages is None:
         raise ValueError(f"{op}: the batch has no advantages: call with_advantages first")
     return batch.advantages
+
+
+def at_trained(batch: Packed, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` over the tokens with 0 where `loss_mask` is False.
+
+    So it is already, unless a mask of the caller's leaves generated tokens out.
+    """
+    return torch.where(batch.loss_mask, tensor, 0.0)
 
 
 def check_over_tokens(op: str, name: str, tensor: torch.Tensor, batch: Packed) -> None:

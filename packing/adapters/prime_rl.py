@@ -12,6 +12,7 @@ import torch
 from trajpack.packing.adapters.packed import (
     Packed,
     advantages_of,
+    check_unpadded,
     holds_token,
     lengths_in_memory,
     num_kept_of,
@@ -41,7 +42,7 @@ def to_tensor_micro_batch(
     position_ids                 int64   [1, T]                 from 0 in every sequence
     advantages                   float32 [1, T]                 at the token; 0
     inference_logprobs           float32 [1, T]                 at the token; 0
-    temperatures                 float32 [1, T]                 field of that name; 1
+    temperatures                 float32 [1, T]                 sampled at, or ``temperature``; 1
     loss_mask                    bool    [1, T]                 generated tokens; False
     seq_lens                     int64   [segments]             the last has the padding, too
     sequence_lengths             list    segments               the same, on the host
@@ -61,7 +62,7 @@ def to_tensor_micro_batch(
 
     Args:
         batch: A batch or a micro-batch.
-        temperature: That tokens were sampled at, where the batch has no field ``temperatures``.
+        temperature: Where the batch has no field ``temperatures``, and where nothing was sampled.
         env_names: Of each sequence, or one for all.
         num_loras: Adapters that the trainer runs.
 
@@ -72,9 +73,9 @@ def to_tensor_micro_batch(
     Cost: views and some launches over the tokens; `env_names` is a list of the host. No
     synchronisation.
     """
-    fields, holds = batch.fields, holds_token(batch)
-    temperatures = fields.get("temperatures", torch.full((), temperature, device=batch.device))
-    streams = {name: _stream(batch, name, torch.float32) for name in STREAMS}
+    check_unpadded(batch)
+    experts = batch.fields.get("routed_experts")
+    temperatures = torch.where(holds_token(batch), _temperatures(batch, temperature), 1.0)
     lengths = _segments(batch)
     lora_num_tokens = torch.zeros(num_loras, dtype=torch.int32, device=batch.device)
     lora_num_tokens[:1] = batch.num_tokens
@@ -84,15 +85,15 @@ def to_tensor_micro_batch(
         "advantages": advantages_of("to_tensor_micro_batch", batch)[None],
         "inference_logprobs": batch.rollout_logprobs[None],
         "loss_mask": batch.loss_mask[None],
-        "temperatures": torch.where(holds, temperatures.float(), 1.0)[None],
+        "temperatures": temperatures[None],
         "env_names": _env_names(batch, env_names),
         "sequence_lengths": lengths,
         "seq_lens": _segment_lengths(batch, len(lengths)),
         "lora_num_tokens": lora_num_tokens,
-        "routed_experts": _stream(batch, "routed_experts", torch.int32),
+        "routed_experts": None if experts is None else experts.int()[None],
         "mm_kwargs": None,
         "mm_token_type_ids": _stream(batch, "mm_token_type_ids", torch.int64),
-        **streams,
+        **{name: _stream(batch, name, torch.float32) for name in STREAMS},
     }
 
 
@@ -112,13 +113,10 @@ def to_micro_batch(
     tensors = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
     for name in ("lora_num_tokens", "mm_kwargs", "routed_experts"):
         del tensors[name]
-    wire = {
-        name: (value if value.ndim == 1 else value[0]).tolist()
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in tensors.items()
-    }
-    return wire | {"routed_experts": _bytes(batch.fields.get("routed_experts"))}
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = (value if name == "seq_lens" else value[0]).tolist()
+    return tensors | {"routed_experts": _bytes(batch.fields.get("routed_experts"))}
 
 
 def to_training_samples(
@@ -132,7 +130,7 @@ def to_training_samples(
     token_ids                           list[int]   tokens of the sequence
     mask                                list[bool]  True on generated tokens
     logprobs                            list[float] log-probabilities, 0.0 where not generated
-    temperatures                        list[float] field of that name, else ``temperature``
+    temperatures                        list[float] sampled at, or ``temperature``
     advantages                          list[float] 0.0 where not generated; ``None`` without
     env_name                            str
     routed_experts, ref_logprobs,                   fields of these names, else ``None``
@@ -146,30 +144,24 @@ def to_training_samples(
     Cost: copies every field to the host (synchronises) and makes lists of it.
     """
     batch.check_unpadded()
-    fields = batch.fields
-    temperatures = fields.get("temperatures", torch.full((batch.num_tokens,), temperature))
+    names, fields = _names("to_training_samples", batch, env_names), batch.fields
     columns = {
         "token_ids": batch.input_ids,
         "mask": batch.loss_mask,
         "logprobs": batch.rollout_logprobs,
-        "temperatures": temperatures.float(),
+        "temperatures": _temperatures(batch, temperature),
         "advantages": batch.advantages,
-        "mm_token_type_ids": fields.get("mm_token_type_ids"),
-        **{name: fields.get(name) for name in STREAMS},
+        **{name: fields.get(name) for name in ("mm_token_type_ids", "routed_experts", *STREAMS)},
     }
-    names = _names("to_training_samples", batch, env_names)
-    pieces = {
-        name: None if column is None else column.cpu().split(batch.seqlens)
+    missing = (None,) * len(batch)
+    pieces: dict[str, tuple[Any, ...]] = {
+        name: missing if column is None else column.cpu().split(batch.seqlens)
         for name, column in columns.items()
     }
-    experts = fields.get("routed_experts")
-    of_experts = None if experts is None else experts.cpu().split(batch.seqlens)
+    experts = pieces.pop("routed_experts")
     return [
-        {
-            **{name: None if of is None else of[s].tolist() for name, of in pieces.items()},
-            "env_name": names[s],
-            "routed_experts": None if of_experts is None else _bytes(of_experts[s]),
-        }
+        {name: None if of[s] is None else of[s].tolist() for name, of in pieces.items()}
+        | {"env_name": names[s], "routed_experts": _bytes(experts[s])}
         for s in range(len(batch))
     ]
 
@@ -189,8 +181,8 @@ def from_training_samples(
     came back, packed in layout ``"merged"``, has the tokens, the mask and the log-probabilities of
     the samples, sequence by sequence.
 
-    A sample does not say: name, group, rewards, versions, whether it was cut off, and where a
-    turn ends and another begins without a token between. Advantages are not taken over.
+    A sample does not say: name, group, rewards, versions, whether it was cut off, where a turn ends
+    and another begins without a token between. Advantages are not taken over.
 
     Args:
         samples: Objects or mappings with ``token_ids``, ``mask``, ``logprobs``.
@@ -198,8 +190,8 @@ def from_training_samples(
         groups: Their groups.
         rewards: Their rewards, which the last turn gets; 0 if ``None``.
         versions: Policy versions that sampled them; 0 if ``None``.
-        fields: Per-token lists of the samples that turns take over as `Turn.fields`, of the tokens
-            they generated: such as ``["temperatures"]``, for a `TokenField` of that name.
+        fields: Per-token lists that turns take over as `Turn.fields`, of the tokens they
+            generated: such as ``["temperatures"]``, for a `TokenField` of that name.
 
     Raises:
         TypeError: If lists hold no numbers.
@@ -251,9 +243,20 @@ def _field_of(sample: Any, name: str) -> Any:
     return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
 
 
+def _temperatures(batch: Packed, temperature: float) -> torch.Tensor:
+    """Return what each token was sampled at, and ``temperature`` where it was not sampled.
+
+    Never what a field has there, which may be 0: logits of prompts are divided by it, too.
+    """
+    field = batch.fields.get("temperatures")
+    given = torch.full((batch.num_tokens,), temperature, device=batch.device)
+    return given if field is None else torch.where(batch.turn_ids >= 0, field.float(), given)
+
+
 def _stream(batch: Packed, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a field, 0 at padding: a weight there would train it."""
     field = batch.fields.get(name)
-    return None if field is None else field.to(dtype)[None]
+    return None if field is None else torch.where(holds_token(batch), field, 0).to(dtype)[None]
 
 
 def _segments(batch: Packed) -> list[int]:
@@ -292,8 +295,5 @@ def _bytes(experts: torch.Tensor | None) -> dict[str, Any] | None:
     if experts is None:
         return None
     rows = experts.detach().cpu().contiguous()
-    return {
-        "data": rows.numpy().tobytes(),
-        "shape": list(rows.shape),
-        "dtype": str(rows.dtype).removeprefix("torch."),
-    }
+    dtype = str(rows.dtype).removeprefix("torch.")
+    return {"data": rows.numpy().tobytes(), "shape": list(rows.shape), "dtype": dtype}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajpack.packing.adapters.packed import advantages_of
+from trajpack.packing.adapters.packed import advantages_of, at_trained
 from trajpack.packing.batch import PackedBatch
 
 
@@ -46,7 +46,7 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
     columns = {
         "target_tokens": batch.input_ids,
         "logprobs": batch.rollout_logprobs,
-        "advantages": advantages_of("to_datum_kwargs", batch),
+        "advantages": at_trained(batch, advantages_of("to_datum_kwargs", batch)),
     }
     if mask:
         columns["mask"] = batch.loss_mask.float()

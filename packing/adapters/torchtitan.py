@@ -10,6 +10,7 @@ import torch
 from trajpack.packing.adapters.packed import (
     Packed,
     advantages_of,
+    at_trained,
     check_unpadded,
     width_without_last,
     without_last,
@@ -100,8 +101,8 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     columns = {
         "token_ids": batch.input_ids,
         "loss_mask": batch.loss_mask,
-        "logprobs": batch.rollout_logprobs,
-        "advantage": advantages_of("to_training_samples", batch),
+        "logprobs": at_trained(batch, batch.rollout_logprobs),
+        "advantage": at_trained(batch, advantages_of("to_training_samples", batch)),
     }
     pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
     versions = batch.policy_versions.cpu().split(batch.seqlens)
@@ -129,7 +130,7 @@ def _row(batch: Packed, width: int, pad_id: int, multiple: int) -> dict[str, tor
         "token_ids": at(kept.tokens, batch.input_ids, pad_id),
         "labels": at(following, batch.input_ids, pad_id),
         "positions": kept.positions,
-        "generator_logprobs": at(following, batch.rollout_logprobs, 0.0),
+        "generator_logprobs": at(following, at_trained(batch, batch.rollout_logprobs), 0.0),
         "loss_mask": at(following, batch.loss_mask, False),
-        "advantages": at(following, advantages, 0.0),
+        "advantages": at(following, at_trained(batch, advantages), 0.0),
     }

@@ -18,9 +18,9 @@ def areal(peer):
     package = peer("areal")
     for name in ("areal", "areal.utils", "areal.infra", "areal.experimental.openai"):
         package.without_init(name)
-    absent = "aiofiles aiohttp colorlog einops httpx lark numba openai requests tenacity torchdata uvloop"
+    absent = "aiofiles aiohttp colorlog einops httpx lark numba openai requests tenacity"
     own = "areal.api.cli_args areal.api.alloc_mode areal.infra.rpc areal.infra.platforms"
-    with stand_ins(*absent.split(), *own.split(), "areal.utils.logging"):
+    with stand_ins(*absent.split(), "torchdata", "uvloop", *own.split(), "areal.utils.logging"):
         yield package
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening
 
 from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
-from trajpack import pack
+from trajpack import pack, plan_micro_batches
 from trajpack.packing.adapters.huggingface import flash_attention_kwargs, to_padding_free
 from trajpack.packing.alignment import Alignment
 from trajpack.testing import assert_same_bits, trajectory_lists
@@ -128,3 +130,39 @@ def test_padding_of_a_static_batch_is_a_sequence_without_labels():
     assert ours["cu_seq_lens_q"][-1] == ours["input_ids"].shape[1] == 96
     with pytest.raises(ValueError, match="the batch is padded"):
         to_padding_free(static, labels="all")
+
+
+@pytest.mark.parametrize("labels", ["generated", "all"])
+@pytest.mark.parametrize("chosen", [[3, 0, 5], []], ids=["sequences", "dummy"])
+@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
+def test_padding_has_no_label_at_position_zero_either(tail, chosen, labels):
+    alignment = Alignment(sequence_multiple=8, total=64, tail=tail, positions="zero")
+    micro_batch = some_batch().select(chosen, alignment)
+    padding = (micro_batch.turn_ids < 0) & ~micro_batch.prompt_mask
+    ours = to_padding_free(micro_batch, labels=labels, separator_id=-7)["labels"][0]
+    assert ours[padding].tolist() == [-100] * micro_batch.num_padding
+    assert int((ours == -7).sum()) == len(chosen)
+
+
+def test_tokens_that_a_mask_leaves_out_have_labels_only_among_all():
+    batch = some_batch()
+    stale = batch.policy_versions == 1
+    fresh = dataclasses.replace(batch, loss_mask=batch.loss_mask & ~stale)
+    generated = to_padding_free(fresh)["labels"][0]
+    assert set(generated[stale].tolist()) == {-100}
+    assert torch.equal(generated[fresh.loss_mask], batch.input_ids[fresh.loss_mask])
+    ours = to_padding_free(fresh, labels="all")
+    assert torch.equal(ours["labels"], to_padding_free(batch, labels="all")["labels"])
+
+
+def test_a_sequence_that_a_plan_cuts_off_is_labelled_as_far_as_it_is_kept():
+    batch = some_batch()
+    plan = plan_micro_batches(
+        batch.seqlens, 12, oversized="truncate_at_turn", turn_ends=batch.turn_ends()
+    )
+    assert plan.truncated
+    whole = sequences_of(batch, to_padding_free(batch)["labels"][0])
+    for micro_batch in batch.micro_batches(plan, Alignment(total=16, tail="extend")):
+        labels = sequences_of(micro_batch, to_padding_free(micro_batch)["labels"][0])
+        for sequence, ours in zip(micro_batch.sequences, labels, strict=True):
+            assert ours.tolist() == whole[sequence][: len(ours)].tolist()

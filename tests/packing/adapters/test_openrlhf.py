@@ -61,6 +61,13 @@ def test_rows_have_their_rewards_and_labels():
     assert returns.tolist() == [15.0, 12.0, 16.0, 6.0]
 
 
+def test_a_turn_of_nothing_at_the_end_does_not_lengthen_the_response():
+    turns = [Turn([1], [2], [-1.0]), Turn([1, 2, 3, 4], [], [])]
+    found = to_experience_dict(pack([Trajectory("a", turns)]))
+    assert found["response_length"].tolist() == [1]
+    assert found["total_length"].tolist() == [4.0]
+
+
 def test_nothing_is_read_back_to_the_host():
     found = to_experience_dict(plain_batch().to("meta"))
     assert found["action_mask"].shape == (3, 11)

@@ -233,8 +233,7 @@ def test_labels_that_samples_lack_are_given():
 
 def test_turns_come_back_where_tokens_stand_between_them():
     first = some_trajectories()[0]
-    fields = FIELDS
-    batch = pack([first], device="cpu", fields=fields)
+    batch = pack([first], device="cpu", fields=FIELDS)
     (back,) = from_training_samples(to_training_samples(batch), ids=["1"])
     for ours, theirs in zip(back.turns, first.turns, strict=True):
         assert list(ours.prompt_ids) == list(theirs.prompt_ids)
@@ -272,3 +271,30 @@ def test_a_field_of_weights_is_a_stream():
     (sample,) = to_training_samples(batch)
     assert sample["rl_weights"] == [0.0, 0.25, 0.5]
     assert sample["advantages"] is None
+
+
+def test_logits_are_never_divided_by_what_fills_a_field():
+    """A field of temperatures says nothing of prompts, whose logits are divided as well."""
+    temperatures = TokenField("temperatures", torch.float32)
+    turn = Turn([1], [2, 3], [-0.5, -0.5], fields={"temperatures": [0.5, 0.75]})
+    batch = pack([Trajectory("a", [turn])], device="cpu", fields=[temperatures])
+    assert batch.fields["temperatures"].tolist() == [0.0, 0.5, 0.75]
+    batch = dataclasses.replace(batch, advantages=batch.returns)
+    micro_batch = batch.select([0], Alignment(total=5))
+    given = to_tensor_micro_batch(micro_batch, temperature=0.25)["temperatures"]
+    assert given.tolist() == [[0.25, 0.5, 0.75, 1.0, 1.0]]
+    (sample,) = to_training_samples(batch)
+    assert sample["temperatures"] == [1.0, 0.5, 0.75]
+
+
+def test_padding_has_no_weight_whatever_fills_the_field():
+    names = ("rl_weights", "ce_weights", "mm_token_type_ids")
+    fields = [TokenField(name, torch.float32, fill=1.0) for name in names[:2]]
+    fields.append(TokenField(names[2], torch.int64, fill=1))
+    turn = Turn([1], [2], [-0.5], fields={name: [3] for name in names})
+    batch = pack([Trajectory("a", [turn])], device="cpu", fields=fields)
+    batch = dataclasses.replace(batch, advantages=batch.returns)
+    tensors = to_tensor_micro_batch(batch.select([0], Alignment(total=4)))
+    for name in names:
+        assert tensors[name].tolist() == [[1, 3, 0, 0]], name
+        assert tensors[name].dtype == TENSORS[name]

@@ -86,3 +86,13 @@ def test_what_cannot_be_carried_is_refused():
         to_datum_kwargs(dataclasses.replace(some_batch(), advantages=None))
     with pytest.raises(ValueError, match="the batch is padded"):
         to_datum_kwargs(some_static_batch())
+
+
+def test_what_a_mask_leaves_out_has_no_advantage_though_no_mask_is_sent():
+    batch = some_batch()
+    mask = batch.loss_mask & (batch.policy_versions != 1)
+    datums = to_datum_kwargs(dataclasses.replace(batch, loss_mask=mask), mask=False)
+    kept = [of[1:] for of in sequences_of(batch, mask) if len(of) > 1]
+    for datum, trained in zip(datums, kept, strict=True):
+        assert (datum["loss_fn_inputs"]["advantages"] != 0).tolist() == trained.tolist()
+    assert mask.sum() < batch.loss_mask.sum()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.packing.adapters.cases import some_batch, some_static_batch
-from trajpack import Trajectory, Turn, pack
+from trajpack import Trajectory, Turn, pack, plan_micro_batches
 from trajpack.packing.adapters.torchtitan import to_training_microbatch, to_training_samples
 from trajpack.packing.alignment import Alignment
 from trajpack.testing import assert_same_bits
@@ -138,3 +138,43 @@ def test_no_value_is_read_back():
     batch = some_batch().to("meta")
     ours = to_training_microbatch(batch, seq_len=64)
     assert {tensor.shape for tensor in ours.values()} == {torch.Size([1, 64])}
+
+
+def test_what_a_mask_leaves_out_has_no_worth():
+    batch = some_batch()
+    mask = batch.loss_mask & (batch.policy_versions != 1)
+    fresh = dataclasses.replace(batch, loss_mask=mask)
+    row = to_training_microbatch(fresh)
+    off = ~row["loss_mask"]
+    assert 0 < int(row["loss_mask"].sum()) < batch.num_generated
+    for name in ("generator_logprobs", "advantages"):
+        assert not row[name][off].any(), name
+        assert row[name][~off].all(), name
+    for sample in to_training_samples(fresh):
+        for name in ("logprobs", "advantage"):
+            assert [bool(value) for value in sample[name]] == sample["loss_mask"], name
+
+
+@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
+def test_a_sequence_that_is_cut_off_ends_where_it_is_cut_and_a_dummy_is_all_padding(tail):
+    batch = some_batch()
+    plan = plan_micro_batches(
+        batch.seqlens,
+        12,
+        oversized="truncate_at_turn",
+        turn_ends=batch.turn_ends(),
+        align=4,
+        multiple_of=8,
+    )
+    alignment = Alignment(sequence_multiple=4, total=24, tail=tail)
+    rows = to_training_microbatch(batch.micro_batches(plan, alignment), seq_len=24, pad_id=PAD)
+    assert plan.truncated
+    assert any(len(chosen) == 0 for chosen in plan)
+    tokens = batch.input_ids.split(batch.seqlens)
+    for chosen, inputs, labels in zip(plan, rows["token_ids"], rows["labels"], strict=True):
+        kept = [tokens[s][: plan.truncated.get(s, None)].tolist() for s in chosen.tolist()]
+        for row, expected in (
+            (inputs, [token for of in kept for token in of[:-1]]),
+            (labels, [token for of in kept for token in of[1:]]),
+        ):
+            assert row.tolist() == expected + [PAD] * (24 - len(expected))

@@ -293,16 +293,19 @@ def test_outputs_of_agent_loops_are_trajectories():
 
 
 def test_the_real_output_of_an_agent_loop_says_the_same_as_our_row(verl):
-    """Its fields as verl itself makes them into tensors."""
-    stub = verl.load("verl.experimental.agent_loop.agent_loop")
-    output = stub.AgentLoopOutput(
+    """Its fields as verl itself makes them into tensors, without the engines beside it."""
+    verl.load("verl")
+    verl.without_init("verl.experimental.agent_loop")
+    with stand_ins("verl.workers.rollout", "verl.utils.dataset", "verl.utils.rollout_trace"):
+        loops = verl.load("verl.experimental.agent_loop.agent_loop")
+    output = loops.AgentLoopOutput(
         prompt_ids=[10, 11],
         response_ids=[100, 7, 8, 110, 111],
         response_mask=[1, 0, 0, 1, 1],
         response_logprobs=[-0.5, 0.0, 0.0, -1.5, -1.625],
         reward_score=3.0,
         num_turns=4,
-        metrics=stub.AgentLoopMetrics(),
+        metrics=loops.AgentLoopMetrics(),
     )
     batch = pack([conversation("a", 2)])
     found = to_data_proto_dict(batch, scores="last")

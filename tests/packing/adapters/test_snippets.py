@@ -1,0 +1,230 @@
+"""The lines that pages of formats show: each is run, with stand-ins for a trainer's own calls.
+
+Blocks marked ``python`` run by themselves, as all examples do. Blocks marked ``py`` name what
+belongs to a trainer: they run here, after the page's others, so that pasted lines do not break.
+"""
+
+import asyncio
+import dataclasses
+import doctest
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.packing.adapters.stand_ins import stand_ins
+from trajpack import PackedBatch, Trajectory, Turn
+
+PAGES = Path(__file__).parents[3] / "docs" / "formats"
+TOKENIZER = SimpleNamespace(pad_token_id=0)
+
+
+def run(page, **foreign):
+    """Run a page's blocks in their order, and give back the names that they leave."""
+    names = {"__name__": "page"}
+    for kind, block in blocks_of(page):
+        if kind == "py":
+            names |= foreign
+        exec(block, names)
+    return names
+
+
+def run_first(page):
+    """Run a page's first block alone: what a trainer would have made stands there."""
+    names = {"__name__": "page"}
+    ((_, block), *_) = blocks_of(page)
+    exec(block, names)
+    return names
+
+
+def blocks_of(page):
+    """Return each block's kind and code; what is to run on a GPU runs on the host."""
+    text = PAGES.joinpath(f"{page}.md").read_text().replace('device="cuda"', 'device="cpu"')
+    blocks = []
+    for kind, block in re.findall(r"```(python|py)\n(.*?)```", text, re.DOTALL):
+        examples = doctest.DocTestParser().get_examples(block)
+        source = "".join(example.source for example in examples) if examples else block
+        blocks.append((kind, compile(source, page, "exec")))
+    return blocks
+
+
+class Calls(list):
+    """Keeps what it was called with: a service, a worker, an optimizer."""
+
+    def __call__(self, *args, **kwargs):
+        self.append((args, kwargs))
+
+
+def two_trajectories():
+    turns = [Turn([11, 12], [21], [-0.5], reward=1.0), Turn([13], [24, 25], [-1.0, -2.0])]
+    return [Trajectory(str(n), [turn], group="task") for n, turn in enumerate(turns)]
+
+
+def test_every_page_with_such_lines_is_run_here():
+    pages = {page.stem for page in PAGES.glob("*.md") if "```py\n" in page.read_text()}
+    assert pages
+    assert pages == {
+        name.removeprefix("test_lines_of_") for name in globals() if "lines_of" in name
+    }
+
+
+def test_lines_of_flash_attention(monkeypatch):
+    def attend(query, key, value, *, cu_seqlens_q, cu_seqlens_k, causal, **longest):
+        assert cu_seqlens_q is cu_seqlens_k
+        assert set(longest) == {"max_seqlen_q", "max_seqlen_k"}
+        pieces = []
+        for begin, end in pairwise(cu_seqlens_q.tolist()):
+            of = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+            pieces.append(scaled_dot_product_attention(*of, is_causal=causal).transpose(0, 1))
+        return torch.cat(pieces)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = attend
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    table = torch.randn(9, 1, 8)
+    names = run("flash_attention", project=lambda ids: [table[ids]] * 3, head=lambda x: x[:, 0])
+    logits, batch = names["logits"], names["batch"]
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        alone = table[batch.input_ids[begin:end]].transpose(0, 1)
+        expected = scaled_dot_product_attention(alone, alone, alone, is_causal=True)[0]
+        torch.testing.assert_close(logits[begin:end], expected)
+
+
+def test_lines_of_megatron(peer):
+    peer("megatron-core").without_init("megatron.core")
+    tokens, given = [], []
+
+    def model(input_ids, position_ids, attention_mask, *, packed_seq_params):
+        assert attention_mask is None
+        assert input_ids.shape == position_ids.shape
+        tokens.extend(input_ids[0].tolist())
+        given.append(packed_seq_params)
+
+    for rank in range(2):
+        sizes = {"cp_size": 2, "cp_rank": rank, "tp_size": 1, "capacity": 8}
+        names = run("megatron", model=model, **sizes)
+    whole = names["micro_batch"]
+    assert sorted(tokens) == sorted(whole.input_ids.tolist())
+    assert {type(params).__name__ for params in given} == {"PackedSeqParams"}
+    assert given[0].cu_seqlens_q_padded[-1] == whole.num_tokens == len(tokens)
+
+
+def test_lines_of_trl(trl):
+    names = run("trl")
+    assert issubclass(names["OurTrainer"], trl.GRPOTrainer)
+    (method,) = (name for name in vars(names["OurTrainer"]) if name.startswith("_generate"))
+    assert callable(getattr(trl.GRPOTrainer, method))
+    trainer = SimpleNamespace(collect=lambda inputs: names["batch"], _tokenizer=TOKENIZER)
+    rows = getattr(names["OurTrainer"], method)(trainer, ["one", "two"])
+    assert rows["completion_ids"].tolist() == names["inputs"]["completion_ids"].tolist()
+
+
+def test_lines_of_torchtitan(peer):
+    package, metrics = peer("torchtitan"), "torchtitan.experiments.rl.observability.metrics"
+    package.without_init("torchtitan.experiments.rl")
+    package.without_init(metrics)
+    for name in ("Metric", "NoReduce", "Sum"):
+        setattr(package.load(metrics), name, getattr(package.load(f"{metrics}.types"), name))
+    microbatch = run("torchtitan", seq_len=8, pad_id=9)["microbatch"]
+    for field in dataclasses.fields(microbatch):
+        assert getattr(microbatch, field.name).shape == (1, 8), field.name
+    assert microbatch.token_ids[0, -1] == 9
+
+
+def test_lines_of_tinker(peer):
+    for name in ("httpx", "sniffio"):
+        peer(name)
+    peer("tinker").without_init("tinker")
+    forward, step = Calls(), Calls()
+    names = run(
+        "tinker", training_client=SimpleNamespace(forward_backward=forward, optim_step=step)
+    )
+    ((datums,), options) = forward[0]
+    assert options == {"loss_fn": "importance_sampling"}
+    assert [list(datum.loss_fn_inputs) for datum in datums] == [
+        ["target_tokens", "logprobs", "advantages"]
+    ]
+    assert step[0][0][0].learning_rate == 1e-5
+    assert names["datums"] is datums
+
+
+def test_lines_of_verl(peer):
+    with stand_ins("ray", "omegaconf", "hydra", "codetiming", "cachetools", "torchdata"):
+        verl, update = peer("verl"), Calls()
+        rollouts = run_first("verl")["rows"]
+        run(
+            "verl",
+            rollouts=rollouts,
+            tokenizer=TOKENIZER,
+            actor_rollout_wg=SimpleNamespace(update_actor=update),
+        )
+        (proto,) = update[0][0]
+        assert isinstance(proto, verl.load("verl").DataProto)
+        assert proto.batch["advantages"].shape == proto.batch["old_log_probs"].shape
+
+
+def test_lines_of_slime():
+    names = run("slime")
+    first = {"reward": 0.0, "group_index": 7, "tokens": [11, 12, 22], "response_length": 1}
+    first |= {"loss_mask": [1], "rollout_log_probs": [-0.5]}
+    train = names["convert"](SimpleNamespace(), [names["sample"], first])
+    assert train["rewards"][0] == -train["rewards"][1] > 0
+    assert train["response_lengths"] == [3, 1]
+
+
+def test_lines_of_nemo_rl():
+    train = Calls()
+
+    class BatchedDataDict(dict):
+        def to(self, device):
+            return BatchedDataDict((key, value.to(device)) for key, value in self.items())
+
+    run(
+        "nemo_rl",
+        tokenizer=TOKENIZER,
+        BatchedDataDict=BatchedDataDict,
+        policy=SimpleNamespace(train=train),
+        loss_fn=print,
+    )
+    ((rows, loss), _) = train[0]
+    assert loss is print
+    assert rows["advantages"].shape == rows["input_ids"].shape
+
+
+def test_lines_of_skyrl():
+    generator = run("skyrl", GeneratorInterface=object)["Generator"]()
+
+    async def roll_out(asked):
+        assert asked == {"prompts": []}
+        return two_trajectories()
+
+    generator.roll_out = roll_out
+    output = asyncio.run(generator.generate({"prompts": []}))
+    assert output["response_ids"] == [[21], [24, 25]]
+
+
+def test_lines_of_openrlhf(peer):
+    package = peer("openrlhf")
+    for name in ("openrlhf", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.utils"):
+        package.without_init(name)
+    kept = []
+    with stand_ins(
+        "vllm", "ray", "tqdm", "deepspeed", "flash_attn", "openrlhf.utils.logging_utils"
+    ):
+        run("openrlhf", trajectories=two_trajectories(), tokenizer=TOKENIZER, replay_buffer=kept)
+    assert [type(experience).__name__ for experience in kept] == ["Experience"]
+    assert kept[0].sequences.shape == (2, 3)
+
+
+def test_lines_of_areal():
+    update, rows = Calls(), run_first("areal")["rows"]
+    names = run(
+        "areal", trajectories=rows, names=["task"], actor=SimpleNamespace(ppo_update=update)
+    )
+    assert isinstance(names["batch"], PackedBatch)
+    ((given,),) = update[0][0]
+    assert given["advantages"].shape == given["input_ids"].shape

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.select_tokens import (
-    Number,
-    Rows,
-    as_rows,
-    as_units,
-    check_sources,
-    rows_of,
-    select_reference,
-)
+from trajpack.kernels.select_tokens import check_sources, check_table, select_reference
+from trajpack.kernels.token_rows import Number, as_rows, as_units, rows_of
 
 OP = "merge_tokens"
 
@@ -55,8 +48,9 @@ def merge_tokens(
         >>> merge_tokens(torch.tensor([7.0, 8.0, 9.0]), table, inverse, 3)
         tensor([9., 7., 8.])
     """
-    check_sources(OP, [rows], table, num_tokens)
-    check_sources(OP, [rows], inverse, rows.shape[0])
+    check_sources(OP, [rows])
+    check_table(OP, table, num_tokens, rows.device)
+    check_table(OP, inverse, rows.shape[0], rows.device)
     chosen = resolve_impl(OP, impl, rows)
     merged: torch.Tensor = torch.ops.trajpack.merge_tokens(
         rows, table.contiguous(), inverse.contiguous(), num_tokens, fill, chosen
@@ -72,24 +66,17 @@ def _run(
     fill: Number,
     impl: str,
 ) -> torch.Tensor:
-    layout = rows_of(rows, fill)
-    if impl == "triton":
-        from trajpack.kernels.select_tokens_triton import merge_forward
+    if impl == "torch" and rows.device.type == "cpu":
+        from trajpack.kernels.select_tokens_host import HostSources
 
-        flat = merge_forward(as_units(rows, layout), table, num_tokens, layout)
-    elif rows.device.type == "cpu":
-        flat = _on_host(rows, table, num_tokens, layout)
-    else:
+        return HostSources([rows], [fill]).rows(table, num_tokens)[0]
+    if impl == "torch":
         return select_reference([rows], table, num_tokens, [fill]).rows[0]
+    from trajpack.kernels.select_tokens_triton import merge_forward
+
+    layout = rows_of(rows, fill)
+    flat = merge_forward(as_units(rows, layout), table, num_tokens, layout)
     return as_rows(flat, rows, num_tokens)
-
-
-def _on_host(
-    rows: torch.Tensor, table: torch.Tensor, num_tokens: int, layout: Rows
-) -> torch.Tensor:
-    from trajpack.kernels.select_tokens_host import rows_on_host
-
-    return rows_on_host([as_units(rows, layout)], table, num_tokens, [layout])[0]
 
 
 def _fake(

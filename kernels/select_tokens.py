@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.runs import MAX_TOKENS
+from trajpack.kernels.token_rows import Number, as_rows, as_units, layouts_of, rows_of
 from trajpack.kernels.validation import check_device, check_tensor
 
+if TYPE_CHECKING:
+    from trajpack.kernels.select_tokens_host import HostSources
+
 OP = "select_tokens"
-Number: TypeAlias = bool | int | float
 Positions: TypeAlias = Literal["continue", "zero"]
-UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By its bytes, as what a unit of a row is moved; values are never looked at."""
 
 
 class Segment(IntEnum):
@@ -30,17 +30,6 @@ class Segment(IntEnum):
     """Index of its first token in what is selected from."""
     LENGTH = 2
     """Tokens that it takes from there; what it has more is padding."""
-
-
-class Rows(NamedTuple):
-    """How a source's rows are moved."""
-
-    width: int
-    """Units of a row."""
-    unit: int
-    """Bytes of a unit."""
-    fill: int
-    """A unit of padding, as a signed integer."""
 
 
 class SelectedTokens(NamedTuple):
@@ -93,35 +82,77 @@ def select_tokens(
         >>> selected.rows[0], selected.position_ids
         (tensor([14, 15, -1, 10, 11]), tensor([0, 1, 2, 0, 1]))
     """
-    check_sources(OP, sources, table, num_tokens)
-    if len(fills) != len(sources):
-        raise ValueError(f"{OP}: fills must be {len(sources)}, one of each source, got {fills}")
-    if positions not in ("continue", "zero"):
-        raise ValueError(f"{OP}: positions must be 'continue' or 'zero', got {positions!r}")
-    chosen = resolve_impl(OP, impl, table)
-    layouts = [rows_of(source, fill) for source, fill in zip(sources, fills, strict=True)]
-    *rows, position_ids, segment_ids = torch.ops.trajpack.select_tokens(
-        [as_units(source, rows) for source, rows in zip(sources, layouts, strict=True)],
-        table if table.stride(1) == 1 else table.contiguous(),
-        num_tokens,
-        [number for rows in layouts for number in rows],
-        positions,
-        chosen,
-    )
-    shaped = [as_rows(flat, source, num_tokens) for flat, source in zip(rows, sources, strict=True)]
-    return SelectedTokens(shaped, position_ids, segment_ids)
+    return TokenSources(sources, fills).select(table, num_tokens, positions, impl)
 
 
-def check_sources(
-    op: str, sources: Sequence[torch.Tensor], table: torch.Tensor, num_tokens: int
-) -> None:
-    """Raise unless sources and table can belong together."""
-    check_tensor(op, "table", table, ndim=2, dtypes=(torch.int32,))
-    if table.shape[0] < len(Segment) or table.shape[1] == 0:
-        raise ValueError(
-            f"{op}: table must have shape [{len(Segment)} or more, segments + 1], "
-            f"got {list(table.shape)}"
+class TokenSources:
+    """Tensors over the same tokens, from which one table after another selects.
+
+    Args:
+        sources: As for `select_tokens`.
+        fills: As for `select_tokens`.
+
+    Raises:
+        TypeError, ValueError: As `select_tokens`.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor], fills: Sequence[Number]) -> None:
+        self._sources, self._fills = list(sources), list(fills)
+        check_sources(OP, self._sources)
+        if len(self._fills) != len(self._sources):
+            raise ValueError(
+                f"{OP}: fills must be {len(self._sources)}, one of each source, got {fills}"
+            )
+        pairs = list(zip(self._sources, self._fills, strict=True))
+        self._layouts = [rows_of(*pair) for pair in pairs]
+
+    def select(
+        self,
+        table: torch.Tensor,
+        num_tokens: int,
+        positions: Positions = "continue",
+        impl: Impl = "auto",
+    ) -> SelectedTokens:
+        """Do what `select_tokens` does."""
+        check_table(OP, table, num_tokens, self._sources[0].device)
+        if positions not in ("continue", "zero"):
+            raise ValueError(f"{OP}: positions must be 'continue' or 'zero', got {positions!r}")
+        chosen = resolve_impl(OP, impl, table)
+        if chosen == "torch" and _is_on_host(table):  # all but the operator, for its overhead
+            *rows, position_ids, segment_ids = self._on_host.select(table, num_tokens, positions)
+            return SelectedTokens(rows, position_ids, segment_ids)
+        *rows, position_ids, segment_ids = torch.ops.trajpack.select_tokens(
+            self._units,
+            table if table.stride(1) == 1 else table.contiguous(),
+            num_tokens,
+            [number for rows in self._layouts for number in rows],
+            positions,
+            chosen,
         )
+        pairs = zip(rows, self._sources, strict=True)
+        shaped = [as_rows(flat, source, num_tokens) for flat, source in pairs]
+        return SelectedTokens(shaped, position_ids, segment_ids)
+
+    @cached_property
+    def _units(self) -> list[torch.Tensor]:
+        pairs = zip(self._sources, self._layouts, strict=True)
+        return [as_units(source, rows) for source, rows in pairs]
+
+    @cached_property
+    def _on_host(self) -> HostSources:
+        from trajpack.kernels.select_tokens_host import HostSources
+
+        return HostSources(self._sources, self._fills)
+
+
+def _is_on_host(table: torch.Tensor) -> bool:
+    """Tell whether a table can be read for nothing: not one of a compiler's, without values."""
+    real = type(table) is torch.Tensor and not torch.compiler.is_compiling()
+    return real and table.device.type == "cpu"
+
+
+def check_sources(op: str, sources: Sequence[torch.Tensor]) -> None:
+    """Raise unless there are tensors over the same tokens, of dtypes that can be moved."""
     if not sources:
         raise ValueError(f"{op}: there must be a source, got none")
     for number, source in enumerate(sources):
@@ -138,39 +169,22 @@ def check_sources(
             )
         if 0 in source.shape[1:]:
             raise ValueError(f"{op}: {name} must have rows, got shape {list(source.shape)}")
-        check_device(op, name, source, table.device)
+        check_device(op, name, source, sources[0].device)
+
+
+def check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> None:
+    """Raise unless a table can select ``num_tokens`` from sources on ``device``."""
+    check_tensor(op, "table", table, ndim=2, dtypes=(torch.int32,))
+    if table.shape[0] < len(Segment) or table.shape[1] == 0:
+        raise ValueError(
+            f"{op}: table must have shape [{len(Segment)} or more, segments + 1], "
+            f"got {list(table.shape)}"
+        )
+    check_device(op, "table", table, device)
     if not isinstance(num_tokens, (int, torch.SymInt)):
         raise TypeError(f"{op}: num_tokens must be an integer, got {num_tokens!r}")
     if not 0 <= num_tokens <= MAX_TOKENS:
         raise ValueError(f"{op}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
-
-
-def rows_of(source: torch.Tensor, fill: Number) -> Rows:
-    """Return how a source's rows are moved: in units as wide as rows and storage allow."""
-    itemsize = source.dtype.itemsize
-    row = math.prod(source.shape[1:]) * itemsize
-    aligned = itemsize * source.storage_offset() if source.is_contiguous() else 0
-    unit = 8 if itemsize == 8 else math.gcd(row, aligned, 4)
-    return Rows(row // unit, unit, _fill_bits(fill, source.dtype, unit))
-
-
-def as_units(source: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return a source as a flat tensor of its units; a view where it is contiguous."""
-    return source.detach().contiguous().view(-1).view(UNITS[rows.unit])
-
-
-def as_rows(units: torch.Tensor, source: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return flat units as rows like those of ``source``."""
-    shape = (num_tokens, *source.shape[1:])
-    if num_tokens == 0:  # whose strides torch does not view as another dtype
-        return source.new_empty(shape)
-    return units.view(source.dtype).view(shape)
-
-
-@lru_cache(maxsize=256)
-def _fill_bits(fill: Number, dtype: torch.dtype, unit: int) -> int:
-    element = torch.full((1,), fill, dtype=dtype, device="cpu").view(torch.uint8)
-    return int.from_bytes((bytes(element.tolist()) * 8)[:unit], "little", signed=True)
 
 
 def select_reference(
@@ -217,18 +231,18 @@ def _run(
 
         return select_forward(sources, table, num_tokens, rows, positions)
     if table.device.type == "cpu":
-        from trajpack.kernels.select_tokens_host import select_on_host
+        from trajpack.kernels.select_tokens_host import HostSources
 
-        return select_on_host(sources, table, num_tokens, rows, positions)
+        on_host = HostSources(
+            [source.view(-1, row.width) for source, row in zip(sources, rows, strict=True)],
+            [row.fill for row in rows],
+        )
+        selected = on_host.select(table, num_tokens, positions)
+        return [flat.reshape(-1) for flat in selected]
     shaped = [source.view(-1, row.width) for source, row in zip(sources, rows, strict=True)]
-    selected = select_reference(shaped, table, num_tokens, [row.fill for row in rows], positions)
-    flat = [row.reshape(-1) for row in selected.rows]
-    return [*flat, selected.position_ids, selected.segment_ids]
-
-
-def layouts_of(numbers: Sequence[int]) -> list[Rows]:
-    """Return what the operators are given as flat integers."""
-    return [Rows(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+    found = select_reference(shaped, table, num_tokens, [row.fill for row in rows], positions)
+    flat = [row.reshape(-1) for row in found.rows]
+    return [*flat, found.position_ids, found.segment_ids]
 
 
 def _fake(

@@ -17,7 +17,8 @@ import triton.language as tl
 from trajpack.kernels.block_shapes import launch_on
 from trajpack.kernels.runs import TILE
 from trajpack.kernels.search_triton import find_segment, find_segments
-from trajpack.kernels.select_tokens import Rows, Segment
+from trajpack.kernels.select_tokens import Segment
+from trajpack.kernels.token_rows import Rows
 
 SOURCE = tl.constexpr(int(Segment.SOURCE))
 LENGTH = tl.constexpr(int(Segment.LENGTH))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from trajpack.kernels.dispatch import Impl
-    from trajpack.kernels.select_tokens import Number
+    from trajpack.kernels.token_rows import Number
     from trajpack.packing.batch import PackedBatch
     from trajpack.packing.micro_batch import MicroBatch
     from trajpack.packing.plan import Plan

@@ -10,7 +10,8 @@ import torch
 
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.merge_tokens import merge_tokens
-from trajpack.kernels.select_tokens import Number, Segment, select_tokens
+from trajpack.kernels.select_tokens import Segment, TokenSources
+from trajpack.kernels.token_rows import Number
 from trajpack.packing.alignment import Alignment
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.micro_batch import MicroBatch
@@ -32,11 +33,10 @@ FILLS: Mapping[str, Number] = {"turn_ids": -1, "policy_versions": -1}
 
 
 class Sources(NamedTuple):
-    """Tensors over the tokens of a batch, by the name that they have in a micro-batch."""
+    """What is selected from, and the names that it has in a micro-batch."""
 
     names: list[str]
-    tensors: list[torch.Tensor]
-    fills: list[Number]
+    tokens: TokenSources
 
 
 def sources_of(
@@ -68,7 +68,8 @@ def sources_of(
                 f"tensors: {name!r} is on {tensor.device} but the batch is on {batch.device}"
             )
         named[name] = tensor
-    return Sources(list(named), list(named.values()), [fills.get(name, 0) for name in named])
+    padding = [fills.get(name, 0) for name in named]
+    return Sources(list(named), TokenSources(list(named.values()), padding))
 
 
 def cut(
@@ -92,8 +93,8 @@ def _selected(
     sources: Sources, placed: Placed, table: torch.Tensor, alignment: Alignment, impl: Impl
 ) -> MicroBatch:
     lengths, padded, num_tokens = placed.placement
-    rows, position_ids, sequence_ids = select_tokens(
-        sources.tensors, table, num_tokens, sources.fills, alignment.positions, impl
+    rows, position_ids, sequence_ids = sources.tokens.select(
+        table, num_tokens, alignment.positions, impl
     )
     named = dict(zip(sources.names, rows, strict=True))
     own = {name: named.pop(name) for name in (*OWN, "returns")}

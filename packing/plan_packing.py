@@ -54,8 +54,9 @@ def fit_decreasing(units: Units, limits: Limits, *, best: bool) -> tuple[Ints, i
     large = int(np.searchsorted(-sizes, -(limits.capacity // 2)))
     filling = _Filling(limits, sizes, counts, large, best)
     for size, count, num_units in _classes(sizes[large:], counts[large:]):
-        filling.wake(size)
-        left = filling.fill(size, count, num_units)
+        if filling.waiting:
+            filling.wake(size)
+        left = filling.fill(size, count, num_units) if filling.eligible else num_units
         if left:
             filling.begin(size, count, left)
     bin_of = np.empty(len(units), np.int64)
@@ -90,7 +91,8 @@ class _Filling:
         self, limits: Limits, sizes: Ints, counts: Ints, num_large: int, best: bool
     ) -> None:
         self.capacity, self.max_sequences = limits
-        self.mixed = len(counts) > 0 and int(counts.max()) > 1
+        self.bounded = int(counts.sum()) > self.max_sequences
+        self.mixed = self.bounded and int(counts.max()) > 1
         self.smallest = int(sizes[-1]) if len(sizes) else 0
         self.best = best
         self.shift = max(len(sizes), 1).bit_length()
@@ -106,14 +108,13 @@ class _Filling:
         self.bins: list[int] = []
         """For each run of equal units the micro-batch that took it, and how many units."""
         self.lengths: list[int] = []
-        last = num_large - 1
-        for number in range(last, -1, -1):  # ascending in tokens held, so it is a heap
-            if self.room[number] >= self.smallest and self.places[number]:
-                self._wait(number)
-
-    def _wait(self, number: int) -> None:
-        held = self.capacity - self.room[number]
-        heappush(self.waiting, held << self.shift | (self.mask - number))
+        for number in range(num_large - 1, -1, -1):  # ascending in tokens held, so it is a heap
+            room = self.room[number]
+            if room < self.smallest:
+                break
+            if self.places[number]:
+                held = self.capacity - room
+                self.waiting.append(held << self.shift | (self.mask - number))
 
     def wake(self, size: int) -> None:
         """Let those take part that have room by now."""
@@ -130,31 +131,32 @@ class _Filling:
 
     def fill(self, size: int, count: int, left: int) -> int:
         """Fill those that are there with ``left`` units; return how many found no room."""
-        room, places, eligible, mask = self.room, self.places, self.eligible, self.mask
-        best, passed, taken = self.best, [], 1
+        room, eligible, shift, mask = self.room, self.eligible, self.shift, self.mask
+        best, passed = self.best, []
         while left and eligible:
             number = eligible.pop() & mask if best else heappop(eligible)
-            taken = room[number] // size if size else left
-            taken = min(taken, left)
-            if taken * count > places[number]:
-                taken = places[number] // count
+            rest = room[number]
+            taken = 1 if left == 1 else min(left, rest // size if size else left)
+            if self.bounded:
+                taken = min(taken, self.places[number] // count)
                 if not taken:  # too many sequences for it, though not too many tokens
                     passed.append(number)
                     continue
+                self.places[number] -= taken * count
             left -= taken
-            room[number] -= taken * size
-            places[number] -= taken * count
+            rest -= taken * size
+            room[number] = rest
             self.bins.append(number)
             self.lengths.append(taken)
-            if room[number] < self.smallest or not places[number]:
+            if rest < self.smallest or (self.bounded and not self.places[number]):
                 continue
-            if room[number] < size:
-                self._wait(number)
+            if rest < size:
+                heappush(self.waiting, (self.capacity - rest) << shift | (mask - number))
             else:
                 passed.append(number)
         for number in passed:
             if best:
-                eligible.append(room[number] << self.shift | number)
+                eligible.append(room[number] << shift | number)
             else:
                 heappush(eligible, number)
         if best and self.mixed:
@@ -165,13 +167,14 @@ class _Filling:
         """Begin as many micro-batches as ``left`` units need."""
         most = self.max_sequences // count
         each = min(most, self.capacity // size if size else most)
-        first, num_new = len(self.room), -(-left // each)
-        lengths = [each] * num_new
-        lengths[-1] = left - each * (num_new - 1)
-        self.bins.extend(range(first, first + num_new))
-        self.lengths.extend(lengths)
-        self.room.extend(self.capacity - size * taken for taken in lengths)
-        self.places.extend(self.max_sequences - count * taken for taken in lengths)
-        for number in range(first, first + num_new):
-            if self.room[number] >= self.smallest and self.places[number]:
-                self._wait(number)
+        while left:
+            taken, number = min(left, each), len(self.room)
+            rest, places = self.capacity - size * taken, self.max_sequences - count * taken
+            left -= taken
+            self.bins.append(number)
+            self.lengths.append(taken)
+            self.room.append(rest)
+            self.places.append(places)
+            if rest >= self.smallest and places:
+                held = self.capacity - rest
+                heappush(self.waiting, held << self.shift | (self.mask - number))

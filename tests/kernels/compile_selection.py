@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.select_tokens import UNITS, Rows
 from trajpack.kernels.select_tokens_triton import merge_forward, select_forward
+from trajpack.kernels.token_rows import UNITS, Rows
 
 TOKENS = 1500
 OWN = (8, 4, 1, 1, 4, 4, 4, 4)

@@ -196,7 +196,7 @@ X = torch.arange(3)
             r"source 0 must have rows, got shape \[3, 0\]",
             ([X[:, None][:, 1:]], T, 3, [0]),
         ),
-        (ValueError, "source 0 is on meta but the other", ([X.to("meta")], T, 3, [0])),
+        (ValueError, "table is on cpu but the other", ([X.to("meta")], T, 3, [0])),
         (ValueError, "fills must be 1, one of each source", ([X], T, 3, [])),
         (ValueError, r"num_tokens must be in \[0, 2147482624\], got -1", ([X], T, -1, [0])),
         (ValueError, "positions must be 'continue' or 'zero', got 'x'", ([X], T, 3, [0], "x")),

@@ -53,6 +53,7 @@ def test_no_packing_needs_fewer_than_the_bound(lengths, capacity):
         ([4] * 9, 11, 5),  # just above a third: two to a bin
         ([26] * 13, 101, 5),  # just above a quarter: three to a bin
         ([21] * 9, 100, 3),  # just above a fifth: four to a bin
+        ([14, 18, 20], 30, 3),  # 14 fits neither
         ([5, 5, 5, 5], 10, 2),
         ([10], 10, 1),
     ],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.packing.plan_loops import MIXES
 from tests.packing.test_plan import BALANCING, EVERY, held_by
 from trajpack import RankPlan, TransformerCost, plan_micro_batches, plan_ranks
+from trajpack.packing.plan_blocks import dealt
 from trajpack.packing.plan_steps import Order
 
 
@@ -35,6 +36,8 @@ def check_laws(plans, lengths, num_ranks, capacity, **asked):
             assert plan.loads.max(initial=0) <= capacity
             assert plan.align == align
             assert plan.seqlens.tolist() == list(lengths)
+            can_split = "keep_together" not in asked and max(map(len, plan)) > 1
+            assert not can_split or min(map(len, plan)) > 0
             most = asked.get("max_sequences")
             assert most is None or max(map(len, plan)) <= most
     for name, width in (("keep_in_step", 1), ("keep_on_rank", 2), ("keep_together", 3)):
@@ -125,6 +128,22 @@ def test_the_nth_micro_batches_of_all_ranks_are_alike(name):
         assert (np.sort(loads.T, axis=1)[:, ::-1] == ranked).all()
     waiting = (loads.max(axis=0) - loads).sum() / loads.sum()
     assert waiting < 0.02
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_ranks_swap_until_the_most_costly_gains_nothing(num_ranks, rounds, seed):
+    costs = np.random.default_rng(seed).integers(0, 1000, num_ranks * rounds) ** 2
+    rank_of = dealt(costs, np.zeros_like(costs), num_ranks)
+    assert np.bincount(rank_of, minlength=num_ranks).tolist() == [rounds] * num_ranks
+    order = np.argsort(-costs, kind="stable").reshape(rounds, num_ranks)
+    assert (np.sort(rank_of[order], axis=1) == np.arange(num_ranks)).all(), "one of each round"
+    held = np.sort(costs[np.argsort(rank_of, kind="stable")].reshape(num_ranks, rounds))[:, ::-1]
+    loads = held.sum(axis=1)
+    most = int(loads.argmax())
+    for other in range(num_ranks):
+        for less in held[most] - held[other]:
+            assert less <= 0 or max(loads[most] - less, loads[other] + less) >= loads[most]
 
 
 def test_groups_on_one_rank_are_spread_by_cost():

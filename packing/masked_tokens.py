@@ -33,7 +33,7 @@ class MaskedTokens:
     input_ids: IntArray
     """Tokens of the conversation."""
     mask: IntArray
-    """Not 0 where the token was generated; as many."""
+    """1 where the token was generated, else 0; as many."""
     logprobs: FloatArray
     """Log-probability of each token, as many; what stands at tokens that were not generated,
     NaN too, is not looked at."""
@@ -65,17 +65,25 @@ class MaskedTokens:
         """Put a prompt before a response that has a mask, log-probabilities and so on alone.
 
         Raises:
-            TypeError: If ids are no integers.
+            TypeError: If ids are no integers, or the rest no numbers.
+            ValueError: If one of them has not one dimension.
         """
         prompt = as_ids("prompt_ids", prompt_ids)
         response = as_ids("response_ids", response_ids)
         before = np.zeros(len(prompt), np.float32)
-        given = None if token_rewards is None else host_array(token_rewards, np.float64)
+
+        def joined(field: str, values: Any, dtype: npt.DTypeLike | None = None) -> FloatArray:
+            array = _numbers(field, values, dtype)
+            if array.ndim != 1:
+                raise ValueError(f"{field} must have one dimension, got {list(array.shape)}")
+            return np.concatenate([before, array])
+
+        rewards = token_rewards
         return cls(
             np.concatenate([prompt, response]),
-            np.concatenate([before, host_array(mask)]),
-            np.concatenate([before, host_array(logprobs, np.float32)]),
-            token_rewards=None if given is None else np.concatenate([before, given]),
+            joined("mask", mask),
+            joined("logprobs", logprobs, np.float32),
+            token_rewards=None if rewards is None else joined("rewards", rewards, np.float64),
             **rest,
         )
 
@@ -102,13 +110,13 @@ class MaskedTokens:
 
         Raises:
             TypeError: If arrays hold no numbers.
-            ValueError: If arrays are not of one length, or the first token was generated: a turn
-                needs a prompt.
+            ValueError: If arrays are not of one length, the mask is neither 0 nor 1 somewhere, or
+                the first token was generated: a turn needs a prompt.
         """
         ids = as_ids(f"trajectory {name!r}: input_ids", self.input_ids)
         if not ids.size:
             raise ValueError(f"trajectory {name!r}: there must be tokens, got none")
-        generated = self._array(name, "mask", len(ids)) != 0
+        generated = self._generated(name, len(ids))
         versions = None if self.versions is None else self._array(name, "versions", len(ids))
         spans = _spans(generated, self._array(name, "turn_ids", len(ids)), versions)
         if spans[0][0] == 0:
@@ -128,6 +136,16 @@ class MaskedTokens:
         ]
         return Trajectory(name, turns, **labels)
 
+    def _generated(self, name: str, length: int) -> npt.NDArray[np.bool_]:
+        mask = self._array(name, "mask", length)
+        generated = mask == 1
+        odd = np.flatnonzero(~(generated | (mask == 0)))
+        if odd.size:
+            raise ValueError(
+                f"trajectory {name!r}: mask must be 0 or 1, got {mask[odd[0]]} at index {odd[0]}"
+            )
+        return np.asarray(generated, np.bool_)
+
     def _array(
         self, name: str, field: str, length: int, dtype: npt.DTypeLike | None = None
     ) -> npt.NDArray[Any]:
@@ -135,10 +153,7 @@ class MaskedTokens:
         values = getattr(self, field)
         if values is None:
             return np.zeros(length, np.int32)
-        try:
-            array = host_array(values, dtype)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"trajectory {name!r}: {field} must be numbers: {error}") from error
+        array = _numbers(f"trajectory {name!r}: {field}", values, dtype)
         if array.shape != (length,):
             raise ValueError(
                 f"trajectory {name!r}: {field} must have shape {[length]} as input_ids have, "
@@ -170,13 +185,20 @@ class MaskedTokens:
         return found
 
 
+def _numbers(name: str, values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+    try:
+        return host_array(values, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be numbers: {error}") from error
+
+
 def _spans(
     generated: npt.NDArray[Any], turn_ids: npt.NDArray[Any], versions: npt.NDArray[Any] | None
 ) -> list[tuple[int, int]]:
     """Return where each turn's completion begins and ends."""
     parts = (np.diff(generated) != 0) | (np.diff(turn_ids) != 0)
     if versions is not None:
-        parts |= np.diff(versions) < 0
+        parts |= versions[1:] < versions[:-1]  # np.diff of unsigned ones would not be negative
     bounds = [0, *(np.flatnonzero(parts) + 1).tolist(), len(generated)]
     spans = [(begin, end) for begin, end in pairwise(bounds) if generated[begin]]
     return spans or [(len(generated), len(generated))]

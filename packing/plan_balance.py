@@ -11,6 +11,8 @@ from trajpack.packing.plan_differencing import karmarkar_karp
 from trajpack.packing.plan_packing import decreasing
 from trajpack.packing.plan_units import Ints, Limits, Units
 
+SEARCHED = 2**21
+"""Micro-batches that are searched for units kept out where the cost is least; then room decides."""
 CHUNKED = 64
 """Micro-batches from which many units at a time are placed by numpy."""
 
@@ -23,7 +25,8 @@ def longest_processing_time(units: Units, num_bins: int, limits: Limits) -> Ints
 
     Returns:
         The micro-batch of each unit, or ``None`` where one found no room. Cost: O(units log
-        micro-batches), more where units do not fit where the cost is least.
+        micro-batches); where many units do not fit where the cost is least, and micro-batches are
+        many, too, the last ones go where there is most room.
     """
     order = decreasing(units.costs)
     place = _in_chunks if num_bins >= CHUNKED else _one_by_one
@@ -72,6 +75,7 @@ def _in_chunks(units: Units, order: Ints, num_bins: int, limits: Limits) -> Ints
     each one before it with its new unit, and has room.
     """
     costs, sizes, counts = (each[order] for each in (units.costs, units.sizes, units.counts))
+    misfits = 0
     load = np.zeros(num_bins, np.int64)
     room = np.full(num_bins, limits.capacity, np.int64)
     places = np.full(num_bins, limits.max_sequences, np.int64)
@@ -91,6 +95,9 @@ def _in_chunks(units: Units, order: Ints, num_bins: int, limits: Limits) -> Ints
             if not wide.any():
                 return None
             length, chosen = 1, ranked[[int(wide.argmax())]]
+            misfits += 1
+            if misfits * num_bins > SEARCHED:
+                return _by_room(placed, begin, (sizes, counts), (room, places))
         end = begin + length
         placed[begin:end] = chosen
         load[chosen] += costs[begin:end]
@@ -98,6 +105,27 @@ def _in_chunks(units: Units, order: Ints, num_bins: int, limits: Limits) -> Ints
         places[chosen] -= counts[begin:end]
         ranked = np.argsort(load, kind="stable")
         begin = end
+    return placed
+
+
+def _by_room(
+    placed: Ints, begin: int, units: tuple[Ints, Ints], state: tuple[Ints, Ints]
+) -> Ints | None:
+    """Put the units from ``begin`` on where there is most room, since room is what is scarce."""
+    (sizes, counts), (room, places) = (
+        tuple(each.tolist() for each in pair) for pair in (units, state)
+    )
+    widest = [(-rest, number) for number, rest in enumerate(room)]
+    heapify(widest)
+    for unit in range(begin, len(sizes)):
+        while widest and places[widest[0][1]] < counts[unit]:
+            heappop(widest)
+        if not widest or -widest[0][0] < sizes[unit]:
+            return None
+        rest, number = widest[0]
+        heapreplace(widest, (rest + sizes[unit], number))
+        places[number] -= counts[unit]
+        placed[unit] = number
     return placed
 
 

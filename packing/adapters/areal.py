@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from trajpack.kernels.pad import pad
-from trajpack.packing.adapters.row_names import row_ids
+from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays
+from trajpack.packing.adapters.row_names import check_field_names, given_groups, row_ids
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import Score, row_scores, token_scores
 from trajpack.packing.types import Trajectory
+
+EARLY = frozenset({"values", "ref_logp", "prox_logp", "teacher_logp"})
+"""Extra fields that AReaL has from a model's forward: entry ``j`` belongs to token ``j + 1``."""
 
 
 def to_padded_dict(
@@ -24,7 +27,7 @@ def to_padded_dict(
     """Return what a ``RolloutWorkflow`` returns: a row for each sequence, padded on the right.
 
     ``B`` rows of ``S`` tokens, as many as the longest sequence has. Entry ``j`` belongs to
-    token ``j``: nothing is shifted.
+    token ``j``; in extra fields that AReaL has from a model (`EARLY`) to token ``j + 1``.
 
     ================ ======= ========= ====================================================
     key              dtype   shape     content, and what stands at padding
@@ -51,7 +54,8 @@ def to_padded_dict(
             over the row's turns, not discounted.
 
     Raises:
-        ValueError: If the batch is padded, or ``rewards`` is neither.
+        ValueError: If the batch is padded, ``rewards`` is neither, or an extra field is named as
+            another key.
 
     Cost: a launch for each key and some over the turns. No synchronisation.
 
@@ -66,7 +70,6 @@ def to_padded_dict(
         "loss_mask": batch.loss_mask.int(),
         "logprobs": batch.rollout_logprobs,
         "versions": batch.policy_versions,
-        **batch.fields,
     }
     there = torch.ones_like(batch.loss_mask)
     found = {
@@ -75,7 +78,11 @@ def to_padded_dict(
         "turn_ids": _padded(batch, _turns_of_trajectories(batch), -1),
         "rewards": row_scores(batch, rewards),
     }
-    return found | {key: _padded(batch, values, 0) for key, values in packed.items()}
+    found |= {key: _padded(batch, values, 0) for key, values in packed.items()}
+    check_field_names("to_padded_dict", batch, found)
+    for name, values in batch.fields.items():
+        found[name] = (_early if name in EARLY else _padded)(batch, values, 0)
+    return found
 
 
 def to_update_dict(
@@ -85,26 +92,27 @@ def to_update_dict(
 
     As `to_padded_dict`, with what AReaL's ``compute_advantages`` changes and adds, all float32
     ``[B, S]`` and shifted: entry ``j`` belongs to token ``j + 1``, and the last column is 0.
-    ``versions`` and extra fields are not shifted, as in AReaL.
+    ``versions`` and extra fields are as in `to_padded_dict`, as in AReaL.
 
     ==================== ===============================================================
     key                  content
     ==================== ===============================================================
     loss_mask, logprobs  as before, shifted
-    prox_logp            the rollout's log-probabilities, until AReaL computes others
+    prox_logp            extra field of that name, else the rollout's log-probabilities
     advantages, returns  of the batch
     tot_rewards          each turn's reward at its last token
     kl_rewards           0
     ==================== ===============================================================
 
     Raises:
-        ValueError: If the batch has no advantages.
+        ValueError: If the batch has no advantages, and as `to_padded_dict`.
 
     Cost: as `to_padded_dict`, and a copy of each shifted key.
     """
     if batch.advantages is None:
         raise ValueError("to_update_dict: the batch has no advantages, call with_advantages first")
     found = to_padded_dict(batch, pad_token_id=pad_token_id, rewards=rewards)
+    check_field_names("to_update_dict", batch, ("advantages", "tot_rewards", "kl_rewards"))
     for key, values in (
         ("loss_mask", batch.loss_mask.float()),
         ("logprobs", batch.rollout_logprobs),
@@ -112,8 +120,8 @@ def to_update_dict(
         ("returns", batch.returns),
         ("tot_rewards", token_scores(batch)),
     ):
-        found[key] = torch.nn.functional.pad(_padded(batch, values, 0), (-1, 1))
-    found["prox_logp"] = found["logprobs"].clone()
+        found[key] = _early(batch, values, 0)
+    found.setdefault("prox_logp", found["logprobs"].clone())
     found["kl_rewards"] = torch.zeros_like(found["logprobs"])
     return found
 
@@ -145,7 +153,7 @@ def from_padded_dict(
     """
     given = [dicts] if isinstance(dicts, Mapping) else list(dicts)
     rows = [row for one in given for row in _rows(one)]
-    of = [None] * len(rows) if groups is None else list(groups)
+    of = given_groups("from_padded_dict", groups, len(rows))
     names = row_ids("from_padded_dict", ids, of)
     return [
         row.trajectory(name, group=group) for row, name, group in zip(rows, names, of, strict=True)
@@ -253,6 +261,12 @@ def _padded(batch: PackedBatch, packed: torch.Tensor, value: float) -> torch.Ten
     return pad(packed, batch.cu_seqlens, batch.max_seqlen, value=value)
 
 
+def _early(batch: PackedBatch, packed: torch.Tensor, value: float) -> torch.Tensor:
+    """Lay out one token early: without the first, and with a last entry of padding."""
+    padded = _padded(batch, packed, value)
+    return torch.cat([padded[:, 1:], torch.full_like(padded[:, :1], value)], 1)
+
+
 def _turns_of_trajectories(batch: PackedBatch) -> torch.Tensor:
     """Return each token's turn, counted from its trajectory's first, or -1."""
     turns = torch.arange(batch.num_turns, device=batch.device)
@@ -264,22 +278,17 @@ def _turns_of_trajectories(batch: PackedBatch) -> torch.Tensor:
 
 def _rows(padded: Mapping[str, Any]) -> list[MaskedTokens]:
     needed = ("input_ids", "attention_mask", "loss_mask", "logprobs")
-    missing = [key for key in needed if key not in padded]
-    if missing:
-        raise ValueError(f"from_padded_dict: {missing} are missing, got {sorted(padded)}")
-    ids, attention, mask, logprobs = (host_array(padded[key]) for key in needed)
-    versions, turns, rewards = (
-        host_array(padded[key]) if key in padded else None
-        for key in ("versions", "turn_ids", "rewards")
-    )
-    return [
-        MaskedTokens(
-            ids[row][there],
-            mask[row][there],
-            logprobs[row][there],
-            versions=None if versions is None else versions[row][there],
-            turn_ids=None if turns is None else turns[row][there],
-            reward=0.0 if rewards is None else float(rewards[row]),
-        )
-        for row, there in enumerate(attention != 0)
-    ]
+    optional = ("versions", "turn_ids", "rewards")
+    arrays = host_arrays("from_padded_dict", padded, needed, optional)
+    shape = arrays["input_ids"].shape
+    expected = dict.fromkeys((*needed, "versions", "turn_ids"), shape)
+    check_shapes("from_padded_dict", arrays, expected | {"rewards": shape[:1]})
+    rewards, there = arrays.pop("rewards", None), arrays.pop("attention_mask") != 0
+    found = []
+    for row, of in enumerate(there):
+        ids, mask, logprobs, *rest = (values[row][of] for values in arrays.values())
+        names = [*arrays][3:]
+        given = dict(zip(names, rest, strict=True))
+        reward = 0.0 if rewards is None else float(rewards[row])
+        found.append(MaskedTokens(ids, mask, logprobs, reward=reward, **given))
+    return found

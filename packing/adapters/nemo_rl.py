@@ -8,6 +8,7 @@ import torch
 
 from trajpack.kernels.pad import Number, pad
 from trajpack.packing.adapters.row_lists import RowLists
+from trajpack.packing.adapters.row_names import check_field_names
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.row_scores import Score, row_scores
 
@@ -43,8 +44,8 @@ def to_loss_inputs(
         sequence_multiple: ``S`` is a multiple of it (``make_sequence_length_divisible_by``).
 
     Raises:
-        ValueError: If the batch has no advantages or is padded, or ``sequence_multiple`` is
-            not positive.
+        ValueError: If the batch has no advantages or is padded, ``sequence_multiple`` is not
+            positive, or an extra field is named as another key.
 
     Cost: a launch for each key. No synchronisation.
     """
@@ -61,15 +62,16 @@ def to_loss_inputs(
         return pad(packed, batch.cu_seqlens, width, value=value)
 
     fields = {"prev_logprobs": batch.rollout_logprobs, **batch.fields}
-    return {
+    found = {
         "input_ids": padded(batch.input_ids, pad_token_id),
         "input_lengths": batch.cu_seqlens.diff(),
         "generation_logprobs": padded(batch.rollout_logprobs),
         "advantages": padded(batch.advantages),
         "token_mask": padded(batch.loss_mask.float()),
         "sample_mask": torch.ones(len(batch), device=batch.device),
-        **{name: padded(values) for name, values in fields.items()},
     }
+    check_field_names("to_loss_inputs", batch, found)
+    return found | {name: padded(values) for name, values in fields.items()}
 
 
 def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[str, Any]:

@@ -55,6 +55,18 @@ def check_unpadded(batch: Packed) -> None:
         batch.check_unpadded()
 
 
+def check_whole(op: str, batch: PackedBatch) -> None:
+    """Raise unless it is a whole batch without padding, of which each sequence is taken alone.
+
+    Raises:
+        TypeError: If it is a micro-batch, or anything else.
+        ValueError: If it is padded.
+    """
+    if not isinstance(batch, PackedBatch):
+        raise TypeError(f"{op}: batch must be a PackedBatch, got {type(batch).__name__}")
+    batch.check_unpadded()
+
+
 def advantages_of(op: str, batch: Packed) -> torch.Tensor:
     """Return the advantages, which the format needs.
 

@@ -13,6 +13,7 @@ from trajpack.packing.adapters.packed import (
     Packed,
     advantages_of,
     check_unpadded,
+    check_whole,
     holds_token,
     lengths_in_memory,
     num_kept_of,
@@ -139,11 +140,11 @@ def to_training_samples(
     =================================== =========== ==============================================
 
     Raises:
-        ValueError: If the batch is padded, or there are not as many names as sequences.
+        TypeError, ValueError: If it is no batch, is padded, or has not as many sequences as names.
 
     Cost: copies every field to the host (synchronises) and makes lists of it.
     """
-    batch.check_unpadded()
+    check_whole("to_training_samples", batch)
     names, fields = _names("to_training_samples", batch, env_names), batch.fields
     columns = {
         "token_ids": batch.input_ids,
@@ -244,10 +245,7 @@ def _field_of(sample: Any, name: str) -> Any:
 
 
 def _temperatures(batch: Packed, temperature: float) -> torch.Tensor:
-    """Return what each token was sampled at, and ``temperature`` where it was not sampled.
-
-    Never what a field has there, which may be 0: logits of prompts are divided by it, too.
-    """
+    """Return what tokens were sampled at; elsewhere not the field's fill, as logits are divided."""
     field = batch.fields.get("temperatures")
     given = torch.full((batch.num_tokens,), temperature, device=batch.device)
     return given if field is None else torch.where(batch.turn_ids >= 0, field.float(), given)

@@ -12,12 +12,19 @@ from trajpack.packing.rows import row_trajectories
 def row_groups(batch: PackedBatch) -> list[str]:
     """Return for each sequence the group of its trajectory, or its id if it has none.
 
+    A trajectory without a group is one of its own: where its id is that of another, or another's
+    group, its place in the batch stands behind the id, for no trainer to compare the two.
+
     Cost: that of `row_trajectories`.
     """
     names = [
         name if group is None else group
         for name, group in zip(batch.ids, batch.groups, strict=True)
     ]
+    taken = Counter(names)
+    for trajectory, group in enumerate(batch.groups):
+        if group is None and taken[batch.ids[trajectory]] > 1:
+            names[trajectory] = f"{batch.ids[trajectory]}#{trajectory}"
     return [names[trajectory] for trajectory in row_trajectories(batch)]
 
 
@@ -38,3 +45,24 @@ def row_ids(op: str, ids: Iterable[str] | None, groups: Sequence[object]) -> lis
         names.append(str(seen[group]) if group is None else f"{group}_{seen[group]}")
         seen[group] += 1
     return names
+
+
+def given_groups(op: str, groups: Iterable[str] | None, num_rows: int) -> list[str | None]:
+    """Return the groups of rows: those given, or none.
+
+    Raises:
+        ValueError: If not every row is given one.
+    """
+    if groups is None:
+        return [None] * num_rows
+    given: list[str | None] = list(groups)
+    if len(given) != num_rows:
+        raise ValueError(f"{op}: groups must be {num_rows}, one a row, got {len(given)}")
+    return given
+
+
+def check_field_names(op: str, batch: PackedBatch, taken: Iterable[str]) -> None:
+    """Raise a `ValueError` where an extra field would stand in the place of a key of a format."""
+    repeated = sorted(set(taken) & set(batch.fields))
+    if repeated:
+        raise ValueError(f"{op}: extra fields must not be named as other keys, got {repeated}")

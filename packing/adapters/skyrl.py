@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -10,8 +10,9 @@ import torch
 
 from trajpack.kernels.pad import Number, pad
 from trajpack.packing.adapters.row_lists import RowLists
-from trajpack.packing.adapters.row_names import row_groups
+from trajpack.packing.adapters.row_names import check_field_names, row_groups
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import row_scores, token_scores
 from trajpack.packing.rows import prompt_lengths_of, widths_of
@@ -118,8 +119,8 @@ def to_training_input(
         max_response_length: ``R``; that of the longest response if ``None``.
 
     Raises:
-        ValueError: If a response is longer than that, as in `trajpack.packing.rows.rows_of`, or
-            the batch is padded.
+        ValueError: If a response is longer than that, as in `trajpack.packing.rows.rows_of`, the
+            batch is padded, or an extra field is named as another key.
 
     Cost: a launch for each key and some over the turns. One host read of a number, which
     synchronises a device, unless ``max_response_length`` is given.
@@ -148,6 +149,7 @@ def to_training_input(
     }
     if batch.advantages is not None:
         found |= {"advantages": response(batch.advantages), "returns": response(batch.returns)}
+    check_field_names("to_training_input", batch, found)
     for name, values in batch.fields.items():
         if name == "routed_experts":
             found["rollout_expert_indices"] = whole(values)
@@ -170,11 +172,19 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
     between them, policy versions.
 
     Raises:
-        ValueError: If log-probabilities are missing or lengths disagree.
+        ValueError: If a key is missing or lengths disagree.
     """
+    needed = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
+    for key in needed:
+        if output.get(key) is None:
+            raise ValueError(f"from_generator_output: {key} are missing, got {sorted(output)}")
     count = len(output["response_ids"])
-    if not output.get("rollout_logprobs") and count:
-        raise ValueError("from_generator_output: rollout_logprobs are missing")
+    for key in (*needed, "trajectory_ids", "stop_reasons"):
+        if output.get(key) is not None and len(output[key]) != count:
+            raise ValueError(
+                f"from_generator_output: {key} must be {count}, one for each of response_ids, "
+                f"got {len(output[key])}"
+            )
     labels = output.get("trajectory_ids")
     names = [str(row) for row in range(count)] if labels is None else [_name(of) for of in labels]
     found: dict[str, Trajectory] = {}
@@ -192,7 +202,7 @@ def _name(label: Any) -> str:
 
 def _masked(output: Mapping[str, Any], row: int) -> MaskedTokens:
     reward = output["rewards"][row]
-    by_token = isinstance(reward, Sequence)
+    by_token = host_array(reward).ndim > 0
     reasons = output.get("stop_reasons")
     return MaskedTokens.of_response(
         output["prompt_token_ids"][row],

@@ -34,14 +34,20 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     ================== ========= ==========================================================
 
     ``Sample.from_dict`` reads them. Extra field ``routed_experts`` goes as
-    ``rollout_routed_experts``, a tensor ``[sequence, *]``. Not carried: which turn a reward
-    belongs to, advantages, versions of single tokens, texts.
+    ``rollout_routed_experts``, a tensor ``[sequence, *]``. Where nothing was generated the
+    response is the last token, masked: slime cannot take one of no tokens. Not carried: which
+    turn a reward belongs to, advantages, versions of single tokens, texts.
 
     Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
     rows = RowLists(batch)
     rewards = row_scores(batch).tolist()
     groups = batch.group_ids.tolist()
+    # slime slices responses by tokens[-response_length:], which of 0 is all tokens
+    rows.spans = [
+        (begin, max(end - 1, begin + 1) if split == end else split, end)
+        for begin, split, end in rows.spans
+    ]
     columns = zip(
         rows.wholes(batch.input_ids),
         rows.responses(batch.loss_mask.int()),
@@ -139,7 +145,8 @@ def from_samples(samples: Iterable[Any], ids: Iterable[str] | None = None) -> li
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
     A sample is a trajectory: each run of its ``loss_mask`` a turn, with all before it as
-    prompt; without a mask all of the response is one turn. The reward goes to the last turn,
+    prompt; without a mask all of the response is one turn, and of a sample to be removed
+    (``remove_sample``) none of it is trained. The reward goes to the last turn,
     which is truncated if the sample is; groups are the ``group_index``. Versions are those of
     ``weight_versions`` where these are numbers: one for each turn if there are as many, else
     the first and the last for all.
@@ -193,7 +200,7 @@ def from_train_data(
 
 
 def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Trajectory:
-    tokens, length = list(sample["tokens"]), int(sample["response_length"])
+    tokens, length = sample["tokens"], int(sample["response_length"])
     logprobs, mask = sample.get("rollout_log_probs"), sample.get("loss_mask")
     if logprobs is None:
         raise ValueError(f"trajectory {name!r}: rollout_log_probs are missing")
@@ -204,6 +211,8 @@ def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Traj
     reward = 0.0 if sample.get("reward") is None else sample["reward"]
     if isinstance(reward, Mapping):
         raise ValueError(f"trajectory {name!r}: reward must be a number, got {reward!r}")
+    if sample.get("remove_sample"):  # slime keeps its reward in the group
+        mask = [0] * length
     status = sample.get("status")
     masked = MaskedTokens.of_response(
         tokens[: len(tokens) - length],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajpack.packing.adapters.packed import advantages_of, at_trained
+from trajpack.packing.adapters.packed import advantages_of, at_trained, check_whole
 from trajpack.packing.batch import PackedBatch
 
 
@@ -31,6 +31,7 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
         mask: Whether to give the mask, which recipes read and remove before they send it.
 
     Raises:
+        TypeError: If it is no batch.
         ValueError: If the batch is padded or has no advantages.
 
     Cost: copies four tensors to the host (synchronises); the inputs are views of that.
@@ -42,7 +43,7 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
         >>> datum["model_input"], datum["loss_fn_inputs"]["logprobs"]
         ([1, 2, 3], tensor([ 0.0000, -0.5000, -0.2500]))
     """
-    batch.check_unpadded()
+    check_whole("to_datum_kwargs", batch)
     columns = {
         "target_tokens": batch.input_ids,
         "logprobs": batch.rollout_logprobs,

@@ -12,6 +12,7 @@ from trajpack.packing.adapters.packed import (
     advantages_of,
     at_trained,
     check_unpadded,
+    check_whole,
     width_without_last,
     without_last,
 )
@@ -93,11 +94,12 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     ============================ =========== ======================================================
 
     Raises:
+        TypeError: If it is no batch.
         ValueError: If the batch is padded or has no advantages.
 
     Cost: copies five tensors to the host (synchronises) and makes lists of them.
     """
-    batch.check_unpadded()
+    check_whole("to_training_samples", batch)
     columns = {
         "token_ids": batch.input_ids,
         "loss_mask": batch.loss_mask,

@@ -11,6 +11,7 @@ from trajpack.packing.adapters.packed import (
     advantages_of,
     check_over_tokens,
     check_unpadded,
+    check_whole,
     places_of,
 )
 from trajpack.packing.batch import PackedBatch
@@ -65,7 +66,7 @@ def to_grpo_inputs(
             ``importance_sampling_ratio``, each ``[tokens]`` of the batch: laid out as the rest.
 
     Raises:
-        TypeError: If one of ``optional`` is no tensor or has another name.
+        TypeError: If it is no batch, or one of ``optional`` no tensor or of another name.
         ValueError: If the batch has no advantages or is padded, a row is longer than it may be, or
             advantages differ within a sequence that shall have one.
 
@@ -81,6 +82,7 @@ def to_grpo_inputs(
         (tensor([[3, 4, 5, 6]]), tensor([[1, 0, 1, 1]]))
     """
     op = "to_grpo_inputs"
+    check_whole(op, batch)
     credit = advantages_of(op, batch)
     rows = rows_of(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_completion_length
@@ -127,14 +129,15 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     token: `to_async_row` has those.
 
     Raises:
+        TypeError: If it is no batch.
         ValueError: If the batch has no advantages or is padded, or advantages differ within a
             sequence.
 
     Cost: copies the tensors to the host, which synchronises a device; arrays are views of that.
     """
     op = "to_async_samples"
+    check_whole(op, batch)
     advantages_of(op, batch)
-    batch.check_unpadded()
     columns = {
         "input_ids": batch.input_ids,
         "completion_mask": batch.loss_mask.long(),

@@ -1,4 +1,4 @@
-"""verl: the padded ``DataProto``, the jagged ``TensorDict``, and rollouts from either."""
+"""verl: the padded ``DataProto``, the jagged ``TensorDict``, and rollouts of its agent loops."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.adapters.row_names import row_groups, row_ids
+from trajpack.packing.adapters.row_names import (
+    check_field_names,
+    given_groups,
+    row_groups,
+    row_ids,
+)
+from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import Place, placed_scores
 from trajpack.packing.rows import prompt_lengths_of, row_turns, rows_of
@@ -18,6 +23,9 @@ from trajpack.packing.types import Trajectory
 
 FULL_LENGTH = frozenset({"routed_experts", "teacher_ids", "teacher_logprobs"})
 """Extra fields that verl keeps for prompts too; all others it keeps for responses alone."""
+
+OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")
+"""Keys, beside those of `_fields`, that no extra field can be named as."""
 
 
 def to_data_proto_dict(
@@ -68,8 +76,8 @@ def to_data_proto_dict(
         ``tensors``, ``non_tensors``, ``meta_info``; tensors on the batch's device.
 
     Raises:
-        ValueError: If a prompt or a response is longer than its width, the batch is padded, or
-            ``scores`` is neither.
+        ValueError: If a prompt or a response is longer than its width, the batch is padded,
+            ``scores`` is neither, or an extra field is named as another key.
 
     Cost: some launches for each key; reads tables of turns and the widths back to the host,
     which synchronises a device.
@@ -187,18 +195,12 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
         ids: Names of the trajectories; the uid and a number if ``None``.
 
     Raises:
+        TypeError: If it is neither.
         ValueError: If a key is missing or shapes disagree.
 
     Cost: copies the tensors to the host, which synchronises a device.
     """
-    tensors, labels = _parts(proto)
-    needed = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs")
-    missing = [key for key in needed if key not in tensors]
-    if missing:
-        raise ValueError(f"from_data_proto: {missing} are missing, got {sorted(tensors)}")
-    prompts, responses, attention, mask, logprobs = (host_array(tensors[key]) for key in needed)
-    scored = [key for key in ("token_level_scores", "rm_scores") if key in tensors]
-    rewards = host_array(tensors[scored[0]]) if scored else None
+    (prompts, responses, attention, mask, logprobs, *scores), labels = proto_arrays(proto)
     in_prompt, in_response = np.split(attention != 0, [prompts.shape[1]], axis=1)
     uids = labels.get("uid", [None] * len(prompts))
     found = []
@@ -206,7 +208,7 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
         of = in_response[row]
         masked = MaskedTokens.of_response(
             prompts[row][in_prompt[row]], responses[row][of], mask[row][of], logprobs[row][of],
-            None if rewards is None else rewards[row][of], version_range=_versions(labels, row),
+            scores[0][row][of] if scores else None, version_range=version_range(labels, row),
         )  # fmt: skip
         group = None if uids[row] is None else str(uids[row])
         found.append(masked.trajectory(name, group=group))
@@ -230,7 +232,7 @@ def from_agent_loop_outputs(
         ValueError: If log-probabilities are missing or lengths disagree.
     """
     given = [output if isinstance(output, Mapping) else vars(output) for output in outputs]
-    uids = [None] * len(given) if groups is None else list(groups)
+    uids = given_groups("from_agent_loop_outputs", groups, len(given))
     found = []
     for output, name, group in zip(
         given, row_ids("from_agent_loop_outputs", ids, uids), uids, strict=True
@@ -243,7 +245,7 @@ def from_agent_loop_outputs(
             output["response_mask"],
             output["response_logprobs"],
             reward=float(output.get("reward_score") or 0.0),
-            version_range=_version_range(output.get("extra_fields") or {}),
+            version_range=version_range(output.get("extra_fields") or {}),
         )
         found.append(masked.trajectory(name, group=group))
     return found
@@ -258,6 +260,7 @@ def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:
     }
     if batch.advantages is not None:
         fields |= {"advantages": batch.advantages, "returns": batch.returns}
+    check_field_names("to_verl", batch, {*fields, *OF_ROWS})
     return fields | dict(batch.fields)
 
 
@@ -275,19 +278,3 @@ def _labels(batch: PackedBatch) -> dict[str, list[Any]]:
 
 def _as_array(key: str, values: list[Any]) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=object if key == "uid" else np.int32)
-
-
-def _parts(proto: Any) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
-    """Return the tensors of a proto or its dictionary, and its arrays of labels."""
-    if not isinstance(proto, Mapping):
-        return dict(proto.batch.items()), proto.non_tensor_batch
-    return proto["tensors"], proto.get("non_tensors", {})
-
-
-def _versions(labels: Mapping[str, Any], row: int) -> tuple[int, int]:
-    return _version_range({key: values[row] for key, values in labels.items()})
-
-
-def _version_range(labels: Mapping[str, Any]) -> tuple[int, int]:
-    first, last = labels.get("min_global_steps"), labels.get("max_global_steps")
-    return (0, 0) if first is None or last is None else (int(first), int(last))

@@ -76,6 +76,7 @@ def _read(arguments: Sequence[str]) -> Work | int:
     app.callback(invoke_without_command=True)(_top)
     app.command("rollout")(rollout)
     app.command("inspect")(inspect_batch)
+    app.command("train")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
     try:
@@ -96,6 +97,8 @@ def _top(
     Try: trajpack rollout --out demo/batch.safetensors
 
     and: trajpack inspect demo/batch.safetensors
+
+    and: trajpack train --out demo/train.html
     """
     if show_version:
         typer.echo(f"trajpack {version('trajpack')}")
@@ -176,3 +179,37 @@ def inspect_batch(
 _TOKENIZER = "Folder of a tokenizer. [default: the one beside FILE, if rollout left one]"
 _FULL = "Leave nothing out of a sequence that is shown."
 _WIDTH = "Columns to use. [default: those of the terminal]"
+
+
+def train(
+    steps: Annotated[int, typer.Option(help="Steps of policy gradients.")] = 30,
+    num_prompts: Annotated[int, typer.Option(help="Questions for each step.")] = 16,
+    group_size: Annotated[int, typer.Option(help="Episodes for each question.")] = 8,
+    turns: Annotated[int, typer.Option(help="Answers of an episode at most.")] = 3,
+    warm_up_steps: Annotated[int, typer.Option(help="Supervised steps before.")] = 120,
+    learning_rate: Annotated[float, typer.Option(help="Of policy gradients.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = 0,
+    out: Annotated[Path, typer.Option(help=_CURVES)] = Path("trajpack-train/train.html"),
+) -> Work:
+    """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
+
+    Ctrl-C or SIGTERM stops early and writes the curves so far; a second one gives up at once.
+
+    Example: trajpack train --out demo/train.html
+    """
+    from trajpack.agent.grpo_settings import TrainSettings
+    from trajpack.train_command import train
+
+    settings = TrainSettings(
+        num_steps=steps,
+        num_prompts=num_prompts,
+        group_size=group_size,
+        num_turns=turns,
+        warm_up_steps=warm_up_steps,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
+    return partial(train, settings, out)
+
+
+_CURVES = "HTML page for the curves of success, speed, fill and staleness."

@@ -100,4 +100,5 @@ def test_micro_batches_are_launched_with_what_they_need_and_no_more(compiled: An
         tiles = [-(-tokens // 1024) for tokens in case["tokens"]]
         assert case["launches"] == [["select_tokens_kernel", [n, 1, 1]] for n in tiles], case
         assert case["variants"] <= 1, "sizes that divide by 16 and sizes that do not share one"
-    assert {len(case["launches"]) for case in compiled["micro_batches"]} >= {1, 10}
+    counts = [len(case["launches"]) for case in compiled["micro_batches"]]
+    assert (min(counts), max(counts) >= 10) == (1, True)

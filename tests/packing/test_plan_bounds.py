@@ -69,6 +69,18 @@ def test_the_bound_of_a_plan_reckons_with_alignment_and_long_sequences():
 
 
 @pytest.mark.parametrize("mix", MIXES)
+def test_costs_that_pull_against_tight_capacities_are_planned_in_time_too(mix):
+    lengths, capacity = MIXES[mix](np.random.default_rng(9), 20_000)
+    begin = time.process_time()
+    plan = plan_micro_batches(
+        lengths, capacity, algorithm="longest_processing_time", cost=lengths.astype(float) ** 2
+    )
+    assert time.process_time() - begin < 3.0
+    assert plan.loads.max() <= capacity
+    assert len(plan) <= 1.05 * plan.lower_bound + 1
+
+
+@pytest.mark.parametrize("mix", MIXES)
 def test_a_hundred_thousand_lengths_are_planned_in_no_time(mix):
     """A limit that no loop over lengths and micro-batches keeps, on however slow a machine."""
     lengths, capacity = MIXES[mix](np.random.default_rng(8), 100_000)

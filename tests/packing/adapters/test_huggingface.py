@@ -1,4 +1,5 @@
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -166,3 +167,18 @@ def test_a_sequence_that_a_plan_cuts_off_is_labelled_as_far_as_it_is_kept():
         labels = sequences_of(micro_batch, to_padding_free(micro_batch)["labels"][0])
         for sequence, ours in zip(micro_batch.sequences, labels, strict=True):
             assert ours.tolist() == whole[sequence][: len(ours)].tolist()
+
+
+def test_padding_changes_no_loss_of_a_model_wherever_it_lies():
+    from trajpack.agent import build_tiny_model
+
+    model, _ = build_tiny_model(seed=0)
+    batch = some_batch()
+    for labels in ("generated", "all"):
+        plain = to_padding_free(batch.select([3, 0, 5]), labels=labels)
+        expected = model(**plain, use_cache=False).loss
+        for tail, positions in product(["sequence", "extend", "separate"], ["continue", "zero"]):
+            alignment = Alignment(sequence_multiple=8, total=64, tail=tail, positions=positions)
+            padded = to_padding_free(batch.select([3, 0, 5], alignment), labels=labels)
+            loss = model(**padded, use_cache=False).loss
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)

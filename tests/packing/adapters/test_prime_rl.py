@@ -254,6 +254,8 @@ def test_wrong_samples_and_labels_are_refused():
         to_tensor_micro_batch(batch, env_names=["one"])
     with pytest.raises(ValueError, match="to_tensor_micro_batch: the batch has no advantages"):
         to_tensor_micro_batch(dataclasses.replace(batch, advantages=None))
+    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
+        to_training_samples(batch.select([0]))
     for convert in (to_tensor_micro_batch, to_micro_batch, to_training_samples):
         with pytest.raises(ValueError, match="the batch is padded"):
             convert(some_static_batch())

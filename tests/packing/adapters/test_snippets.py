@@ -9,6 +9,7 @@ import dataclasses
 import doctest
 import re
 import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -228,3 +229,24 @@ def test_lines_of_areal():
     assert isinstance(names["batch"], PackedBatch)
     ((given,),) = update[0][0]
     assert given["advantages"].shape == given["input_ids"].shape
+
+
+def test_the_index_has_every_page_and_names_what_there_is():
+    index = PAGES.with_suffix(".md").read_text()
+    rows = [line.split("|")[1:4] for line in index.splitlines() if line.startswith("|")][2:]
+    linked, missing = [], []
+    for trainer, *functions in rows:
+        linked += re.findall(r"\(formats/(\w+)\.md\)", trainer)
+        module = import_module(f"trajpack.packing.adapters.{linked[-1]}")
+        names = re.findall(r"`(\w+)`", " ".join(functions))
+        assert names, trainer
+        missing += [name for name in names if not callable(getattr(module, name, None))]
+    assert sorted(linked) == sorted(page.stem for page in PAGES.glob("*.md"))
+    assert not missing
+    public = {
+        name
+        for page in linked
+        for name in vars(import_module(f"trajpack.packing.adapters.{page}"))
+        if name.startswith(("to_", "from_"))
+    }
+    assert {name for name in public if f"`{name}`" not in index} == set()

@@ -84,6 +84,8 @@ def test_a_batch_without_sequences_gives_none():
 def test_what_cannot_be_carried_is_refused():
     with pytest.raises(ValueError, match="to_datum_kwargs: the batch has no advantages"):
         to_datum_kwargs(dataclasses.replace(some_batch(), advantages=None))
+    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
+        to_datum_kwargs(some_batch().select([0]))
     with pytest.raises(ValueError, match="the batch is padded"):
         to_datum_kwargs(some_static_batch())
 

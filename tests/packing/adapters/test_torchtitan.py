@@ -126,6 +126,8 @@ def test_what_does_not_fit_is_refused():
         to_training_microbatch([])
     with pytest.raises(ValueError, match="per_sample_pad_multiple must be at least 1, got 0"):
         to_training_microbatch(batch, per_sample_pad_multiple=0)
+    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
+        to_training_samples(batch.select([0]))
     bare = dataclasses.replace(batch, advantages=None)
     for convert in (to_training_microbatch, to_training_samples):
         with pytest.raises(ValueError, match=f"{convert.__name__}: the batch has no advantages"):

@@ -167,5 +167,7 @@ def test_what_cannot_be_carried_is_refused():
         to_grpo_inputs(batch, pad_token_id=PAD, old_per_token_logps=batch.returns[1:])
     with pytest.raises(ValueError, match="to_grpo_inputs: the batch has no advantages"):
         to_grpo_inputs(dataclasses.replace(batch, advantages=None), pad_token_id=PAD)
+    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
+        to_grpo_inputs(batch.select([0]), pad_token_id=PAD)
     with pytest.raises(ValueError, match="the batch is padded"):
         to_grpo_inputs(some_static_batch(), pad_token_id=PAD)

@@ -7,7 +7,7 @@ import torch
 
 from tests.packing.adapters.cases import some_batch, some_static_batch
 from tests.packing.adapters.packed_loss import clipped_loss, packed_logprobs
-from trajpack import DrGRPO, Trajectory, Turn, pack
+from trajpack import DrGRPO, Trajectory, Turn, pack, plan_micro_batches
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import to_async_row, to_async_samples, to_flat_async_row
 from trajpack.packing.alignment import Alignment
@@ -141,9 +141,31 @@ def test_what_cannot_be_carried_is_refused():
     batch = some_batch()
     with pytest.raises(ValueError, match=r"a sequence must be equal, got .* in sequence 0"):
         to_async_samples(batch)
+    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
+        to_async_samples(batch.select([0]))
     bare = dataclasses.replace(batch, advantages=None)
     for function in (to_async_samples, to_async_row, to_flat_async_row):
         with pytest.raises(ValueError, match=f"{function.__name__}: the batch has no advantages"):
             function(bare)
         with pytest.raises(ValueError, match="the batch is padded"):
             function(some_static_batch())
+
+
+@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
+def test_rows_of_micro_batches_have_the_terms_of_the_batch_and_a_dummy_none(tail):
+    batch = some_batch()
+    plan = plan_micro_batches(batch.seqlens, 32, align=4, multiple_of=8)
+    alignment = Alignment(sequence_multiple=4, total=40, tail=tail, max_sequences=9)
+    rows = [to_async_row(micro_batch) for micro_batch in batch.micro_batches(plan, alignment)]
+    assert any(len(chosen) == 0 for chosen in plan)
+    terms = []
+    for row in [to_async_row(batch), *rows]:
+        holds = row["token_index"][0] >= 0
+        at = row["token_index"][0, holds]
+        columns = [row[key][0, at] for key in ("input_ids", "shift_labels", "position_ids")]
+        columns += [row[key][0, holds] for key in ("old_log_probs", "advantages")]
+        terms.append(list(zip(*(column.tolist() for column in columns), strict=True)))
+        assert len(terms[-1]) == int((row["shift_labels"] >= 0).sum()) == row["global_n_tokens"]
+    whole, *parts = terms
+    assert sorted(whole) == sorted(term for part in parts for term in part)
+    assert [] in parts

@@ -1,0 +1,38 @@
+"""Arrays of rows as formats bring them: on the host, there, and of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from trajpack.packing.conversion import host_array
+
+
+def host_arrays(
+    op: str, tensors: Mapping[str, Any], needed: Sequence[str], optional: Iterable[str] = ()
+) -> dict[str, npt.NDArray[Any]]:
+    """Return what must be there and what may be, as arrays on the host.
+
+    Raises:
+        ValueError: If something that must be there is missing.
+
+    Cost: a copy of each to the host, which synchronises a device.
+    """
+    missing = [key for key in needed if key not in tensors]
+    if missing:
+        raise ValueError(f"{op}: {missing} are missing, got {sorted(tensors)}")
+    there = (key for key in (*needed, *optional) if key in tensors)
+    return {key: host_array(tensors[key]) for key in there}
+
+
+def check_shapes(
+    op: str, arrays: Mapping[str, npt.NDArray[Any]], expected: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise a `ValueError` that names the first array that is there in another shape."""
+    for key, shape in expected.items():
+        if key in arrays and list(arrays[key].shape) != list(shape):
+            raise ValueError(
+                f"{op}: {key} must have shape {list(shape)}, got {list(arrays[key].shape)}"
+            )

@@ -39,6 +39,10 @@ demo: install ## Roll out a small model on a built-in task, pack the turns, look
 	$(BIN)/trajpack rollout --out demo/batch.safetensors --answers demo/answers
 	$(BIN)/trajpack inspect demo/batch.safetensors
 
+.PHONY: train
+train: install ## Let a tiny model learn sums, in about a minute; curves in demo/train.html
+	$(BIN)/trajpack train --out demo/train.html
+
 .PHONY: check
 check: install ## Format, lint and type check
 	$(BIN)/ruff format --check .

@@ -2,8 +2,11 @@
 
 from trajpack.agent.errors import EpisodeError as EpisodeError
 from trajpack.agent.errors import GenerationError as GenerationError
+from trajpack.agent.exact_answers import ExactAnswerEnvironment as ExactAnswerEnvironment
 from trajpack.agent.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment as MathVerifyEnvironment
+from trajpack.agent.policy_trainer import PolicyTrainer as PolicyTrainer
+from trajpack.agent.policy_trainer import token_logprobs as token_logprobs
 from trajpack.agent.protocols import Agent as Agent
 from trajpack.agent.protocols import Engine as Engine
 from trajpack.agent.protocols import Environment as Environment

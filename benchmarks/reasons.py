@@ -57,6 +57,12 @@ OTHERS = {
         "it walks once over a padded float32 copy; ours sums in float64, and a segment's sums are "
         "the same whatever it is packed with"
     ),
+    "first fit by a scan, as prime-rl's": (
+        "lengths are few: the cost is that of some dozens of numpy calls for checks and tables"
+    ),
+    "longest first by a heap, as SkyRL's": (
+        "lengths are few: the cost is that of numpy's calls; it checks nothing and knows no capacity"
+    ),
     "Python loop": "it walks once; ours makes passes by the logarithm of the longest sequence",
     "torchrl reward2go": CONVOLUTION,
     "torchrl vec_generalized_advantage_estimate": CONVOLUTION,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,11 +17,17 @@ try:
 except ImportError:  # the GPU tests do without
     pass
 else:
-    settings.register_profile("trajpack", deadline=None, derandomize="CI" in os.environ)
-    settings.load_profile("trajpack")
+    settings.register_profile(
+        "trajpack", max_examples=40, deadline=None, derandomize="CI" in os.environ
+    )
+    settings.register_profile("thorough", max_examples=400, deadline=None)
+    settings.load_profile("trajpack")  # the other: --hypothesis-profile=thorough
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated
+
+torch.set_num_threads(1)  # tensors are small and workers many: more threads would wait in circles
+os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 
 GARBAGE = 0x5A
 """Byte that uninitialised memory of trajpack is filled with, where it is not NaN."""
@@ -32,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what lives until the end: torch and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

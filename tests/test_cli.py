@@ -370,7 +370,7 @@ def test_help_and_version() -> None:
     assert "trajpack inspect demo/batch.safetensors" in call("--help").stdout
     assert "reasoning-gym" in call("rollout", "--help").stdout
     assert call().status == 2
-    assert "No such command 'train'; see trajpack --help" in refusal("train")
+    assert "No such command 'teach'; see trajpack --help" in refusal("teach")
 
 
 def test_main_exits_with_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,7 +579,7 @@ def shell(line: str, tmp_path: Path) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-ROLLOUT = "trajpack rollout --num-prompts 1 --turns 1 --out batch.safetensors"
+ROLLOUT = "trajpack rollout --num-prompts 1 --turns 1 --max-new-tokens 8 --out batch.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -617,7 +617,10 @@ def interrupt(out: Path, after: str, number: signal.Signals = signal.SIGINT) -> 
         "from trajpack.cli import main; main()"
     )
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "rollout", "--out", str(out), "--num-prompts", "500"],
+        [
+            *(sys.executable, "-P", "-c", code, "rollout", "--out", str(out)),
+            *("--num-prompts", "500", "--max-new-tokens", "16"),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

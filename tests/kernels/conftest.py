@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +24,8 @@ VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the one that runs, and others."""
 TARGETS_OF_OTHERS = ("90",)
 """What the others compile for; the one that runs compiles for every target."""
+MOST_KEPT = 1500
+"""Entries of Triton's cache: what some sessions compile in which every kernel was changed."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,7 +62,8 @@ def impl(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     yield
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # else there is nothing to forget, and seconds to import
+        torch.compiler.reset()
 
 
 class CompiledKernels:
@@ -90,7 +94,8 @@ def compiled(
     """What the compiler makes of the kernels, for each version of Triton that is installed.
 
     The first test of a session to ask has them compiled for all workers, and for every version
-    that any test of the session asks for: two at a time.
+    that any test of the session asks for: two at a time. What Triton compiles it keeps from one
+    session to the next, by its source, as it does for any program; ``--cache-clear`` forgets it.
     """
     version = str(request.param)
     if not _has_triton(version):
@@ -102,7 +107,7 @@ def compiled(
     with FileLock(folder / "compiled_kernels.lock"):
         if not results[version].exists():
             with ThreadPoolExecutor(max_workers=2) as pool:
-                caches = [folder / f"triton_cache_{v}" for v in results]
+                caches = [_cache_of(request.config, folder, v) for v in results]
                 for path, code in zip(
                     results.values(), pool.map(_compile, results, caches), strict=True
                 ):
@@ -116,6 +121,16 @@ def _folder(version: str) -> Path:
 
 def _has_triton(version: str) -> bool:
     return version == INSTALLED or _folder(version).is_dir()
+
+
+def _cache_of(config: pytest.Config, folder: Path, version: str) -> Path:
+    """Return where this Triton keeps what it compiled; it begins anew when it has grown."""
+    if not hasattr(config, "cache"):  # -p no:cacheprovider
+        return folder / f"triton_cache_{version}"
+    kept = Path(config.cache.mkdir(f"triton-{version}"))
+    if sum(1 for _ in kept.iterdir()) > MOST_KEPT:
+        shutil.rmtree(kept)
+    return kept
 
 
 def _wanted(session: pytest.Session) -> list[str]:

@@ -35,7 +35,7 @@ def test_every_shape_can_be_launched_and_says_why(kernel: str, shape: BlockShape
     assert shape.block & (shape.block - 1) == 0, "a power of 2"
     assert shape.threads in (64, 128, 256, 512)
     assert len(shape.reason) > 40
-    if kernel in ("build_kernel", "gather_fields_kernel"):
+    if kernel in ("build_kernel", "gather_fields_kernel", "select_tokens_kernel"):
         assert TILE % shape.block == 0, "outputs are allocated in tiles, and written to their end"
 
 
@@ -103,7 +103,7 @@ def test_the_host_has_the_default() -> None:
     assert block_shapes.architecture_of(torch.zeros(1, device="meta").get_device()) == DEFAULT
 
 
-@pytest.mark.parametrize("kernel", ["build_kernel", "gather_fields_kernel"])
+@pytest.mark.parametrize("kernel", ["build_kernel", "gather_fields_kernel", "select_tokens_kernel"])
 def test_tiles_of_fields_divide_what_memory_is_made_of(kernel: str) -> None:
     """Their stores are not masked, and memory comes in whole tiles of `TILE`."""
     for architecture, shape in block_shapes.SHAPES[kernel].items():

@@ -26,7 +26,7 @@ def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
     monkeypatch.setattr(store_module, "SETTLED", settled)
 
     @given(drawn=trajectory_lists(max_size=9), choices=st.randoms(use_true_random=False))
-    @settings(max_examples=60)
+    @settings(max_examples=20)
     def check(drawn, choices):
         buffer = TrajectoryBuffer(device="cpu")
         kept = []
@@ -101,10 +101,10 @@ def test_batches_keep_what_they_were_packed_with_while_the_buffer_goes_on(layout
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_twenty_packs_of_the_same_are_the_same_bits(layout, impl):
+def test_packs_of_the_same_are_the_same_bits(layout, impl):
     buffer = filled(30, "cpu")
     first = buffer.pack(layout, impl)
-    for _ in range(20):
+    for _ in range(20 if impl == "torch" else 4):  # the interpreter runs one program at a time
         assert_batches_equal(buffer.pack(layout, impl), first)
 
 

@@ -50,6 +50,8 @@ def test_a_run_is_parted_where_versions_run_backwards():
     parted = masked(versions=[-1, 4, 3, -1, 4]).trajectory("a")
     assert [turn[1] for turn in told_of(parted)] == [[2], [3], [5]]
     assert [turn.version_start for turn in parted.turns] == [4, 3, 4]
+    unsigned = masked(versions=np.array([0, 4, 3, 0, 4], np.uint8)).trajectory("a")
+    assert [turn.version_start for turn in unsigned.turns] == [4, 3, 4]
 
 
 def test_versions_are_of_tokens_or_of_turns_or_of_the_whole():
@@ -93,6 +95,9 @@ def test_arrays_of_any_kind_are_taken(container):
     [
         ({"mask": (1, 1, 1, 0, 1)}, ValueError, "'a': the first token must not be a generated"),
         ({"mask": (0, 1)}, ValueError, r"mask must have shape \[5\] as input_ids have, got \[2\]"),
+        ({"mask": (0, 1, 1, 0, 2)}, ValueError, "'a': mask must be 0 or 1, got 2 at index 4"),
+        ({"mask": (math.nan, 1, 1, 0, 1)}, ValueError, "'a': mask must be 0 or 1, got nan at"),
+        ({"mask": (-100, 1, 1, 0, 1)}, ValueError, "'a': mask must be 0 or 1, got -100 at"),
         ({"logprobs": (0.0,)}, ValueError, r"logprobs must have shape \[5\]"),
         ({"versions": [1]}, ValueError, r"versions must have shape \[5\]"),
         ({"logprobs": ("a",) * 5}, TypeError, "'a': logprobs must be numbers"),
@@ -120,3 +125,19 @@ def test_any_sequence_of_a_batch_comes_back_up_to_its_last_generated_token(traje
         assert torch.equal(again.loss_mask, mask[:known])
         assert torch.equal(again.rollout_logprobs, logprobs[:known])
         assert torch.equal(again.policy_versions, versions[:known])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"response_ids": [0.5]}, TypeError, "response_ids must be integers"),
+        ({"mask": [[1]]}, ValueError, r"mask must have one dimension, got \[1, 1\]"),
+        ({"mask": None}, ValueError, r"mask must have one dimension, got \[\]"),
+        ({"logprobs": ["no"]}, TypeError, "logprobs must be numbers"),
+        ({"token_rewards": 1.0}, ValueError, r"rewards must have one dimension, got \[\]"),
+    ],
+)
+def test_what_is_no_response_is_refused(changes, error, message):
+    given_in = {"prompt_ids": [1], "response_ids": [2], "mask": [1], "logprobs": [-1.0]}
+    with pytest.raises(error, match=message):
+        MaskedTokens.of_response(**{**given_in, **changes})

@@ -1,10 +1,13 @@
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.adapters.row_cases import conversation, forked_batch, padded, plain_batch
-from tests.packing.adapters.stand_ins import stand_ins
+from tests.packing.adapters.stand_ins import stand_in, stand_ins
 from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
 from trajpack.packing.adapters.areal import from_padded_dict, to_padded_dict, to_update_dict
 from trajpack.testing import assert_same_bits, trajectory_lists
@@ -66,16 +69,64 @@ def test_a_row_has_the_return_of_its_first_turn_or_the_sum_of_its_rewards():
 
 
 def test_extra_fields_are_rows_too():
-    field = TokenField("values", torch.float32)
-    turn = Turn([1], [2], [-1.0], fields={"values": [0.5]})
+    field = TokenField("entropy", torch.float32)
+    turn = Turn([1], [2], [-1.0], fields={"entropy": [0.5]})
     batch = pack([Trajectory("a", [turn])], fields=[field])
-    assert to_padded_dict(batch)["values"].tolist() == [[0.0, 0.5]]
+    assert to_padded_dict(batch)["entropy"].tolist() == [[0.0, 0.5]]
+
+
+def test_what_areal_has_from_a_model_is_one_token_early():
+    names = ["values", "ref_logp", "prox_logp"]
+    fields = [TokenField(name, torch.float32) for name in names]
+    rows = {"values": [0.5, 0.25], "ref_logp": [-1.0, -2.0], "prox_logp": [-3.0, -4.0]}
+    batch = pack([Trajectory("a", [Turn([1], [2, 3], [-0.5, -0.5], fields=rows)])], fields=fields)
+    found = to_padded_dict(batch)
+    update = to_update_dict(batch.with_advantages(TurnReturns()))
+    for name, values in rows.items():
+        assert found[name].tolist() == update[name].tolist() == [[*values, 0.0]], name
+
+
+def test_areals_own_gae_finds_values_at_the_tokens_they_are_of(areal, monkeypatch):
+    """By hand, with a discount of 1 and a lambda of one half: deltas -0.25, 0.5, 0.25."""
+    for name in ("areal.trainer", "areal.trainer.ppo"):
+        areal.without_init(name)
+    controller = stand_in("TrainController")
+    monkeypatch.setattr(sys.modules["areal.infra"], "TrainController", controller, raising=False)
+    with stand_ins("areal.experimental.training_service"):
+        actor = areal.load("areal.trainer.ppo.actor").PPOActor
+    settings_of = SimpleNamespace(
+        overlong_reward_penalty=False, use_decoupled_loss=False, recompute_logprob=False
+    )
+    named = SimpleNamespace(
+        config=settings_of, reward_bias=0.0, reward_scaling=1.0, reward_clip=9.0, reward_norm=None,
+        adv_norm=None, kl_ctl=0.0, kl_estimator=torch.sub, mask_no_eos_with_zero=False,
+        discount=1.0, gae_lambda=0.5,
+    )  # fmt: skip
+    field = TokenField("values", torch.float32)
+    turn = Turn([1, 2], [3, 4, 5], [-1.0] * 3, 1.0, fields={"values": [0.5, 0.25, 0.75]})
+    batch = pack([Trajectory("a", [turn])], fields=[field])
+    found = actor._compute_advantages(named, to_padded_dict(batch))
+    assert found["advantages"][0, 1:4].tolist() == [0.0625, 0.625, 0.25]
+    assert found["loss_mask"].tolist() == [[0.0, 1.0, 1.0, 1.0, 0.0]]
+
+
+def test_extra_fields_named_as_keys_are_refused():
+    field = TokenField("rewards", torch.float32)
+    turn = Turn([1], [2], [-1.0], fields={"rewards": [0.5]})
+    batch = pack([Trajectory("a", [turn])], fields=[field])
+    with pytest.raises(ValueError, match=r"must not be named as other keys, got \['rewards'\]"):
+        to_padded_dict(batch)
+    batch = pack([Trajectory("a", [turn])], fields=[field]).with_advantages(TurnReturns())
+    with pytest.raises(ValueError, match="must not be named as other keys"):
+        to_update_dict(batch)
 
 
 def test_an_empty_batch_is_rows_of_nothing():
     found = to_padded_dict(TrajectoryBuffer().pack())
     assert found["input_ids"].shape == (0, 0)
     assert found["rewards"].shape == (0,)
+    empty = TrajectoryBuffer().pack().with_advantages(TurnReturns())
+    assert to_update_dict(empty)["loss_mask"].shape == (0, 0)
 
 
 def test_nothing_is_read_back_to_the_host():
@@ -205,6 +256,14 @@ def test_what_is_no_rollout_is_refused():
     found = to_padded_dict(plain_batch())
     with pytest.raises(ValueError, match=r"\['logprobs'\] are missing"):
         from_padded_dict({key: found[key] for key in found if key != "logprobs"})
+    for key, values in found.items():
+        if key in ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "turn_ids"):
+            with pytest.raises(ValueError, match=r"must have shape \[3, 1[12]\], got \[3, 1[12]\]"):
+                from_padded_dict(found | {key: values[:, :-1]})
+    with pytest.raises(ValueError, match=r"rewards must have shape \[3\], got \[3, 1\]"):
+        from_padded_dict(found | {"rewards": found["rewards"][:, None]})
+    with pytest.raises(ValueError, match="groups must be 3, one a row, got 1"):
+        from_padded_dict(found, groups=["one"])
     with pytest.raises(ValueError, match="the first token must not be a generated one"):
         from_padded_dict(found | {"loss_mask": torch.ones_like(found["loss_mask"])})
 

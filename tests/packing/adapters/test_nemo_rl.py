@@ -116,3 +116,10 @@ def test_an_empty_batch_is_rows_and_logs_of_nothing():
     assert to_message_logs(batch)["message_log"] == []
     found = to_loss_inputs(batch.with_advantages(TurnReturns()))
     assert found["input_ids"].shape == (0, 0)
+
+
+def test_extra_fields_named_as_keys_are_refused():
+    turn = Turn([1], [2], [-1.0], fields={"token_mask": [0.5]})
+    batch = pack([Trajectory("a", [turn])], fields=[TokenField("token_mask", torch.float32)])
+    with pytest.raises(ValueError, match=r"not be named as other keys, got \['token_mask'\]"):
+        to_loss_inputs(batch.with_advantages(GRPO()))

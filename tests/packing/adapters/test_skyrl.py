@@ -206,3 +206,45 @@ def test_entries_without_ids_are_trajectories_of_their_own():
     assert [len(one.turns) for one in labelled] == [2]
     with pytest.raises(ValueError, match="rollout_logprobs are missing"):
         from_generator_output(output | {"rollout_logprobs": None})
+
+
+def test_rewards_of_tokens_may_be_arrays():
+    output = to_generator_output(plain_batch())
+    arrays = output | {"rewards": [torch.tensor(rewards) for rewards in output["rewards"]]}
+    expected = from_generator_output(output)
+    assert [told_of(one) for one in from_generator_output(arrays)] == [
+        told_of(one) for one in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    "key", ["prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs"]
+)
+def test_outputs_with_entries_missing_are_refused(key):
+    output = to_generator_output(plain_batch())
+    with pytest.raises(ValueError, match=f"from_generator_output: {key} are missing"):
+        from_generator_output({name: output[name] for name in output if name != key})
+    with pytest.raises(ValueError, match=r"must be [23], one for each of response_ids, got [23]"):
+        from_generator_output(output | {key: output[key][1:]})
+
+
+def test_labels_must_be_as_many_as_entries():
+    output = to_generator_output(plain_batch())
+    for key in ("trajectory_ids", "stop_reasons"):
+        with pytest.raises(ValueError, match=f"{key} must be 3, one for each of response_ids"):
+            from_generator_output(output | {key: output[key][1:]})
+
+
+def test_trajectories_without_a_group_are_not_joined_with_others_of_their_name():
+    turn = Turn([1], [2], [-1.0])
+    batch = pack([Trajectory("x", [turn]), Trajectory("x", [turn]), Trajectory("y", [turn], "x")])
+    labels = to_generator_output(batch)["trajectory_ids"]
+    assert labels == [("x#0", 0), ("x#1", 0), ("x", 0)]
+    assert len(from_generator_output(to_generator_output(batch))) == 3
+
+
+def test_extra_fields_named_as_keys_are_refused():
+    turn = Turn([1], [2], [-1.0], fields={"rewards": [0.5]})
+    batch = pack([Trajectory("a", [turn])], fields=[TokenField("rewards", torch.float32)])
+    with pytest.raises(ValueError, match=r"not be named as other keys, got \['rewards'\]"):
+        to_training_input(batch)

@@ -57,13 +57,13 @@ def test_samples_have_the_published_fields_in_their_types():
 @given(trajectory_lists())
 def test_a_sample_is_a_sequence_and_its_response(trajectories):
     batch = pack(trajectories)
-    for sample, (prompt, response, mask, logprobs) in zip(
-        to_samples(batch), rows_by_loop(batch), strict=True
-    ):
+    for sample, row in zip(to_samples(batch), rows_by_loop(batch), strict=True):
+        prompt, response, mask, logprobs = row
         assert sample["tokens"] == prompt + response
-        assert sample["response_length"] == len(response)
-        assert sample["loss_mask"] == [int(value) for value in mask]
-        assert sample["rollout_log_probs"] == logprobs
+        masked = not response and len(prompt) > 1  # of no tokens, slime would slice all of them
+        assert sample["response_length"] == len(response) + masked
+        assert sample["loss_mask"] == [int(value) for value in mask] + [0] * masked
+        assert sample["rollout_log_probs"] == logprobs + [0.0] * masked
 
 
 def test_sequences_of_one_trajectory_are_siblings():
@@ -186,3 +186,31 @@ def test_what_is_no_rollout_is_refused():
         from_samples([sample_object(reward={"acc": 1.0})])
     with pytest.raises(ValueError, match=r"logprobs must have shape \[4\]"):
         from_samples([sample_object(rollout_log_probs=[-1.0])])
+
+
+def test_a_sequence_without_generated_tokens_has_a_masked_response():
+    silent = Trajectory("silent", [Turn([1, 2, 3], [], [], 2.0)])
+    (sample,) = to_samples(pack([silent]))
+    assert (sample["response_length"], sample["loss_mask"]) == (1, [0])
+    assert sample["rollout_log_probs"] == [0.0]
+    (back,) = from_samples([sample])
+    (turn,) = back.turns
+    assert ([*turn.prompt_ids], len(turn.completion_ids), turn.reward) == ([1, 2, 3], 0, 2.0)
+    alone = to_samples(pack([Trajectory("alone", [Turn([1], [], [])])]))
+    assert alone[0]["response_length"] == 0  # the one token there is no model predicts
+
+
+def test_nothing_of_a_sample_to_be_removed_is_trained():
+    (trajectory,) = from_samples([sample_object(remove_sample=True)])
+    assert pack([trajectory]).loss_mask.tolist() == [False] * 4
+    assert trajectory.turns[-1].reward == 0.5
+
+
+@pytest.mark.parametrize("container", [list, torch.tensor])
+def test_samples_of_tensors_are_taken(container):
+    sample = sample_object(
+        tokens=container([1, 2, 3, 4]), loss_mask=container([1, 1]),
+        rollout_log_probs=container([-1.0, -2.0]),
+    )  # fmt: skip
+    (trajectory,) = from_samples([sample])
+    assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], True)]

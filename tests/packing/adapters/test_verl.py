@@ -316,3 +316,46 @@ def test_the_real_output_of_an_agent_loop_says_the_same_as_our_row(verl):
     assert found["non_tensors"]["__num_turns__"].tolist() == [told["num_turns"]]
     (trajectory,) = from_agent_loop_outputs([output])
     assert [turn.reward for turn in trajectory.turns] == [0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "key", ["prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs"]
+)
+def test_rows_of_another_shape_are_refused(key):
+    found = to_data_proto_dict(plain_batch())
+    found["tensors"][key] = found["tensors"][key][:, 1:]
+    with pytest.raises(ValueError, match=r"from_data_proto: \w+ must have shape \[3, "):
+        from_data_proto(found)
+    found["tensors"][key] = found["tensors"][key][0]
+    with pytest.raises(ValueError, match=r"from_data_proto: \w+ must have shape"):
+        from_data_proto(found)
+
+
+def test_what_is_no_proto_is_refused():
+    found = to_data_proto_dict(plain_batch())
+    with pytest.raises(TypeError, match="must be a padded DataProto or its dictionary, got dict"):
+        from_data_proto(found["tensors"])
+    with pytest.raises(TypeError, match="got TensorDict"):
+        from_data_proto(to_tensordict(plain_batch()))
+    found["non_tensors"]["uid"] = found["non_tensors"]["uid"][:2]
+    with pytest.raises(ValueError, match="uid must be 3, one a row, got 2"):
+        from_data_proto(found)
+    with pytest.raises(ValueError, match="groups must be 0, one a row, got 1"):
+        from_agent_loop_outputs([], groups=["task"])
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "rm_scores", "prompts"])
+def test_extra_fields_named_as_keys_are_refused(name):
+    turn = Turn([1], [2], [-1.0], fields={name: [0.5]})
+    batch = pack([Trajectory("a", [turn])], fields=[TokenField(name, torch.float32)])
+    for convert in (to_data_proto_dict, to_tensordict):
+        with pytest.raises(ValueError, match=f"not be named as other keys, got \\['{name}'\\]"):
+            convert(batch)
+
+
+def test_trajectories_without_a_group_share_their_uid_with_none():
+    turn = Turn([1], [2], [-1.0])
+    given = [("x", None), ("y", None), ("x", None), ("b", "y"), ("c", "y")]
+    batch = pack([Trajectory(name, [turn], group) for name, group in given])
+    uids = to_data_proto_dict(batch)["non_tensors"]["uid"].tolist()
+    assert uids == ["x#0", "y#1", "x#2", "y", "y"]

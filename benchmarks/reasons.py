@@ -32,6 +32,10 @@ MATMUL = (
     "another, and a segment's sums are the same whatever it is packed with"
 )
 COMPILED = "it is a compiled loop over the sequences; ours on the host is written in numpy"
+SLICES = (
+    "it checks nothing, and its sequences are long; ours checks the plan, and makes the table of "
+    "each micro-batch that a device would need"
+)
 PACKERS = (
     "Python lists",
     "Python lists, 3 fields",
@@ -63,6 +67,8 @@ OTHERS = {
     "longest first by a heap, as SkyRL's": (
         "lengths are few: the cost is that of numpy's calls; it checks nothing and knows no capacity"
     ),
+    "numpy slices, field by field": SLICES,
+    "slices and torch.cat, field by field": SLICES,
     "Python loop": "it walks once; ours makes passes by the logarithm of the longest sequence",
     "torchrl reward2go": CONVOLUTION,
     "torchrl vec_generalized_advantage_estimate": CONVOLUTION,

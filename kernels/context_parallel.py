@@ -8,6 +8,7 @@ import torch
 
 from trajpack.kernels.validation import check_cu_seqlens
 
+OP = "context_parallel_index"
 Partition: TypeAlias = Literal["zigzag", "contiguous", "whole"]
 """How tokens go to ranks.
 
@@ -58,9 +59,7 @@ def context_parallel_index(
     """
     chunks = _check(cu_seqlens, num_tokens, cp_size, partition)
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(
-            f"context_parallel_index: cp_rank must be in [0, {cp_size}), got {cp_rank}"
-        )
+        raise ValueError(f"{OP}: cp_rank must be in [0, {cp_size}), got {cp_rank}")
     place = torch.arange(num_tokens // cp_size, device=cu_seqlens.device)
     if partition == "whole":
         return (place + cp_rank * (num_tokens // cp_size)).int()
@@ -127,25 +126,31 @@ def context_parallel_order(
 def chunks_of(cp_size: int, partition: Partition) -> int:
     """Return how many chunks of one size a sequence is cut into: what its length must divide by.
 
+    One rank holds all of it, uncut.
+
+    Raises:
+        ValueError: If there is no such partition, or no rank.
+
     Example:
         >>> chunks_of(4, "zigzag"), chunks_of(4, "contiguous"), chunks_of(4, "whole")
         (8, 4, 1)
     """
-    return {"zigzag": 2 * cp_size, "contiguous": cp_size, "whole": 1}[partition]
+    if partition not in get_args(Partition):
+        known = ", ".join(repr(name) for name in get_args(Partition))
+        raise ValueError(f"{OP}: partition must be one of {known}, got {partition!r}")
+    if cp_size < 1:
+        raise ValueError(f"{OP}: cp_size must be at least 1, got {cp_size}")
+    if cp_size == 1 or partition == "whole":
+        return 1
+    return 2 * cp_size if partition == "zigzag" else cp_size
 
 
 def _check(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int, partition: Partition) -> int:
-    op = "context_parallel_index"
-    check_cu_seqlens(op, cu_seqlens, device=cu_seqlens.device)
-    if partition not in get_args(Partition):
-        known = ", ".join(repr(name) for name in get_args(Partition))
-        raise ValueError(f"{op}: partition must be one of {known}, got {partition!r}")
-    if cp_size < 1:
-        raise ValueError(f"{op}: cp_size must be at least 1, got {cp_size}")
+    check_cu_seqlens(OP, cu_seqlens, device=cu_seqlens.device)
     chunks = chunks_of(cp_size, partition)
     if num_tokens % max(chunks, cp_size):
         raise ValueError(
-            f"{op}: num_tokens must be a multiple of {max(chunks, cp_size)}, got {num_tokens}"
+            f"{OP}: num_tokens must be a multiple of {max(chunks, cp_size)}, got {num_tokens}"
         )
     if cu_seqlens.device.type == "cpu" and chunks > 1:
         lengths = cu_seqlens.diff()
@@ -153,7 +158,7 @@ def _check(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int, partition: P
         if wrong.numel():
             number = int(wrong[0])
             raise ValueError(
-                f"{op}: each sequence must have a multiple of {chunks} tokens, sequence {number} "
+                f"{OP}: each sequence must have a multiple of {chunks} tokens, sequence {number} "
                 f"has {int(lengths[number])}; align with sequence_multiple={chunks}"
             )
     return chunks

@@ -97,7 +97,7 @@ class HostSources:
 
 
 def _as_array(source: torch.Tensor) -> Array:
-    source = source.detach().contiguous()
+    source = source.detach().resolve_conj().resolve_neg().contiguous()
     try:
         return source.numpy()
     except TypeError:  # bfloat16 and narrower floats

@@ -25,7 +25,8 @@ def shift_tokens(
     token to that token's own index, as it stands in ``rollout_logprobs``.
 
     Args:
-        x: ``[tokens, *rest]`` of any dtype.
+        x: ``[tokens, *rest]`` of a dtype that torch can fill by index: neither FP8 nor uint16 to
+            uint64.
         cu_seqlens: ``[sequences + 1]`` int32 boundaries in memory, of padding too: starts at 0,
             ends at ``tokens``, never decreases. A micro-batch's ``cu_seqlens_padded``.
         direction: ``"left"`` or ``"right"``.

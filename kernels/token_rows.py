@@ -36,7 +36,8 @@ def rows_of(source: torch.Tensor, fill: Number) -> Rows:
 
 def as_units(source: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Return a source as a flat tensor of its units; a view where it is contiguous."""
-    return source.detach().contiguous().view(-1).view(UNITS[rows.unit])
+    source = source.detach().resolve_conj().resolve_neg()
+    return source.contiguous().view(-1).view(UNITS[rows.unit])
 
 
 def as_rows(units: torch.Tensor, source: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -41,10 +41,11 @@ class Alignment:
 
     sequence_multiple: int = 1
     """Each sequence takes a multiple of this many tokens; its padding lies behind its tokens, and
-    `MicroBatch.cu_seqlens_padded` alone counts it. Tensor parallelism wants its size, context
-    parallelism twice its size, FP8 16, 32 or 128: all of them their least common multiple."""
+    `MicroBatch.cu_seqlens_padded` alone counts it. Context parallelism wants twice its size."""
     total_multiple: int = 1
-    """All tokens together are a multiple of this."""
+    """All tokens together are a multiple of this. Ranks of context and of sequence parallelism
+    hold equal shares of them: what a share must divide by, such as 16, 32 or 128 for FP8, is
+    multiplied by the sizes of both."""
     total: int | None = None
     """All tokens together are exactly so many, where shapes must not change."""
     tail: Tail = "sequence"
@@ -64,8 +65,12 @@ class Alignment:
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple", "total", "max_sequences"):
             value = getattr(self, name)
-            if value is not None and as_integer(name, value) < 1:
+            if value is None and name in ("total", "max_sequences"):
+                continue
+            value = as_integer(name, value)
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+            object.__setattr__(self, name, value)
         if self.total is not None and self.total % self.multiple:
             raise ValueError(
                 f"total must be a multiple of {self.multiple}, as sequence_multiple and "
@@ -75,7 +80,7 @@ class Alignment:
             raise ValueError(f"tail must be 'sequence', 'extend' or 'separate', got {self.tail!r}")
         if self.positions not in ("continue", "zero"):
             raise ValueError(f"positions must be 'continue' or 'zero', got {self.positions!r}")
-        as_integer("token_id", self.token_id)
+        object.__setattr__(self, "token_id", as_integer("token_id", self.token_id))
 
     @property
     def multiple(self) -> int:

@@ -72,7 +72,7 @@ class MaskedTokens:
         response = as_ids("response_ids", response_ids)
         before = np.zeros(len(prompt), np.float32)
 
-        def joined(field: str, values: Any, dtype: npt.DTypeLike | None = None) -> FloatArray:
+        def joined(field: str, values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
             array = _numbers(field, values, dtype)
             if array.ndim != 1:
                 raise ValueError(f"{field} must have one dimension, got {list(array.shape)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,27 @@ import torch
 
 from trajpack.kernels.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.label_methods import LabelMethods
+
+
+def check_given(
+    name: str, tensor: Any, taken: Collection[str], num_tokens: int, device: torch.device
+) -> None:
+    """Raise unless ``tensor`` can stand beside others over the same tokens.
+
+    Raises:
+        TypeError: If it is no tensor.
+        ValueError: If it has the wrong shape or device, or a name that is taken.
+    """
+    if name in taken:
+        raise ValueError(f"tensors: a micro-batch has a field {name!r} already")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensors: {name!r} must be a tensor, got {type(tensor).__name__}")
+    if tensor.shape[:1] != (num_tokens,):
+        raise ValueError(
+            f"tensors: {name!r} must have shape [{num_tokens}, ...], got {list(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"tensors: {name!r} is on {tensor.device} but the batch is on {device}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,7 +191,9 @@ class MicroBatch(LabelMethods):
             tensors: More of shape ``[tokens, ...]``.
 
         Raises:
-            ValueError: As `context_parallel_index`.
+            TypeError: If one of ``tensors`` is none.
+            ValueError: As `context_parallel_index`, or if one of ``tensors`` has a wrong shape,
+                device or name.
 
         Cost: one gather for each tensor. No synchronisation.
 
@@ -188,5 +211,8 @@ class MicroBatch(LabelMethods):
         whole = {
             name: tensor for name, tensor in self.tensors().items() if not name.startswith("cu_")
         }
-        whole |= {**self.fields, **(tensors or {})}
+        whole |= self.fields
+        for name, tensor in (tensors or {}).items():
+            check_given(name, tensor, set(whole), self.num_tokens, self.device)
+        whole |= tensors or {}
         return {name: tensor.index_select(0, index) for name, tensor in whole.items()}

@@ -92,8 +92,9 @@ class MicroBatchMethods:
 
         Raises:
             TypeError: As `select`.
-            ValueError: As `select`; also if the plan is for other sequences, or a micro-batch with
-                its padding goes over the plan's capacity. All at once, before the first.
+            ValueError: As `select`; also if the plan is for other sequences, or those of a
+                micro-batch, each padded, go over the plan's capacity. All at once, before the
+                first.
 
         Cost: one copy for all micro-batches together, of 16 bytes a sequence, from pinned memory;
         one launch for each; no synchronisation.
@@ -145,7 +146,7 @@ class MicroBatchMethods:
         Raises:
             TypeError: If an output is no tensor.
             ValueError: If there are not as many as micro-batches, one has another number of rows,
-                or the plan does not fit the batch.
+                dtype or shape of a row, or the plan does not fit the batch.
 
         Cost: one concatenation and one launch; one copy of 16 bytes a sequence; no
         synchronisation.

@@ -69,8 +69,11 @@ def place_plan(lengths: Lengths, plan: Plan, alignment: Alignment) -> list[Place
     """Place the sequences of every micro-batch of a plan.
 
     Raises:
+        TypeError: If the plan is none.
         ValueError: If the plan is one for other sequences, or the alignment has no room.
     """
+    if not hasattr(plan, "cu_bins"):
+        raise TypeError(f"plan must be a Plan, of one rank and step, got {type(plan).__name__}")
     if len(plan.seqlens) != len(lengths.seqlens):
         raise ValueError(
             f"the plan is for {len(plan.seqlens)} sequences, the batch has {len(lengths.seqlens)}"

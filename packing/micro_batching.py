@@ -14,7 +14,7 @@ from trajpack.kernels.select_tokens import Segment, TokenSources
 from trajpack.kernels.token_rows import Number
 from trajpack.packing.alignment import Alignment
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.micro_batch import MicroBatch
+from trajpack.packing.micro_batch import MicroBatch, check_given
 from trajpack.packing.micro_batch_tables import (
     CU_SEQLENS,
     Lengths,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 OWN = ("input_ids", "turn_ids", "prompt_mask", "loss_mask", "rollout_logprobs", "policy_versions")
 FILLS: Mapping[str, Number] = {"turn_ids": -1, "policy_versions": -1}
 """What padding holds, where it is not 0."""
+WIDEST = 8
+"""Bytes of an element that a kernel moves at most."""
 
 
 class Sources(NamedTuple):
@@ -54,18 +56,11 @@ def sources_of(
     named = {name: getattr(batch, name) for name in own} | dict(batch.fields)
     taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
     for name, tensor in (tensors or {}).items():
-        if name in taken:
-            raise ValueError(f"tensors: a micro-batch has a field {name!r} already")
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"tensors: {name!r} must be a tensor, got {type(tensor).__name__}")
-        if tensor.shape[:1] != (batch.num_tokens,):
+        check_given(name, tensor, taken, batch.num_tokens, batch.device)
+        if tensor.dtype.itemsize > WIDEST or 0 in tensor.shape[1:]:
             raise ValueError(
-                f"tensors: {name!r} must have shape [{batch.num_tokens}, ...], "
-                f"got {list(tensor.shape)}"
-            )
-        if tensor.device != batch.device:
-            raise ValueError(
-                f"tensors: {name!r} is on {tensor.device} but the batch is on {batch.device}"
+                f"tensors: {name!r} must have rows, of a dtype of at most {WIDEST} bytes, got "
+                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             )
         named[name] = tensor
     padding = [fills.get(name, 0) for name in named]
@@ -142,6 +137,16 @@ def merged(
             raise ValueError(
                 f"output {number} must have shape [{one.placement.num_tokens}, ...], a row for "
                 f"each token of its micro-batch, got {list(output.shape)}"
+            )
+        if (output.dtype, output.device, output.shape[1:]) != (
+            outputs[0].dtype,
+            batch.device,
+            outputs[0].shape[1:],
+        ):
+            raise ValueError(
+                f"output {number} must be {outputs[0].dtype} {list(outputs[0].shape[1:])} for each "
+                f"token, as output 0, on {batch.device}, got {output.dtype} "
+                f"{list(output.shape[1:])} on {output.device}"
             )
     if not outputs:
         raise ValueError("outputs must be one or more, got none")

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from trajpack.packing.plan_balance import BALANCING, balance, rounded_up, split_to
 from trajpack.packing.plan_bounds import lower_bound
@@ -80,10 +81,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("order", "cu_bins", "seqlens", "costs"):
             if getattr(self, name) is not None:
-                kind = np.float64 if name == "costs" else np.int64
-                view = np.asarray(getattr(self, name), kind).view()
-                view.flags.writeable = False
-                object.__setattr__(self, name, view)
+                object.__setattr__(self, name, _read_only(name, getattr(self, name)))
         count, ends = len(self.seqlens), self.cu_bins.tolist()
         if ((self.order < 0) | (self.order >= count)).any():
             raise ValueError(f"Plan: order must hold sequences from 0 to {count - 1}")
@@ -118,7 +116,9 @@ class Plan:
     @cached_property
     def loads(self) -> Ints:
         """int64 ``[micro-batches]``: aligned tokens of each."""
-        return self._sums(aligned(self.seqlens[self.order], self.align)).astype(np.int64)
+        loads = self._sums(aligned(self.seqlens[self.order], self.align)).astype(np.int64)
+        loads.flags.writeable = False
+        return loads
 
     @cached_property
     def bin_costs(self) -> Floats:
@@ -154,6 +154,17 @@ class Plan:
     def _sums(self, values: Any) -> Floats:
         bin_of = np.repeat(np.arange(len(self)), np.diff(self.cu_bins))
         return np.bincount(bin_of, values, minlength=len(self)).astype(np.float64)
+
+
+def _read_only(name: str, values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    if name != "costs" and array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"Plan: {name} must be integers, got {array.dtype}")
+    array = array.astype(np.float64 if name == "costs" else np.int64, copy=False)
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def plan_micro_batches(  # noqa: PLR0913

@@ -211,7 +211,9 @@ def split_to(
         held[number] = kept
         held.append(moved)
     if in_order:
-        firsts = np.argsort([int(half[0]) for half in held], kind="stable")
+        # those that were empty before, of a rank without sequences, stay behind all others
+        first = [int(half[0]) if len(half) else len(ranked) for half in held]
+        firsts = np.argsort(first, kind="stable")
         rank = np.empty_like(firsts)
         rank[firsts] = np.arange(len(firsts))
         bin_of = rank[bin_of]

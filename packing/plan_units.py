@@ -18,6 +18,8 @@ Labels: TypeAlias = Sequence[Any] | npt.NDArray[Any] | None
 
 COST_BITS = 42
 """All costs together, as integers, are below two to this power: sums of them are exact."""
+MAX_COST = 1e290
+"""Of a sequence: sums of costs are finite."""
 
 
 class Limits(NamedTuple):
@@ -80,16 +82,20 @@ def checked_request(
     for name, value in (("capacity", capacity), ("align", align), ("max_sequences", max_sequences)):
         if value is not None or name != "max_sequences":
             check_count(op, name, value)
-    limits = Limits(
-        int(capacity) // align * align, len(lengths) if max_sequences is None else max_sequences
-    )
+    if not align <= capacity < 2**31:
+        raise ValueError(
+            f"{op}: capacity must be in [{align}, 2147483647], an aligned sequence or more, "
+            f"got {capacity}"
+        )
+    align, most = int(align), len(lengths) if max_sequences is None else int(max_sequences)
+    limits = Limits(int(capacity) // align * align, min(most, len(lengths)) or 1)
     settled = settle_oversized(op, lengths, limits.capacity, align, policy, turn_ends)
     for sequence, kept in settled.truncated.items():
         lengths[sequence] = kept
-    sizes = aligned(lengths, align)
-    return Request(
-        op, lengths, checked_costs(op, cost, sizes), limits, align, settled, cost is None
-    )
+    costs = checked_costs(op, cost, aligned(lengths, align))
+    for array in (lengths, costs):  # which all plans of a batch share
+        array.flags.writeable = False
+    return Request(op, lengths, costs, limits, align, settled, cost is None)
 
 
 def units_of(request: Request, members: Ints, keep_together: Ints | None) -> Units:
@@ -180,7 +186,8 @@ def checked_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
     Raises:
         ValueError: If there is not one finite number, not negative, for each sequence.
     """
-    given = sizes if cost is None else cost(sizes) if callable(cost) else cost
+    # a function may write to the lengths that it is given
+    given = sizes if cost is None else cost(sizes.copy()) if callable(cost) else cost
     costs = np.array(_as_array(given), np.float64)
     if costs.shape != sizes.shape:
         raise ValueError(
@@ -192,6 +199,8 @@ def checked_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
         raise ValueError(
             f"{op}: cost must be finite and not negative, got {costs[wrong[0]]} at {wrong[0]}"
         )
+    if costs.max(initial=0.0) > MAX_COST:
+        raise ValueError(f"{op}: cost must be at most {MAX_COST}, got {costs.max()}")
     return costs
 
 

@@ -113,5 +113,4 @@ def test_importing_the_package_adds_little_to_importing_torch():
         "import time, torch, numpy; begin = time.perf_counter(); import trajpack; "
         "print(time.perf_counter() - begin)"
     )
-    seconds = min(float(run_python(code)[0]) for _ in range(3))
-    assert seconds < 0.3
+    assert any(float(run_python(code)[0]) < 0.3 for _ in range(3))

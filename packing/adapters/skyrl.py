@@ -197,6 +197,10 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
 
 
 def _name(label: Any) -> str:
+    if not hasattr(label, "to_string"):
+        raise TypeError(
+            f"from_generator_output: trajectory_ids must be of class TrajectoryID, got {label!r}"
+        )
     return str(label.to_string())
 
 

@@ -10,6 +10,7 @@ import torch
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import row_ids
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.conversion import as_number
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import row_scores
 from trajpack.packing.types import Trajectory
@@ -22,7 +23,7 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     field              type      content
     ================== ========= ==========================================================
     tokens             list[int] the sequence
-    response_length    int       tokens from the first generated one on
+    response_length    int       tokens from the first generated one on; see below
     loss_mask          list[int] of the response; 1 where generated, 0 on observations
     rollout_log_probs  list      of the response, not shifted; 0.0 on observations
     reward             float     sum of the rewards of the sequence's turns
@@ -89,7 +90,7 @@ def to_train_data(
     key                  entry       content
     ==================== =========== ======================================================
     tokens               list[int]   a sequence
-    response_lengths     int         tokens from its first generated one on
+    response_lengths     int         tokens from its first generated one on; see `to_samples`
     rewards              float       see ``rewards``
     raw_reward           float       sum of the rewards of the sequence's turns
     truncated            int         1 where its last turn was cut off
@@ -159,8 +160,8 @@ def from_samples(samples: Iterable[Any], ids: Iterable[str] | None = None) -> li
         ids: Names of the trajectories; the group and a number if ``None``.
 
     Raises:
-        ValueError: If log-probabilities are missing, lengths disagree, or the reward is no
-            number.
+        ValueError: If tokens or log-probabilities are missing, lengths disagree, or the reward
+            is no number.
     """
     given = [sample if isinstance(sample, Mapping) else vars(sample) for sample in samples]
     groups = [None if (of := sample.get("group_index")) is None else str(of) for sample in given]
@@ -192,6 +193,9 @@ def from_train_data(
     missing = [key for key in keys.values() if key not in train_data]
     if missing:
         raise ValueError(f"from_train_data: {missing} are missing, got {sorted(train_data)}")
+    counts = {key: len(train_data[key]) for key in keys.values()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"from_train_data: lists must have one length, got {counts}")
     columns = zip(*(train_data[key] for key in keys.values()), strict=True)
     samples = [dict(zip(keys, row, strict=True)) for row in columns]
     for sample in samples:
@@ -200,10 +204,11 @@ def from_train_data(
 
 
 def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Trajectory:
+    for key in ("tokens", "response_length", "rollout_log_probs"):
+        if sample.get(key) is None:
+            raise ValueError(f"trajectory {name!r}: {key} are missing")
     tokens, length = sample["tokens"], int(sample["response_length"])
-    logprobs, mask = sample.get("rollout_log_probs"), sample.get("loss_mask")
-    if logprobs is None:
-        raise ValueError(f"trajectory {name!r}: rollout_log_probs are missing")
+    logprobs, mask = sample["rollout_log_probs"], sample.get("loss_mask")
     if not 0 <= length <= len(tokens):
         raise ValueError(
             f"trajectory {name!r}: response_length must be in [0, {len(tokens)}], got {length}"
@@ -219,7 +224,7 @@ def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Traj
         tokens[len(tokens) - length :],
         [1] * length if mask is None else mask,
         logprobs,
-        reward=float(reward),
+        reward=as_number(f"trajectory {name!r}: reward", reward),
         truncated=getattr(status, "value", status) == "truncated",
     )
     return masked.with_turn_versions(_versions(sample)).trajectory(name, group=group)

@@ -229,7 +229,7 @@ def from_agent_loop_outputs(
         groups: Their groups; none if ``None``.
 
     Raises:
-        ValueError: If log-probabilities are missing or lengths disagree.
+        ValueError: If tokens, a mask or log-probabilities are missing, or lengths disagree.
     """
     given = [output if isinstance(output, Mapping) else vars(output) for output in outputs]
     uids = given_groups("from_agent_loop_outputs", groups, len(given))
@@ -237,8 +237,9 @@ def from_agent_loop_outputs(
     for output, name, group in zip(
         given, row_ids("from_agent_loop_outputs", ids, uids), uids, strict=True
     ):
-        if output.get("response_logprobs") is None:
-            raise ValueError(f"from_agent_loop_outputs: {name!r} has no response_logprobs")
+        for key in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
+            if output.get(key) is None:
+                raise ValueError(f"from_agent_loop_outputs: {name!r} has no {key}")
         masked = MaskedTokens.of_response(
             output["prompt_ids"],
             output["response_ids"],

@@ -6,8 +6,10 @@ import re
 import struct
 import subprocess
 import tempfile
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,10 @@ def disassemble(cubins: list[bytes], arch: int) -> list[str]:
     """Return the SASS of each. The disassembler takes longer to start than to read a kernel."""
     texts = [text_of(cubin) for cubin in cubins]
     code = run_tool("nvdisasm", b"".join(texts), "-b", f"SM{arch}")
-    lines = INSTRUCTION.findall(code)
-    sass, end = [], 0
-    for text in texts:
-        begin, end = end, end + len(text)
-        sass.append("\n".join(line for place, line in lines if begin <= int(place, 16) < end))
-    return sass
+    places, lines = zip(*INSTRUCTION.findall(code), strict=True)
+    found = [int(place, 16) for place in places]  # ascending
+    ends = [bisect_left(found, end) for end in accumulate(map(len, texts), initial=0)]
+    return ["\n".join(lines[begin:end]) for begin, end in pairwise(ends)]
 
 
 def text_of(cubin: bytes) -> bytes:

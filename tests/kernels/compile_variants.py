@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,41 @@ from trajpack.kernels.whiten_triton import (
 )
 
 PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
-Launches = Iterator[tuple[str, Callable[[], Any]]]
+Launches = Iterator[tuple[str, partial[Any]]]
+DEMANDING = {
+    "build_forward": {"aligned"},
+    "segment_returns": {"aligned"},
+    "superblock_sums": {"aligned"},
+    "superblock_returns": {"aligned"},
+    "gather_words_forward": {"aligned"},
+    "gather_fields_forward": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
+    "pad_forward": {"3 x 1", "3 x 2"},
+    "unpad_forward": {"3 x 1", "3 x 2"},
+    "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
+    "merge_forward": set[str](),  # the kernel is that of select_forward
+    "walk_segments": {"reset, float64, a rate each", "pieces, vtrace"},
+    "steps_of_blocks": {"pieces, k3"},
+    "write_blocks": {"pieces, vtrace"},
+    "scores_forward": {"turns"},
+    "spread_forward": {"trajectories and steps"},
+    "group_advantages_forward": {"mean by std", "second_best by std"},
+    "segment_rows": {"mean of float32, masked"},
+    "chunk_partials": {"mean of float32, masked"},
+    "chunk_fold": {"mean of float32, masked"},
+    "merge_chunks": {"partials"},
+    "chunk_moments": {"float64"},
+    "whiten_by_chunks": {"float64"},
+    "whiten_by_sums_forward": {"float64"},
+}
+"""By what launches: the variants that take most registers, shuffles and barriers, or stand beside
+those under another ceiling. Aligned inputs are where the compiler may widen an access."""
+
+
+def demanding_launches(device: str = "cpu") -> Launches:
+    """Yield of every variant those that a kernel's bounds are closest to."""
+    for label, launch in launches_of_every_variant(device):
+        if label in DEMANDING[launch.func.__name__]:
+            yield label, launch
 
 
 def launches_of_every_variant(device: str = "cpu") -> Launches:
@@ -39,12 +73,12 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
     runs = words[:24].view(3, 8)
     returns = torch.zeros(9, device=device)
-    yield "aligned", lambda: build_forward(words, runs, returns, 1500)
-    yield "unaligned", lambda: build_forward(words[1:], runs, returns[1:], 1500)
+    yield "aligned", partial(build_forward, words, runs, returns, 1500)
+    yield "unaligned", partial(build_forward, words[1:], runs, returns[1:], 1500)
     yield from launches_of_returns(returns, cu_seqlens)
     table = torch.zeros((5, 4), dtype=torch.int64, device=device)
-    yield "aligned", lambda: gather_words_forward(table, 1500)
-    yield "unaligned", lambda: gather_words_forward(table.view(-1)[1:-3].view(4, 4), 1500)
+    yield "aligned", partial(gather_words_forward, table, 1500)
+    yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
     yield from launches_of_every_field(words, runs)
     yield from launches_of_every_row(cu_seqlens)
     yield from launches_of_selections(words)

@@ -23,13 +23,15 @@ OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the one that runs, and others."""
 TARGETS_OF_OTHERS = ("90",)
-"""What the others compile for; the one that runs compiles for every target."""
+"""What the others compile for, variants that are demanding; the one that runs compiles all."""
+OF_EVERY_VARIANT = ("test_every_variant_is_compiled", "test_any_groups_are_one_launch")
+"""Tests of what the others leave out."""
 MOST_KEPT = 1500
 """Entries of Triton's cache: what some sessions compile in which every kernel was changed."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what other versions of Triton would compile for other targets: minutes of it."""
+    """Leave out what other versions of Triton do not compile: it would take minutes."""
     kept, left_out = [], []
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(
@@ -37,7 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ) else {}  # fmt: skip
         target = parameters.get("target") or (parameters.get("variants") or ("", ""))[1]
         other = parameters.get("compiled", INSTALLED) != INSTALLED
-        leaves = other and bool(target) and target not in TARGETS_OF_OTHERS
+        leaves = bool(target) and target not in TARGETS_OF_OTHERS
+        leaves = other and (leaves or getattr(item, "originalname", "") in OF_EVERY_VARIANT)
         (left_out if leaves else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -1,9 +1,11 @@
 """What plans refuse, and how they say it."""
 
+import pickle
+
 import numpy as np
 import pytest
 
-from trajpack import plan_micro_batches, plan_ranks
+from trajpack import Plan, plan_micro_batches, plan_ranks
 
 
 @pytest.mark.parametrize(
@@ -17,6 +19,8 @@ from trajpack import plan_micro_batches, plan_ranks
         ({"capacity": 0}, ValueError, r"capacity must be 1 or more, got 0"),
         ({"capacity": 8.0}, TypeError, r"capacity must be an integer, got 8.0"),
         ({"capacity": None}, TypeError, r"capacity must be an integer, got None"),
+        ({"capacity": 2**31}, ValueError, r"must be in \[1, 2147483647\], .* got 2147483648"),
+        ({"capacity": 7, "align": 8}, ValueError, r"capacity must be in \[8, 21.*, got 7"),
         ({"align": 0}, ValueError, r"align must be 1 or more, got 0"),
         ({"max_sequences": 0}, ValueError, r"max_sequences must be 1 or more, got 0"),
         ({"min_bins": -1}, ValueError, r"min_bins must be 0 or more, got -1"),
@@ -26,6 +30,7 @@ from trajpack import plan_micro_batches, plan_ranks
         ({"cost": [1.0]}, ValueError, r"one number for each of 3 sequences, got shape \[1\]"),
         ({"cost": [1, 2, np.nan]}, ValueError, r"cost must be finite and not .* got nan at 2"),
         ({"cost": [1, -2, 0]}, ValueError, r"got -2.0 at 1"),
+        ({"cost": [1e300, 2, 0]}, ValueError, r"cost must be at most 1e\+290, got 1e\+300"),
         ({"cost": lambda lengths: 1.0}, ValueError, r"got shape \[\]"),
         ({"keep_together": [1, 2]}, ValueError, r"one label for each of 3 sequences, got 2"),
         (
@@ -79,6 +84,30 @@ def test_what_cannot_be_planned_is_named(asked, error, said):
 def test_what_ranks_cannot_plan_is_named(asked, error, said):
     with pytest.raises(error, match=rf"^plan_ranks: {said}"):
         plan_ranks(**{"seqlens": [3, 4, 5], "capacity": 100, "num_ranks": 2} | asked)
+
+
+def test_what_is_asked_is_not_written_to_and_plans_cannot_be():
+    def twice(lengths):
+        lengths *= 2
+        return lengths
+
+    given = np.array([3, 4, 5])
+    plan = plan_micro_batches(given, 8, cost=twice, algorithm="longest_processing_time")
+    assert given.tolist() == plan.seqlens.tolist() == [3, 4, 5]
+    for array in (plan.order, plan.cu_bins, plan.seqlens, plan.costs, plan.loads, plan[0]):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    with pytest.raises(TypeError, match="Plan: order must be integers, got float64"):
+        Plan(order=[0.5], cu_bins=[0, 1], seqlens=[3], capacity=8)
+
+
+def test_plans_go_to_other_processes_with_the_lengths_once():
+    plans = plan_ranks(np.arange(1, 4001), 64, 8000)
+    sent = pickle.dumps(plans)
+    assert len(sent) < 3 * plans.plan(0).seqlens.nbytes + 64 * 2000
+    again = pickle.loads(sent)
+    assert repr(again) == repr(plans)
+    assert again.plan(63).order.tolist() == plans.plan(63).order.tolist()
 
 
 def test_there_is_no_rank_and_no_step_beyond():

@@ -206,3 +206,10 @@ def test_a_plan_of_ranks_says_what_it_is():
     plans = plan_ranks([8, 7, 2, 3, 5, 6], 2, 10, num_steps=2)
     assert isinstance(plans, RankPlan)
     assert repr(plans) == "RankPlan(2 ranks, 2 steps of 1, 1 micro-batches each, fill 0.7750)"
+
+
+@pytest.mark.parametrize("algorithm", EVERY)
+def test_a_rank_without_sequences_keeps_step_with_one_that_has_many(algorithm):
+    plans = plan_ranks([4, 4, 4, 4], 2, 5, algorithm=algorithm, keep_on_rank=[7, 7, 7, 7])
+    assert sorted(len(plan.order) for plan in plans.plans[0]) == [0, 4]
+    check_laws(plans, [4, 4, 4, 4], 2, 5)

@@ -233,6 +233,8 @@ def test_labels_must_be_as_many_as_entries():
     for key in ("trajectory_ids", "stop_reasons"):
         with pytest.raises(ValueError, match=f"{key} must be 3, one for each of response_ids"):
             from_generator_output(output | {key: output[key][1:]})
+    with pytest.raises(TypeError, match=r"must be of class TrajectoryID, got \('a', 0\)"):
+        from_generator_output(output | {"trajectory_ids": [("a", 0)] * 3})
 
 
 def test_trajectories_without_a_group_are_not_joined_with_others_of_their_name():

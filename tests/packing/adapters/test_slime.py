@@ -180,6 +180,14 @@ def test_objects_are_read_too_and_all_of_a_response_without_a_mask_is_one_turn()
 def test_what_is_no_rollout_is_refused():
     with pytest.raises(ValueError, match="'4_0': rollout_log_probs are missing"):
         from_samples([sample_object(rollout_log_probs=None)])
+    with pytest.raises(TypeError, match="'4_0': reward must be a number, got str"):
+        from_samples([sample_object(reward="1")])
+    with pytest.raises(ValueError, match="trajectory '0': tokens are missing"):
+        from_samples([{"response_length": 1, "rollout_log_probs": [-1.0]}])
+    uneven = to_train_data(plain_batch())
+    uneven["truncated"].pop()
+    with pytest.raises(ValueError, match=r"lists must have one length, got .*'truncated': 2"):
+        from_train_data(uneven)
     with pytest.raises(ValueError, match=r"response_length must be in \[0, 4\], got 5"):
         from_samples([sample_object(response_length=5)])
     with pytest.raises(ValueError, match=r"reward must be a number, got \{'acc': 1.0\}"):

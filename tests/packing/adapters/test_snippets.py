@@ -161,11 +161,16 @@ def test_lines_of_verl(peer):
             "verl",
             rollouts=rollouts,
             tokenizer=TOKENIZER,
-            actor_rollout_wg=SimpleNamespace(update_actor=update),
+            trainer=SimpleNamespace(_update_actor=update),
         )
         (proto,) = update[0][0]
         assert isinstance(proto, verl.load("verl").DataProto)
         assert proto.batch["advantages"].shape == proto.batch["old_log_probs"].shape
+        # what its trainer does next, before it calls the workers
+        pads_off = verl.load("verl.workers.utils.padding").left_right_2_no_padding
+        sent = pads_off(proto.to_tensordict())
+        assert sent["input_ids"].offsets().tolist() == [0, 6, 8]
+        assert torch.equal(sent["loss_mask"], proto.batch["response_mask"])
 
 
 def test_lines_of_slime():
@@ -219,6 +224,7 @@ def test_lines_of_openrlhf(peer):
         run("openrlhf", trajectories=two_trajectories(), tokenizer=TOKENIZER, replay_buffer=kept)
     assert [type(experience).__name__ for experience in kept] == ["Experience"]
     assert kept[0].sequences.shape == (2, 3)
+    assert kept[0].action_log_probs.shape == kept[0].advantages.shape == (2, 2)
 
 
 def test_lines_of_areal():

@@ -290,6 +290,8 @@ def test_outputs_of_agent_loops_are_trajectories():
     assert trajectory.turns[0].version_end == 4
     with pytest.raises(ValueError, match="'0' has no response_logprobs"):
         from_agent_loop_outputs([output | {"response_logprobs": None}])
+    with pytest.raises(ValueError, match="'0' has no response_mask"):
+        from_agent_loop_outputs([{key: output[key] for key in output if key != "response_mask"}])
 
 
 def test_the_real_output_of_an_agent_loop_says_the_same_as_our_row(verl):

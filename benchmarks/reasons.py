@@ -65,7 +65,8 @@ OTHERS = {
         "lengths are few: the cost is that of some dozens of numpy calls for checks and tables"
     ),
     "longest first by a heap, as SkyRL's": (
-        "lengths are few: the cost is that of numpy's calls; it checks nothing and knows no capacity"
+        "lengths are few: the cost is that of numpy's calls; it checks nothing and knows no "
+        "capacity"
     ),
     "numpy slices, field by field": SLICES,
     "slices and torch.cat, field by field": SLICES,

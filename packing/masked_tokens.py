@@ -60,22 +60,27 @@ class MaskedTokens:
         mask: IntArray,
         logprobs: FloatArray,
         token_rewards: FloatArray | None = None,
+        *,
+        name: str | None = None,
         **rest: Any,
     ) -> MaskedTokens:
         """Put a prompt before a response that has a mask, log-probabilities and so on alone.
+
+        Errors begin with ``name``, that of the trajectory to be, if it is known.
 
         Raises:
             TypeError: If ids are no integers, or the rest no numbers.
             ValueError: If one of them has not one dimension.
         """
-        prompt = as_ids("prompt_ids", prompt_ids)
-        response = as_ids("response_ids", response_ids)
+        of = "" if name is None else f"trajectory {name!r}: "
+        prompt = as_ids(f"{of}prompt_ids", prompt_ids)
+        response = as_ids(f"{of}response_ids", response_ids)
         before = np.zeros(len(prompt), np.float32)
 
         def joined(field: str, values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-            array = _numbers(field, values, dtype)
+            array = _numbers(f"{of}{field}", values, dtype)
             if array.ndim != 1:
-                raise ValueError(f"{field} must have one dimension, got {list(array.shape)}")
+                raise ValueError(f"{of}{field} must have one dimension, got {list(array.shape)}")
             return np.concatenate([before, array])
 
         rewards = token_rewards

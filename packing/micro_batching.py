@@ -126,6 +126,18 @@ def merged(
     lengths = batch.host_lengths
     placed = place_plan(lengths, plan, alignment)
     outputs = list(outputs)
+    _check_outputs(outputs, placed, batch.device)
+    if not outputs:
+        raise ValueError("outputs must be one or more, got none")
+    table, inverse = send_merge_tables(lengths, placed, batch.device)
+    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return merge_tokens(rows, table, inverse, batch.num_tokens, fill, impl)
+
+
+def _check_outputs(
+    outputs: Sequence[torch.Tensor], placed: Sequence[Placed], device: torch.device
+) -> None:
+    """Raise unless there is an output of every micro-batch, with rows alike."""
     if len(outputs) != len(placed):
         raise ValueError(
             f"outputs must be {len(placed)}, one of each micro-batch, got {len(outputs)}"
@@ -138,18 +150,13 @@ def merged(
                 f"output {number} must have shape [{one.placement.num_tokens}, ...], a row for "
                 f"each token of its micro-batch, got {list(output.shape)}"
             )
-        if (output.dtype, output.device, output.shape[1:]) != (
-            outputs[0].dtype,
-            batch.device,
-            outputs[0].shape[1:],
-        ):
+        first, got = (_row_of(each) for each in (outputs[0], output))
+        if first != got or output.device != device:
             raise ValueError(
-                f"output {number} must be {outputs[0].dtype} {list(outputs[0].shape[1:])} for each "
-                f"token, as output 0, on {batch.device}, got {output.dtype} "
-                f"{list(output.shape[1:])} on {output.device}"
+                f"output {number} must have rows of {first} on {device}, as output 0, got {got} "
+                f"on {output.device}"
             )
-    if not outputs:
-        raise ValueError("outputs must be one or more, got none")
-    table, inverse = send_merge_tables(lengths, placed, batch.device)
-    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return merge_tokens(rows, table, inverse, batch.num_tokens, fill, impl)
+
+
+def _row_of(output: torch.Tensor) -> str:
+    return f"{str(output.dtype).removeprefix('torch.')} {list(output.shape[1:])}"

@@ -190,7 +190,7 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
     found: dict[str, Trajectory] = {}
     for row, name in enumerate(names):
         group = None if labels is None else str(labels[row].instance_id)
-        trajectory = _masked(output, row).trajectory(name, group=group)
+        trajectory = _masked(output, row, name).trajectory(name, group=group)
         before = found[name].turns if name in found else ()
         found[name] = Trajectory(name, [*before, *trajectory.turns], group)
     return list(found.values())
@@ -204,7 +204,7 @@ def _name(label: Any) -> str:
     return str(label.to_string())
 
 
-def _masked(output: Mapping[str, Any], row: int) -> MaskedTokens:
+def _masked(output: Mapping[str, Any], row: int, name: str) -> MaskedTokens:
     reward = output["rewards"][row]
     by_token = host_array(reward).ndim > 0
     reasons = output.get("stop_reasons")
@@ -216,4 +216,5 @@ def _masked(output: Mapping[str, Any], row: int) -> MaskedTokens:
         reward if by_token else None,
         reward=0.0 if by_token else float(reward),
         truncated=reasons is not None and reasons[row] == "length",
+        name=name,
     )

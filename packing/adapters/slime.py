@@ -226,6 +226,7 @@ def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Traj
         logprobs,
         reward=as_number(f"trajectory {name!r}: reward", reward),
         truncated=getattr(status, "value", status) == "truncated",
+        name=name,
     )
     return masked.with_turn_versions(_versions(sample)).trajectory(name, group=group)
 

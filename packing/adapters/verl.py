@@ -209,6 +209,7 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
         masked = MaskedTokens.of_response(
             prompts[row][in_prompt[row]], responses[row][of], mask[row][of], logprobs[row][of],
             scores[0][row][of] if scores else None, version_range=version_range(labels, row),
+            name=name,
         )  # fmt: skip
         group = None if uids[row] is None else str(uids[row])
         found.append(masked.trajectory(name, group=group))
@@ -247,6 +248,7 @@ def from_agent_loop_outputs(
             output["response_logprobs"],
             reward=float(output.get("reward_score") or 0.0),
             version_range=version_range(output.get("extra_fields") or {}),
+            name=name,
         )
         found.append(masked.trajectory(name, group=group))
     return found

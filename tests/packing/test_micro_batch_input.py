@@ -11,6 +11,7 @@ import torch
 from trajpack import Trajectory, Turn, pack
 from trajpack.packing.alignment import Alignment
 from trajpack.packing.plan import plan_micro_batches
+from trajpack.packing.plan_ranks import plan_ranks
 
 TURN = Turn([1, 2], [3], [-0.5])
 BATCH = pack([Trajectory(name, [TURN]) for name in "abc"], device="cpu")
@@ -70,6 +71,16 @@ def test_an_alignment_that_cannot_be_is_refused(error, match, options):
         ),
         (
             ValueError,
+            r"tensors: 'x' must have rows, of a dtype of at most 8 .* got complex128 \[9\]",
+            ([0], Alignment(), {"x": X.to(torch.complex128)}),
+        ),
+        (
+            ValueError,
+            r"tensors: 'x' must have rows, .* got float32 \[9, 0\]",
+            ([0], Alignment(), {"x": X[:, None][:, :0]}),
+        ),
+        (
+            ValueError,
             "tensors: 'x' is on meta but the batch is on cpu",
             ([0], Alignment(), {"x": X.to("meta")}),
         ),
@@ -89,6 +100,46 @@ def test_a_plan_that_is_not_for_the_batch_is_refused():
         ValueError, match=r"micro-batch 0: .* at most total=4 tokens, its .* take 6"
     ):
         BATCH.split(PLAN, Alignment(total=4))
+
+
+@pytest.mark.parametrize("plan", [plan_ranks([3, 3, 3], 2, 6), [[0, 1], [2]], None])
+def test_what_is_no_plan_is_refused(plan):
+    got = type(plan).__name__
+    with pytest.raises(TypeError, match=f"plan must be a Plan, of one rank and step, got {got}"):
+        BATCH.split(plan)
+
+
+def test_counts_of_numpy_are_as_good_as_others():
+    counts = {"sequence_multiple": 4, "total_multiple": 8, "total": 16, "max_sequences": 3}
+    alignment = Alignment(**{name: np.int64(count) for name, count in counts.items()})
+    assert repr(alignment) == repr(Alignment(**counts))
+    micro_batch = BATCH.select([2, 0], alignment)
+    assert (micro_batch.num_tokens, type(micro_batch.max_seqlen)) == (16, int)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "tensors"),
+    [
+        (ValueError, "has a field 'input_ids' already", {"input_ids": X[:8]}),
+        (ValueError, r"'x' must have shape \[8, \.\.\.\], got \[9\]", {"x": X}),
+        (TypeError, "tensors: 'x' must be a tensor, got list", {"x": [0] * 8}),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(error, match, tensors):
+    micro_batch = BATCH.select([0, 1], Alignment(sequence_multiple=4))
+    with pytest.raises(error, match=match):
+        micro_batch.shard(2, 0, tensors=tensors)
+    with pytest.raises(ValueError, match=r"partition must be one of .* got 'x'"):
+        micro_batch.shard(2, 0, "x")
+    with pytest.raises(ValueError, match="cp_size must be at least 1, got 0"):
+        micro_batch.shard(0, 0)
+
+
+def test_one_rank_holds_everything_however_it_is_aligned():
+    micro_batch = BATCH.select([0, 1])
+    for partition in ("zigzag", "contiguous", "whole"):
+        share = micro_batch.shard(1, 0, partition)
+        assert torch.equal(share["input_ids"], micro_batch.input_ids)
 
 
 def test_padding_that_was_not_planned_for_is_refused_where_it_goes_over_the_capacity():
@@ -111,6 +162,13 @@ def test_padding_that_was_not_planned_for_is_refused_where_it_goes_over_the_capa
         (TypeError, "output 1 must be a tensor, got int", [X[:6], 3]),
         (ValueError, r"output 0 must have shape \[6, \.\.\.\].*got \[5\]", [X[:5], X[:3]]),
         (ValueError, r"output 1 must have shape \[3, \.\.\.\].*got \[\]", [X[:6], X[0]]),
+        (
+            ValueError,
+            r"output 1 must have rows of float32 \[\] on cpu, .* got float16 \[\] on cpu",
+            [X[:6], X[:3].half()],
+        ),
+        (ValueError, r"output 1 must have rows .* got float32 \[1\]", [X[:6], X[:3, None]]),
+        (ValueError, "output 0 must have rows .* on meta", [X[:6].to("meta"), X[:3].to("meta")]),
     ],
 )
 def test_outputs_that_are_none_of_the_micro_batches_are_refused(error, match, outputs):

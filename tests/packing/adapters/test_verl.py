@@ -335,6 +335,9 @@ def test_rows_of_another_shape_are_refused(key):
 
 def test_what_is_no_proto_is_refused():
     found = to_data_proto_dict(plain_batch())
+    negative = found["tensors"] | {"responses": -found["tensors"]["responses"]}
+    with pytest.raises(ValueError, match="trajectory 'task_0': response_ids must be 0 or more"):
+        from_data_proto(found | {"tensors": negative})
     with pytest.raises(TypeError, match="must be a padded DataProto or its dictionary, got dict"):
         from_data_proto(found["tensors"])
     with pytest.raises(TypeError, match="got TensorDict"):

@@ -55,7 +55,8 @@ class TransformerCost:
         (MLA); scores and weighted values over what comes before, half of n², or a sliding window;
         the layers between, of which a mixture of experts works with the experts that a token is
         sent to, its shared ones and its router; and the head over the vocabulary. Norms, rotations
-        and embeddings are not: they are few. Layers of linear attention count as projections.
+        and embeddings are not: they are few. Layers of linear attention count as projections, those
+        that attend within chunks as a window of half a chunk: as many pairs in long sequences.
 
         Args:
             config: A ``PretrainedConfig`` or anything with its attributes.
@@ -79,7 +80,7 @@ class TransformerCost:
         linear = layers * projections
         linear += sum(_between(config, layer) for layer in range(layers))
         linear += int(_needed(config, "hidden_size")) * int(_needed(config, "vocab_size"))
-        window = getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+        window = _window(config, kinds)
         # half of n² pairs, each of which multiplies and adds
         return cls(
             linear=MULTIPLY_ADD * linear,
@@ -107,9 +108,23 @@ def _kinds_of_layers(config: Any, layers: int) -> list[str]:
     if not kinds:
         slides = windowed and getattr(config, "use_sliding_window", True)
         return ["sliding_attention" if slides else "full_attention"] * layers
+    if getattr(config, "attention_chunk_size", None) is None:
+        kinds = ["full_attention" if "chunked" in kind else kind for kind in kinds]
+    else:
+        kinds = ["sliding_attention" if "chunked" in kind else kind for kind in kinds]
+        windowed = True
     if not windowed:
         return ["full_attention" if "sliding" in kind else kind for kind in kinds]
     return list(kinds)
+
+
+def _window(config: Any, kinds: list[str]) -> int | None:
+    """Return the tokens of the window, if a layer has one."""
+    if "sliding_attention" not in kinds:
+        return None
+    if getattr(config, "sliding_window", None) is not None:
+        return int(config.sliding_window)
+    return int(config.attention_chunk_size) // 2
 
 
 def _attention(config: Any) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def test_the_reference_equals_a_loop_over_tokens(lengths: list[int]) -> None:
     num_turns=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_any_runs_equal_a_loop_over_tokens(
     impl: str, lengths: list[int], num_turns: int, seed: int
 ) -> None:

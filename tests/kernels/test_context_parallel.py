@@ -82,6 +82,14 @@ def test_repeated_boundaries_change_nothing():
             assert_same_bits(fixed, plain)
 
 
+@pytest.mark.parametrize("partition", ["zigzag", "contiguous", "whole"])
+def test_one_rank_holds_sequences_of_any_length(partition):
+    cu_seqlens = boundaries([3, 0, 1, 5])
+    index = context_parallel_index(cu_seqlens, 9, 1, 0, partition)
+    order = context_parallel_order(cu_seqlens, 9, 1, partition)
+    assert index.tolist() == order.tolist() == list(range(9))
+
+
 def test_shapes_alone_are_enough_on_the_meta_device():
     cu_seqlens = boundaries([8, 4]).to("meta")
     for partition in ("zigzag", "contiguous", "whole"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -215,8 +216,10 @@ def test_gradients_are_right(impl: Any, dtype: torch.dtype, side: Any) -> None:
     packed = torch.randn(3, 1, dtype=dtype, requires_grad=True)
     padded = torch.randn(3, 3, 1, dtype=dtype, requires_grad=True)
     options = {"side": side, "impl": impl}
-    assert torch.autograd.gradcheck(lambda x: pad(x, ends, 3, value=3, **options), packed)
-    assert torch.autograd.gradcheck(lambda x: unpad(x, ends, 3, **options), padded)
+    # of a random direction, or of every entry: the interpreter takes its time
+    check = partial(torch.autograd.gradcheck, fast_mode=impl == "triton")
+    assert check(lambda x: pad(x, ends, 3, value=3, **options), packed)
+    assert check(lambda x: unpad(x, ends, 3, **options), padded)
 
 
 @pytest.mark.parametrize("rest", [(), (2,)], ids=str)

@@ -46,7 +46,7 @@ def test_gradients_are_right(
     def reduce(x: torch.Tensor) -> torch.Tensor:
         return REDUCTIONS[name](x, segments, mask=mask, impl=impl)[[0, 2]]  # not -inf of nothing
 
-    assert torch.autograd.gradcheck(reduce, x)
+    assert torch.autograd.gradcheck(reduce, x, fast_mode=impl == "triton")  # it interprets slowly
     (gradient,) = torch.autograd.grad(reduce(x).sum(), x)
     assert (gradient[~held] == 0).all()
     assert gradient.sum() == pytest.approx({"sum": int(held.sum())}.get(name, 2.0))

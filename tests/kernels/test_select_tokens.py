@@ -252,3 +252,16 @@ def test_a_table_of_the_inverse_must_fit_the_rows():
     table, inverse = a_permutation()
     with pytest.raises(ValueError, match=r"merge_tokens: table must have shape .* got \[1, 3\]"):
         merge_tokens(torch.zeros(5), table, inverse[:1], 6)
+
+
+def test_what_a_tensor_only_says_of_itself_is_moved_too(impl):
+    """Complex numbers that are conjugated, and what is negated with them, without being written."""
+    plain = torch.complex(torch.arange(5.0), torch.arange(1.0, 6.0))
+    lazy = plain.conj()
+    negated = torch._neg_view(torch.arange(1.0, 6.0))
+    assert lazy.is_conj()
+    assert negated.is_neg()
+    table = torch.tensor([[0, 3], [1, 0], [3, 0]], dtype=torch.int32)
+    rows = select_tokens([lazy, negated], table, 3, [0, 0], impl=impl).rows
+    assert rows[0].tolist() == [1 - 2j, 2 - 3j, 3 - 4j]
+    assert rows[1].tolist() == [-2.0, -3.0, -4.0]

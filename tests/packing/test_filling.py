@@ -25,8 +25,8 @@ LAYOUTS = ["merged", "turns"]
 def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
     monkeypatch.setattr(store_module, "SETTLED", settled)
 
-    @given(drawn=trajectory_lists(max_size=9), choices=st.randoms(use_true_random=False))
-    @settings(max_examples=20)
+    @given(drawn=trajectory_lists(max_size=9), choices=st.randoms(use_true_random=True))
+    @settings(max_examples=30)
     def check(drawn, choices):
         buffer = TrajectoryBuffer(device="cpu")
         kept = []

@@ -135,6 +135,20 @@ def test_kinds_of_layers_are_told_apart():
     assert TransformerCost.from_config(off).windowed == 0
 
 
+def test_layers_that_attend_within_chunks_cost_as_many_pairs_as_chunks_have():
+    kinds = ["chunked_attention", "full_attention", "chunked_attention"]
+    chunked = SimpleNamespace(**SMALL, layer_types=kinds, attention_chunk_size=16)
+    cost, whole = (
+        TransformerCost.from_config(config) for config in (chunked, SimpleNamespace(**SMALL))
+    )
+    assert (cost.windowed, cost.window) == (whole.quadratic * 2 / 3, 8)
+    one_more = cost([16_016])[0] - cost([16_000])[0] - 16 * cost.linear
+    one_more -= cost.quadratic * (16_016**2 - 16_000**2)
+    assert one_more == pytest.approx(cost.windowed * 16**2)
+    unbounded = SimpleNamespace(**SMALL, layer_types=kinds, attention_chunk_size=None)
+    assert TransformerCost.from_config(unbounded) == whole
+
+
 def test_a_configuration_that_lacks_something_is_told():
     with pytest.raises(ValueError, match="must have num_hidden_layers, got SimpleNamespace"):
         TransformerCost.from_config(SimpleNamespace())

@@ -187,7 +187,7 @@ def plan_micro_batches(  # noqa: PLR0913
 
     Args:
         seqlens: ``[sequences]``: tokens of each; ints, an integer array or a tensor.
-        capacity: Most tokens of a micro-batch.
+        capacity: Most tokens of a micro-batch; `align` or more, and fewer than 2**31.
         algorithm: How they are filled, see `Algorithm`.
         cost: What a sequence costs, where micro-batches are balanced or split: ``None`` for its
             aligned tokens, one number for each sequence, or a function of aligned lengths such as

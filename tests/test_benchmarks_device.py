@@ -11,7 +11,7 @@ from benchmarks import device_contest, machine, timing
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.goals import goals, lines
 from benchmarks.kernels import bench_kernels_gpu, build_job, gather_job, logits_job, pad_job
-from benchmarks.packing import bench_pack_gpu
+from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, bench_pack_gpu
 from benchmarks.promises import PACK_ONLY
 from benchmarks.tables import render
 from benchmarks.workloads import MULTI_TURN, WORKLOADS, conversations
@@ -48,6 +48,9 @@ DEVICE_CONTESTS = {
         conversations(MULTI_TURN, SMALL),
         bench_pack_gpu.RIVALS,
         "cpu",
+    ),
+    "micro-batches": lambda: bench_micro_batches_gpu.contest(
+        bench_micro_batches.ALIGNED, MULTI_TURN, 0.01, "cpu"
     ),
     "build": lambda: build_job.build_contest("A: a", conversations(MULTI_TURN, SMALL), "cpu"),
     "returns": lambda: bench_kernels_gpu.returns_contest("A", LENGTHS, "cpu"),

@@ -30,9 +30,10 @@ WORKLOADS = (*EVEN_SEQUENCES, MULTI_TURN, MANY_TURNS)
 
 
 @functools.lru_cache(maxsize=1)
-def inputs(workload, scale=1.0):
+def inputs(workload, scale=1.0, device="cpu"):
     """Return a batch with advantages, in layout "turns" as the collators have it."""
-    return pack(conversations(workload, scale), "turns").with_advantages(GRPO())
+    batch = pack(conversations(workload, scale), "turns", device=device)
+    return batch.with_advantages(GRPO())
 
 
 def ours(batch, plan, alignment):
@@ -48,14 +49,18 @@ def one_by_one(batch, plan, alignment):
         del one
 
 
-def places(lengths, padded):
+def places(lengths, padded, device):
     """Return positions, sequences and boundaries of a micro-batch, a piece for each sequence."""
-    owners = [torch.full((room,), number) for number, room in enumerate(padded)]
+    numbers = enumerate(padded)
+    owners = [torch.full((room,), number, device=device) for number, room in numbers]
+    counted = [torch.arange(room, device=device) for room in padded]
+    boundaries = {"cu_seqlens": lengths, "cu_seqlens_padded": padded}
     return {
-        "position_ids": torch.cat([torch.arange(room) for room in padded]),
+        "position_ids": torch.cat(counted),
         "sequence_ids": torch.cat(owners).int(),
-        "cu_seqlens": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
-        "cu_seqlens_padded": torch.tensor(np.cumsum([0, *padded]), dtype=torch.int32),
+    } | {
+        name: torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32, device=device)
+        for name, counts in boundaries.items()
     }
 
 
@@ -78,7 +83,7 @@ def by_slices(batch, plan, alignment):
                     for part, room in zip(parts, padded, strict=True)
                 ]
             fields[name] = torch.cat(parts)
-        micro_batches.append(fields | places(lengths, padded))
+        micro_batches.append(fields | places(lengths, padded, batch.device))
     return micro_batches
 
 
@@ -91,20 +96,18 @@ def by_index(batch, plan, alignment):
         chosen = sequences.tolist()
         lengths = [batch.seqlens[sequence] for sequence in chosen]
         padded = [-(-length // multiple) * multiple for length in lengths]
-        made = places(lengths, padded)
-        begins = torch.tensor([bounds[sequence] for sequence in chosen])
+        made = places(lengths, padded, batch.device)
+        begins = torch.tensor([bounds[sequence] for sequence in chosen], device=batch.device)
         owners = made["sequence_ids"].long()
         index = begins[owners] + made["position_ids"]
         fields = {}
         if multiple > 1:
-            real = made["position_ids"] < torch.tensor(lengths)[owners]
+            real = made["position_ids"] < torch.tensor(lengths, device=batch.device)[owners]
             index = torch.where(real, index, 0)
         for name in COPIED:
             rows = getattr(batch, name)[index]
             if multiple > 1:
-                rows = torch.where(
-                    real, rows, torch.full((), PADDING.get(name, 0), dtype=rows.dtype)
-                )
+                rows = torch.where(real, rows, rows.new_tensor(PADDING.get(name, 0)))
             fields[name] = rows
         micro_batches.append(fields | made)
     return micro_batches
@@ -129,7 +132,7 @@ def by_numpy(batch, plan, alignment):
             for sequence, start, length in zip(chosen, starts, lengths, strict=False):
                 out[start : start + length] = source[bounds[sequence] : bounds[sequence + 1]]
             fields[name] = torch.from_numpy(out)
-        micro_batches.append(fields | places(lengths, padded))
+        micro_batches.append(fields | places(lengths, padded, batch.device))
     return micro_batches
 
 
@@ -144,7 +147,7 @@ def check(micro_batches, expected):
     assert len(micro_batches) == len(expected)
     for got, want in zip(micro_batches, expected, strict=True):
         for name, tensor in want.items():
-            assert_equal(got[name], tensor, name)
+            assert_equal(got[name].cpu(), tensor, name)
 
 
 def contest(job, workload, scale=1.0):

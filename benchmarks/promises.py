@@ -39,7 +39,7 @@ PROMISES = (
         "packing a filled buffer (ten fields) against Python lists of three fields, arrays in",
     ),
     Promise(FROM_ARRAYS, OURS, LISTS, 20, "the whole job against Python lists, arrays in"),
-    Promise(FROM_LISTS, OURS, LISTS, 6, "the whole job against Python lists, plain lists in"),
+    Promise(FROM_LISTS, OURS, LISTS, 4, "the whole job against Python lists, plain lists in"),
     Promise(GAE, OURS, OVER_COLUMNS, 50, "GAE of packed tokens against a loop over columns"),
 )
 PER_TURN = "a hundred thousand turns of 32 tokens: the cost is Python's per turn, not per token"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from trajpack.agent.questions import Question
+from trajpack.agent.tiny_model import build_qwen3, train_tokenizer
 from trajpack.packing.types import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -79,57 +79,20 @@ def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTo
 
     Cost: under a second once transformers is imported.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tokenizers import pre_tokenizers
 
-    tokenizer = _build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        initializer_range=0.1,  # the default learns several times slower at this width
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # The default generator alone: torch.manual_seed would reseed every device.
-        torch.default_generator.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    return model.eval(), tokenizer
-
-
-def _build_tokenizer() -> PreTrainedTokenizerBase:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
     # No split at words: the agent's feedback, said in every turn, becomes a single token.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    tokenizer = train_tokenizer(
+        pre_tokenizers.Sequence([digits, words]),
+        _TEXT,
+        special_tokens=(_PAD, _END, _USER, _ASSISTANT),
         vocab_size=512,
-        special_tokens=[_PAD, _USER, _ASSISTANT, _END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(_TEXT, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=_END,
-        pad_token=_PAD,
-        additional_special_tokens=[_USER, _ASSISTANT],
         chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
     )
+    # The default range of weights learns several times slower at this width.
+    return build_qwen3(tokenizer, seed, max_positions=512, initializer_range=0.1), tokenizer
 
 
 def encode_question(question: Question, tokenizer: Any) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,9 +60,25 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
 
     Cost: under a second once transformers is imported.
     """
+    from tokenizers import pre_tokenizers
+
+    tokenizer = train_tokenizer(
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        _TEXT,
+        special_tokens=(_PAD, _END, _START),
+        vocab_size=_VOCABULARY_SIZE,
+        chat_template=_CHAT_TEMPLATE,
+    )
+    # Wide enough that the next token is far from uniform, and that temperature matters.
+    return build_qwen3(tokenizer, seed, max_positions=8192, initializer_range=0.2), tokenizer
+
+
+def build_qwen3(
+    tokenizer: PreTrainedTokenizerBase, seed: int, *, max_positions: int, initializer_range: float
+) -> PreTrainedModel:
+    """Build a Qwen3 of 2 layers of width 64 for a tokenizer, with random weights on the CPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -70,9 +87,8 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=8192,
-        # Wide enough that the next token is far from uniform, and that temperature matters.
-        initializer_range=0.2,
+        max_position_embeddings=max_positions,
+        initializer_range=initializer_range,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -82,29 +98,46 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # The default generator alone: torch.manual_seed would reseed every device.
         torch.default_generator.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    return model.eval(), tokenizer
+        model: PreTrainedModel = Qwen3ForCausalLM(config)
+    return model.eval()
 
 
-def _build_tokenizer() -> PreTrainedTokenizerBase:
+def train_tokenizer(
+    pre_tokenizer: Any,
+    text: Iterable[str],
+    *,
+    special_tokens: Sequence[str],
+    vocab_size: int,
+    chat_template: str,
+) -> PreTrainedTokenizerBase:
+    """Train a byte-level byte-pair encoding.
+
+    Args:
+        pre_tokenizer: Ends with the byte level.
+        text: What pairs are learned from.
+        special_tokens: Padding, end of a message, and others.
+        vocab_size: Tokens at most.
+        chat_template: Of conversations.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    pad, end, *others = special_tokens
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizer
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY_SIZE,
-        special_tokens=[_PAD, _START, _END],
+        vocab_size=vocab_size,
+        special_tokens=[pad, *others, end],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(_TEXT, trainer)
+    bpe.train_from_iterator(text, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        eos_token=_END,
-        pad_token=_PAD,
-        additional_special_tokens=[_START],
-        chat_template=_CHAT_TEMPLATE,
+        eos_token=end,
+        pad_token=pad,
+        additional_special_tokens=others,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )

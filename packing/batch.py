@@ -14,6 +14,7 @@ from trajpack.packing.credit_methods import CreditMethods
 from trajpack.packing.label_methods import LabelMethods
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batch_methods import MicroBatchMethods
+from trajpack.packing.model_inputs import model_inputs
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
@@ -209,15 +210,7 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
 
         Cost: views; nothing is copied or synchronised.
         """
-        return {
-            "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
-            "use_cache": False,
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
+        return model_inputs(self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen)
 
     def unpack(self) -> list[Trajectory]:
         """Return the trajectories that were packed: equal in every value, in their order.

@@ -11,6 +11,7 @@ import torch
 
 from trajpack.kernels.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.label_methods import LabelMethods
+from trajpack.packing.model_inputs import model_inputs
 
 
 def check_given(
@@ -139,15 +140,9 @@ class MicroBatch(LabelMethods):
 
         Cost: views; nothing is copied or synchronised.
         """
-        return {
-            "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
-            "use_cache": False,
-            "cu_seq_lens_q": self.cu_seqlens_padded,
-            "cu_seq_lens_k": self.cu_seqlens_padded,
-            "max_length_q": self.max_seqlen,
-            "max_length_k": self.max_seqlen,
-        }
+        return model_inputs(
+            self.input_ids, self.position_ids, self.cu_seqlens_padded, self.max_seqlen
+        )
 
     def context_parallel_index(
         self, cp_size: int, cp_rank: int, partition: Partition = "zigzag"

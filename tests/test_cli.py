@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import trajpack
+from tests.command import Done, call, refusal
 from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.agent.answer_log import AnswerLog
 from trajpack.agent.errors import EngineEndedError
@@ -33,30 +34,6 @@ from trajpack.cli import main, run
 torch.set_num_threads(1)
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 SMALL = ["--num-prompts", "2", "--turns", "2", "--max-new-tokens", "8", "--concurrency", "1"]
-
-
-class Done(NamedTuple):
-    status: int
-    stdout: str
-    stderr: str
-
-
-def call(*arguments: Any) -> Done:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        status = run([str(argument) for argument in arguments])
-    return Done(status, out.getvalue(), err.getvalue())
-
-
-def refusal(*arguments: Any) -> str:
-    """Return the one line that says what is wrong, after checking that it is all there is."""
-    done = call(*arguments)
-    assert done.status == 2
-    assert not done.stdout
-    *before, line = done.stderr.splitlines()
-    assert line.startswith("trajpack: error: ")
-    assert not any("error" in other for other in before)
-    return line
 
 
 def tokens(batch: PackedBatch) -> list[tuple[str, list[int], list[int]]]:

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
+from tests import command
+from tests.command import call
 from trajpack import train_command
-from trajpack.cli import run
 
 SMALL = ["--steps", "2", "--num-prompts", "2", "--group-size", "2", "--warm-up-steps", "2"]
 
 
-class Done(NamedTuple):
-    status: int
-    stdout: str
-    stderr: str
-
-
-def call(*arguments: Any) -> Done:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        status = run([str(argument) for argument in arguments])
-    return Done(status, out.getvalue(), err.getvalue())
-
-
-def refusal(*arguments: Any) -> str:
-    """Return the one line that says what is wrong, after checking that it is all there is."""
-    done = call("train", *arguments)
-    assert done.status == 2
-    assert not done.stdout
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("trajpack: error: ")
-    return line
+refusal = partial(command.refusal, "train")
 
 
 def test_a_training_ends_with_a_report_and_a_page(tmp_path: Path) -> None:

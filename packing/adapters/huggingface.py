@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from trajpack.packing.adapters.packed import Packed, check_unpadded, holds_token, places_of
+from trajpack.packing.adapters.packed import Packed, check_unpadded, holds_token
 
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 IGNORED = -100
 """The label that no loss is taken at."""
 
@@ -74,21 +75,10 @@ def to_padding_free(
         )[None]
     if return_seq_idx:
         flattened["seq_idx"] = batch.sequence_ids[None]
-    return flattened | (flash_attention_kwargs(batch) if return_flash_attn_kwargs else {})
-
-
-def flash_attention_kwargs(batch: Packed) -> dict[str, Any]:
-    """Return transformers' ``FlashAttentionKwargs``: two boundaries and two lengths.
-
-    Cost: views; the longest sequence is known to the host. No synchronisation.
-    """
-    places, longest = places_of(batch), batch.max_seqlen
-    return {
-        "cu_seq_lens_q": places,
-        "cu_seq_lens_k": places,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    if return_flash_attn_kwargs:
+        inputs = batch.model_inputs()
+        flattened |= {name: inputs[name] for name in _BOUNDARIES}
+    return flattened
 
 
 def _labels(batch: Packed, labels: str, separator_id: int) -> torch.Tensor:

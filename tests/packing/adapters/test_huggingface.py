@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening
 
 from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
 from trajpack import pack, plan_micro_batches
-from trajpack.packing.adapters.huggingface import flash_attention_kwargs, to_padding_free
+from trajpack.packing.adapters.huggingface import to_padding_free
 from trajpack.packing.alignment import Alignment
 from trajpack.testing import assert_same_bits, trajectory_lists
 
@@ -110,12 +110,6 @@ def test_a_model_sees_sequences_apart_and_its_loss_is_that_of_generated_tokens()
         logits = model(tokens[None], use_cache=False).logits[0].log_softmax(-1)
         losses.append(-logits[:-1].gather(1, tokens[1:, None])[mask[1:], 0])
     torch.testing.assert_close(loss, torch.cat(losses).mean(), rtol=1e-5, atol=1e-5)
-
-
-def test_flash_attention_kwargs_are_those_of_a_batch_for_a_model():
-    batch = some_batch()
-    given = flash_attention_kwargs(batch)
-    assert given.items() <= batch.model_inputs().items()
 
 
 def test_other_labels_are_refused():

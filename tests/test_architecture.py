@@ -19,14 +19,23 @@ PRODUCT = sorted(
 MAX_LINES = 300
 MAX_FUNCTION_LINES = 40
 OPTIONAL = {
+    "anyio",
+    "gymnasium",
+    "httpx",
     "hypothesis",
     "math_verify",
     "megatron",
     "msgspec",
     "openrlhf",
+    "opentelemetry",
     "plotly",
+    "prometheus_client",
+    "pyarrow",
+    "pydantic_settings",
+    "ray",
     "reasoning_gym",
     "rich",
+    "stamina",
     "tensordict",
     "tinker",
     "torchtitan",

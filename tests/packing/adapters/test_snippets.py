@@ -137,8 +137,7 @@ def test_lines_of_torchtitan(peer):
 
 
 def test_lines_of_tinker(peer):
-    for name in ("httpx", "sniffio"):
-        peer(name)
+    peer("sniffio")
     peer("tinker").without_init("tinker")
     forward, step = Calls(), Calls()
     names = run(

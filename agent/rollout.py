@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,61 +15,11 @@ from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.questions import Question, load_questions, reasoning_gym_questions
-from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner, has_engine_ended
+from trajpack.agent.rollout_outcome import RolloutOutcome
+from trajpack.agent.rollout_settings import RolloutSettings
+from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner
 from trajpack.agent.tiny_model import build_tiny_model
 from trajpack.agent.transformers_engine import TransformersEngine
-from trajpack.packing.buffer import TrajectoryBuffer
-from trajpack.packing.types import Trajectory
-
-MAX_COUNT = 10_000_000
-"""Any count beyond it is a slip of the finger."""
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """What to roll out, and how.
-
-    The same settings give the same questions, the same weights and the same order of
-    trajectories. They also give the same tokens if ``concurrency`` is 1; otherwise requests
-    share a random generator, and which of them comes first depends on the clock.
-
-    Raises:
-        SetupError: If a value is out of range.
-    """
-
-    dataset: Path | None = None
-    """JSONL file of questions, see `load_questions`; ``None`` makes sums by reasoning-gym."""
-    model: Path | None = None
-    """Folder of a transformers causal language model and its tokenizer; ``None`` makes a tiny
-    one with random weights."""
-    num_prompts: int = 16
-    """How many questions: the first ones of the file, or all if it has fewer."""
-    num_turns: int = 3
-    """Turns of an episode."""
-    group_size: int = 2
-    """Episodes for each question."""
-    concurrency: int = 16
-    """Episodes in flight at most."""
-    max_new_tokens: int = 32
-    """Tokens of one completion at most."""
-    turn_discount: float = 1.0
-    """Discount from one turn to the next."""
-    device: str = "cpu"
-    """Where the model runs and the batch is packed."""
-    seed: int = 0
-    """Of the tiny model's weights, the questions made and the sampling."""
-    answers: Path | None = None
-    """Folder of the answer log; ``None`` keeps none."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_turns", "group_size", "concurrency", "max_new_tokens"):
-            if not 1 <= getattr(self, name) <= MAX_COUNT:
-                limits = f"from 1 to {MAX_COUNT:,}"
-                raise SetupError(f"{name} must be {limits}, got {getattr(self, name)}")
-        if not math.isfinite(self.turn_discount):
-            raise SetupError(f"turn_discount must be finite, got {self.turn_discount}")
-        if not 0 <= self.seed < 2**32:
-            raise SetupError(f"seed must be in [0, 2**32), got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -148,38 +95,6 @@ class Rollout:
         place = {prompt.id: index for index, prompt in enumerate(self.prompts)}
         ordered = sorted(results, key=lambda result: (place[result.prompt.id], result.sample))
         return RolloutOutcome(tuple(ordered))
-
-
-@dataclass(frozen=True)
-class RolloutOutcome:
-    """What came of the episodes that finished, by prompt and sample."""
-
-    results: tuple[EpisodeResult, ...]
-    """One for each episode that finished."""
-    trajectories: tuple[Trajectory, ...] = field(init=False)
-    """Of all episodes that did not fail."""
-
-    def __post_init__(self) -> None:
-        trajectories = (item for result in self.results for item in result.trajectories)
-        object.__setattr__(self, "trajectories", tuple(trajectories))
-
-    @property
-    def failures(self) -> Counter[str]:
-        """How many episodes failed, by reason."""
-        return Counter(result.error.reason for result in self.results if result.error is not None)
-
-    @property
-    def engine_failure(self) -> str | None:
-        """Why the engine ended before the episodes did, ``None`` if it did not."""
-        errors = (result.error for result in self.results)
-        return next((error.reason for error in errors if error and has_engine_ended(error)), None)
-
-    def fill_buffer(self, device: torch.device | str) -> TrajectoryBuffer:
-        """Return a buffer for ``device`` that holds the trajectories."""
-        buffer = TrajectoryBuffer(device=device)
-        for trajectory in self.trajectories:
-            buffer.add(trajectory)
-        return buffer
 
 
 def prepare_rollout(settings: RolloutSettings) -> Rollout:

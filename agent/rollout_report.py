@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trajpack.agent.rollout import RolloutOutcome
+from trajpack.agent.rollout_outcome import RolloutOutcome
 from trajpack.agent.runner import Progress
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.inspection import counted, describe

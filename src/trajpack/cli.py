@@ -129,8 +129,8 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
 
     Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B
     """
-    from trajpack.agent.rollout import RolloutSettings
     from trajpack.agent.rollout_files import answers_folder
+    from trajpack.agent.rollout_settings import RolloutSettings
     from trajpack.rollout_command import roll_out
 
     settings = RolloutSettings(

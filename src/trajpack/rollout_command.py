@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout import Rollout, RolloutOutcome, RolloutSettings, prepare_rollout
+from trajpack.agent.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout_files import (
     check_places,
     check_writable,
     save_rollout,
     tokenizer_folder,
 )
+from trajpack.agent.rollout_outcome import RolloutOutcome
 from trajpack.agent.rollout_report import ProgressBoard, report
+from trajpack.agent.rollout_settings import RolloutSettings
 from trajpack.agent.runner import EpisodeResult
 from trajpack.interruption import Interruption
 from trajpack.packing.inspection import counted, summary

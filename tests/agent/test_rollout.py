@@ -12,7 +12,9 @@ import torch
 
 from trajpack.agent.errors import EngineEndedError, EpisodeError, SetupError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout import Rollout, RolloutOutcome, RolloutSettings, prepare_rollout
+from trajpack.agent.rollout import Rollout, prepare_rollout
+from trajpack.agent.rollout_outcome import RolloutOutcome
+from trajpack.agent.rollout_settings import RolloutSettings
 from trajpack.agent.runner import EpisodeResult, Progress
 from trajpack.agent.transformers_engine import TransformersEngine
 from trajpack.packing.types import Trajectory, Turn

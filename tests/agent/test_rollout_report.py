@@ -9,7 +9,7 @@ from rich.console import Console
 from trajpack import Trajectory, Turn
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout import RolloutOutcome
+from trajpack.agent.rollout_outcome import RolloutOutcome
 from trajpack.agent.rollout_report import ProgressBoard, report
 from trajpack.agent.runner import EpisodeResult, Progress
 

@@ -1,4 +1,4 @@
-"""Blocking work beside an event loop."""
+"""Work that is waited for to its end, whoever is cancelled meanwhile."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ async def run_to_end(work: Callable[[], _T]) -> _T:
         future.exception()
         raise cancelled
     return future.result()
+
+
+async def cancel_and_wait(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait until it has ended, whoever is cancelled meanwhile."""
+    from anyio import CancelScope
+
+    cancelled: asyncio.CancelledError | None = None
+    task.cancel()
+    with CancelScope(shield=True):
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if not task.cancelled():
+        task.exception()  # whoever leaves early does not want it
+    if cancelled is not None:
+        raise cancelled

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.agent.errors import EpisodeError, GenerationError
+from trajpack.agent.errors import (
+    EnvironmentFailedError,
+    EpisodeCancelledError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    GenerationError,
+    MalformedResponseError,
+)
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Reply
 from trajpack.packing.conversion import as_ids, as_logprobs, as_number, as_version_runs
 from trajpack.packing.types import Turn
@@ -68,9 +75,9 @@ class Episode:
     exchanges: list[Exchange] = field(default_factory=list)
     """The turns so far."""
 
-    def error(self, reason: str) -> EpisodeError:
+    def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
         """Return an error that names the episode and the turn it is in."""
-        return EpisodeError(self.qid, f"turn {len(self.exchanges)}: {reason}")
+        return kind(self.qid, f"turn {len(self.exchanges)}: {reason}")
 
     async def begin(self, prompt_ids: Sequence[int]) -> None:
         """Reset the environment and open the conversation with ``prompt_ids``.
@@ -80,7 +87,7 @@ class Episode:
         """
         if not isinstance(self.qid, str):
             raise self.error(f"the qid must be a str, got {type(self.qid).__name__}")
-        with self.guard("the environment's reset failed"):
+        with self.guard("the environment's reset failed", EnvironmentFailedError):
             await self.env.reset()
         with self.guard("the prompt was refused"):
             self.token_ids = as_ids("prompt_ids", prompt_ids).tolist()
@@ -88,14 +95,15 @@ class Episode:
             raise self.error("the prompt has no tokens")
 
     @contextmanager
-    def guard(self, failure: str) -> Iterator[None]:
+    def guard(self, failure: str, kind: type[EpisodeError] = EpisodeError) -> Iterator[None]:
         """Raise whatever is raised within as an error of this episode, with its cause.
 
         That includes a cancellation which nobody asked of the task that runs the episode: it
         is somebody else's and must not end this task silently.
 
         Raises:
-            EpisodeError: That begins with ``failure``.
+            EpisodeError: Of this ``kind``, that begins with ``failure``.
+            EpisodeCancelledError: If something within was cancelled.
             asyncio.CancelledError: If the task is being cancelled.
         """
         try:
@@ -104,10 +112,10 @@ class Episode:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise self.error(f"{failure}: it was cancelled") from error
+            raise self.error(f"{failure}: it was cancelled", EpisodeCancelledError) from error
         except Exception as error:
             reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-            raise self.error(f"{failure}: {reason}") from error
+            raise self.error(f"{failure}: {reason}", kind) from error
 
     async def ask(self, gconfig: Any, timeout: float | None) -> Completion:  # noqa: ASYNC109
         """Have the conversation continued.
@@ -127,13 +135,13 @@ class Episode:
                     await self.obs_queue.put(request)
                     reply = await self.act_queue.get()
         except TimeoutError as error:
-            raise self.error(f"no reply within {timeout} s") from error
+            raise self.error(f"no reply within {timeout} s", EpisodeTimeoutError) from error
         if isinstance(reply, GenerationError):
             if reply.qid != self.qid:
-                raise self.error(f"an error of another episode came: {reply}") from reply
+                raise self._malformed(f"an error of another episode came: {reply}") from reply
             raise reply
         if not isinstance(reply, GenerationOutput):
-            raise self.error(f"expected a GenerationOutput, got {type(reply).__name__}")
+            raise self._malformed(f"expected a GenerationOutput, got {type(reply).__name__}")
         return self._checked(reply)
 
     async def judge(self, answer: str) -> tuple[float, bool]:
@@ -142,12 +150,13 @@ class Episode:
         Raises:
             EpisodeError: If it fails, or does not return exactly one finite success.
         """
-        with self.guard("the environment's step failed"):
+        with self.guard("the environment's step failed", EnvironmentFailedError):
             _, successes, terminated, truncated, _ = await self.env.step((self.qid, [answer]))
             scores = [as_number("success", success) for success in successes]
             ended = bool(terminated) or bool(truncated)
         if len(scores) != 1:
-            raise self.error(f"expected one success of the environment, got {len(scores)}")
+            reason = f"expected one success of the environment, got {len(scores)}"
+            raise self.error(reason, EnvironmentFailedError)
         return scores[0], ended
 
     def keep(self, exchange: Exchange) -> None:
@@ -157,7 +166,7 @@ class Episode:
 
     def turns(self) -> list[Turn]:
         """Return the turns. Their prompts are views of one array: all begin alike."""
-        conversation = np.asarray(self.token_ids, dtype=np.int32)
+        conversation = as_ids("token_ids", self.token_ids)
         return [
             Turn(
                 prompt_ids=conversation[: completion.start],
@@ -175,9 +184,9 @@ class Episode:
 
     def _checked(self, reply: GenerationOutput) -> Completion:
         if not isinstance(reply.qid, str) or reply.qid != self.qid:
-            raise self.error(f"the reply answers episode {reply.qid!r}")
-        with self.guard("the reply was refused"):
-            prompt_ids = as_ids("prompt_ids", reply.prompt_ids).tolist()
+            raise self._malformed(f"the reply answers episode {reply.qid!r}")
+        with self.guard("the reply was refused", MalformedResponseError):
+            num_prompt, is_same = self._compare(reply.prompt_ids)
             ids = as_ids("output_ids", reply.output_ids)
             logprobs = as_logprobs("output_logprobs", reply.output_logprobs)
             _, first, last = as_version_runs(
@@ -185,11 +194,22 @@ class Episode:
             )
             if not isinstance(reply.no_eos, bool | np.bool_):
                 raise TypeError(f"no_eos must be a bool, got {type(reply.no_eos).__name__}")
-        if prompt_ids != self.token_ids:
-            raise self.error(
+        if not is_same:
+            raise self._malformed(
                 f"the reply answers another prompt: expected the {len(self.token_ids)} tokens "
-                f"that were sent, got {len(prompt_ids)}"
+                f"that were sent, got {num_prompt}"
             )
         if logprobs.shape != ids.shape:
-            raise self.error(f"the reply has {logprobs.size} log-probabilities for {ids.size} ids")
+            reason = f"the reply has {logprobs.size} log-probabilities for {ids.size} ids"
+            raise self._malformed(reason)
         return Completion(len(self.token_ids), ids, logprobs, first, last, reply)
+
+    def _compare(self, prompt_ids: Any) -> tuple[int, bool]:
+        """Return how many tokens an engine says it saw, and whether they are what was sent."""
+        if type(prompt_ids) is list and prompt_ids == self.token_ids:
+            return len(prompt_ids), True  # long ones need not be converted to find that out
+        seen = as_ids("prompt_ids", prompt_ids).tolist()
+        return len(seen), seen == self.token_ids
+
+    def _malformed(self, reason: str) -> EpisodeError:
+        return self.error(reason, MalformedResponseError)

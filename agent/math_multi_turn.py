@@ -15,6 +15,7 @@ from trajpack.agent.answer_log import AnswerLog, LoggedTurn
 from trajpack.agent.causal_model import load_tokenizer
 from trajpack.agent.episode import Episode, Exchange
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.safe_text import one_line
 from trajpack.packing.conversion import as_integer, as_number
 from trajpack.packing.types import Trajectory
 
@@ -174,7 +175,11 @@ class MathMultiTurnAgent:
         try:
             await self._log.write(episode.qid, self._logged(episode))
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
-            logger.warning("episode %r: its answers were not logged: %s", episode.qid, error)
+            logger.warning(
+                "episode %s: its answers were not logged: %s",
+                one_line(repr(episode.qid)),
+                one_line(error),
+            )
 
     def _logged(self, episode: Episode) -> list[LoggedTurn]:
         """Every piece of the conversation is decoded once."""

@@ -36,7 +36,11 @@ class RolloutObserver:
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
-        """One attempt at an episode is over; ``final`` where no other will follow."""
+        """One attempt at an episode is over; ``final`` where no other will follow.
+
+        A result that turns out to be stale when it is handed over ends its attempt a second
+        time, with the error.
+        """
 
     def result_accepted(self, result: EpisodeResult, version: int) -> None:
         """A result without an error is handed over; ``version`` is the engine's at that moment."""

@@ -27,6 +27,9 @@ class Prompt:
     """Token ids of the conversation so far, generation prompt included."""
     task_id: int | None = None
     """Kind of task, as the data set numbers it."""
+    seed: int | None = None
+    """Of whatever is drawn in the episode. A runner derives it from its own seed, or from this
+    one if it is given, and the episode's name; it is the same for every attempt."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from trajpack.agent import transformers_batching as batching
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import Observation, Reply
+from trajpack.agent.safe_text import one_line
 from trajpack.agent.transformers_requests import End, ObservationQueue, OpenEpisode, Request
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class TransformersEngine:
         # Whatever the loop reported before it ended stands in the queue of callbacks.
         await asyncio.sleep(0)
         cause = self._batching.background_thread_status.fatal_error
-        _logger.error("generation has died: %r", cause)
+        _logger.error("generation has died: %s", one_line(repr(cause)))
         self._finish(End(f"generation has died: {cause!r}", cause))
 
     def _finish(self, end: End) -> None:
@@ -241,7 +242,7 @@ class TransformersEngine:
             qid, token_ids, sampling = observation
             episode = self._episodes.get(qid)
         except (TypeError, ValueError):
-            return _logger.warning("no (qid, token_ids, sampling), ignored: %.200r", observation)
+            return _logger.warning("ignored, no (qid, ids, sampling): %s", one_line(observation))
         if episode is None:
             return _logger.warning("observation for %r, which is not open, ignored", qid)
         if self._end is not None:

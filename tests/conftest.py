@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.interpreter import hasten
+from tests.warm_programs import WarmPrograms
+
 try:
     from hypothesis import settings
 except ImportError:  # the GPU tests do without
@@ -25,6 +28,7 @@ else:
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated
+    hasten()
 
 torch.set_num_threads(1)  # tensors are small and workers many: more threads would wait in circles
 os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
@@ -45,6 +49,22 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives until the end: torch and thousands of tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def warm_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPrograms]:
+    """Programs that start at once, for tests of what they do after they have started."""
+    folder = tmp_path_factory.getbasetemp()
+    programs = WarmPrograms(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+    yield programs
+    programs.close()
+
+
+@pytest.fixture
+def warm_judge(warm_programs: WarmPrograms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes that check answers start at once."""
+    script = warm_programs.script("judge")
+    monkeypatch.setattr("trajpack.agent.answer_checking.SCRIPT", script)
 
 
 @pytest.fixture(scope="module")

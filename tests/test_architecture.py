@@ -105,21 +105,28 @@ def test_optional_packages_are_imported_where_they_are_used(path):
                 assert module.split(".")[0] not in OPTIONAL - allowed, module
 
 
-def run_python(code):
+IMPORT = """
+import sys, time, torch, numpy
+begin = time.perf_counter()
+import trajpack
+print(time.perf_counter() - begin, *{module.split('.')[0] for module in sys.modules})
+"""
+
+
+def what_importing_takes():
+    """Import the package in a process of its own; return the seconds, and what is loaded."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True
+        [sys.executable, "-P", "-c", IMPORT], check=True, capture_output=True, text=True
     )
-    return done.stdout.split()
+    seconds, *modules = done.stdout.split()
+    return float(seconds), set(modules)
 
 
-def test_importing_the_package_loads_no_optional_package():
-    loaded = run_python("import sys, trajpack; print(*{m.split('.')[0] for m in sys.modules})")
-    assert not OPTIONAL & set(loaded)
-
-
-def test_importing_the_package_adds_little_to_importing_torch():
-    code = (
-        "import time, torch, numpy; begin = time.perf_counter(); import trajpack; "
-        "print(time.perf_counter() - begin)"
-    )
-    assert any(float(run_python(code)[0]) < 0.3 for _ in range(3))
+def test_importing_the_package_is_quick_and_loads_no_optional_package():
+    for _ in range(3):  # another program may be in the way
+        seconds, modules = what_importing_takes()
+        assert "trajpack" in modules
+        assert not OPTIONAL & modules
+        if seconds < 0.3:
+            return
+    raise AssertionError(f"beside importing torch it takes {seconds} s")

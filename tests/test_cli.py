@@ -8,6 +8,7 @@ import json
 import operator
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 
 import trajpack
 from tests.command import Done, call, refusal
+from tests.warm_programs import WarmPrograms
 from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.agent.answer_log import AnswerLog
 from trajpack.agent.errors import EngineEndedError
@@ -31,6 +33,7 @@ from trajpack.agent.rollout_files import tokenizer_folder
 from trajpack.agent.tiny_model import build_tiny_model
 from trajpack.cli import main, run
 
+pytestmark = pytest.mark.usefixtures("warm_judge")
 torch.set_num_threads(1)
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_test.jsonl"
 SMALL = ["--num-prompts", "2", "--turns", "2", "--max-new-tokens", "8", "--concurrency", "1"]
@@ -373,7 +376,7 @@ for module in sys.argv[2:]:
 
 
 def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path) -> None:
-    modules = ["typer", "rich", "transformers", "reasoning_gym"]
+    modules = ["typer", "rich"]
     done = subprocess.run(
         [sys.executable, "-P", "-c", WITHOUT_EACH, str(tmp_path), *modules],
         capture_output=True,
@@ -388,6 +391,16 @@ def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path) -> None
         assert module in line
         assert line.endswith("install trajpack[agent]")
         assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("module", ["transformers", "reasoning_gym"])
+def test_a_missing_package_that_is_imported_late_is_named_too(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    line = refusal("rollout", "--out", tmp_path / "batch.safetensors")
+    assert module in line
+    assert line.endswith("install trajpack[agent]")
 
 
 def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,11 +574,12 @@ def test_a_second_signal_ends_at_once_and_tells_what_is_on_disk(
     assert tokenizer_folder(out).exists() == is_written
 
 
-def shell(line: str, tmp_path: Path) -> Done:
+FRESH = [sys.executable, "-P", "-c", "from trajpack.cli import main; main()"]
+
+
+def shell(line: str, command: list[str], tmp_path: Path) -> Done:
     """Run a line of bash in which ``trajpack`` is the command."""
-    code = "from trajpack.cli import main; main()"
-    function = f'trajpack() {{ "{sys.executable}" -P -c "{code}" "$@"; }}'
-    script = f"{function}; set -o pipefail; {line}"
+    script = f'trajpack() {{ {shlex.join(command)} "$@"; }}; set -o pipefail; {line}'
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -576,16 +590,19 @@ ROLLOUT = "trajpack rollout --num-prompts 1 --turns 1 --max-new-tokens 8 --out b
 
 
 @pytest.mark.parametrize(
-    ("streams", "status"),
+    ("streams", "status", "is_fresh"),
     [
-        (">&- 2>&- <&-", 0),
-        ("> result 2> /dev/full", 0),
-        ("2>&1 | head -1", 0),
-        ("> /dev/full", 2),
+        (">&- 2>&- <&-", 0, True),  # an interpreter starts without any
+        ("> result 2> /dev/full", 0, False),
+        ("2>&1 | head -1", 0, False),
+        ("> /dev/full", 2, False),
     ],
 )
-def test_a_rollout_survives_its_output(streams: str, status: int, tmp_path: Path) -> None:
-    done = shell(f"{ROLLOUT} {streams}", tmp_path)
+def test_a_rollout_survives_its_output(
+    streams: str, status: int, is_fresh: bool, tmp_path: Path, warm_programs: WarmPrograms
+) -> None:
+    command = FRESH if is_fresh else warm_programs.command("trajpack")
+    done = shell(f"{ROLLOUT} {streams}", command, tmp_path)
     assert done.status == status, done.stderr
     assert len(PackedBatch.load(tmp_path / "batch.safetensors").ids) == 2
     assert "Traceback" not in done.stderr + done.stdout
@@ -596,24 +613,21 @@ def test_a_rollout_survives_its_output(streams: str, status: int, tmp_path: Path
         )
 
 
-def test_a_reader_that_goes_away_is_no_error(batch_file: Path) -> None:
-    for line in (f"trajpack inspect --full {batch_file.name} | head -1", "trajpack --help | true"):
-        done = shell(line, batch_file.parent)
+def test_a_reader_that_goes_away_is_no_error(batch_file: Path, warm_programs: WarmPrograms) -> None:
+    inspect = f"trajpack inspect --full {batch_file.name} | head -1"
+    warm = warm_programs.command("trajpack")
+    for line, command in ((inspect, warm), ("trajpack --help | true", FRESH)):
+        done = shell(line, command, batch_file.parent)
         assert (done.status, done.stderr) == (0, "")
 
 
-def interrupt(out: Path, after: str, number: signal.Signals = signal.SIGINT) -> Done:
+def interrupt(
+    out: Path, command: list[str], after: str, number: signal.Signals = signal.SIGINT
+) -> Done:
     """Run a long rollout in a process of its own and signal once it says ``after``."""
-    # A test run in the background of a shell would hand down that the signal is ignored.
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from trajpack.cli import main; main()"
-    )
+    options = "--num-prompts", "500", "--max-new-tokens", "16"
     with subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-c", code, "rollout", "--out", str(out)),
-            *("--num-prompts", "500", "--max-new-tokens", "16"),
-        ],
+        [*command, "rollout", "--out", str(out), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -631,10 +645,11 @@ def interrupt(out: Path, after: str, number: signal.Signals = signal.SIGINT) -> 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(
-    number: signal.Signals, status: int, tmp_path: Path
+    number: signal.Signals, status: int, tmp_path: Path, warm_programs: WarmPrograms
 ) -> None:
     out = tmp_path / "batch.safetensors"
-    done = interrupt(out, after=r"episodes [1-9]\d* of 1,000", number=number)
+    command = warm_programs.command("trajpack")
+    done = interrupt(out, command, after=r"episodes [1-9]\d* of 1,000", number=number)
     assert done.status == status, done.stderr
     assert "stopping" in done.stderr
     assert "Traceback" not in done.stderr
@@ -645,7 +660,10 @@ def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(
 
 
 def test_an_interrupt_before_anything_had_finished_writes_nothing(tmp_path: Path) -> None:
-    done = interrupt(tmp_path / "batch.safetensors", after="loading")
+    # A test run in the background of a shell would hand down that the signal is ignored.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [*FRESH[:-1], start + FRESH[-1]]
+    done = interrupt(tmp_path / "batch.safetensors", command, after="loading")
     assert done.status == 130
     assert done.stderr.endswith("trajpack: interrupted: no batch was written\n")
     assert not list(tmp_path.rglob("*.safetensors"))

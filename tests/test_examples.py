@@ -26,6 +26,8 @@ PAGES = [
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 SHORTER = {"grpo.py": ["3"]}
 """Arguments that make a script end sooner."""
+WARM = {"calculator.py", "grpo.py", "rewritten_history.py", "trl_grpo.py"}
+"""Scripts that import much: a process that has done so already runs them."""
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -35,6 +37,7 @@ def test_docstring_examples_run(module):
     assert not result.failed
 
 
+@pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_of_a_page_run(page):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -51,7 +54,9 @@ def test_python_blocks_of_a_page_run(page):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_example_scripts_run(script, tmp_path):
+def test_example_scripts_run(script, tmp_path, warm_programs):
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "error", str(script), *SHORTER.get(script.name, [])]
+    fresh = [sys.executable, "-W", "error"]
+    command = warm_programs.command("script") if script.name in WARM else fresh
+    command = [*command, str(script), *SHORTER.get(script.name, [])]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

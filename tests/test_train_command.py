@@ -17,6 +17,7 @@ import torch
 
 from tests import command
 from tests.command import call
+from tests.warm_programs import WarmPrograms
 from trajpack import train_command
 
 SMALL = ["--steps", "2", "--num-prompts", "2", "--group-size", "2", "--warm-up-steps", "2"]
@@ -146,15 +147,13 @@ def test_a_signal_too_early_or_a_second_one_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_one_interrupt_leaves_the_curves_of_the_steps_so_far(tmp_path: Path) -> None:
+def test_one_interrupt_leaves_the_curves_of_the_steps_so_far(
+    tmp_path: Path, warm_programs: WarmPrograms
+) -> None:
     out = tmp_path / "train.html"
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from trajpack.cli import main; main()"
-    )
     options = ["--steps", "5000", *SMALL[2:], "--out", str(out)]
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", code, "train", *options],
+        [*warm_programs.command("trajpack"), "train", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

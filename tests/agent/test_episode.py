@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from trajpack.agent.episode import Completion, Episode, Exchange
-from trajpack.agent.errors import EpisodeError, GenerationError
+from trajpack.agent.errors import (
+    EnvironmentFailedError,
+    EpisodeCancelledError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    GenerationError,
+    MalformedResponseError,
+)
 from trajpack.agent.protocols import GenerationOutput
 
 
@@ -123,7 +130,7 @@ def test_the_turns_are_views_of_one_conversation() -> None:
     ],
 )
 def test_a_reply_that_does_not_belong_is_refused(reply: Any, message: str) -> None:
-    with pytest.raises(EpisodeError, match=f"'q0@0': turn 0: .*{message}"):
+    with pytest.raises(MalformedResponseError, match=f"'q0@0': turn 0: .*{message}"):
         ask(reply)
 
 
@@ -140,7 +147,7 @@ def test_a_full_observation_queue_counts_towards_the_timeout() -> None:
         queue.put_nowait("in the way")
         await Episode("q0@0", Judge(), queue, asyncio.Queue()).ask(None, timeout=0.01)
 
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: no reply within 0\.01 s"):
+    with pytest.raises(EpisodeTimeoutError, match=r"'q0@0': turn 0: no reply within 0\.01 s"):
         asyncio.run(asked())
 
 
@@ -159,17 +166,18 @@ def test_a_prompt_that_is_no_prompt_is_refused(prompt_ids: list[int], message: s
 
 def test_a_failing_environment_is_the_cause_of_the_error() -> None:
     failure = ZeroDivisionError("oh")
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: .* step failed: .*oh") as caught:
+    reason = "'q0@0': turn 0: .* {} failed: .*oh"
+    with pytest.raises(EnvironmentFailedError, match=reason.format("step")) as caught:
         asyncio.run(episode(failure).judge("2"))
     assert caught.value.__cause__ is failure
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: .* reset failed: .*oh") as caught:
+    with pytest.raises(EnvironmentFailedError, match=reason.format("reset")) as caught:
         asyncio.run(episode(failure).begin([1]))
     assert caught.value.__cause__ is failure
 
 
 @pytest.mark.parametrize("successes", [None, [], [1, 0], ["x"], [float("nan")], 1])
 def test_an_environment_must_return_one_success(successes: Any) -> None:
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: .*environment"):
+    with pytest.raises(EnvironmentFailedError, match=r"'q0@0': turn 0: .*environment"):
         asyncio.run(episode(successes).judge("2"))
 
 
@@ -211,9 +219,10 @@ def test_an_end_of_the_environment_must_be_one(ended: Any) -> None:
 
 def test_a_cancellation_that_nobody_asked_for_is_an_error_of_the_episode() -> None:
     stray = asyncio.CancelledError()
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: .*step failed: it was cancelled"):
+    reason = "'q0@0': turn 0: .*{} failed: it was cancelled"
+    with pytest.raises(EpisodeCancelledError, match=reason.format("step")):
         asyncio.run(episode(stray).judge("2"))
-    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: .*reset failed: it was cancelled"):
+    with pytest.raises(EpisodeCancelledError, match=reason.format("reset")):
         asyncio.run(episode(stray).begin([1]))
 
 

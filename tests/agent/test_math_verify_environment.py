@@ -42,6 +42,7 @@ def worker_pid(env: MathVerifyEnvironment) -> int:
     return worker.pid
 
 
+@pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize(
     ("solution", "right", "wrong"),
     [
@@ -56,6 +57,7 @@ def test_answers_are_compared_by_value(solution: str, right: list[str], wrong: l
     assert judge(solution, right + wrong) == [True] * len(right) + [False] * len(wrong)
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_a_step_returns_what_the_protocol_says() -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "3", "4")]) as env:
@@ -66,6 +68,7 @@ def test_a_step_returns_what_the_protocol_says() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("a", "1"), question("c@b", "2")]) as env:
@@ -78,6 +81,7 @@ def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -277,6 +281,7 @@ def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:
     assert children() == before
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_many_tasks_and_several_event_loops_share_one_environment() -> None:
     env = MathVerifyEnvironment([question(f"q{i}", str(i)) for i in range(50)], workers=2)
 
@@ -289,6 +294,7 @@ def test_many_tasks_and_several_event_loops_share_one_environment() -> None:
     asyncio.run(env.close())
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_a_cancelled_step_leaves_the_environment_usable() -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], timeout_s=1.0) as env:
@@ -318,6 +324,7 @@ def test_a_script_needs_no_guard_and_ends_without_closing(tmp_path: Path) -> Non
     assert (ran.stdout, ran.stderr, ran.returncode) == ("[True, False]\n", "", 0)
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_reasoning_gym_questions_are_judged_by_their_scorer_without_partial_credit() -> None:
     questions = reasoning_gym_questions(size=2, seed=1)
     gold = questions[0].solutions[0]
@@ -337,6 +344,7 @@ EVALUATING_TASKS = (
 )
 
 
+@pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize("task", EVALUATING_TASKS)
 def test_no_scorer_runs_an_answer_as_code(task: str, tmp_path: Path) -> None:
     (asked,) = reasoning_gym_questions(task, size=1, seed=1)
@@ -419,6 +427,7 @@ def test_workers_start_only_as_many_as_are_busy_at_once() -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_an_honest_answer_does_not_wait_for_a_hostile_one() -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("needs two cores")

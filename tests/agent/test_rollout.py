@@ -99,6 +99,7 @@ def test_results_are_put_in_the_order_of_prompts_and_samples(prepared: Rollout) 
     assert outcome.fill_buffer("cpu").pack().ids == tuple(names)
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_episodes_give_a_result_for_each_sample(prepared: Rollout) -> None:
     seen: list[Progress] = []
 
@@ -128,6 +129,7 @@ def test_a_model_the_engine_cannot_run_is_refused(
         asyncio.run(body())
 
 
+@pytest.mark.usefixtures("warm_judge")
 def test_a_conversation_ends_before_it_outgrows_the_engine(
     prepared: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:

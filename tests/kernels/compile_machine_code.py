@@ -95,24 +95,34 @@ def measure_cuda(kernel: Any, code: str) -> dict[str, Any]:
 
 
 def measure_hip(code: str) -> dict[str, Any]:
+    instructions, metadata = code.split(".amdgpu_metadata")
+    words = Counter(re.findall(r"\b\w*_\w+", instructions))  # names of instructions among them
+
     def resource(name: str) -> int:
-        (found,) = re.findall(rf"^\s+(?:- )?\.{name}:\s+(\d+)", code, re.MULTILINE)
+        (found,) = re.findall(rf"^\s+(?:- )?\.{name}:\s+(\d+)", metadata, re.MULTILINE)
         return int(found)
 
+    def count(pattern: str) -> int:
+        return sum(number for word, number in words.items() if re.search(pattern, word))
+
+    def widths(kind: str) -> Counter[int]:
+        name = re.compile(rf"(?:buffer|global|flat)_{kind}_s?u?(byte|short|dword(?:x\d)?)")
+        found = {word: name.match(word) for word in words}
+        return sum(
+            (Counter({BYTES[match[1]]: words[word]}) for word, match in found.items() if match),
+            Counter(),
+        )
+
     places = "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"
-    stores, loads = (
-        re.findall(rf"\b(?:buffer|global|flat)_{kind}_s?u?(byte|short|dword(?:x\d)?)", code)
-        for kind in ("store", "load")
-    )
     return {
         "registers": resource("vgpr_count") + resource("agpr_count"),
         "memory_of_a_thread": {place: resource(place) for place in places},
-        "stores": Counter(BYTES[found] for found in stores),
-        "loads": Counter(BYTES[found] for found in loads),
+        "stores": widths("store"),
+        "loads": widths("load"),
         "masked_stores": None,  # lanes are masked by a register, not in the instruction
-        "atomics": len(re.findall(r"_atomic_", code)),
-        "shuffles": len(re.findall(r"\bds_(?:b?permute|swizzle)\w*|_dpp\b|_permlane", code)),
-        "barriers": len(re.findall(r"\bs_barrier\b", code)),
+        "atomics": count("_atomic_"),
+        "shuffles": count(r"^ds_(?:b?permute|swizzle)|_dpp\b|_permlane"),
+        "barriers": words["s_barrier"],
     }
 
 

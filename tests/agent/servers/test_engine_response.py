@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajpack.agent import vllm_json
-from trajpack.agent.engine_response import EngineResponse, ResponseLimits, read_vllm_response
+from trajpack.agent.servers import vllm_json
+from trajpack.agent.servers.engine_response import (
+    EngineResponse,
+    ResponseLimits,
+    read_vllm_response,
+)
 from trajpack.packing import TrajectoryBuffer
 from trajpack.packing.types import Trajectory, Turn
 
@@ -19,7 +23,7 @@ LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
 IDS = [207, 129, 350]
 LOGPROBS = [-6.238356590270996, -5.727456569671631, -5.730677604675293]
 PROMPT = [369, 349, 198, 20, 21]
-RECORDED = Path(__file__).parents[3] / "shared" / "contracts"
+RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -262,7 +266,7 @@ def test_a_body_over_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(body: bytes) -> Any:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("trajpack.agent.engine_response.read_sample", refuse)
+    monkeypatch.setattr("trajpack.agent.servers.engine_response.read_sample", refuse)
     with pytest.raises(ValueError, match="at most 10 bytes"):
         read_vllm_response(b" " * 11, ResponseLimits(max_tokens=1, max_bytes=10))
 

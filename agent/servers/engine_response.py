@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.vllm_json import Sample, read_sample, refusal
+from trajpack.agent.servers import sglang_json, vllm_json
+from trajpack.agent.servers.json_parts import JsonParts, Sample
+from trajpack.agent.servers.sglang_json import read_sglang_sample
+from trajpack.agent.servers.vllm_json import read_sample
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_logprobs
 from trajpack.packing.types import IntArray, VersionSpan
 
@@ -118,36 +121,74 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         >>> response.output_ids, response.output_logprobs
         (array([5, 7], dtype=int32), array([-0.5, -2. ], dtype=float32))
     """
+    _check_length(body, limits, vllm_json.PARTS)
+    return _checked(read_sample(body), limits, vllm_json.PARTS)
+
+
+def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
+    """Read the JSON of SGLang's ``/generate``.
+
+    The request must have asked for one sample and for ``"return_logprob": true``; it must not
+    stream. The version of a server that names but one is that of all tokens.
+
+    Args:
+        body: The body as it came, UTF-8.
+        limits: What the caller accepts. ``max_bytes`` is checked before anything is parsed.
+
+    Raises:
+        ValueError: As `read_vllm_response`, and if the ids beside the log-probabilities are not
+            those of ``output_ids``, or the stop token that matched is not the last of them.
+
+    Cost: as `read_vllm_response`.
+
+    Source: the published types of SGLang 0.5.23.
+
+    Example:
+        >>> body = b'''{"output_ids": [5, 7], "meta_info": {"finish_reason": {"type": "length"},
+        ...     "weight_version": "3", "output_token_logprobs": [[-0.5, 5, null], [-2, 7, "b"]]}}'''
+        >>> response = read_sglang_response(body, ResponseLimits(max_tokens=16, vocab_size=100))
+        >>> response.output_ids, response.finish_reason, response.weight_versions
+        (array([5, 7], dtype=int32), 'length', (('3', 0, 2),))
+    """
+    _check_length(body, limits, sglang_json.PARTS)
+    return _checked(read_sglang_sample(body), limits, sglang_json.PARTS)
+
+
+def _check_length(body: bytes, limits: ResponseLimits, parts: JsonParts) -> None:
     if len(body) > limits.max_bytes:
-        raise refusal("body", f"at most {limits.max_bytes} bytes", len(body))
-    return _checked(read_sample(body), limits)
+        raise parts.refusal("body", f"at most {limits.max_bytes} bytes", len(body))
 
 
-def _checked(sample: Sample, limits: ResponseLimits) -> EngineResponse:
+def _checked(sample: Sample, limits: ResponseLimits, parts: JsonParts) -> EngineResponse:
+    refusal = parts.refusal
     num_tokens = len(sample.output_ids)
     if num_tokens > limits.max_tokens:
         raise refusal("token_ids", f"at most {limits.max_tokens} tokens", num_tokens)
     if len(sample.output_logprobs) != num_tokens:
         expected = f"{num_tokens} log-probabilities, one for each of token_ids"
         raise refusal("logprobs", expected, len(sample.output_logprobs))
-    logprobs = as_logprobs("vLLM response: logprobs", sample.output_logprobs)
+    logprobs = as_logprobs(f"{parts.server} response: logprobs", sample.output_logprobs)
     missing = np.flatnonzero(logprobs <= PLACEHOLDER_LOGPROB)
     if missing.size:
         expected = f"a log-probability above {PLACEHOLDER_LOGPROB:.0f} at index {missing[0]}"
         raise refusal("logprobs", expected, logprobs[missing[0]])
     prompt = sample.prompt_ids
     return EngineResponse(
-        prompt_ids=None if prompt is None else _ids("prompt_token_ids", prompt, limits),
-        output_ids=_ids("token_ids", sample.output_ids, limits),
+        prompt_ids=None if prompt is None else _ids("prompt_token_ids", prompt, limits, parts),
+        output_ids=_ids("token_ids", sample.output_ids, limits, parts),
         output_logprobs=logprobs,
         finish_reason=sample.finish_reason,
         weight_versions=sample.weight_versions,
     )
 
 
-def _ids(name: str, values: list[int], limits: ResponseLimits) -> npt.NDArray[np.int32]:
-    ids = as_ids(f"vLLM response: {name}", values)
+def _ids(
+    name: str, values: list[int], limits: ResponseLimits, parts: JsonParts
+) -> npt.NDArray[np.int32]:
+    ids = as_ids(f"{parts.server} response: {name}", values)
     if ids.size and ids.max() >= limits.vocab_size:
         where = ids.argmax()
-        raise refusal(name, f"ids below {limits.vocab_size}", f"{ids[where]} at index {where}")
+        raise parts.refusal(
+            name, f"ids below {limits.vocab_size}", f"{ids[where]} at index {where}"
+        )
     return ids

@@ -1,0 +1,114 @@
+"""What a chat template makes of messages that others add to a conversation, as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_MARK = "trajpack{}mark"
+
+
+class ChatMessages:
+    """Encodes messages piece by piece, so that tokens that were sampled are never made again.
+
+    What is said in a message is encoded as plain text: a special token that is written out in it is
+    no special token. The template's own words around it are encoded as they render.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a chat template that shows each message's content
+            as it is, once.
+
+    Cost: the template is rendered once for each role and number of messages.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._frames: dict[tuple[str, int], list[list[int]]] = {}
+
+    def opening(self, instructions: str) -> list[int]:
+        """Return a conversation that begins with a system message and has nothing else yet.
+
+        Raises:
+            ValueError: If the template cannot render that.
+        """
+        before, after = self._cut([_message("system", 0)], 1, add_generation_prompt=False)
+        return [*self._words(before), *self._plain(instructions), *self._words(after)]
+
+    def first(self, content: str) -> list[int]:
+        """Return a first message of the user, after an `opening`, and the generation prompt.
+
+        Raises:
+            ValueError: If the template renders a system message otherwise when others follow.
+        """
+        key = ("opening", 1)
+        if key not in self._frames:
+            system = self._cut([_message("system", 0)], 1, add_generation_prompt=False)
+            pieces = self._cut([_message("system", 0), _message("user", 1)], 2)
+            if pieces[0] != system[0] or not pieces[1].startswith(system[1]):
+                raise ValueError("the chat template does not render a system message alike alone")
+            pieces[1] = pieces[1].removeprefix(system[1])
+            self._frames[key] = [self._words(piece) for piece in pieces[1:]]
+        return self._fill(self._frames[key], [content])
+
+    def after(self, completion_ids: Sequence[int], role: str, contents: Sequence[str]) -> list[int]:
+        """Return messages after a completion, and the generation prompt.
+
+        Args:
+            completion_ids: What the assistant said; where it ends without the token that ends a
+                message, that token comes first.
+            role: Of the messages, ``"user"`` or ``"tool"``.
+            contents: One for each message.
+
+        Raises:
+            ValueError: If the template does not show such messages as they are.
+        """
+        key = (role, len(contents))
+        if key not in self._frames:
+            said = [_message("user", 0), _message("assistant", 1)]
+            asked = [_message(role, 2 + i) for i in range(len(contents))]
+            pieces = self._cut([*said, *asked], 2 + len(contents))
+            self._frames[key] = [self._words(piece) for piece in pieces[2:]]
+        ids = self._fill(self._frames[key], contents)
+        has_ended = len(completion_ids) > 0 and int(completion_ids[-1]) == ids[0]
+        return ids[1:] if has_ended else ids
+
+    def _cut(
+        self,
+        messages: Sequence[dict[str, str]],
+        num_marks: int,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[str]:
+        """Render messages of marks, and return what is before, between and after the marks."""
+        text: str = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        pieces = []
+        for i in range(num_marks):
+            before, mark, text = text.partition(_MARK.format(i))
+            if not mark or _MARK.format(i) in text:
+                role = messages[i]["role"]
+                raise ValueError(f"the chat template does not show a message of the {role} once")
+            pieces.append(before)
+        return [*pieces, text]
+
+    def _fill(self, frame: Sequence[list[int]], contents: Sequence[str]) -> list[int]:
+        ids = list(frame[0])
+        for content, after in zip(contents, frame[1:], strict=True):
+            ids += self._plain(content)
+            ids += after
+        return ids
+
+    def _words(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True
+        )
+        return ids
+
+
+def _message(role: str, number: int) -> dict[str, str]:
+    return {"role": role, "content": _MARK.format(number)}

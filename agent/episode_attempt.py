@@ -1,0 +1,149 @@
+"""One attempt at an episode: what the agent makes of it, or what kind of failure it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from trajpack.agent.episode_watch import (
+    Audience,
+    EpisodeWatch,
+    WatchedEnvironment,
+    WatchedReplies,
+    WatchedRequests,
+)
+from trajpack.agent.errors import (
+    EngineEndedError,
+    EnvironmentFailedError,
+    EpisodeCancelledError,
+    EpisodeError,
+    EpisodeTimeoutError,
+)
+from trajpack.agent.generation_gate import GenerationGate
+from trajpack.agent.protocols import Agent, Engine, Environment, Prompt, Reply
+from trajpack.agent.trajectory_check import check_trajectories
+from trajpack.packing.types import Trajectory
+
+_MAX_REASON_CHARS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What all episodes of a runner share."""
+
+    engine: Engine
+    """Has been entered."""
+    agent: Agent
+    """Leads the conversations."""
+    environment: Environment
+    """Judges them."""
+    audience: Audience
+    """Told of what happens."""
+    gate: GenerationGate
+    """Every request to the engine passes it."""
+    timeout_s: float | None
+    """Seconds of an attempt at most."""
+
+
+async def attempt_episode(
+    stage: Stage, prompt: Prompt, group: str, count_reply: Callable[[Reply], None] | None
+) -> tuple[Trajectory, ...]:
+    """Run the episode ``prompt.id`` once and return its trajectories, whole and checked.
+
+    Trajectories without a group get ``group``.
+
+    Raises:
+        EpisodeError: Whatever went wrong, with the original exception as its cause.
+        asyncio.CancelledError: If the task is being cancelled.
+    """
+    from anyio import CancelScope, current_time
+
+    watch = EpisodeWatch(prompt.id, stage.audience, stage.gate, count_reply)
+    if stage.timeout_s is None:
+        return await _collect(stage, prompt, group, watch)
+    with CancelScope(deadline=current_time() + stage.timeout_s) as scope:
+        trajectories = await _collect(stage, prompt, group, watch)
+        if not scope.cancel_called:  # else the agent went on although it was told to end
+            return trajectories
+    raise EpisodeTimeoutError(prompt.id, f"not finished within {stage.timeout_s:g} s")
+
+
+async def _collect(
+    stage: Stage, prompt: Prompt, group: str, watch: EpisodeWatch
+) -> tuple[Trajectory, ...]:
+    try:
+        replies = WatchedReplies(stage.engine.open_episode(prompt.id), watch)
+        try:
+            given = await stage.agent.collect_trajectory(
+                prompt,
+                WatchedEnvironment(stage.environment, watch),
+                WatchedRequests(stage.engine.obs_queue, watch),
+                replies,
+            )
+        finally:
+            watch.close()
+            stage.engine.close_episode(prompt.id)
+        await check_trajectories(given)
+        return tuple(
+            replace(trajectory, group=group) if trajectory.group is None else trajectory
+            for trajectory in given
+        )
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        reason = "something the agent awaited was cancelled"
+        raise EpisodeCancelledError(prompt.id, reason) from error
+    except Exception as error:  # of any kind: it must not end the other episodes
+        if isinstance(error, EpisodeError) and error.qid == prompt.id:
+            raise
+        raise _kind_of(error, watch)(prompt.id, reason_of(error)) from error
+
+
+def _kind_of(error: BaseException, watch: EpisodeWatch) -> type[EpisodeError]:
+    if watch.environment_errors:
+        known = set(map(id, watch.environment_errors))
+        if any(id(one) in known for one in _causes(error)):
+            return EnvironmentFailedError
+    return EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the kind of an exception and what it says, shortened where that is very long."""
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an exception of somebody else may be broken itself
+        return f"{kind} without a text"
+    rest = len(text) - _MAX_REASON_CHARS
+    return (
+        f"{kind}: {text[:_MAX_REASON_CHARS]}... ({rest:,} more characters)"
+        if rest > 0
+        else f"{kind}: {text}"
+    )
+
+
+def has_engine_ended(error: BaseException | None) -> bool:
+    """Return whether an episode failed because its engine gives no more replies.
+
+    Example:
+        >>> has_engine_ended(EngineEndedError("q0@0", "shut down"))
+        True
+    """
+    return error is not None and any(isinstance(one, EngineEndedError) for one in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, those it was raised from, and those in a group among them."""
+    todo, seen = [error], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if one.__cause__ is not None:
+            todo.append(one.__cause__)
+        if isinstance(one, BaseExceptionGroup):
+            todo.extend(one.exceptions)

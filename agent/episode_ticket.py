@@ -1,0 +1,77 @@
+"""What stands for an episode on its way, and the rules that all of them go by."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trajpack.agent.episode_attempt import Stage
+from trajpack.agent.errors import EpisodeError
+from trajpack.agent.group_gathering import OpenGroup
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.rollout_policy import RolloutPolicy
+from trajpack.agent.rollout_results import EpisodeResult, Progress
+from trajpack.agent.staleness import StalenessGate
+from trajpack.packing.types import Trajectory
+
+Prompts: TypeAlias = Iterable[Prompt] | AsyncIterable[Prompt]
+Outcome: TypeAlias = tuple[Trajectory, ...] | EpisodeError
+
+
+@dataclass(eq=False)
+class Ticket:
+    """An episode that was begun and is not settled."""
+
+    prompt: Prompt
+    """As given to the runner."""
+    sample: int
+    """Which of the prompt's rollouts."""
+    group: OpenGroup | None = None
+    """Where its result goes, if groups are wanted."""
+    attempts: int = 0
+    """How often it was begun."""
+    has_slot: bool = False
+    """Whether it may run."""
+
+    @property
+    def qid(self) -> str:
+        """Name of the episode."""
+        return f"{self.prompt.id}@{self.sample}"
+
+    def result(self, outcome: Outcome) -> EpisodeResult:
+        """Return the result for trajectories, or for an error."""
+        attempts = max(self.attempts, 1)
+        if isinstance(outcome, EpisodeError):
+            return EpisodeResult(self.prompt, (), outcome, self.sample, attempts)
+        return EpisodeResult(self.prompt, outcome, None, self.sample, attempts)
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What the runs of a runner have in common."""
+
+    stage: Stage
+    """What episodes share."""
+    policy: RolloutPolicy
+    """How failures and old weights are dealt with."""
+    concurrency: int
+    """Attempts in flight at most."""
+    group_size: int
+    """Episodes of each prompt."""
+    finished: Collection[str]
+    """Episodes that need not begin."""
+    staleness: StalenessGate | None
+    """Says how many results may be under way."""
+    on_progress: Callable[[Progress], None] | None
+    """Called with each step forward."""
+
+
+async def one_by_one(prompts: Prompts) -> AsyncGenerator[Prompt, None]:
+    """Yield the prompts of any kind of source, which is not closed if this is."""
+    if isinstance(prompts, AsyncIterable):
+        async for prompt in prompts:
+            yield prompt
+    else:
+        for prompt in prompts:
+            yield prompt

@@ -1,0 +1,243 @@
+"""What stands between an agent and what it talks to: it sees every request, reply and verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trajpack.agent.generation_gate import GenerationGate
+from trajpack.agent.observers import RolloutObserver
+from trajpack.agent.protocols import Environment, Observation, Reply
+
+_logger = logging.getLogger(__name__)
+
+
+class Audience:
+    """All observers of a runner. What one of them raises is logged once for each hook."""
+
+    def __init__(self, observers: Sequence[RolloutObserver] = ()) -> None:
+        self._observers = tuple(observers)
+        self._logged: set[tuple[int, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def tell(self, hook: str, *values: Any, **named: Any) -> None:
+        """Call a hook of every observer."""
+        for number, observer in enumerate(self._observers):
+            try:
+                getattr(observer, hook)(*values, **named)
+            except Exception:  # whatever an observer does, the rollout goes on
+                if (number, hook) not in self._logged:
+                    self._logged.add((number, hook))
+                    name = type(observer).__name__
+                    _logger.exception("%s.%s has failed; told once", name, hook)
+
+
+class EpisodeWatch:
+    """Follows one attempt at an episode.
+
+    Args:
+        qid: Name of the episode.
+        audience: Told of what happens.
+        gate: Every request passes it.
+        count_reply: Called with each reply before the agent gets it, if given.
+    """
+
+    def __init__(
+        self,
+        qid: str,
+        audience: Audience,
+        gate: GenerationGate,
+        count_reply: Callable[[Reply], None] | None = None,
+    ) -> None:
+        self.qid = qid
+        """Name of the episode."""
+        self.audience = audience
+        """Told of what happens."""
+        self.gate = gate
+        """Every request passes it."""
+        self.count_reply = count_reply
+        """Called with each reply."""
+        self.is_over = False
+        """Whether the attempt has ended; what its agent left running may ask no more."""
+        self.environment_errors: list[BaseException] = []
+        """What the environment raised."""
+        self._num_asked = 0
+        self._num_replied = 0
+        self._num_in_flight = 0
+
+    def asked(self, observation: Any) -> None:
+        """Take note of a request that is about to be sent.
+
+        Raises:
+            RuntimeError: If the attempt is over.
+        """
+        if self.is_over:
+            raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
+        turn = self._num_asked
+        self._num_asked += 1
+        self._num_in_flight += 1
+        self.gate.num_in_flight += 1
+        if self.audience:
+            try:
+                size = len(observation[1])
+            except (IndexError, KeyError, TypeError):
+                size = 0
+            self.audience.tell("generation_started", self.qid, turn, size)
+
+    def replied(self, reply: Reply) -> None:
+        """Take note of a reply that the agent gets."""
+        turn = self._num_replied
+        self._num_replied += 1
+        if self._num_in_flight:
+            self._num_in_flight -= 1
+            self.gate.land()
+        if self.count_reply is not None:
+            self.count_reply(reply)
+        if self.audience:
+            self.audience.tell("generation_ended", self.qid, turn, reply)
+
+    async def judged(self, step: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        """Call the environment's ``step``, and tell of it."""
+        turn = max(self._num_asked - 1, 0)
+        if self.audience:
+            self.audience.tell("verification_started", self.qid, turn)
+        error: BaseException | None = None
+        try:
+            return await step(*values, **named)
+        except BaseException as raised:
+            error = raised
+            self.environment_errors.append(raised)
+            raise
+        finally:
+            if self.audience:
+                self.audience.tell("verification_ended", self.qid, turn, error)
+
+    def close(self) -> None:
+        """End it; requests that were not answered are given up."""
+        self.is_over = True
+        if self._num_in_flight:
+            self.gate.land(self._num_in_flight)
+            self._num_in_flight = 0
+
+
+class WatchedRequests(asyncio.Queue[Observation]):
+    """Stands before an engine's queue of observations."""
+
+    def __init__(self, requests: asyncio.Queue[Observation], watch: EpisodeWatch) -> None:
+        super().__init__()
+        self._requests = requests
+        self._watch = watch
+
+    async def put(self, item: Observation) -> None:
+        """Put an observation, once generation is not paused."""
+        if self._watch.gate.is_closed:
+            await self._watch.gate.wait_open()
+        self._watch.asked(item)
+        await self._requests.put(item)
+
+    def put_nowait(self, item: Observation) -> None:
+        """Put an observation; while generation is paused the queue counts as full.
+
+        Raises:
+            asyncio.QueueFull: If it cannot be put now.
+        """
+        if self.full():
+            raise asyncio.QueueFull
+        self._watch.asked(item)
+        self._requests.put_nowait(item)
+
+    async def get(self) -> Observation:
+        """Take an observation as the engine does."""
+        return await self._requests.get()
+
+    def get_nowait(self) -> Observation:
+        """Take an observation as the engine does."""
+        return self._requests.get_nowait()
+
+    def qsize(self) -> int:
+        """Return how many observations wait, those of all episodes."""
+        return self._requests.qsize()
+
+    def empty(self) -> bool:
+        """Return whether no observation waits."""
+        return self._requests.empty()
+
+    def full(self) -> bool:
+        """Return whether none can be put now."""
+        return self._watch.gate.is_closed or self._requests.full()
+
+
+class WatchedReplies(asyncio.Queue[Reply]):
+    """Stands before an engine's queue of replies; its contents are that queue's."""
+
+    def __init__(self, replies: asyncio.Queue[Reply], watch: EpisodeWatch) -> None:
+        super().__init__()
+        self._replies = replies
+        self._watch = watch
+
+    async def get(self) -> Reply:
+        """Wait for the next reply."""
+        reply = await self._replies.get()
+        self._watch.replied(reply)
+        return reply
+
+    def get_nowait(self) -> Reply:
+        """Return the next reply if it is there."""
+        reply = self._replies.get_nowait()
+        self._watch.replied(reply)
+        return reply
+
+    async def put(self, item: Reply) -> None:
+        """Put a reply as the engine does."""
+        await self._replies.put(item)
+
+    def put_nowait(self, item: Reply) -> None:
+        """Put a reply as the engine does."""
+        self._replies.put_nowait(item)
+
+    def qsize(self) -> int:
+        """Return how many replies wait."""
+        return self._replies.qsize()
+
+    def empty(self) -> bool:
+        """Return whether no reply waits."""
+        return self._replies.empty()
+
+    def full(self) -> bool:
+        """Return whether no reply can be put."""
+        return self._replies.full()
+
+    def task_done(self) -> None:
+        """Tell the engine's queue that a reply was dealt with."""
+        self._replies.task_done()
+
+    async def join(self) -> None:
+        """Wait until every reply was dealt with."""
+        await self._replies.join()
+
+
+class WatchedEnvironment:
+    """Stands before an environment; has whatever else that one has."""
+
+    def __init__(self, environment: Environment, watch: EpisodeWatch) -> None:
+        self._environment = environment
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    async def reset(self, *values: Any, **named: Any) -> Any:
+        """Start an episode."""
+        try:
+            return await self._environment.reset(*values, **named)
+        except BaseException as error:
+            self._watch.environment_errors.append(error)
+            raise
+
+    async def step(self, *values: Any, **named: Any) -> Any:
+        """Take an action."""
+        return await self._watch.judged(self._environment.step, *values, **named)

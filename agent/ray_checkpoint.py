@@ -1,0 +1,165 @@
+"""The state of a training on disk: written whole or not at all, and read back checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_FORMAT = 1
+_STATE = "checkpoint.json"
+_TRAINER = "trainer-{}.pt"
+_COUNTS = ("num_steps", "num_groups", "num_settled")
+
+
+class SettledPrompts:
+    """Which prompts need nothing more: all up to some place, and some beyond.
+
+    Prompts are taken in an order that is always the same, and settled in any. What has to be
+    remembered is a number and a few names, however many there are.
+
+    Args:
+        num_settled: How many from the first on.
+        ahead: Ids of further ones.
+
+    Example:
+        >>> settled = SettledPrompts(2)
+        >>> settled.take("c"), settled.take("d")
+        (False, False)
+        >>> settled.add("d")
+        >>> settled.num_settled, settled.ahead
+        (2, {'d'})
+        >>> settled.add("c")
+        >>> settled.num_settled, settled.ahead
+        (4, set())
+    """
+
+    def __init__(self, num_settled: int = 0, ahead: Iterable[str] = ()) -> None:
+        self.num_settled = num_settled
+        """This many prompts, from the first on, are settled."""
+        self.ahead = set(ahead)
+        """Ids of others that are."""
+        self._taken: deque[str] = deque()
+
+    def take(self, prompt_id: str) -> bool:
+        """Take the next prompt beyond the first `num_settled`; return whether it is settled."""
+        self._taken.append(prompt_id)
+        is_settled = prompt_id in self.ahead
+        self._advance()
+        return is_settled
+
+    def add(self, prompt_id: str) -> None:
+        """Settle one, which may have been taken or not."""
+        self.ahead.add(prompt_id)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._taken and self._taken[0] in self.ahead:
+            self.ahead.remove(self._taken.popleft())
+            self.num_settled += 1
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What the coordinator of a training knows between two steps."""
+
+    num_steps: int = 0
+    """Steps taken; the version of the weights."""
+    num_groups: int = 0
+    """Groups learned from in them."""
+    num_settled: int = 0
+    """Prompts, from the first on, that were learned from or rejected."""
+    ahead: tuple[str, ...] = ()
+    """Ids of further such prompts."""
+
+
+class Checkpoints:
+    """A folder with the last checkpoint of one training.
+
+    The trainer's state is a file of its own, the coordinator's names it and holds its checksum.
+    Both are written beside their place, synchronised and then moved there, in this order:
+    whenever the process is killed, the folder holds one whole checkpoint, the old or the new.
+
+    Args:
+        folder: Made if need be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        """Where it is."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, state: TrainingState, trainer: npt.NDArray[np.uint8]) -> None:
+        """Write a checkpoint in place of the last one.
+
+        Raises:
+            OSError: If it cannot be written; the last one is still there then.
+
+        Cost: writes the trainer's state and waits until the disk has it.
+        """
+        name = _TRAINER.format(state.num_steps)
+        _write(self.folder / name, trainer.tobytes())
+        told = {
+            "format": _FORMAT,
+            **{name: getattr(state, name) for name in _COUNTS},
+            "ahead": sorted(state.ahead),
+            "trainer": {"file": name, "blake2b": _checksum(trainer)},
+        }
+        _write(self.folder / _STATE, json.dumps(told, indent=1).encode())
+        for old in self.folder.glob(_TRAINER.format("*")):
+            if old.name != name:
+                old.unlink(missing_ok=True)
+
+    def load(self) -> tuple[TrainingState, npt.NDArray[np.uint8]] | None:
+        """Return the last checkpoint and the trainer's state in it, or ``None``.
+
+        Raises:
+            ValueError: If what is there is no checkpoint, is damaged, or was written by a later
+                version of this library.
+        """
+        path = self.folder / _STATE
+        if not path.exists():
+            return None
+        try:
+            told: Any = json.loads(path.read_bytes())
+            if told["format"] != _FORMAT:
+                raise ValueError(
+                    f"{path}: expected format {_FORMAT}, got {told['format']}; "
+                    "a later version may have written it"
+                )
+            counts = {name: int(told[name]) for name in _COUNTS}
+            state = TrainingState(**counts, ahead=tuple(map(str, told["ahead"])))
+            checksum = str(told["trainer"]["blake2b"])
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not the checkpoint of a training: {error!r}") from error
+        file = self.folder / _TRAINER.format(state.num_steps)
+        trainer = np.frombuffer(file.read_bytes() if file.exists() else b"", np.uint8)
+        if _checksum(trainer) != checksum:
+            raise ValueError(f"{file} is missing or not what was written")
+        return state, trainer
+
+
+def _checksum(values: npt.NDArray[np.uint8]) -> str:
+    return hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()
+
+
+def _write(path: Path, contents: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

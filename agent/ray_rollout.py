@@ -1,0 +1,156 @@
+"""A rollout of prepared questions over several workers: what ``trajpack rollout --ray`` does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trajpack.agent.causal_model import first_line, load_model
+from trajpack.agent.errors import SetupError
+from trajpack.agent.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.math_verify_environment import MathVerifyEnvironment
+from trajpack.agent.protocols import Agent, Engine, Environment
+from trajpack.agent.questions import Question
+from trajpack.agent.ray_cluster import local_cluster
+from trajpack.agent.ray_options import WorkerOptions
+from trajpack.agent.ray_workers import RolloutWorkers
+from trajpack.agent.rollout_settings import RolloutSettings
+from trajpack.agent.runner import EpisodeResult, Progress
+from trajpack.agent.servers.settings import ServerSettings
+from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.transformers_engine import TransformersEngine
+
+if TYPE_CHECKING:
+    from trajpack.agent.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class MakeRolloutWorker:
+    """Makes on a worker what a `Rollout` has in one process: model, engine, environment, agent."""
+
+    settings: RolloutSettings
+    """Of the rollout; each worker makes the model from them, or finds the servers: where those are
+    named in the environment, in its own, which a cluster of this machine inherits."""
+    questions: Sequence[Question]
+    """What may be asked."""
+    agent: MathMultiTurnAgent
+    """Leads the conversations."""
+    longest: int
+    """Tokens of the longest prompt."""
+
+    @asynccontextmanager
+    async def __call__(self, number: int) -> AsyncIterator[tuple[Engine, Agent, Environment]]:
+        """Make them for one worker; its sampling has a seed of its own.
+
+        Raises:
+            SetupError: If the engine cannot run the model, or a prompt is too long for it.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                environment = MathVerifyEnvironment(self.questions)
+                await stack.enter_async_context(environment)
+                engine = await stack.enter_async_context(self.make_engine(number))
+            except (RuntimeError, ValueError) as error:
+                raise SetupError(f"a worker cannot run this: {first_line(error)}") from error
+            yield engine, self._fitted(getattr(engine, "max_request_tokens", None)), environment
+
+    def make_engine(self, number: int) -> Any:
+        """Return an engine for one worker, not yet entered."""
+        settings = self.settings
+        if settings.has_servers:
+            found = ServerSettings.from_environment(settings.servers)
+            kind: Any = settings.engine  # not "transformers"
+            return replace(found, kind=kind).make_engine()
+        if settings.model is None:
+            model, _ = build_tiny_model(settings.seed)
+        else:
+            model, _ = load_model(settings.model)
+        on_device: Any = model.to(settings.device)
+        return TransformersEngine(on_device, seed=(settings.seed + number) % 2**32)
+
+    def _fitted(self, max_request_tokens: int | None) -> MathMultiTurnAgent:
+        """Return an agent that asks nothing the engine would refuse for its length."""
+        if max_request_tokens is None:
+            return self.agent
+        needed = self.longest + self.settings.max_new_tokens
+        if needed > max_request_tokens:
+            raise SetupError(
+                f"a question is too long: {self.longest:,} tokens and "
+                f"{self.settings.max_new_tokens:,} new ones, the engine takes "
+                f"{max_request_tokens:,}"
+            )
+        most = min(max_request_tokens, self.agent.max_total_tokens or max_request_tokens)
+        return replace(self.agent, max_total_tokens=most)
+
+
+@asynccontextmanager
+async def ray_episodes(
+    prepared: Rollout,
+    num_workers: int,
+    on_progress: Callable[[Progress], None] | None = None,
+    **runner_options: Any,
+) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
+    """Give the results of a rollout as episodes finish, as `Rollout.episodes` does, from workers.
+
+    Uses the cluster that this process is connected to, or one of its own on this machine.
+    ``settings.concurrency`` is divided among the workers. Leaving the context ends them.
+
+    Args:
+        prepared: What to roll out. Its own model is not used: each worker makes one.
+        num_workers: Processes with an engine each.
+        on_progress: As `RolloutRunner` has it; turns and tokens are counted as they come back.
+        **runner_options: Others of `RolloutRunner`.
+
+    Raises:
+        SetupError: If a worker cannot run the model, or there is no room for it.
+    """
+    settings = prepared.settings
+    longest = max((len(prompt.input_ids) for prompt in prepared.prompts), default=0)
+    make = MakeRolloutWorker(settings, prepared.questions, prepared.agent, longest)
+    is_cuda = settings.device.startswith("cuda")
+    options = WorkerOptions(
+        concurrency=-(-settings.concurrency // num_workers),
+        num_gpus=min(1.0, _num_gpus() / num_workers) if is_cuda else 0.0,
+    )
+    num_cpus = max(num_workers, os.cpu_count() or 1)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(local_cluster(num_cpus=num_cpus, num_gpus=_num_gpus()))
+        workers = RolloutWorkers(make, num_workers, options=options)
+        await stack.enter_async_context(_setting_up(workers))
+
+        def tell(progress: Progress) -> None:
+            assert on_progress is not None
+            counts = {"num_turns": workers.num_turns, "num_tokens": workers.num_tokens}
+            on_progress(replace(progress, **counts))
+
+        runner = workers.runner(
+            group_size=settings.group_size,
+            on_progress=None if on_progress is None else tell,
+            **runner_options,
+        )
+        yield await stack.enter_async_context(aclosing(runner.run(prepared.prompts)))
+
+
+@asynccontextmanager
+async def _setting_up(workers: RolloutWorkers) -> AsyncIterator[None]:
+    """Enter workers; what keeps them from starting is one line for a person."""
+    try:
+        await workers.__aenter__()
+    except Exception as error:
+        cause = getattr(error, "cause", error)  # what the worker raised, in Ray's wrapping
+        if isinstance(cause, SetupError):
+            raise SetupError(str(cause)) from error
+        raise SetupError(f"a worker cannot start: {first_line(cause)}") from error
+    try:
+        yield
+    finally:
+        await workers.__aexit__()
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

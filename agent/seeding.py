@@ -1,0 +1,34 @@
+"""Seeds that come from one seed and the names of what they are for."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive_seed(seed: int, *names: str | int) -> int:
+    """Return the seed of something named, the same on every platform and in every version.
+
+    Args:
+        seed: Of the whole.
+        names: Of the part, from the outside in; ``1`` and ``"1"`` are two names.
+
+    Returns:
+        A number in [0, 2**31).
+
+    Cost: about two microseconds.
+
+    Example:
+        >>> derive_seed(0, "gsm8k-7@2", 1) == derive_seed(0, "gsm8k-7@2", 1)
+        True
+        >>> derive_seed(0, "a", "bc") == derive_seed(0, "ab", "c")
+        False
+    """
+    text = "".join(_spelled(part) for part in (seed, *names))
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**31
+
+
+def _spelled(part: str | int) -> str:
+    """Return a part so that no two rows of parts read the same."""
+    kind, text = ("str", part) if isinstance(part, str) else ("int", str(int(part)))
+    return f"{kind}{len(text)}:{text}"

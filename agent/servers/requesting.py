@@ -1,0 +1,250 @@
+"""From what an agent asked to the engine's reply: routing, retries, resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from functools import partial
+
+from trajpack.agent.errors import (
+    GenerationError,
+    MalformedResponseError,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.seeding import derive_seed
+from trajpack.agent.servers.completion import Ask, BackwardsError, Completion, is_number
+from trajpack.agent.servers.dialect import Dialect, Draw
+from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
+from trajpack.agent.servers.failures import (
+    MalformedError,
+    OutageError,
+    RefusedError,
+    RetryableError,
+    harmless,
+    quoted,
+)
+from trajpack.agent.servers.logprob_semantics import mismatch
+from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.routing import Router, Server
+from trajpack.packing.conversion import INT32_MAX
+
+_THREAD_BYTES = 128 * 1024
+"""Bodies from here on are read in a thread: the event loop has others to serve meanwhile."""
+_BYTES_PER_TOKEN = 1024
+_BYTES_BESIDE = 64 * 1024
+_CANCEL_S = 2.0
+
+
+class Requester:
+    """Turns what agents ask into replies, by requests to servers.
+
+    Args:
+        router: Chooses the servers.
+        dialect: How they are spoken to.
+        options: Limits, retries and the seed.
+    """
+
+    def __init__(self, router: Router, dialect: Dialect, options: ServerOptions) -> None:
+        self.version = 0
+        """What the engine declares its weights to be."""
+        self.gate = asyncio.Event()
+        """No request begins while it is not set."""
+        self.gate.set()
+        self._router = router
+        self._dialect = dialect
+        self._options = options
+        self._request_ids = map(f"{uuid.uuid4().hex}-{{}}".format, itertools.count())
+        self._cancellations: set[asyncio.Task[None]] = set()
+
+    async def generate(self, ask: Ask) -> GenerationOutput:
+        """Return the completion that was asked for.
+
+        Raises:
+            GenerationError: Of the kind that says why there is none.
+        """
+        limit_s = self._options.time_limits.generation_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._complete(Completion(ask))
+        except (TimeoutError, OutageError, RetryableError) as error:
+            reason = str(error) or f"no completion within {limit_s:g} s"
+            raise ServerUnavailableError(ask.qid, harmless(reason)) from None
+        except MalformedError as error:
+            raise MalformedResponseError(ask.qid, harmless(str(error))) from None
+        except RefusedError as error:
+            raise RequestRefusedError(ask.qid, harmless(str(error))) from None
+
+    async def finish(self) -> None:
+        """Wait until servers have been told of what was cancelled, for a moment at most."""
+        if self._cancellations:
+            await asyncio.wait(self._cancellations, timeout=_CANCEL_S)
+        for task in self._cancellations:
+            task.cancel()
+        await asyncio.gather(*self._cancellations, return_exceptions=True)
+
+    async def _complete(self, completion: Completion) -> GenerationOutput:
+        retries = self._options.retries
+        num_idle = 0
+        while not completion.is_complete:
+            before = completion.num_tokens
+            await self._extend(completion)
+            num_idle = 0 if completion.num_tokens > before else num_idle + 1
+            if num_idle > retries.max_idle_resumes:
+                raise RetryableError(f"interrupted {num_idle} times in a row without a new token")
+            if num_idle:
+                # a server that is about to change its weights takes a moment
+                pause_s = retries.wait_initial_s * 2 ** min(num_idle - 1, 16)
+                await asyncio.sleep(min(pause_s, retries.wait_max_s))
+        return completion.to_output()
+
+    async def _extend(self, completion: Completion) -> None:
+        """Ask servers until one of them has answered."""
+        import stamina
+
+        retries = self._options.retries
+        attempts = stamina.retry_context(
+            on=self._pause_before_retry,
+            attempts=retries.max_attempts,
+            timeout=None,
+            wait_initial=retries.wait_initial_s,
+            wait_max=retries.wait_max_s,
+            wait_jitter=retries.wait_initial_s,
+        )
+        avoided: Server | None = None
+        async for attempt in attempts:
+            with attempt:
+                await self.gate.wait()
+                async with self._router.lease(completion.ask.qid, avoided) as server:
+                    avoided = server
+                    await self._ask(server, completion)
+
+    def _pause_before_retry(self, error: Exception) -> bool | float:
+        """Return whether to try again, or after how many seconds."""
+        if not isinstance(error, RetryableError):
+            return False
+        if error.wait_s is None:
+            return True
+        return min(error.wait_s, self._options.retries.wait_max_s)
+
+    async def _ask(self, server: Server, completion: Completion) -> None:
+        self._admit(server, completion.ask)
+        declared, told = self.version, server.told_version
+        try:
+            response = await self._exchange(server, completion)
+            if told is not None:
+                self._check_told(server, told, response)
+            completion.add(response, declared)
+        except RetryableError as error:
+            self._router.failed(server, str(error), is_connection=error.is_connection)
+            if error.is_slow or error.is_connection:
+                self._router.forget(completion.ask.qid)
+            raise
+        except BackwardsError as error:
+            # another server may have the newer weights, and this one will have them in a moment
+            self._router.forget(completion.ask.qid)
+            raise RetryableError(f"{server.name}: {error}") from None
+        except ValueError as error:
+            reason = f"{server.name}: {error}"
+            self._router.failed(server, reason, is_connection=False)
+            raise MalformedError(reason) from None
+        self._router.succeeded(server)
+
+    def _admit(self, server: Server, ask: Ask) -> None:
+        """Refuse a request whose log-probabilities would not be those of what was sampled."""
+        amiss = mismatch(
+            ask.params,
+            server.logprobs,
+            filters_are_processed=self._dialect.filters_are_processed,
+        )
+        if amiss is not None and not self._options.allow_other_logprobs:
+            raise RequestRefusedError(ask.qid, f"{amiss} (allow_other_logprobs sends it anyway)")
+
+    def _check_told(self, server: Server, told: int, response: EngineResponse) -> None:
+        """Notice a server that has forgotten what it was told: it was started anew."""
+        names = [name for name, start, end in response.weight_versions or () if start < end]
+        odd = [name for name in names if not is_number(name)]
+        if odd:
+            server.is_behind = True
+            said = f"{server.name}: told of version {told}, it says {quoted(odd[0])}"
+            raise RetryableError(f"{said}: it seems to have been started anew", is_connection=True)
+
+    async def _exchange(self, server: Server, completion: Completion) -> EngineResponse:
+        ask, params = completion.ask, completion.remaining
+        draw = Draw(
+            next(self._request_ids),
+            completion.token_ids,
+            params,
+            ask.stop_token_ids,
+            self._seed(completion),
+        )
+        limits = self._limits(completion)
+        async with server.client.slots:
+            try:
+                body = await self._send(server, draw, limits.max_bytes)
+            except RefusedError as error:
+                if not self._dialect.turn_to_other(server, error.status):
+                    raise
+                body = await self._send(server, draw, limits.max_bytes)
+        read = partial(self._dialect.read, body, limits)
+        if len(body) < _THREAD_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(None, read)
+
+    async def _send(self, server: Server, draw: Draw, max_bytes: int) -> bytes:
+        try:
+            return await server.client.exchange(
+                self._dialect.draw(server, draw),
+                max_bytes=max_bytes,
+                timeout_s=self._options.time_limits.request_s,
+            )
+        except (asyncio.CancelledError, RetryableError, MalformedError) as error:
+            is_answered = isinstance(error, RetryableError) and not (
+                error.is_connection or error.is_slow
+            )
+            if not is_answered:
+                self._cancel(server, draw.request_id)
+            raise
+
+    def _seed(self, completion: Completion) -> int | None:
+        if self._options.seed is None:
+            return None
+        ask = completion.ask
+        # a resumed request must not draw the same random numbers again
+        resumed = (completion.num_tokens,) if completion.num_tokens else ()
+        return derive_seed(self._options.seed, ask.qid, ask.number, *resumed)
+
+    def _limits(self, completion: Completion) -> ResponseLimits:
+        max_tokens = completion.remaining.max_new_tokens
+        # a server may repeat the prompt: 11 digits and a comma at most
+        num_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * max_tokens + 12 * len(completion.token_ids)
+        return ResponseLimits(
+            max_tokens=max_tokens,
+            vocab_size=self._options.vocab_size or INT32_MAX + 1,
+            max_bytes=min(num_bytes, self._options.max_response_bytes),
+        )
+
+    def _cancel(self, server: Server, request_id: str) -> None:
+        """Tell a server that nobody waits for an answer any more."""
+        order = self._dialect.cancel(server, request_id)
+        if order is None:
+            return
+
+        async def tell() -> None:
+            # it may know no such endpoint, or be gone, and the request with it
+            with contextlib.suppress(RetryableError, RefusedError, MalformedError):
+                await server.client.exchange(order, max_bytes=_BYTES_BESIDE, timeout_s=_CANCEL_S)
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._cancellations.add(task)
+        task.add_done_callback(self._cancellations.discard)
+
+
+def unforeseen(qid: str, error: BaseException) -> GenerationError:
+    """Return the reply to a request that failed in a way nobody thought of."""
+    reply = GenerationError(qid, harmless(f"{type(error).__name__}: {error}"))
+    reply.__cause__ = error
+    return reply

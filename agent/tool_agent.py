@@ -1,0 +1,110 @@
+"""An agent that may call tools before it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trajpack.agent.chat_agent import ChatAgent, ConversationLimits
+from trajpack.agent.episode import Episode, Exchange
+from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.tool_calls import tool_calls
+from trajpack.agent.tools import Tool
+
+
+class ToolAgent(ChatAgent):
+    """Lets the model call tools turn by turn, until it says something without a call in it.
+
+    A turn with calls is answered by messages of the role ``"tool"``, one for each call, and earns
+    nothing. The last turn, whatever ended the conversation, is judged by the environment and earns
+    what that says. Calls are written ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+    A call that is malformed, of no tool, with wrong arguments, too slow or that raises is answered
+    with a line that says so.
+
+    Args:
+        gconfig: How the engine is to sample, handed to it as it is.
+        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
+        tools: What may be called, by their names.
+        limits: Of each conversation; None takes the default ones.
+        turn_discount: Discount from one turn to the next, handed on in the trajectory.
+        max_calls: In one turn.
+
+    Raises:
+        ValueError: If two tools have one name, or an option is out of range.
+
+    Example:
+        A tool and an agent that may use it: see ``examples/calculator.py``.
+    """
+
+    def __init__(
+        self,
+        gconfig: Any,
+        tokenizer: Any,
+        tools: Sequence[Tool],
+        *,
+        limits: ConversationLimits | None = None,
+        turn_discount: float = 1.0,
+        max_calls: int = 8,
+    ) -> None:
+        super().__init__(gconfig, tokenizer, limits=limits, turn_discount=turn_discount)
+        self.tools = {tool.name: tool for tool in tools}
+        """What may be called."""
+        if len(self.tools) < len(tools):
+            raise ValueError(f"two tools have one name: {[tool.name for tool in tools]}")
+        if max_calls < 1:
+            raise ValueError(f"max_calls must be at least 1, got {max_calls}")
+        self._max_calls = max_calls
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a prompt's tokens: a chat, with the tools as the chat template declares them."""
+        text: str = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[tool.declaration for tool in self.tools.values()],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    async def converse(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[Observation],
+        act_queue: asyncio.Queue[Reply],
+    ) -> Episode:
+        """Hold the conversation, and return it."""
+        episode = Episode(prompt.id, env, obs_queue, act_queue)
+        await episode.begin(prompt.input_ids)
+        for turn in range(self.limits.max_turns):
+            if not self.fits(len(episode.token_ids)):
+                break
+            completion, text = await self.listen(episode)
+            is_last = turn + 1 == self.limits.max_turns
+            ids = [] if is_last else await self._answer(episode, completion.ids.tolist(), text)
+            end = completion.start + len(completion.ids) + len(ids)
+            if not ids or not self.fits(end):
+                reward, _ = await episode.judge(text)
+                episode.keep(Exchange(completion, text, reward > 0, reward))
+                break
+            episode.keep(Exchange(completion, text, False, 0.0))
+            episode.token_ids += ids
+        return episode
+
+    async def _answer(self, episode: Episode, completion_ids: list[int], text: str) -> list[int]:
+        """Return the tools' messages as tokens; none where nothing was called."""
+        calls = tool_calls(text, max_calls=self._max_calls)
+        if not calls:
+            return []
+        answers = []
+        for call in calls:
+            if isinstance(call, Exception):
+                answers.append(f"error: {call}")
+            elif call.name not in self.tools:
+                answers.append(f"error: there is no such tool; tools: {', '.join(self.tools)}")
+            else:
+                with episode.guard("a tool failed"):
+                    answers.append(await self.tools[call.name].call(call.arguments))
+        with episode.guard("the tools' messages could not be encoded"):
+            return self.messages.after(completion_ids, "tool", answers)

@@ -1,0 +1,113 @@
+"""Functions that a model may call, with what it must hand them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function, and how a model is told of it.
+
+    Raises:
+        ValueError: If the schema is none of an object, or uses an unknown type, or a limit is not
+            positive.
+
+    Example:
+        >>> schema = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
+        >>> tool = Tool("length", "Counts characters.", schema, lambda text: len(text))
+        >>> asyncio.run(tool.call({"text": "four"})), asyncio.run(tool.call({"text": 4}))
+        ('4', 'error: text must be of type string')
+    """
+
+    name: str
+    """What the model calls it."""
+    description: str
+    """What the model is told that it does."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments: ``properties``, each with a ``type``, and which of them are
+    ``required``. Nothing deeper is checked; other arguments are refused."""
+    function: Callable[..., Any]
+    """Takes the arguments by name. A coroutine function runs on the event loop; any other in a
+    thread, which cannot be stopped: it must end by itself."""
+    timeout_s: float = 10.0
+    """Seconds to wait for it at most."""
+    max_chars: int = 4096
+    """Of its answer; the rest is cut off."""
+
+    def __post_init__(self) -> None:
+        properties = self.parameters.get("properties")
+        if not isinstance(properties, Mapping):
+            raise ValueError(f"tool {self.name!r}: the parameters need properties")
+        for name, schema in properties.items():
+            if schema.get("type") not in _TYPES:
+                known = ", ".join(_TYPES)
+                raise ValueError(f"tool {self.name!r}: {name!r} needs a type, one of {known}")
+        unknown = set(self.parameters.get("required", ())) - properties.keys()
+        if unknown:
+            raise ValueError(f"tool {self.name!r}: required, but no property: {sorted(unknown)}")
+        for name in ("timeout_s", "max_chars"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"tool {self.name!r}: {name} must be positive")
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """How chat templates take it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": {"type": "object", **self.parameters},
+        }
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Return what the function says of these arguments, or why it says nothing.
+
+        Text is returned as it is, any other value as JSON. Whatever goes wrong is a text that
+        begins with ``error:``, for the model to read.
+        """
+        problem = self._problem(arguments)
+        if problem:
+            return f"error: {problem}"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if inspect.iscoroutinefunction(self.function):
+                    answer = await self.function(**arguments)
+                else:
+                    answer = await asyncio.to_thread(self.function, **arguments)
+            text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        except TimeoutError:
+            text = f"error: no answer within {self.timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything
+            text = f"error: {type(error).__name__}: {error}"
+        if len(text) > self.max_chars:
+            text = f"{text[: self.max_chars]} (cut off)"
+        return text.encode("utf-8", "replace").decode()
+
+    def _problem(self, arguments: Mapping[str, Any]) -> str:
+        properties = self.parameters["properties"]
+        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
+        if missing:
+            return f"missing argument {missing[0]}"
+        for name, value in arguments.items():
+            if name not in properties:
+                return f"unknown argument; arguments: {', '.join(properties)}"
+            kind = properties[name]["type"]
+            is_bool = isinstance(value, bool)
+            if is_bool != (kind == "boolean") or not isinstance(value, _TYPES[kind]):
+                return f"{name} must be of type {kind}"
+        return ""

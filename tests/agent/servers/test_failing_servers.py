@@ -1,0 +1,296 @@
+"""Servers that die, hang, refuse and return: what is tried again, where, and what is not."""
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tests.agent.servers.loopback import (
+    Answer,
+    Asked,
+    Loopback,
+    ask,
+    drawing,
+    generate,
+    options,
+    say_sglang,
+    say_vllm,
+    serving,
+)
+from trajpack.agent.errors import (
+    MalformedResponseError,
+    RequestRefusedError,
+    ServerUnavailableError,
+    SetupError,
+)
+from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.options import RetryLimits, TimeLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
+
+DIES_IN_MID_BODY = Answer(raw=b'HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{"choices": [')
+DIES_SPEECHLESS = Answer(raw=b"")
+
+
+def first(answers: list[Answer]) -> Callable[[Asked], Awaitable[Answer]]:
+    """Give these answers to draws, then good ones."""
+    waiting = iter(answers)
+
+    async def draw(asked: Asked) -> Answer:
+        return next(waiting, None) or await say_vllm(asked)
+
+    return drawing(draw)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Answer(429, b"slow down", {"retry-after": "0"}),
+        Answer(500, b"oh"),
+        Answer(502, b"bad gateway"),
+        Answer(503, {"error": "overloaded"}, {"retry-after": "9999"}),
+        Answer(504),
+        DIES_IN_MID_BODY,
+        DIES_SPEECHLESS,
+    ],
+    ids=["429", "500", "502", "503", "504", "mid body", "speechless"],
+)
+def test_what_may_be_retried_is(failure: Answer) -> None:
+    async def body() -> None:
+        async with serving(VLLMEngine, first([failure, failure])) as ((server,), engine):
+            output = await generate(engine)
+            assert output.output_ids.tolist() == [4, 5]
+            assert len(server.draws) == 3
+            ids = [asked.payload["request_id"] for asked in server.draws]
+            assert len(set(ids)) == 3
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_what_may_not_be_retried_is_not(status: int) -> None:
+    async def draw(asked: Asked) -> Answer:
+        return Answer(status, {"error": {"message": "no\nsuch \x1b[31m thing" + "x" * 9000}})
+
+    async def body() -> None:
+        async with serving(SGLangEngine, drawing(draw, say_sglang)) as ((server,), engine):
+            reply = await ask(engine)
+            assert isinstance(reply, RequestRefusedError)
+            assert f"127.0.0.1:{server.port}: status {status} on /generate" in str(reply)
+            assert str(reply).isprintable()
+            assert len(str(reply)) < 1000
+            assert len(server.draws) == 1
+
+    asyncio.run(body())
+
+
+def test_retries_come_to_an_end() -> None:
+    async def draw(asked: Asked) -> Answer:
+        return Answer(503, b"busy")
+
+    async def body() -> None:
+        calm = options(retries=RetryLimits(4, 0.001, 0.002, max_failures=99))
+        async with serving(VLLMEngine, drawing(draw), options=calm) as ((server,), engine):
+            reply = await ask(engine)
+            assert isinstance(reply, ServerUnavailableError)
+            assert reply.cause == "unavailable"
+            assert "status 503 on /inference/v1/generate: 'busy'" in str(reply)
+            assert len(server.draws) == 4
+
+    asyncio.run(body())
+
+
+def test_a_server_that_is_too_slow_is_left_for_another() -> None:
+    async def body() -> None:
+        hasty = options(time_limits=TimeLimits(request_s=0.2))
+        async with (
+            Loopback(drawing(lambda _: asyncio.sleep(99), say_sglang)) as slow,  # type: ignore[arg-type,return-value]
+            Loopback(say_sglang) as quick,
+            SGLangEngine([slow.url, quick.url], options=hasty) as engine,
+        ):
+            output = await generate(engine)
+            assert output.output_ids.tolist() == [4, 5]
+            (asked,) = slow.draws
+            while slow.paths() != ["/generate", "/abort_request"]:
+                await slow.wait_for_more()
+            assert slow.asked[-1].payload == {"rid": asked.payload["rid"]}
+            assert slow.hung_up == [asked]
+            assert engine._router is not None
+            assert all(server.is_healthy for server in engine._router.servers)
+
+    asyncio.run(body())
+
+
+def test_one_reply_takes_no_longer_than_it_may() -> None:
+    async def body() -> None:
+        limits = TimeLimits(generation_s=0.2)
+        say = drawing(lambda _: asyncio.sleep(99))  # type: ignore[arg-type,return-value]
+        async with serving(VLLMEngine, say, options=options(time_limits=limits)) as (_, engine):
+            reply = await ask(engine)
+            assert isinstance(reply, ServerUnavailableError)
+            assert "no completion within 0.2 s" in str(reply)
+
+    asyncio.run(body())
+
+
+def test_an_episode_stays_where_its_prefix_is_and_others_spread() -> None:
+    async def body() -> None:
+        async with serving(VLLMEngine, say_vllm, 3) as (servers, engine):
+            queues = {f"q{k}@0": engine.open_episode(f"q{k}@0") for k in range(9)}
+            order = list(queues)
+            for turn in range(4):
+                random.Random(turn).shuffle(order)
+                for qid in order:
+                    # the episode's number is its prompt's first token
+                    engine.obs_queue.put_nowait((qid, [int(qid[1]), turn], SamplingParams(4)))
+                for replies in queues.values():
+                    await replies.get()
+            seen = [{asked.payload["token_ids"][0] for asked in server.draws} for server in servers]
+            assert [len(qids) for qids in seen] == [3, 3, 3]
+            assert set.union(*seen) == set(range(9))
+            assert all(len(server.draws) == 12 for server in servers)
+
+    asyncio.run(body())
+
+
+def test_counts_come_back_to_nothing_whatever_happens() -> None:
+    failures = itertools.cycle(
+        [Answer(503), DIES_SPEECHLESS, Answer(400), Answer(200, b"{"), None, None]
+    )
+
+    async def draw(asked: Asked) -> Answer:
+        await asyncio.sleep(0.001)
+        return next(failures) or await say_vllm(asked)
+
+    async def body() -> None:
+        async with serving(VLLMEngine, drawing(draw), 2) as (_, engine):
+            for k in range(40):
+                engine.open_episode(str(k))
+                engine.obs_queue.put_nowait((str(k), [1], SamplingParams(4)))
+            await asyncio.sleep(0.02)
+            for k in range(40):
+                if k % 2:
+                    engine.close_episode(str(k))
+            for k in range(0, 40, 2):
+                replies = engine._episodes[str(k)].replies
+                await asyncio.wait_for(replies.get(), 10)
+                engine.close_episode(str(k))
+            assert engine._router is not None
+            assert [
+                (server.num_in_flight, server.num_episodes) for server in engine._router.servers
+            ] == [(0, 0), (0, 0)]
+            assert engine._tasks == set()
+            assert engine._router._homes == {}
+
+    asyncio.run(body())
+
+
+def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        dead = Loopback(say_vllm)
+        await dead.__aenter__()
+        async with (
+            Loopback(say_vllm) as alive,
+            VLLMEngine([dead.url, alive.url], options=options()) as engine,
+        ):
+            replies = engine.open_episode("a@0")
+            engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+            await replies.get()
+            assert (len(dead.draws), len(alive.draws)) == (1, 0)
+            await dead.__aexit__()
+            for _ in range(2):
+                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+                assert (await replies.get()).output_ids.tolist() == [2, 3]
+            assert len(alive.draws) == 2
+            async with dead:
+                await dead.wait_for_more()  # its health is asked for
+                # the episode that moved stays; a new one goes where there is less to do
+                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+                await replies.get()
+                while len(dead.draws) == 1:
+                    await generate(engine, "b@0")
+                assert len(alive.draws) >= 3
+
+    with caplog.at_level(logging.WARNING, logger="trajpack"):
+        asyncio.run(body())
+    assert "a server rests: 127.0.0.1:" in caplog.text
+
+
+def test_a_single_server_may_be_started_again_in_between() -> None:
+    async def body() -> None:
+        server = Loopback(say_vllm)
+        await server.__aenter__()
+        async with VLLMEngine(server.url, options=options()) as engine:
+            await server.__aexit__()
+            asked = asyncio.create_task(generate(engine))
+            await asyncio.sleep(0.05)  # it fails, rests, and is asked for its health in vain
+            async with server:
+                assert (await asked).output_ids.tolist() == [4, 5]
+
+    asyncio.run(body())
+
+
+def test_an_outage_ends_in_an_error_that_names_the_server() -> None:
+    async def body() -> None:
+        server = Loopback(say_vllm)
+        await server.__aenter__()
+        limits = TimeLimits(outage_s=0.1)
+        async with VLLMEngine(server.url, options=options(time_limits=limits)) as engine:
+            await server.__aexit__()
+            reply = await ask(engine)
+            assert isinstance(reply, ServerUnavailableError)
+            assert f"no server was healthy for 0.1 s: 127.0.0.1:{server.port}: Conn" in str(reply)
+
+    asyncio.run(body())
+
+
+def test_a_start_without_a_healthy_server_fails_and_leaves_nothing() -> None:
+    async def unwell(asked: Asked) -> Answer:
+        return Answer(503, b"loading")
+
+    async def body() -> None:
+        async with Loopback(unwell) as server:
+            limits = TimeLimits(start_s=0.1)
+            with pytest.raises(SetupError, match=r"healthy after 0.1 s: .*status 503.*'loading'"):
+                async with VLLMEngine(server.url, options=options(time_limits=limits)):
+                    pass
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(body())
+
+
+def test_a_start_does_not_wait_for_servers_that_refuse() -> None:
+    async def strange(asked: Asked) -> Answer:
+        return Answer(401, b"who are you")
+
+    async def body() -> None:
+        late = options(time_limits=TimeLimits(start_s=60))
+        with pytest.raises(SetupError, match=r"no server is healthy: .*status 401 on /health"):
+            async with serving(SGLangEngine, strange, 2, options=late):
+                pass
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_a_server_that_keeps_answering_nonsense_rests() -> None:
+    async def nonsense(asked: Asked) -> Answer:
+        return Answer(body=b"<html>")
+
+    async def body() -> None:
+        slow_rest = options(retries=RetryLimits(rest_s=60, max_failures=2))
+        async with (
+            Loopback(drawing(nonsense)) as bad,
+            Loopback(say_vllm) as good,
+            VLLMEngine([bad.url, good.url], options=slow_rest) as engine,
+        ):
+            replies = [await ask(engine, f"{k}@0") for k in range(12)]
+        failed = [reply for reply in replies if isinstance(reply, MalformedResponseError)]
+        assert len(failed) == len(bad.draws) == 2
+        assert len(good.draws) == 10
+
+    asyncio.run(body())

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from trajpack.agent import errors
+from trajpack.agent.metric_families import CAUSES
+from trajpack.agent.metrics import RolloutMetrics
+from trajpack.agent.pack_watch import watch_pack
+from trajpack.agent.protocols import GenerationOutput, Prompt
+from trajpack.agent.runner import EpisodeResult
+from trajpack.packing.buffer import TrajectoryBuffer, pack
+from trajpack.packing.plan import plan_micro_batches
+from trajpack.packing.static_batch import StaticBatch
+from trajpack.packing.types import Trajectory, Turn, VersionSpan
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """Metrics, the clock they read, and short ways to ask for a value."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.metrics = RolloutMetrics(clock=self.clock)
+
+    def __call__(self, name: str, **labels: str) -> float:
+        value = self.metrics.registry.get_sample_value(f"trajpack_{name}", labels)
+        assert value is not None, (name, labels)
+        return value
+
+    def at(self, now: float, hook: Callable[..., None], *args: Any, **options: Any) -> None:
+        self.clock.now = 100 + now
+        hook(*args, **options)
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def reply(num_tokens: int = 2, *, no_eos: bool = False) -> GenerationOutput:
+    ids = list(range(num_tokens))
+    return GenerationOutput("q@0", [1, 2, 3], ids, [-1.0] * num_tokens, no_eos, 4, 4)
+
+
+def result(*turns: Turn, qid: str = "q") -> EpisodeResult:
+    return EpisodeResult(Prompt(qid, [1]), (Trajectory(f"{qid}@0", turns),))
+
+
+def test_a_turn_is_counted_with_its_tokens_and_times(watched: Watched) -> None:
+    m = watched.metrics
+    watched.at(0, m.episode_started, "q@0", 0)
+    watched.at(1, m.generation_started, "q@0", 0, 3)
+    assert watched("turns_in_flight", stage="generation") == 1
+    watched.at(3.5, m.generation_ended, "q@0", 0, reply(7, no_eos=True))
+    watched.at(3.5, m.verification_started, "q@0", 0)
+    assert watched("turns_in_flight", stage="generation") == 0
+    assert watched("turns_in_flight", stage="verification") == 1
+    watched.at(3.75, m.verification_ended, "q@0", 0, None)
+    assert watched("episodes_in_flight") == 1
+    watched.at(4, m.episode_ended, "q@0", 0, None, final=True)
+    assert watched("turns_in_flight", stage="verification") == 0
+    assert watched("episodes_in_flight") == 0
+    assert watched("turns_total") == 1
+    assert watched("prompt_tokens_total") == 3
+    assert watched("generated_tokens_total") == 7
+    assert watched("truncated_turns_total") == 1
+    assert watched("generation_seconds_sum") == 2.5
+    assert watched("generation_seconds_bucket", le="2.5") == 1
+    assert watched("generation_seconds_bucket", le="1.0") == 0
+    assert watched("verification_seconds_sum") == 0.25
+    assert watched("verification_errors_total") == 0
+    assert watched("episode_seconds_sum") == 4
+    assert watched("episodes_finished_total") == 1
+
+
+def test_every_failure_is_counted_once_by_its_cause(watched: Watched) -> None:
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.EpisodeError)
+    ]
+    assert {kind.cause for kind in kinds} == set(CAUSES)
+    for kind in kinds:
+        error = kind("q@0", "what a server said")
+        watched.metrics.episode_started("q@0", 0)
+        watched.metrics.generation_started("q@0", 0, 1)
+        if isinstance(error, errors.GenerationError):
+            watched.metrics.generation_ended("q@0", 0, error)
+        watched.metrics.episode_ended("q@0", 0, error, final=True)
+    for cause in CAUSES:
+        assert watched("episodes_failed_total", cause=cause) == 1
+        is_of_engine = cause in {"generation", "refused", "unavailable", "malformed", "ended"}
+        assert watched("generation_errors_total", cause=cause) == is_of_engine
+    assert watched("turns_total") == watched("episodes_finished_total") == 0
+    assert watched("turns_in_flight", stage="generation") == 0
+
+
+def test_no_text_of_others_becomes_a_label(watched: Watched) -> None:
+    class Own(errors.EpisodeError):
+        cause = 'q"\n1} 5'
+
+    before = series(watched.metrics)
+    for k, error in enumerate([Own("q", "x"), ValueError("y")]):
+        watched.metrics.episode_started(f"q@{k}", 0)
+        watched.metrics.episode_ended(f"q@{k}", 0, error, final=True)
+        watched.metrics.group_ended(f"q{k}", [], f"because of {error}")
+    assert watched("episodes_failed_total", cause="other") == 2
+    assert watched("groups_total", outcome="other") == 2
+    assert series(watched.metrics) == before
+
+
+def series(metrics: RolloutMetrics) -> set[tuple[str, str]]:
+    return {
+        (sample.name, str(sample.labels))
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+
+
+def test_a_retry_is_no_failure_and_its_wait_is_measured(watched: Watched) -> None:
+    m = watched.metrics
+    watched.at(0, m.episode_started, "q@0", 0)
+    error = errors.ServerUnavailableError("q@0", "gone")
+    watched.at(1, m.episode_ended, "q@0", 0, error, final=False)
+    watched.at(4, m.episode_started, "q@0", 1)
+    watched.at(5, m.episode_ended, "q@0", 1, None, final=True)
+    assert watched("episode_retries_total", cause="unavailable") == 1
+    assert watched("episodes_failed_total", cause="unavailable") == 0
+    assert watched("retry_wait_seconds_sum") == 3
+    assert watched("episode_seconds_count") == 2
+    assert watched("episodes_finished_total") == 1
+
+
+def test_what_is_in_flight_for_an_episode_ends_with_it(watched: Watched) -> None:
+    m = watched.metrics
+    for qid in ("a@0", "b@0"):
+        m.episode_started(qid, 0)
+        m.generation_started(qid, 0, 5)
+    m.generation_ended("b@0", 0, reply())
+    m.verification_started("b@0", 0)
+    m.episode_ended("a@0", 0, errors.EpisodeTimeoutError("a@0", "late"), final=True)
+    assert watched("turns_in_flight", stage="generation") == 0
+    assert watched("turns_in_flight", stage="verification") == 1
+    m.episode_ended("b@0", 0, errors.EpisodeCancelledError("b@0", "stop"), final=True)
+    assert watched("turns_in_flight", stage="verification") == 0
+    m.generation_ended("a@0", 0, reply())  # late: counted, but nothing goes below 0
+    assert watched("turns_in_flight", stage="generation") == 0
+    assert watched("episodes_in_flight") == 0
+    for _ in range(2):  # a name that begins anew: what was open of it is over
+        m.episode_started("c@0", 0)
+        m.generation_started("c@0", 0, 5)
+    assert watched("turns_in_flight", stage="generation") == 1
+
+
+def test_a_result_waits_from_the_end_of_its_episode_until_it_is_taken(watched: Watched) -> None:
+    m = watched.metrics
+    for qid in ("q@0", "dropped@0"):
+        watched.at(0, m.episode_started, qid, 0)
+        watched.at(1, m.episode_ended, qid, 0, None, final=True)
+    assert watched("results_waiting") == 2
+    watched.at(1.5, m.result_accepted, result(Turn([1], [2], [-0.1])), 4)
+    assert watched("result_wait_seconds_sum") == 0.5
+    dropped = result(Turn([1], [2], [-0.1]), qid="dropped")
+    m.group_ended("dropped", [dropped], "filtered: all rewards are equal")
+    m.group_ended("q", [], None)
+    assert watched("results_waiting") == 0
+    assert watched("groups_total", outcome="filtered") == 1
+    assert watched("groups_total", outcome="kept") == 1
+
+
+def test_staleness_is_of_the_oldest_token_of_each_turn(watched: Watched) -> None:
+    spans = [VersionSpan(6, 0, 1), VersionSpan(9, 1, 2)]
+    turns = [
+        Turn([1], [2], [-0.1], reward=1.0, version_start=10, version_end=10),  # 0 old
+        Turn([1], [2, 3], [-0.1] * 2, version_start=7, version_end=10),  # 3 old
+        Turn([1], [2, 3], [-0.1] * 2, version_spans=spans),  # 4 old
+        Turn([1], [], [], version_start=1, version_end=1),  # has no token
+    ]
+    watched.metrics.result_accepted(result(*turns), 10)
+    assert watched("staleness_versions_sum") == 7
+    assert watched("staleness_versions_count") == 3
+    assert watched("staleness_versions_bucket", le="0.0") == 1
+    assert watched("policy_version") == 10
+    assert watched("accepted_turns_total") == 4
+    assert watched("rewarded_turns_total") == 1
+
+
+def broken() -> Trajectory:
+    """Three turns; the prompt of the last one does not begin with what came before."""
+    turns = [Turn([1, 2], [3], [-0.1]), Turn([1, 2, 3, 4], [5], [-0.1]), Turn([9], [5], [-0.1])]
+    return Trajectory("broken", turns)
+
+
+def test_a_pack_is_counted_with_its_breaks_and_its_fill(watched: Watched) -> None:
+    whole = Trajectory("whole", [Turn([1] * 3, [2], [-0.1]), Turn([1, 1, 1, 2, 7], [8], [-0.1])])
+    with watch_pack(watched.metrics) as watching:
+        watching.batch = pack([whole, broken()])
+        watching.plan = plan_micro_batches(watching.batch.seqlens, capacity=10)
+    assert watching.batch.seqlens == (6, 5, 2)
+    assert watched("packed_continuations_total") == 3
+    assert watched("prefix_breaks_total") == 1
+    assert watched("packed_tokens_total") == 13
+    assert watched("packed_generated_tokens_total") == 5
+    assert watched("rectangle_fill_ratio_sum") == pytest.approx(13 / 18)
+    assert watched("plan_fill_ratio_sum") == pytest.approx(13 / 20)
+    assert watched("pack_seconds_count") == 1
+    assert 0 < watched("pack_seconds_sum") == watching.seconds
+
+
+def test_breaks_are_not_counted_where_sequences_are_not_chains(watched: Watched) -> None:
+    buffer = TrajectoryBuffer()
+    buffer.add(broken())
+    static = StaticBatch(capacity=20, max_turns=8)
+    for make in (lambda: buffer.pack("turns"), lambda: buffer.pack_into(static)):
+        with watch_pack(watched.metrics) as watching:
+            watching.batch = make()
+    assert watched("packed_continuations_total") == watched("prefix_breaks_total") == 0
+    assert watched("rectangle_fill_ratio_count") == 1
+
+
+def test_a_pack_that_fails_is_counted_and_goes_on_to_the_caller(watched: Watched) -> None:
+    with pytest.raises(ValueError, match="no turns"), watch_pack(watched.metrics):
+        raise ValueError("no turns")
+    with watch_pack(watched.metrics) as watching:
+        watching.batch = TrajectoryBuffer().pack()  # an empty batch is fine
+    assert watched("pack_errors_total") == 1
+    assert watched("pack_seconds_count") == 2
+    assert watched("packed_tokens_total") == 0
+
+
+def test_instances_share_nothing_unless_they_share_a_registry() -> None:
+    one, other = Watched(), Watched()
+    one.metrics.episode_started("q@0", 0)
+    assert (one("episodes_in_flight"), other("episodes_in_flight")) == (1, 0)
+    registry = CollectorRegistry()
+    assert RolloutMetrics(registry).registry is registry
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        RolloutMetrics(registry)
+
+
+def test_results_that_nobody_takes_do_not_add_up(watched: Watched) -> None:
+    for k in range(70_000):
+        watched.metrics.episode_ended(f"q{k}@0", 0, None, final=True)
+    assert watched("results_waiting") == 1 << 16
+    assert watched("episodes_finished_total") == 70_000
+
+
+def test_a_turn_costs_microseconds() -> None:
+    metrics = RolloutMetrics()
+    answer, taken = reply(), result(*[Turn([1], [2], [-0.1])] * 4)
+
+    def episode() -> None:
+        metrics.episode_started("q@0", 0)
+        for turn in range(4):
+            metrics.generation_started("q@0", turn, 3)
+            metrics.generation_ended("q@0", turn, answer)
+            metrics.verification_started("q@0", turn)
+            metrics.verification_ended("q@0", turn, None)
+        metrics.episode_ended("q@0", 0, None, final=True)
+        metrics.result_accepted(taken, 0)
+
+    best = float("inf")
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(250):
+            episode()
+        best = min(best, (time.process_time() - began) / 1000)
+    assert best < 150e-6

@@ -1,0 +1,120 @@
+"""Checkpoints are whole or not there; settled prompts are remembered in little."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajpack.agent.ray_checkpoint import Checkpoints, SettledPrompts, TrainingState
+
+KILLING = """
+import os, random, signal, sys
+import numpy as np
+from pathlib import Path
+from trajpack.agent.ray_checkpoint import Checkpoints, TrainingState
+checkpoints, draw, last = Checkpoints(Path(sys.argv[1])), random.Random(0), 0
+for _ in range(30):
+    reader, writer = os.pipe()
+    child = os.fork()
+    while child == 0:
+        last += 1
+        checkpoints.save(TrainingState(last, last), np.full(50_000, last % 251, np.uint8))
+        os.write(writer, b".")
+    os.close(writer)
+    told = sum(len(os.read(reader, 1)) for _ in range(draw.randrange(1, 12)))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    state, saved = checkpoints.load()
+    assert state.num_steps >= last + told, (state, last, told)
+    assert set(saved.tolist()) == {state.num_steps % 251}
+    last = state.num_steps
+print(last)
+"""
+
+
+def trainer(step: int) -> np.ndarray:
+    return np.full(1000, step, np.uint8)
+
+
+def test_the_last_checkpoint_is_read_back_and_the_only_one(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path / "new" / "folder")
+    assert checkpoints.load() is None
+    for step in (1, 2):
+        checkpoints.save(TrainingState(step, 2 * step, 5, ("q9", "q7")), trainer(step))
+    state, saved = Checkpoints(checkpoints.folder).load()
+    assert state == TrainingState(2, 4, 5, ("q7", "q9"))
+    assert saved.tolist() == trainer(2).tolist()
+    names = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert names == ["checkpoint.json", "trainer-2.pt"]
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLING, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout) >= 30
+
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [
+        (b"", "is not the checkpoint of a training"),
+        (b"[]", "is not the checkpoint of a training"),
+        (b'{"format": 2}', "expected format 1, got 2; a later version"),
+        (b'{"format": 1, "num_steps": 1}', "is not the checkpoint of a training"),
+        (b"\xff", "is not the checkpoint of a training"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused_by_name(tmp_path: Path, contents: bytes, reason: str):
+    (tmp_path / "checkpoint.json").write_bytes(contents)
+    with pytest.raises(ValueError, match=rf"checkpoint\.json.* ?{reason}"):
+        Checkpoints(tmp_path).load()
+
+
+def test_a_damaged_or_missing_state_of_the_trainer_is_found(tmp_path: Path):
+    Checkpoints(tmp_path).save(TrainingState(1), trainer(1))
+    file = tmp_path / "trainer-1.pt"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ValueError, match=r"trainer-1\.pt is missing or not what was written"):
+        Checkpoints(tmp_path).load()
+    file.unlink()
+    with pytest.raises(ValueError, match=r"trainer-1\.pt is missing"):
+        Checkpoints(tmp_path).load()
+
+
+def test_a_path_in_the_file_is_not_followed(tmp_path: Path):
+    Checkpoints(tmp_path / "own").save(TrainingState(1), trainer(1))
+    path = tmp_path / "own" / "checkpoint.json"
+    told = json.loads(path.read_text())
+    told["trainer"]["file"] = "../elsewhere.pt"
+    path.write_text(json.dumps(told))
+    _, saved = Checkpoints(tmp_path / "own").load()
+    assert saved.tolist() == trainer(1).tolist()
+
+
+def test_settled_prompts_shrink_to_a_number_in_any_order():
+    names = [f"q{k}" for k in range(50)]
+    settled, draw = SettledPrompts(), random.Random(1)
+    for name in names[:10]:
+        settled.add(name)  # before they are taken, as from a log
+    waiting: list[str] = []
+    for number, name in enumerate(names):
+        assert settled.take(name) == (number < 10)
+        if number >= 10:
+            waiting.append(name)
+        while len(waiting) > 5:
+            settled.add(waiting.pop(draw.randrange(len(waiting))))
+        later = SettledPrompts(settled.num_settled, settled.ahead)
+        untold = [other for other in names[later.num_settled :] if not later.take(other)]
+        assert untold == [
+            other for other in names if other in waiting or names.index(other) > max(number, 9)
+        ]
+    for name in waiting:
+        settled.add(name)
+    assert (settled.num_settled, settled.ahead) == (50, set())

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.agent.runner_cases import TwoTurns, collect, prompts
+from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.runner import Progress
+from trajpack.packing.types import Trajectory
+
+
+def test_a_failing_agent_is_a_result_and_the_others_go_on() -> None:
+    async def fail(prompt: Prompt) -> None:
+        if prompt.id == "q1@0":
+            raise ZeroDivisionError("no such luck")
+        if prompt.id == "q2@0":
+            raise EpisodeError("q2@0", "lost")
+        if prompt.id == "q3@0":
+            raise EpisodeError("another", "lost")
+
+    results = {r.prompt.id: r for r in asyncio.run(collect(TwoTurns(before=fail), prompts(5)))}
+    assert [results[qid].error for qid in ("q0", "q4")] == [None, None]
+    assert all(results[qid].trajectories == () for qid in ("q1", "q2", "q3"))
+    error = results["q1"].error
+    assert isinstance(error, EpisodeError)
+    assert str(error) == "episode 'q1@0': ZeroDivisionError: no such luck"
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert str(results["q2"].error) == "episode 'q2@0': lost"
+    assert str(results["q3"].error) == ("episode 'q3@0': EpisodeError: episode 'another': lost")
+
+
+def test_a_cancellation_from_within_the_agent_is_a_failure_like_others() -> None:
+    async def cancelled(prompt: Prompt) -> None:
+        task = asyncio.create_task(asyncio.sleep(10))
+        task.cancel()
+        await task
+
+    results = asyncio.run(collect(TwoTurns(before=cancelled), prompts(2)))
+    assert all("was cancelled" in str(result.error) for result in results)
+
+
+def test_what_is_no_list_of_trajectories_is_a_failure() -> None:
+    class Broken:
+        async def collect_trajectory(self, *args: Any) -> Any:
+            return None
+
+    (result,) = asyncio.run(collect(Broken(), prompts(1)))
+    assert "TypeError" in str(result.error)
+
+
+def test_a_name_that_is_in_flight_already_fails_and_leaves_the_first_alone() -> None:
+    twice = [Prompt("same", [1]), Prompt("same", [2])]
+    results = asyncio.run(collect(TwoTurns(before=lambda _: asyncio.sleep(0.01)), twice))
+    assert [result.error is None for result in results] == [False, True]
+    assert "'same@0' is open already" in str(results[0].error)
+
+
+def test_turns_of_a_failed_episode_are_sampled_but_not_kept() -> None:
+    class FailsAtTheEnd(TwoTurns):
+        async def collect_trajectory(self, *args: Any) -> list[Trajectory]:
+            await super().collect_trajectory(*args)
+            raise ValueError("no")
+
+    seen: list[Progress] = []
+    asyncio.run(collect(FailsAtTheEnd(), prompts(1), on_progress=seen.append))
+    assert (seen[-1].num_turns, seen[-1].num_kept_turns, seen[-1].num_failed) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_no_prompts_are_drawn_once_the_engine_has_ended(is_wrapped: bool) -> None:
+    async def end(prompt: Prompt) -> None:
+        if prompt.id != "q0@0":
+            await asyncio.sleep(0.005)
+            error = EngineEndedError(prompt.id, "generation has died")
+            if is_wrapped:
+                raise ValueError("no reply") from error
+            raise error
+
+    taken: list[str] = []
+
+    def lazily() -> Iterator[Prompt]:
+        for prompt in prompts(100):
+            taken.append(prompt.id)
+            yield prompt
+
+    results = asyncio.run(collect(TwoTurns(before=end), lazily(), concurrency=3))
+    assert len(results) == len(taken) <= 5
+    assert [result.qid for result in results if result.error is None] == ["q0@0"]

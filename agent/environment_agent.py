@@ -49,7 +49,7 @@ class EnvironmentAgent(ChatAgent):
         act_queue: asyncio.Queue[Reply],
     ) -> Episode:
         """Hold the conversation, and return it."""
-        heard = _Heard(env, Opening(prompt.id, getattr(prompt, "seed", None)))
+        heard = _Heard(env, Opening(prompt.id, prompt.seed))
         episode = Episode(prompt.id, heard, obs_queue, act_queue)
         try:
             await episode.begin(prompt.input_ids)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from trajpack.agent.episode_watch import (
@@ -62,11 +64,43 @@ async def attempt_episode(
     watch = EpisodeWatch(prompt.id, stage.audience, stage.gate, count_reply)
     if stage.timeout_s is None:
         return await _collect(stage, prompt, group, watch)
+    failure: EpisodeError | None = None
     with CancelScope(deadline=current_time() + stage.timeout_s) as scope:
-        trajectories = await _collect(stage, prompt, group, watch)
-        if not scope.cancel_called:  # else the agent went on although it was told to end
-            return trajectories
-    raise EpisodeTimeoutError(prompt.id, f"not finished within {stage.timeout_s:g} s")
+        try:
+            trajectories = await _collect(stage, prompt, group, watch)
+            if not scope.cancel_called:  # else the agent went on although it was told to end
+                return trajectories
+        except EpisodeError as error:
+            if not scope.cancel_called:  # else this is what the agent made of being told so
+                raise
+            failure = error
+    raise EpisodeTimeoutError(prompt.id, f"not finished within {stage.timeout_s:g} s") from failure
+
+
+@contextmanager
+def surviving_cancel(qid: str | None = None) -> Iterator[None]:
+    """Keep a cancellation that was meant for this task alone from those who wait for it.
+
+    It is swallowed, or raised as the failure of an episode where one is named; only what a scope
+    around the task asks for, such as the end of a run, goes through. Without this, whoever
+    cancels the task of one episode would end all others silently.
+
+    Raises:
+        EpisodeCancelledError: If the task was cancelled, and ``qid`` is given.
+        asyncio.CancelledError: If a scope that the task is in was cancelled.
+    """
+    from anyio import current_effective_deadline
+
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if current_effective_deadline() == -math.inf:
+            raise
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():
+            task.uncancel()
+        if qid is not None:
+            raise EpisodeCancelledError(qid, "its task was cancelled") from error
 
 
 async def _collect(
@@ -95,10 +129,18 @@ async def _collect(
             raise
         reason = "something the agent awaited was cancelled"
         raise EpisodeCancelledError(prompt.id, reason) from error
-    except Exception as error:  # of any kind: it must not end the other episodes
-        if isinstance(error, EpisodeError) and error.qid == prompt.id:
+    except BaseException as error:  # of any kind: it must not end the other episodes
+        if _ends_the_program(error) or (isinstance(error, EpisodeError) and error.qid == prompt.id):
             raise
         raise _kind_of(error, watch)(prompt.id, reason_of(error)) from error
+
+
+def _ends_the_program(error: BaseException) -> bool:
+    """Return whether this is no failure: signals raise the first two wherever the program is."""
+    ends = (KeyboardInterrupt, SystemExit, GeneratorExit)
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(ends) is not None
+    return isinstance(error, ends)
 
 
 def _kind_of(error: BaseException, watch: EpisodeWatch) -> type[EpisodeError]:

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.blocking_work import cancel_and_wait
-from trajpack.agent.episode_attempt import attempt_episode, has_engine_ended
+from trajpack.agent.episode_attempt import attempt_episode, has_engine_ended, surviving_cancel
 from trajpack.agent.episode_ticket import Outcome, Prompts, Rules, Ticket, one_by_one
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, StaleEpisodeError
 from trajpack.agent.group_gathering import OpenGroup
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _VERSION_INTERVAL_S = 0.05
 """An engine does not tell of new weights; while no episode may begin, this often it is asked."""
-
-
 _BEGUN_AT_ONCE = 8
 """Episodes that begin before the event loop has its turn."""
 
@@ -154,6 +152,8 @@ class EpisodeRun:
                 while self._num_units:
                     self._changed.clear()
                     await self._changed.wait()
+            if self._tasks.cancel_scope.cancel_called:
+                raise RuntimeError("an episode's task was cancelled before it began")
         except BaseExceptionGroup as errors:
             self.is_stopping = True
             # Episodes raise nothing, so this is what iterating the prompts raised.
@@ -173,16 +173,14 @@ class EpisodeRun:
             await self._begin_samples(prompt)
 
     async def _begin_samples(self, prompt: Prompt) -> None:
-        samples = self._samples(prompt)
+        samples = self._rules.samples_of(prompt, by_group=self._by_group)
         group = OpenGroup(prompt, len(samples), len(samples)) if self._by_group else None
         num_begun = 0
         try:
             for sample in samples:
                 if num_begun:
                     await self._wait_for_turn(is_unit=group is None)
-                await self._room.acquire()
-                await self._slots.acquire()
-                if self.is_stopping:
+                if not await self._take_place():
                     return
                 if not num_begun or group is None:
                     self._begin_unit()
@@ -191,19 +189,21 @@ class EpisodeRun:
         finally:
             if group is not None and 0 < num_begun < len(samples):
                 group.num_expected = num_begun
-                self._events.put_nowait(group)
+                if group.is_complete:  # otherwise the last of its results will complete it
+                    self._events.put_nowait(group)
 
-    def _samples(self, prompt: Prompt) -> list[int]:
-        """Return which samples to begin; of a group, all or none."""
-        rules = self._rules
-        if not rules.finished:
-            return list(range(rules.group_size))
-        if not self._by_group:
-            samples = range(rules.group_size)
-            return [k for k in samples if f"{prompt.id}@{k}" not in rules.finished]
-        most = rules.group_size + rules.policy.groups.max_refills
-        num_finished = sum(f"{prompt.id}@{k}" in rules.finished for k in range(most))
-        return list(range(rules.group_size)) if num_finished < rules.group_size else []
+    async def _take_place(self) -> bool:
+        """Take a place and a slot for an episode, or neither where none begins any more."""
+        await self._room.acquire()
+        try:
+            await self._slots.acquire()
+        except asyncio.CancelledError:
+            self._room.release()
+            raise
+        if self.is_stopping:
+            self._slots.release()
+            self._room.release()
+        return not self.is_stopping
 
     async def _wait_for_turn(self, *, is_unit: bool) -> None:
         """Wait until an episode might begin, without keeping the place from those that go on."""
@@ -230,8 +230,8 @@ class EpisodeRun:
     async def _run_ticket(self, ticket: Ticket) -> None:
         from anyio import CancelScope
 
-        outcome: Outcome = EpisodeCancelledError(ticket.qid, "the run was stopped")
-        with CancelScope() as scope:
+        outcome: Outcome = EpisodeCancelledError(ticket.qid, "it was stopped")
+        with surviving_cancel(), CancelScope() as scope:
             self._scopes[ticket] = scope
             if self._is_cancelling:
                 scope.cancel()
@@ -264,7 +264,8 @@ class EpisodeRun:
             if stage.audience:
                 stage.audience.tell("episode_started", ticket.qid, ticket.attempts - 1)
             try:
-                found = await attempt_episode(stage, prompt, ticket.prompt.id, count)
+                with surviving_cancel(ticket.qid):
+                    found = await attempt_episode(stage, prompt, ticket.prompt.id, count)
             except EpisodeError as error:
                 if has_engine_ended(error):
                     self.stop(drain=True)

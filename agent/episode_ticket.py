@@ -66,6 +66,17 @@ class Rules:
     on_progress: Callable[[Progress], None] | None
     """Called with each step forward."""
 
+    def samples_of(self, prompt: Prompt, *, by_group: bool) -> list[int]:
+        """Return which samples of a prompt to begin; of a group, all or none."""
+        if not self.finished:
+            return list(range(self.group_size))
+        if not by_group:
+            samples = range(self.group_size)
+            return [k for k in samples if f"{prompt.id}@{k}" not in self.finished]
+        most = self.group_size + self.policy.groups.max_refills
+        num_finished = sum(f"{prompt.id}@{k}" in self.finished for k in range(most))
+        return list(range(self.group_size)) if num_finished < self.group_size else []
+
 
 async def one_by_one(prompts: Prompts) -> AsyncGenerator[Prompt, None]:
     """Yield the prompts of any kind of source, which is not closed if this is."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from trajpack.agent.blocking_work import contained
 from trajpack.agent.environment_agent import Closing, Opening
 from trajpack.agent.seeding import derive_seed
 
@@ -170,7 +171,7 @@ class GymnasiumEnvironment:
                     instance.env.close()
                 raise
 
-        instance.work = future = self._threads.submit(call)
+        instance.work = future = self._threads.submit(contained(call))
         return await asyncio.wrap_future(future)
 
     def _give_back(self, qid: str) -> None:

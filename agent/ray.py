@@ -5,6 +5,7 @@ Guide: ``docs/ray.md``. Needs the extra ``[ray]``.
 
 from trajpack.agent.ray_checkpoint import Checkpoints, TrainingState
 from trajpack.agent.ray_cluster import local_cluster
+from trajpack.agent.ray_life import WorkerLostError
 from trajpack.agent.ray_options import WorkerOptions
 from trajpack.agent.ray_payload import TrajectoryArrays
 from trajpack.agent.ray_rank import RankOptions
@@ -34,6 +35,7 @@ __all__ = [
     "TrainingStep",
     "TrajectoryArrays",
     "Weights",
+    "WorkerLostError",
     "WorkerOptions",
     "clipped_policy_loss",
     "local_cluster",

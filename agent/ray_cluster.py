@@ -22,6 +22,10 @@ def local_cluster(
     it is imported: where that has happened before, its settings stand as they are. An own cluster
     sends no usage statistics and has no dashboard.
 
+    Ctrl-C, and a SIGTERM that nobody else handles, end an own cluster's processes with the block.
+    After a SIGKILL they end by themselves, the last of them within a minute. What Ray has written
+    about itself stays in its folder of temporary files.
+
     Args:
         num_cpus: Cores that the own cluster believes to have; it may be more than there are.
         num_gpus: The same for GPUs.
@@ -37,6 +41,7 @@ def local_cluster(
     if ray.is_initialized():
         yield
         return
+    is_main = threading.current_thread() is threading.main_thread()
     on_termination = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -48,8 +53,16 @@ def local_cluster(
             logging_level="ERROR",
             object_store_memory=object_store_bytes,
         )
-        if threading.current_thread() is threading.main_thread() and on_termination is not None:
-            signal.signal(signal.SIGTERM, on_termination)  # Ray has put its own there
+        if is_main and on_termination is not None:  # Ray has put its own there
+            ends_at_once = on_termination is signal.SIG_DFL
+            signal.signal(signal.SIGTERM, _exit if ends_at_once else on_termination)
         yield
     finally:
         ray.shutdown()
+        if is_main and on_termination is not None:
+            signal.signal(signal.SIGTERM, on_termination)
+
+
+def _exit(number: int, frame: object) -> None:
+    """Leave by the way that all blocks are left, with the status of who died of the signal."""
+    sys.exit(128 + number)

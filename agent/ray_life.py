@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
+from trajpack.agent.episode_attempt import reason_of
 from trajpack.agent.ray_options import MakeWorker, WorkerOptions
 from trajpack.agent.ray_worker import RolloutWorker, WorkerStatus
 
@@ -17,6 +18,17 @@ _CONTROL_CALLS = 8
 
 class WorkerLostError(RuntimeError):
     """A worker died, hung, or failed in a way that only a new one mends."""
+
+
+def told_by(error: BaseException) -> str:
+    """Return the kind of an exception and what it says: of one in Ray's wrapping, the inner one's.
+
+    Example:
+        >>> told_by(KeyError("answer"))
+        "KeyError: 'answer'"
+    """
+    inner = getattr(error, "cause", None)
+    return reason_of(inner if isinstance(inner, BaseException) else error)
 
 
 class WorkerLife:
@@ -51,6 +63,8 @@ class WorkerLife:
         """Episodes that are on it."""
         self.num_finished = 0
         """Episodes that it has brought to an end."""
+        self.has_died = False
+        """Whether it is lost because its process, or what that runs on, has ended."""
 
     @property
     def num_free(self) -> int:
@@ -87,7 +101,7 @@ class WorkerLife:
             Exception: What the method raised.
         """
         import ray
-        from ray.exceptions import ObjectLostError, RayActorError
+        from ray.exceptions import RayError, RayTaskError
 
         ref = getattr(self._actor, method).remote(*args)
         reply: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
@@ -104,8 +118,11 @@ class WorkerLife:
             if reply.done():
                 return reply.result()
             self.lose(f"no answer to {method!r} within {timeout_s} s")
-        except (RayActorError, ObjectLostError) as error:
-            self.lose(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        except RayTaskError:
+            raise
+        except RayError as error:  # of its process, its node, its memory, or of what it sent
+            self.has_died = True
+            self.lose(" ".join(told_by(error).split()))
         raise WorkerLostError(self.lost.result())
 
     def _forget(self, reply: asyncio.Future[Any]) -> None:
@@ -117,11 +134,13 @@ class WorkerLife:
         """Let it leave its engine and environment if it still can, and end its process."""
         import ray
 
-        if not self.lost.done():
-            with contextlib.suppress(Exception):
-                await self.call("stop", timeout_s=_STOP_TIMEOUT_S)
+        try:
+            if not self.lost.done():
+                with contextlib.suppress(Exception):
+                    await self.call("stop", timeout_s=_STOP_TIMEOUT_S)
+        finally:  # also when the event loop ends, and with it all of its tasks
             self.lose("it was ended")
-        ray.kill(self._actor, no_restart=True)
+            ray.kill(self._actor, no_restart=True)
         if self._calls:  # their callbacks come from another thread, and need this event loop
             await asyncio.wait(self._calls, timeout=_KILL_TIMEOUT_S)
 

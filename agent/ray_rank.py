@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import io
 import os
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -77,26 +76,30 @@ class TrainerRank:
         torch.set_num_threads(options.num_threads)
         self._rank, self._num_ranks, self._options = rank, num_ranks, options
         self._trainer = make_trainer()
+        self._store: Any = None
 
-    def address(self) -> str:
-        """Return where the ranks of the group can meet: at this one."""
+    def address(self) -> tuple[str, int]:
+        """Return where the ranks of the group can meet: at this one, which listens from now on."""
         import ray
 
         host = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self._store = self._meeting_place(host, 0, is_master=True)
+        return host, self._store.port
 
-    def join(self, address: str, state: npt.NDArray[np.uint8] | None) -> int:
+    def _meeting_place(self, host: str, port: int, *, is_master: bool) -> Any:
+        patience = datetime.timedelta(seconds=self._options.start_timeout_s)
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=is_master, timeout=patience, wait_for_workers=False
+        )
+
+    def join(self, address: tuple[str, int], state: npt.NDArray[np.uint8] | None) -> int:
         """Meet the other ranks, and go back to a state; return the process id."""
         if state is not None:
             self._load(state)
         if self._num_ranks > 1:
             dist.init_process_group(
                 self._options.backend,
-                init_method=address,
+                store=self._store or self._meeting_place(*address, is_master=False),
                 rank=self._rank,
                 world_size=self._num_ranks,
                 timeout=datetime.timedelta(seconds=self._options.collective_timeout_s),

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from trajpack.agent.ray_trainers import RankLostError, TrainerRanks
+from trajpack.agent.safe_text import one_line
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -56,6 +57,8 @@ class RecoveredTrainers:
     async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
         """Ask the ranks something; where they are lost, rebuild them and ask again.
 
+        What a trainer refuses, by a ValueError or a TypeError, it would refuse again.
+
         Raises:
             RankLostError: If that did not help.
         """
@@ -63,11 +66,13 @@ class RecoveredTrainers:
             try:
                 return await question()
             except RankLostError as error:
-                _logger.warning("the trainer ranks are rebuilt: %s", error)
+                if isinstance(error.__cause__, ValueError | TypeError):
+                    raise
+                _logger.warning("the trainer ranks are rebuilt: %s", one_line(error))
             try:
                 await self.rebuild()
             except RankLostError as error:
-                _logger.warning("the trainer ranks were lost again: %s", error)
+                _logger.warning("the trainer ranks were lost again: %s", one_line(error))
         return await question()
 
     async def rebuild(self) -> None:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trajpack.agent.causal_model import first_line, load_model
+from trajpack.agent.causal_model import first_line
 from trajpack.agent.errors import SetupError
-from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import Agent, Engine, Environment
-from trajpack.agent.questions import Question
 from trajpack.agent.ray_cluster import local_cluster
 from trajpack.agent.ray_options import WorkerOptions
 from trajpack.agent.ray_workers import RolloutWorkers
-from trajpack.agent.rollout_settings import RolloutSettings
+from trajpack.agent.rollout_engine import rollout_engine, sampling_seed
 from trajpack.agent.runner import EpisodeResult, Progress
-from trajpack.agent.servers.settings import ServerSettings
-from trajpack.agent.tiny_model import build_tiny_model
-from trajpack.agent.transformers_engine import TransformersEngine
 
 if TYPE_CHECKING:
     from trajpack.agent.rollout import Rollout
@@ -29,61 +25,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MakeRolloutWorker:
-    """Makes on a worker what a `Rollout` has in one process: model, engine, environment, agent."""
+    """Makes on a worker what a `Rollout` has in one process: engine, environment, agent.
 
-    settings: RolloutSettings
-    """Of the rollout; each worker makes the model from them, or finds the servers: where those are
-    named in the environment, in its own, which a cluster of this machine inherits."""
-    questions: Sequence[Question]
-    """What may be asked."""
-    agent: MathMultiTurnAgent
-    """Leads the conversations."""
-    longest: int
-    """Tokens of the longest prompt."""
+    Where servers are named in the environment, it is the worker's own, which a cluster of this
+    machine inherits.
+    """
+
+    prepared: Rollout
+    """What to roll out, without a model."""
 
     @asynccontextmanager
     async def __call__(self, number: int) -> AsyncIterator[tuple[Engine, Agent, Environment]]:
-        """Make them for one worker; its sampling has a seed of its own.
+        """Make them for one worker; its sampling has a seed of its own at each start.
 
         Raises:
             SetupError: If the engine cannot run the model, or a prompt is too long for it.
         """
+        prepared = self.prepared
+        seed = sampling_seed(prepared.settings, number, time.time_ns())
         async with AsyncExitStack() as stack:
             try:
-                environment = MathVerifyEnvironment(self.questions)
-                await stack.enter_async_context(environment)
-                engine = await stack.enter_async_context(self.make_engine(number))
-            except (RuntimeError, ValueError) as error:
-                raise SetupError(f"a worker cannot run this: {first_line(error)}") from error
-            yield engine, self._fitted(getattr(engine, "max_request_tokens", None)), environment
-
-    def make_engine(self, number: int) -> Any:
-        """Return an engine for one worker, not yet entered."""
-        settings = self.settings
-        if settings.has_servers:
-            found = ServerSettings.from_environment(settings.servers)
-            kind: Any = settings.engine  # not "transformers"
-            return replace(found, kind=kind).make_engine()
-        if settings.model is None:
-            model, _ = build_tiny_model(settings.seed)
-        else:
-            model, _ = load_model(settings.model)
-        on_device: Any = model.to(settings.device)
-        return TransformersEngine(on_device, seed=(settings.seed + number) % 2**32)
-
-    def _fitted(self, max_request_tokens: int | None) -> MathMultiTurnAgent:
-        """Return an agent that asks nothing the engine would refuse for its length."""
-        if max_request_tokens is None:
-            return self.agent
-        needed = self.longest + self.settings.max_new_tokens
-        if needed > max_request_tokens:
-            raise SetupError(
-                f"a question is too long: {self.longest:,} tokens and "
-                f"{self.settings.max_new_tokens:,} new ones, the engine takes "
-                f"{max_request_tokens:,}"
-            )
-        most = min(max_request_tokens, self.agent.max_total_tokens or max_request_tokens)
-        return replace(self.agent, max_total_tokens=most)
+                environment = MathVerifyEnvironment(prepared.questions)
+            except ValueError as error:
+                raise SetupError(first_line(error)) from error
+            await stack.enter_async_context(environment)
+            engine = await stack.enter_async_context(rollout_engine(prepared.settings, seed=seed))
+            agent = prepared.fitted_agent(getattr(engine, "max_request_tokens", None))
+            yield engine, agent, environment
 
 
 @asynccontextmanager
@@ -108,8 +76,7 @@ async def ray_episodes(
         SetupError: If a worker cannot run the model, or there is no room for it.
     """
     settings = prepared.settings
-    longest = max((len(prompt.input_ids) for prompt in prepared.prompts), default=0)
-    make = MakeRolloutWorker(settings, prepared.questions, prepared.agent, longest)
+    make = MakeRolloutWorker(replace(prepared, model=None))
     is_cuda = settings.device.startswith("cuda")
     options = WorkerOptions(
         concurrency=-(-settings.concurrency // num_workers),

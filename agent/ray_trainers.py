@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from trajpack.agent.blocking_work import run_to_end
+from trajpack.agent.ray_life import told_by
 from trajpack.agent.ray_rank import MakeTrainer, RankOptions, TrainerRank
+from trajpack.agent.ray_room import describe_room, lacking_room
 from trajpack.agent.ray_weights import Weights
+from trajpack.agent.safe_text import one_line
 
+_logger = logging.getLogger(__name__)
 _CULPRIT_S = 2.0
 """How long a rank's error waits for the news that another has died, which explains it."""
 _KILL_TIMEOUT_S = 5.0
@@ -86,10 +92,14 @@ class TrainerRanks:
 
         Raises:
             RankLostError: If one cannot start, or is lost meanwhile.
+
+        Cost: some 3 s to start the processes, and what their trainers take.
         """
         import ray
 
         await self._end()
+        if lacking := await run_to_end(lambda: self._room(lacking_room)):
+            _logger.warning("waiting for a larger cluster: %s", one_line(lacking))
         self.lost = asyncio.get_running_loop().create_future()
         options = self._options
         rank_class = ray.remote(
@@ -110,8 +120,11 @@ class TrainerRanks:
                 (address,) = await self._ask(self._actors[:1], "address")
                 self.pids = tuple(await self._ask(self._actors, "join", address, state))
         except TimeoutError:
-            seconds = options.start_timeout_s
-            raise RankLostError(0, f"the group did not start within {seconds} s") from None
+            room = await run_to_end(lambda: self._room(describe_room))
+            reason = f"the group did not start within {options.start_timeout_s:g} s; {room}"
+            if not self.lost.done():  # else a rank that never joined would be asked
+                self.lost.set_result(RankLostError(0, reason))
+            raise self.lost.result() from None
 
     async def step(self, arrays: Any) -> list[dict[str, float]]:
         """Have all ranks take a step together; return what each says of it.
@@ -140,6 +153,9 @@ class TrainerRanks:
         """
         weights: Weights = (await self._ask(self._actors[:1], "weights", version))[0]
         return weights
+
+    def _room(self, tell: Callable[[str, int, RankOptions], str]) -> str:
+        return tell("trainer ranks", self.num_ranks, self._options)
 
     async def check(self) -> None:
         """Do nothing if all is well.
@@ -198,7 +214,6 @@ def _lose(lost: asyncio.Future[RankLostError], rank: int, ended: asyncio.Future[
     """Note in ``lost`` that a rank's call has ended badly; the first one counts."""
     if ended.cancelled() or (error := ended.exception()) is None or lost.done():
         return
-    reason = " ".join(str(error).split())[:500]
-    told = RankLostError(rank, f"{type(error).__name__}: {reason}")
+    told = RankLostError(rank, " ".join(told_by(error).split()))
     told.__cause__ = error
     lost.set_result(told)

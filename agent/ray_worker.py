@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trajpack.agent import errors
-from trajpack.agent.episode_attempt import Stage, attempt_episode, has_engine_ended
+from trajpack.agent.episode_attempt import Stage, attempt_episode, has_engine_ended, reason_of
 from trajpack.agent.episode_watch import Audience
 from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.generation_gate import GenerationGate
@@ -140,7 +140,7 @@ def portable(error: Exception, qid: str) -> EpisodeError:
     if has_engine_ended(error):
         return EngineEndedError(qid, getattr(error, "reason", str(error)))
     if not isinstance(error, EpisodeError):
-        return EpisodeError(qid, f"{type(error).__name__}: {error}")
+        return EpisodeError(qid, reason_of(error))
     kinds: list[Any] = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
     known: EpisodeError = kinds[0](qid, error.reason)
     return known

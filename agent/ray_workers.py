@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
@@ -11,11 +12,13 @@ from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavaila
 from trajpack.agent.protocols import Observation, Prompt, Reply
 from trajpack.agent.ray_agent import RemoteAgent, RemoteEnvironment
 from trajpack.agent.ray_dispatch import Dispatch
-from trajpack.agent.ray_life import WorkerLife, WorkerLostError, finished
+from trajpack.agent.ray_life import WorkerLife, WorkerLostError, finished, told_by
 from trajpack.agent.ray_options import MakeWorker, WorkerOptions
+from trajpack.agent.ray_room import describe_room, lacking_room
 from trajpack.agent.ray_weights import Weights
 from trajpack.agent.ray_worker import EpisodeReply, WorkerStatus
 from trajpack.agent.runner import RolloutRunner
+from trajpack.agent.safe_text import one_line
 from trajpack.packing.types import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -32,7 +35,8 @@ class RolloutWorkers:
     nothing, so that each episode ends once.
 
     A worker that was lost is replaced. The new one gets the current weights before its first
-    episode. Use it as an asynchronous context manager; Ray must have been initialised.
+    episode. Use it as an asynchronous context manager; Ray must have been initialised. Entering
+    it waits for all workers; where the cluster is too small for them, a warning says so at once.
 
     Args:
         make_worker: Makes engine, agent and environment on each worker.
@@ -41,6 +45,11 @@ class RolloutWorkers:
 
     Raises:
         ValueError: If ``num_workers`` is below 1.
+        WorkerLostError: From entering, if one has not started in time, or died too often.
+        Exception: From entering, what ``make_worker`` raised, in Ray's wrapping.
+
+    Cost: a process for each worker, some 2 s and 300 MB without its engine. An episode costs one
+    call, which takes about a millisecond, and one copy of its arrays.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class RolloutWorkers:
         self._obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
         self._open: dict[str, asyncio.Queue[Reply]] = {}
         self._dispatch = Dispatch()
+        self._publishing = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
         self._num_kept = num_workers
         self._news: asyncio.Future[None] | None = None
@@ -132,10 +142,11 @@ class RolloutWorkers:
         """
         import ray
 
-        if weights.version <= self._version:
-            raise ValueError(f"version must exceed {self._version}, got {weights.version}")
-        self._weights = await run_to_end(lambda: ray.put(weights))
-        self._version = weights.version
+        async with self._publishing:
+            if weights.version <= self._version:
+                raise ValueError(f"version must exceed {self._version}, got {weights.version}")
+            self._weights = await run_to_end(lambda: ray.put(weights))
+            self._version = weights.version
         if self._news is not None:
             news, self._news = self._news, asyncio.get_running_loop().create_future()
             news.set_result(None)
@@ -149,6 +160,8 @@ class RolloutWorkers:
     async def __aenter__(self) -> RolloutWorkers:
         if self._keepers:
             raise RuntimeError("RolloutWorkers can be entered once")
+        if lacking := await run_to_end(lambda: self._room(lacking_room)):
+            _logger.warning("waiting for a larger cluster: %s", one_line(lacking))
         loop = asyncio.get_running_loop()
         self._news = loop.create_future()
         started = [loop.create_future() for _ in range(self.num_workers)]
@@ -171,7 +184,7 @@ class RolloutWorkers:
 
     async def _keep(self, number: int, started: asyncio.Future[Any]) -> None:
         """Have one worker, again and again."""
-        num_failures = 0
+        num_failures, lost = 0, ""
         while num_failures <= self.options.max_restarts:
             life = WorkerLife(self._make_worker, number, self.options)
             try:
@@ -179,11 +192,12 @@ class RolloutWorkers:
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever it was, a new one is tried
-                if not started.done():  # the first time, somebody waits to hear of it
-                    return started.set_exception(error)
-                life.lose(f"{type(error).__name__}: {error}")
+                if not (started.done() or life.has_died):  # somebody waits to hear of it
+                    return started.set_exception(await self._explained(error))
+                life.lose(told_by(error))
                 self.num_lost += 1
-                _logger.warning("a rollout worker was lost: %.500s", life.lost.result())
+                lost = life.lost.result()
+                _logger.warning("a rollout worker was lost: %s", one_line(lost))
             finally:
                 self._dispatch.dismiss(life)
                 self._taken.set()
@@ -191,9 +205,22 @@ class RolloutWorkers:
             num_failures = 1 if life.num_finished else num_failures + 1
             await asyncio.sleep(min(0.05 * 2**num_failures, _LONGEST_PAUSE_S))
         _logger.error("a rollout worker is given up after %d failures in a row", num_failures)
+        if not started.done():
+            return started.set_exception(WorkerLostError(lost))
         self._num_kept -= 1
         if not self._num_kept:
-            self._dispatch.finish("no rollout worker is left")
+            self._dispatch.finish(f"no rollout worker is left, the last was lost: {lost}")
+        return None
+
+    async def _explained(self, error: Exception) -> Exception:
+        """Return an error of a worker's start; one that waited in vain says for what."""
+        if not isinstance(error, WorkerLostError):
+            return error
+        room = await run_to_end(lambda: self._room(describe_room))
+        return WorkerLostError(f"{error}; {room}")
+
+    def _room(self, tell: Callable[[str, int, WorkerOptions], str]) -> str:
+        return tell("rollout workers", self.num_workers, self.options)
 
     async def _serve(self, life: WorkerLife, started: asyncio.Future[Any]) -> None:
         """Start a worker, give it all news there are, then work; ends with an exception."""
@@ -234,20 +261,19 @@ class RolloutWorkers:
                 workers were lost with it, an `EngineEndedError` if none is left.
         """
         lost = ""
-        for _ in range(1 + self.options.max_redos):
+        for attempt in range(1 + self.options.max_redos):
             life = await self._dispatch.acquire(prompt.id)
+            self.num_redone += attempt > 0
             try:
                 reply: EpisodeReply = await life.call("roll_out", prompt)
             except WorkerLostError as error:
-                self.num_redone += 1
                 lost = str(error)
                 continue
             except Exception as error:  # what did not even reach the agent
-                raise EpisodeError(prompt.id, f"{type(error).__name__}: {error}") from error
+                raise EpisodeError(prompt.id, told_by(error)) from error
             finally:
                 self._dispatch.release(life)
             if isinstance(reply.error, EngineEndedError):
-                self.num_redone += 1
                 lost = reply.error.reason
                 life.lose(f"its engine has ended: {lost}")
                 continue
@@ -262,4 +288,5 @@ class RolloutWorkers:
         assert reply.arrays is not None
         self.num_turns += len(reply.arrays.turns)
         self.num_tokens += len(reply.arrays.logprobs)
-        return reply.arrays.trajectories()
+        # A view would keep the store's memory for as long as somebody keeps the trajectory.
+        return reply.arrays.copied().trajectories()

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from trajpack.agent.causal_model import first_line, load_model
+from trajpack.agent.causal_model import (
+    first_line,
+    load_max_positions,
+    load_model,
+    load_tokenizer,
+    max_positions_of,
+)
 from trajpack.agent.errors import SetupError
 from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
+from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.questions import Question, load_questions, reasoning_gym_questions
+from trajpack.agent.rollout_engine import rollout_engine, sampling_seed
 from trajpack.agent.rollout_outcome import RolloutOutcome
+from trajpack.agent.rollout_policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.rollout_settings import RolloutSettings
 from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner
 from trajpack.agent.tiny_model import build_tiny_model
-from trajpack.agent.transformers_engine import TransformersEngine
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class Rollout:
     prompts: list[Prompt]
     """The same questions as the model sees them."""
     model: Any
-    """On its device."""
+    """On its device; ``None`` where others generate: servers, or workers with their own models."""
     tokenizer: Any
     """Of the model."""
     agent: MathMultiTurnAgent
@@ -46,44 +61,69 @@ class Rollout:
 
     @asynccontextmanager
     async def episodes(
-        self, on_progress: Callable[[Progress], None] | None = None
+        self,
+        on_progress: Callable[[Progress], None] | None = None,
+        *,
+        observers: Sequence[RolloutObserver] = (),
+        finished: Collection[str] = (),
     ) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
         """Start environment and engine, and give the results as episodes finish.
 
         Leaving the context, or being cancelled in it, cancels every episode in flight and
         shuts both down.
 
+        Args:
+            on_progress: As `RolloutRunner` has it.
+            observers: As `RolloutRunner` has them.
+            finished: Names of episodes that are not begun again.
+
         Raises:
             SetupError: If the engine cannot run the model, or a question is too long for it.
         """
         settings = self.settings
+        retries = RetryPolicy(max_attempts=settings.max_attempts)
+        options: dict[str, Any] = {
+            "policy": RolloutPolicy(retries=retries, seed=settings.seed),
+            "observers": observers,
+            "finished": finished,
+            "on_progress": on_progress,
+        }
+        if settings.num_workers:
+            from trajpack.agent.ray_rollout import ray_episodes
+
+            async with ray_episodes(self, settings.num_workers, **options) as stream:
+                yield stream
+            return
         async with AsyncExitStack() as stack:
             try:
                 environment = MathVerifyEnvironment(self.questions)
             except ValueError as error:
                 raise SetupError(first_line(error)) from error
             await stack.enter_async_context(environment)
-            try:
-                engine = TransformersEngine(self.model, seed=settings.seed)
-                await stack.enter_async_context(engine)
-            except (RuntimeError, ValueError) as error:
-                raise SetupError(
-                    f"the engine cannot run this model: {first_line(error)}"
-                ) from error
-            agent = self._fit_agent(engine.max_request_tokens)
+            seed = sampling_seed(settings, len(finished)) if finished else settings.seed
+            engine = await stack.enter_async_context(
+                rollout_engine(settings, model=self.model, seed=seed)
+            )
+            agent = self.fitted_agent(getattr(engine, "max_request_tokens", None))
             runner = RolloutRunner(
                 engine,
                 agent,
                 environment,
                 concurrency=settings.concurrency,
                 group_size=settings.group_size,
-                on_progress=on_progress,
+                **options,
             )
             yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
 
-    def _fit_agent(self, max_request_tokens: int) -> MathMultiTurnAgent:
-        """Return an agent that asks nothing the engine would refuse for its length."""
+    def fitted_agent(self, max_request_tokens: int | None) -> MathMultiTurnAgent:
+        """Return an agent that asks nothing an engine of that limit would refuse for its length.
+
+        Raises:
+            SetupError: If a question is too long.
+        """
         max_positions = self.agent.max_total_tokens
+        if max_request_tokens is None:
+            return self.agent
         if max_positions is not None and max_positions <= max_request_tokens:
             return self.agent
         where = f"the engine takes {max_request_tokens:,}"
@@ -109,11 +149,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     """
     questions = _choose_questions(settings)
     device = _check_device(settings.device)
-    if settings.model is None:
-        model, tokenizer = build_tiny_model(settings.seed)
-    else:
-        model, tokenizer = load_model(settings.model)
-    max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    model, tokenizer, max_positions = _load(settings)
     prompts = [_encode(question, tokenizer) for question in questions]
     where = f"the model has {max_positions:,} positions" if max_positions else ""
     _check_lengths(prompts, settings.max_new_tokens, max_positions, where)
@@ -125,11 +161,25 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         num_turns=settings.num_turns,
         max_total_tokens=max_positions,
     )
-    try:
-        model = model.to(device)
-    except RuntimeError as error:
-        raise SetupError(f"the model does not fit {device}: {first_line(error)}") from error
+    if model is not None:
+        try:
+            model = model.to(device)
+        except RuntimeError as error:
+            raise SetupError(f"the model does not fit {device}: {first_line(error)}") from error
     return Rollout(settings, questions, prompts, model, tokenizer, agent)
+
+
+def _load(settings: RolloutSettings) -> tuple[Any, Any, int | None]:
+    """Return the model, unless others generate, the tokenizer, and the model's positions."""
+    if settings.model is None:
+        model, tokenizer = build_tiny_model(settings.seed)
+        max_positions = max_positions_of(model.config)
+        return None if settings.num_workers else model, tokenizer, max_positions
+    if settings.has_servers or settings.num_workers:
+        max_positions = load_max_positions(settings.model)
+        return None, load_tokenizer(settings.model), max_positions
+    model, tokenizer = load_model(settings.model)
+    return model, tokenizer, max_positions_of(model.config)
 
 
 def _check_lengths(

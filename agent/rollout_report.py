@@ -48,11 +48,13 @@ class ProgressBoard:
         )
         self._bar = Bar(*columns, console=console, disable=not self._is_live)
         self._task = self._bar.add_task("", total=num_episodes, words="")
-        self._num_episodes = num_episodes
+        self.num_episodes = num_episodes
+        """As given."""
         self._say = say
         self._next_line_at = 0.0
         self._recent = deque([(0.0, 0)])
         self.progress = Progress()
+        """The latest."""
 
     def __enter__(self) -> ProgressBoard:
         self._bar.start()
@@ -71,12 +73,12 @@ class ProgressBoard:
         )
         words += f", {progress.num_failed:,} failed" if progress.num_failed else ""
         self._bar.update(self._task, completed=progress.num_finished, words=words)
-        is_last = progress.num_finished == self._num_episodes
+        is_last = progress.num_finished == self.num_episodes
         is_due = is_first_finished or is_last or time.monotonic() >= self._next_line_at
         if is_due and not self._is_live:
             self._next_line_at = time.monotonic() + _LINE_INTERVAL_S
             minutes, seconds = divmod(int(progress.elapsed_s), 60)
-            done = f"episodes {progress.num_finished:,} of {self._num_episodes:,}"
+            done = f"episodes {progress.num_finished:,} of {self.num_episodes:,}"
             self._say(f"{done}, {words}, {minutes}:{seconds:02}")
 
     def _rate(self, progress: Progress) -> float:
@@ -119,12 +121,16 @@ def report(
         for trajectory in outcome.trajectories
         for turn in trajectory.turns
     )
-    right = f"{progress.num_rewarded_turns:,} of {progress.num_kept_turns:,}"
+    turns = [turn for result in outcome.results for turn in result.turns]
+    num_right = sum(turn.reward > 0 for turn in turns)
+    num_finished, num_failed = len(outcome.results), sum(outcome.failures.values())
+    num_earlier = num_finished - progress.num_finished
+    earlier = f", {num_earlier:,} earlier" if num_earlier > 0 else ""
     rows = [
-        ("episodes", f"{progress.num_finished:,} finished, {progress.num_failed:,} of them failed"),
+        ("episodes", f"{num_finished:,} finished, {num_failed:,} of them failed{earlier}"),
         (
             "right answers",
-            f"{right} ({_success_rate(progress):.1%})",
+            f"{num_right:,} of {len(turns):,} ({num_right / max(len(turns), 1):.1%})",
         ),
         ("speed", f"{progress.tokens_per_s:,.0f} generated tokens/s, {progress.elapsed_s:.1f} s"),
         (

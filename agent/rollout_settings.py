@@ -89,8 +89,8 @@ class RolloutSettings:
             raise SetupError("servers need an engine that speaks to them: sglang or vllm")
         if self.has_servers and self.model is None:
             raise SetupError(
-                f"engine {self.engine!r} needs model: the folder of the tokenizer that the server's "
-                "model has"
+                f"engine {self.engine!r} needs model: the folder of the tokenizer of the server's "
+                "model"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ def tool_calls(
 
 def _parse(text: str) -> ToolCall | ToolCallError:
     try:
-        call = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+        call = json.loads(text, **_STRICT)
     except (ValueError, RecursionError):
         return ToolCallError("the call is not JSON")
     if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
@@ -81,3 +82,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is out of range")
+    return number
+
+
+_STRICT: dict[str, Any] = {
+    "object_pairs_hook": _object,
+    "parse_constant": _refuse,
+    "parse_float": _finite,
+}

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from trajpack.agent.blocking_work import contained
+from trajpack.agent.episode_attempt import reason_of
+
+_NUM_THREADS = 64
+"""For the functions of all tools. They are not those of the event loop: a function that hangs keeps
+its thread for ever, and must not take one from an engine."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -26,6 +36,7 @@ class Tool:
     Raises:
         ValueError: If the schema is none of an object, or uses an unknown type, or a limit is not
             positive.
+        TypeError: If the function cannot be called.
 
     Example:
         >>> schema = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -42,14 +53,17 @@ class Tool:
     """JSON schema of the arguments: ``properties``, each with a ``type``, and which of them are
     ``required``. Nothing deeper is checked; other arguments are refused."""
     function: Callable[..., Any]
-    """Takes the arguments by name. A coroutine function runs on the event loop; any other in a
-    thread, which cannot be stopped: it must end by itself."""
+    """Takes the arguments by name. A coroutine function runs on the event loop; any other in one
+    of 64 threads that all tools share, which cannot be stopped: it must end by itself."""
     timeout_s: float = 10.0
-    """Seconds to wait for it at most."""
+    """Seconds to wait for it at most, for a thread too."""
     max_chars: int = 4096
     """Of its answer; the rest is cut off."""
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            kind = type(self.function).__name__
+            raise TypeError(f"tool {self.name!r}: expected a function, got {kind}")
         properties = self.parameters.get("properties")
         if not isinstance(properties, Mapping):
             raise ValueError(f"tool {self.name!r}: the parameters need properties")
@@ -85,18 +99,27 @@ class Tool:
             return f"error: {problem}"
         try:
             async with asyncio.timeout(self.timeout_s):
-                if inspect.iscoroutinefunction(self.function):
-                    answer = await self.function(**arguments)
-                else:
-                    answer = await asyncio.to_thread(self.function, **arguments)
-            text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+                text = await self._answer(arguments)
         except TimeoutError:
             text = f"error: no answer within {self.timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
-            text = f"error: {type(error).__name__}: {error}"
+            text = f"error: {reason_of(error)}"
         if len(text) > self.max_chars:
             text = f"{text[: self.max_chars]} (cut off)"
         return text.encode("utf-8", "replace").decode()
+
+    async def _answer(self, arguments: Mapping[str, Any]) -> str:
+        if inspect.iscoroutinefunction(self.function):
+            return _spelled(await self.function(**arguments))
+
+        def work() -> Any:
+            answer = self.function(**arguments)
+            return answer if inspect.isawaitable(answer) else _spelled(answer)
+
+        run = contextvars.copy_context().run
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(_threads(), run, contained(work))
+        return answer if isinstance(answer, str) else _spelled(await answer)
 
     def _problem(self, arguments: Mapping[str, Any]) -> str:
         properties = self.parameters["properties"]
@@ -111,3 +134,12 @@ class Tool:
             if is_bool != (kind == "boolean") or not isinstance(value, _TYPES[kind]):
                 return f"{name} must be of type {kind}"
         return ""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="trajpack-tool")
+
+
+def _spelled(answer: Any) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)

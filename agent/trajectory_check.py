@@ -15,6 +15,8 @@ _FEW_NUMBERS = 50_000
 """So many numbers in lists take a few milliseconds; more are checked beside the event loop."""
 _FEW_ENTRIES = 2_000_000
 """The same, for arrays."""
+_FEW_TURNS = 200
+"""The same, for turns, however short."""
 
 
 async def check_trajectories(given: Any) -> None:
@@ -40,16 +42,17 @@ async def check_trajectories(given: Any) -> None:
 
 
 def _is_much(trajectories: Sequence[Any]) -> bool:
-    num_listed = num_entries = 0
+    num_turns = num_listed = num_entries = 0
     for trajectory in trajectories:
         for turn in trajectory.turns if isinstance(trajectory, Trajectory) else ():
             if not isinstance(turn, Turn):
                 continue
+            num_turns += 1
             for values in (turn.prompt_ids, turn.completion_ids, turn.completion_logprobs):
                 size = len(values) if hasattr(values, "__len__") else 0
                 num_entries += size
                 num_listed += 0 if isinstance(values, np.ndarray) else size
-    return num_listed > _FEW_NUMBERS or num_entries > _FEW_ENTRIES
+    return num_turns > _FEW_TURNS or num_listed > _FEW_NUMBERS or num_entries > _FEW_ENTRIES
 
 
 def _check(trajectories: Sequence[Any]) -> None:

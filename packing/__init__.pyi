@@ -19,6 +19,9 @@ from trajpack.packing.group_estimators import GiGPO as GiGPO
 from trajpack.packing.group_estimators import MaxRL as MaxRL
 from trajpack.packing.group_estimators import PassAtK as PassAtK
 from trajpack.packing.group_estimators import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
+from trajpack.packing.log_options import DamagedLogError as DamagedLogError
+from trajpack.packing.log_options import LogInUseError as LogInUseError
+from trajpack.packing.log_options import LogOptions as LogOptions
 from trajpack.packing.micro_batch import MicroBatch as MicroBatch
 from trajpack.packing.plan import Plan as Plan
 from trajpack.packing.plan import plan_micro_batches as plan_micro_batches
@@ -28,6 +31,8 @@ from trajpack.packing.plan_ranks import plan_ranks as plan_ranks
 from trajpack.packing.resident import pack_resident as pack_resident
 from trajpack.packing.static_batch import StaticBatch as StaticBatch
 from trajpack.packing.token_fields import TokenField as TokenField
+from trajpack.packing.trajectory_log import LoggedEpisode as LoggedEpisode
+from trajpack.packing.trajectory_log import TrajectoryLog as TrajectoryLog
 from trajpack.packing.types import Trajectory as Trajectory
 from trajpack.packing.types import Turn as Turn
 from trajpack.packing.types import VersionSpan as VersionSpan

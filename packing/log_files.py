@@ -33,6 +33,14 @@ def write_durably(path: Path, content: Any) -> None:
     sync_folder(path.parent)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, so that they are on the disk when this returns."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        sync_folder(made.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names of a folder's files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -84,6 +92,9 @@ class WriterLock:
             raise LogInUseError(
                 f"log {folder} has a writer already: process {number}; a log has one at a time"
             ) from None
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         with suppress(OSError):  # the number is for people; a full disk must not matter
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)

@@ -67,7 +67,7 @@ class LogFolder:
         """
         while (path := self._place(number := self.manifest.num_segments)).exists():
             content = path.read_bytes()
-            rows = decoded_segment(str(path), content, self.fields)
+            rows = self._adoptable(path, content)
             self.manifest.append(SegmentEntry.of(number, content, rows))
         beyond = [number for number in self._sizes() if number >= self.manifest.num_segments]
         if beyond:
@@ -110,6 +110,16 @@ class LogFolder:
                 f"got {[field.name for field in fields]}; names, dtypes, shapes, fills and order "
                 "must be the same"
             )
+
+    def _adoptable(self, path: Path, content: bytes) -> list[EpisodeRow]:
+        """Return the episodes of a segment that no line names; none of one that is skipped."""
+        try:
+            return list(decoded_segment(str(path), content, self.fields))
+        except DamagedLogError as error:
+            if self.damaged == "raise":
+                raise
+            warnings.warn(f"all episodes skipped: {error}", stacklevel=2)
+            return []
 
     def _read(self, entry: SegmentEntry, wanted: Sequence[bool]) -> Iterator[EpisodeRow]:
         """Yield the episodes of a segment that are ``wanted``; nothing where it is skipped."""

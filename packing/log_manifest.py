@@ -158,4 +158,7 @@ def _checked(line: bytes) -> Any:
     """Return what a line says, or ``None`` where it is not as it was written."""
     if line[:PREFIX_SIZE] != (PREFIX % zlib.crc32(line[PREFIX_SIZE:])).encode():
         return None
-    return json.loads(line)
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

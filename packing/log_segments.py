@@ -55,9 +55,9 @@ def declared_fields(place: object, header: Any) -> tuple[TokenField, ...]:
         kind, version = header["format"], header["schema_version"]
         if kind != FORMAT:
             raise ValueError(f"{place} is no trajectory log: its format is {kind!r}")
-        if type(version) is not int or version > SCHEMA_VERSION:
+        if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
             raise ValueError(
-                f"{place} has schema version {version!r}, this release reads versions up to "
+                f"{place} has schema version {version!r}, this release reads versions 1 to "
                 f"{SCHEMA_VERSION}"
             )
         return tuple(TokenField.from_json(field) for field in header["fields"])
@@ -125,6 +125,8 @@ def decoded_segment(
         table = file.read(columns=names)
         columns = {column: _whole(table.column(column)) for column in names}
         yield from _rows(columns, extra, wanted)
+    except MemoryError:  # pyarrow's is an error of its own, too, but no damage
+        raise
     except (*READ_ERRORS, pa.ArrowException) as error:
         raise DamagedLogError(f"{name} is not a readable segment: {error}") from error
 

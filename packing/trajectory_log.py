@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from trajpack.packing.buffer import TrajectoryBuffer
 from trajpack.packing.log_contents import LogContents
-from trajpack.packing.log_files import WriterLock
+from trajpack.packing.log_files import WriterLock, make_folder
 from trajpack.packing.log_folder import LogFolder
 from trajpack.packing.log_options import LogOptions
 from trajpack.packing.log_rows import row_of_episode, trajectories_of_row
@@ -69,7 +69,7 @@ class TrajectoryLog:
         self._options = options
         self._lock = lock
         self._contents = LogContents(folder.entries)
-        self._writer = LogWriter(folder, options) if lock is not None else None
+        self._writer = LogWriter(folder, options, lock) if lock is not None else None
         self._end = weakref.finalize(
             self, end_writing, self._writer, lock
         )  # at exit, at the latest
@@ -115,7 +115,7 @@ class TrajectoryLog:
         if mode != "append":
             raise ValueError(f"mode must be 'append' or 'read', got {mode!r}")
         load_parquet()
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place)
         lock = WriterLock(place)
         try:
             opened = LogFolder.make(place, declared or (), chosen.damaged)
@@ -236,7 +236,7 @@ class TrajectoryLog:
                 rest is kept, and is tried again.
             ValueError: If the log is closed or opened for reading.
 
-        Cost: compresses and writes what waits, in segments, with four synchronisations of the
+        Cost: compresses and writes what waits, in segments, with three synchronisations of the
             disk each. Other threads may append meanwhile.
         """
         self._opened_writer().flush()

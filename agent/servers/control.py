@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+from collections.abc import Sequence
 
+from trajpack.agent.servers.completion import is_number
 from trajpack.agent.servers.dialect import Dialect, read_json
 from trajpack.agent.servers.failures import (
-    MalformedError,
+    ExchangeError,
     RefusedError,
     RetryableError,
     WeightUpdateError,
@@ -21,11 +22,9 @@ from trajpack.agent.servers.routing import Router, Server
 from trajpack.agent.servers.server_client import Order
 from trajpack.packing.conversion import INT32_MAX
 
-_logger = logging.getLogger(__name__)
 _ABSENT = frozenset((403, 404, 405, 501))
 _MAX_BYTES = 2**20
 _HEALTH_S = 10.0
-FAILURES = (RetryableError, RefusedError, MalformedError)
 
 
 class Control:
@@ -68,16 +67,16 @@ class Control:
             MalformedError: If it cannot be told what its log-probabilities are.
         """
         if server.is_behind:
-            raise RetryableError(
-                f"{server.name}: its weights are not the engine's; an update helps"
-            )
+            raise RetryableError("its weights are not the engine's; an update helps", server.name)
+        if server.is_paused and self._requester.gate.is_set():
+            await self._unpause(server)
         try:
             await self._order(server, Order("/health", method="GET"), _HEALTH_S)
         except RefusedError as error:
             if error.status not in _ABSENT - {403}:
                 raise
-        if server.model is None:
-            server.model = await self._model(server)
+        await self._check_version_told(server)
+        server.model = await self._model(server)
         asked = self._options.logprobs or self._dialect.default_logprobs
         if asked != "detect":
             server.logprobs = asked
@@ -101,36 +100,57 @@ class Control:
     async def pause(self, *, interrupt: bool) -> None:
         """Stop all servers that are in use, and send no new requests."""
         self._requester.gate.clear()
-        order = self._dialect.pause(interrupt=interrupt)
-        if problems := await self._order_all(order):
+        servers = [server for server in self._router.servers if server.is_healthy]
+        for server in servers:
+            server.is_paused = True  # also where the answer gets lost
+        if failures := await self._order_all(servers, self._dialect.pause(interrupt=interrupt)):
+            for server, error in failures.items():
+                server.is_paused = not isinstance(error, RefusedError)
             with contextlib.suppress(WeightUpdateError):
                 await self.resume()
-            raise WeightUpdateError(f"no pause: {'; '.join(problems)}")
+            raise WeightUpdateError(f"no pause: {_told(failures)}")
 
     async def resume(self) -> None:
-        """Let all go on."""
+        """Let all go on; a server that is not healthy is told when it is."""
+        servers = [server for server in self._router.servers if server.is_healthy]
         try:
-            if problems := await self._order_all(self._dialect.resume()):
-                raise WeightUpdateError(f"did not resume: {'; '.join(problems)}")
+            failures = await self._order_all(servers, self._dialect.resume())
+            for server in servers:
+                server.is_paused = server.is_paused and server in failures
         finally:
             self._requester.gate.set()
+            for server in self._router.servers:
+                if server.is_paused and server.is_healthy:
+                    self._router.rest(server, "it may be paused still")
+        if failures:
+            raise WeightUpdateError(f"did not resume: {_told(failures)}")
 
-    async def _order_all(self, order: Order) -> list[str]:
-        """Give an order to all servers in use; return what went wrong."""
-        servers = [server for server in self._router.servers if server.is_healthy]
+    async def _unpause(self, server: Server) -> None:
+        """Let one server go on that missed the order."""
+        try:
+            await self._order(server, self._dialect.resume(), _HEALTH_S)
+        except RefusedError as error:
+            if error.status not in _ABSENT:  # else it was started anew, as another kind of server
+                raise
+        server.is_paused = False
+
+    async def _order_all(
+        self, servers: Sequence[Server], order: Order
+    ) -> dict[Server, ExchangeError]:
+        """Give an order to servers; return what went wrong. Those that failed rest."""
         seconds = self._options.time_limits.control_s
         outcomes = await asyncio.gather(
             *(self._order(server, order, seconds) for server in servers), return_exceptions=True
         )
-        problems = []
+        failures = {}
         for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, FAILURES):
-                problems.append(str(outcome))
+            if isinstance(outcome, ExchangeError):
+                failures[server] = outcome
                 if isinstance(outcome, RetryableError):
                     self._router.rest(server, str(outcome))
             elif isinstance(outcome, BaseException):
                 raise outcome
-        return problems
+        return failures
 
     def _check_version(self, version: int, lowest: int) -> None:
         if not lowest <= version <= INT32_MAX:
@@ -146,38 +166,55 @@ class Control:
         )
         failed = {server: why for server, why in zip(servers, problems, strict=True) if why}
         if len(failed) == len(servers):
-            raise WeightUpdateError(
-                f"version {version} reached no server: {'; '.join(failed.values())}"
-            )
+            raise WeightUpdateError(f"version {version} reached no server: {_told(failed)}")
         self._requester.version = version
-        for server, why in failed.items():
+        for server, error in failed.items():
             # its tokens would be called newer than they are
             server.is_behind = True
-            self._router.rest(server, why)
+            self._router.rest(server, str(error))
 
     async def _update_one(
         self, server: Server, order: Order, version: int, may_be_absent: bool
-    ) -> str | None:
+    ) -> ExchangeError | None:
         """Return what went wrong."""
         try:
             body = await self._order(server, order, self._options.time_limits.control_s)
         except RefusedError as error:
             if not may_be_absent or error.status not in _ABSENT:
-                return str(error)
+                return error
             server.is_behind, server.told_version = False, None
             return None
-        except (RetryableError, MalformedError) as error:
-            return str(error)
-        if reason := _failure_said(body):
-            return f"{server.name}: {reason}"
+        except ExchangeError as error:
+            return error
+        if message := _failure_said(body):
+            return ExchangeError(server.client.worded("it said", message, body), server.name)
         server.is_behind, server.told_version = False, version
         return None
+
+    async def _check_version_told(self, server: Server) -> None:
+        """Notice a server that has been started anew, with the weights it was started with."""
+        told = server.told_version
+        if told is None:
+            return
+        try:
+            body = await self._order(server, self._dialect.ask_version(), _HEALTH_S)
+            name = read_json(body)["weight_version"]
+        except (RefusedError, LookupError, TypeError, ValueError):
+            return  # it does not say; its spans may
+        if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
+            server.is_behind = True
+            said = server.client.worded(f"told of version {told}, it says", quoted(name), body)
+            raise RetryableError(f"{said}; an update helps", server.name)
 
     async def _model(self, server: Server) -> str | None:
         try:
             body = await self._order(server, Order("/v1/models", method="GET"), _HEALTH_S)
             name = read_json(body)["data"][0]["id"]
-        except (RefusedError, LookupError, TypeError, ValueError):
+        except RefusedError as error:
+            if error.status == 401:  # its health is for everybody, its samples are not
+                raise
+            return None
+        except (LookupError, TypeError, ValueError):
             return None
         return name if isinstance(name, str) else None
 
@@ -194,12 +231,17 @@ class Control:
             raise
 
 
+def _told(failures: dict[Server, ExchangeError]) -> str:
+    return "; ".join(error.named for error in failures.values())
+
+
 def _failure_said(body: bytes) -> str | None:
-    """Return the message of an answer that says ``"success": false``."""
+    """Return the message, quoted, of an answer that says ``"success": false``."""
     try:
         answer = read_json(body) if body else None
     except ValueError:
         return None
     if isinstance(answer, dict) and answer.get("success") is False:
-        return f"it said {quoted(str(answer.get('message')))}"
+        message = answer.get("message")
+        return quoted(message if isinstance(message, str) else "success: false")
     return None

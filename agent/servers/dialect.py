@@ -71,6 +71,10 @@ class Dialect(Protocol):
         """Say what the weights that the server has now are called."""
         ...
 
+    def ask_version(self) -> Order:
+        """Ask for that name; the answer has it as ``weight_version``."""
+        ...
+
     def pause(self, *, interrupt: bool) -> Order:
         """Stop generating; ``interrupt`` ends what is in flight where it is."""
         ...

@@ -137,7 +137,8 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
 
     Raises:
         ValueError: As `read_vllm_response`, and if the ids beside the log-probabilities are not
-            those of ``output_ids``, or the stop token that matched is not the last of them.
+            those of ``output_ids``, the stop token that matched is not the last of them, or what
+            matched is a text: nobody asked for one, and SGLang says so that it got NaN.
 
     Cost: as `read_vllm_response`.
 

@@ -5,18 +5,36 @@ from __future__ import annotations
 _MAX_CHARS = 300
 
 
-class RetryableError(Exception):
+class ExchangeError(Exception):
+    """An exchange with a server failed.
+
+    Its text leaves out which server that was: texts get into logs, and addresses must not.
+    """
+
+    def __init__(self, reason: str, server: str | None = None) -> None:
+        super().__init__(reason)
+        self.server = server
+        """Host and port, where it was one server's doing."""
+
+    @property
+    def named(self) -> str:
+        """The reason, and the name of the server: for whoever asked."""
+        return str(self) if self.server is None else f"{self.server}: {self}"
+
+
+class RetryableError(ExchangeError):
     """An exchange failed that another, perhaps with another server, may repeat."""
 
     def __init__(
         self,
         reason: str,
-        wait_s: float | None = None,
+        server: str | None = None,
         *,
+        wait_s: float | None = None,
         is_connection: bool = False,
         is_slow: bool = False,
     ) -> None:
-        super().__init__(reason)
+        super().__init__(reason, server)
         self.wait_s = wait_s
         """Seconds that the server asked to be left alone, if it did."""
         self.is_connection = is_connection
@@ -25,21 +43,30 @@ class RetryableError(Exception):
         """Whether the server was still at it."""
 
 
-class OutageError(Exception):
-    """No server was healthy for as long as may be waited for one."""
+class OutdatedError(RetryableError):
+    """A server's weights are older than those that sampled what came before."""
 
 
-class MalformedError(Exception):
+class MalformedError(ExchangeError):
     """A server answered with what is no answer; asking again would not help."""
 
 
-class RefusedError(Exception):
+class RefusedError(ExchangeError):
     """A server will not answer this request; asking again would not help."""
 
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, server: str | None = None, *, status: int) -> None:
+        super().__init__(reason, server)
         self.status = status
         """The HTTP status."""
+
+    @property
+    def is_about_request(self) -> bool:
+        """Whether another request may fare better; else the server is not what it should be."""
+        return self.status in (400, 413, 414, 422)
+
+
+class OutageError(Exception):
+    """No server was healthy for as long as may be waited for one."""
 
 
 class WeightUpdateError(RuntimeError):
@@ -57,14 +84,3 @@ def quoted(text: bytes | str) -> str:
         text = text[: 4 * _MAX_CHARS].decode("utf-8", errors="replace")
     shown = ascii(text[:_MAX_CHARS])
     return shown if len(text) <= _MAX_CHARS else shown + "..."
-
-
-def harmless(text: str, max_chars: int = 700) -> str:
-    r"""Return a message with what is not printable escaped, cut to a length.
-
-    Example:
-        >>> harmless("bad\x00name")
-        'bad\\x00name'
-    """
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:max_chars])
-    return shown if len(text) <= max_chars else shown + "..."

@@ -20,6 +20,8 @@ _TOKENS = (0, 1, 2, 3, 5, 8, 13, 21)
 """Prompts that are tried: in every vocabulary, though a server may refuse some."""
 _MIN_GAP = 0.05
 """Between the greatest log-probability and the fifth: far above what rounding does."""
+_MAX_LOGPROB = 0.01
+"""A log-probability is 0 at most, and their probabilities sum up to 1: but for rounding."""
 
 
 def mismatch(
@@ -85,8 +87,9 @@ async def detect_logprobs(
             if 1.6 < ratio < 2.5:
                 return "processed"
     raise MalformedError(
-        f"{server.name}: its log-probabilities look neither raw nor processed; declare what they "
-        f"are (the option logprobs)"
+        "its log-probabilities look neither raw nor processed; declare what they are (the option "
+        "logprobs)",
+        server.name,
     )
 
 
@@ -104,7 +107,11 @@ async def _gap(
         gap = values[0] - values[min(4, len(values) - 1)]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         reason = f"no top log-probabilities in the answer ({type(error).__name__})"
-        raise MalformedError(f"{server.name}: {reason}") from None
+        raise MalformedError(reason, server.name) from None
     if not math.isfinite(gap):
-        raise MalformedError(f"{server.name}: top log-probabilities that are not finite")
+        raise MalformedError("top log-probabilities that are not finite", server.name)
+    if values[0] > _MAX_LOGPROB or sum(map(math.exp, set(values))) > 1 + len(values) * _MAX_LOGPROB:
+        raise MalformedError(
+            f"logits for log-probabilities: the greatest are {values[:5]}", server.name
+        )
     return gap

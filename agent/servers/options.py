@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
 LogprobSemantics: TypeAlias = Literal["raw", "processed"]
@@ -10,10 +11,17 @@ LogprobSemantics: TypeAlias = Literal["raw", "processed"]
 
 
 def require_positive(owner: object, *names: str) -> None:
-    """Raise a ValueError where an attribute of ``owner`` is not above 0."""
+    """Raise an error where an attribute of ``owner`` is not a number above 0.
+
+    What is declared as an integer (``max_connections: int = 1024``) must be one.
+    """
     for name in names:
         value = getattr(owner, name)
-        if not value > 0:
+        is_count = name.startswith("max_") or name.endswith("_size")
+        if isinstance(value, bool) or not isinstance(value, Integral if is_count else Real):
+            wanted = "an integer" if is_count else "a number"
+            raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
+        if not float(value) > 0:
             raise ValueError(f"{name} must be above 0, got {value}")
 
 
@@ -22,6 +30,7 @@ class TimeLimits:
     """How long is waited for what, in seconds.
 
     Raises:
+        TypeError: If one is not a number.
         ValueError: If one is not above 0.
     """
 
@@ -50,6 +59,7 @@ class RetryLimits:
     slow, or died before its last byte. All else fails at once: it would fail again.
 
     Raises:
+        TypeError: If one is not a number, or a count not an integer.
         ValueError: If one is not above 0.
     """
 
@@ -58,13 +68,15 @@ class RetryLimits:
     wait_initial_s: float = 0.2
     """Pause before the second; each later one is twice as long, and random in part."""
     wait_max_s: float = 10.0
-    """Longest pause, also where a server asks for a longer one (``Retry-After``)."""
+    """Longest pause, also where a server asks for a longer one (``Retry-After``); a random
+    part of the first pause comes on top of that."""
     max_idle_resumes: int = 20
     """Times in a row that an interrupted generation is resumed without a new token."""
     rest_s: float = 1.0
     """Pause before a server that failed is asked for its health; doubles up to 16 times this."""
     max_failures: int = 3
-    """Failures in a row, other than of a connection, after which a server rests."""
+    """Failures in a row, other than of a connection, after which a server rests. Each that follows
+    before it has answered well once makes it rest again, and longer."""
 
     def __post_init__(self) -> None:
         require_positive(self, *vars(self))
@@ -75,6 +87,7 @@ class ServerOptions:
     """How an engine talks to its servers.
 
     Raises:
+        TypeError: If a value is of another type.
         ValueError: If a value is out of range.
     """
 
@@ -114,6 +127,10 @@ class ServerOptions:
                 f"logprobs must be 'raw', 'processed', 'detect' or None, got {self.logprobs!r}"
             )
         token = self.token
+        if not isinstance(token, str | None):
+            raise TypeError(f"token must be a string, got {type(token).__name__}")
+        if not isinstance(self.seed, Integral | None):
+            raise TypeError(f"seed must be an integer, got {type(self.seed).__name__}")
         if token is not None and not (token and token.isascii() and token.isprintable()):
             raise ValueError("token must be printable ASCII and not empty")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import uuid
+from collections.abc import AsyncIterator
 from functools import partial
 
 from trajpack.agent.errors import (
@@ -15,16 +17,18 @@ from trajpack.agent.errors import (
     ServerUnavailableError,
 )
 from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.safe_text import one_line
 from trajpack.agent.seeding import derive_seed
 from trajpack.agent.servers.completion import Ask, BackwardsError, Completion, is_number
 from trajpack.agent.servers.dialect import Dialect, Draw
 from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
 from trajpack.agent.servers.failures import (
+    ExchangeError,
     MalformedError,
     OutageError,
+    OutdatedError,
     RefusedError,
     RetryableError,
-    harmless,
     quoted,
 )
 from trajpack.agent.servers.logprob_semantics import mismatch
@@ -37,6 +41,8 @@ _THREAD_BYTES = 128 * 1024
 _BYTES_PER_TOKEN = 1024
 _BYTES_BESIDE = 64 * 1024
 _CANCEL_S = 2.0
+_MAX_REASON = 700
+"""Characters of the reason in a reply."""
 
 
 class Requester:
@@ -70,13 +76,13 @@ class Requester:
         try:
             async with asyncio.timeout(limit_s):
                 return await self._complete(Completion(ask))
-        except (TimeoutError, OutageError, RetryableError) as error:
-            reason = str(error) or f"no completion within {limit_s:g} s"
-            raise ServerUnavailableError(ask.qid, harmless(reason)) from None
-        except MalformedError as error:
-            raise MalformedResponseError(ask.qid, harmless(str(error))) from None
-        except RefusedError as error:
-            raise RequestRefusedError(ask.qid, harmless(str(error))) from None
+        except TimeoutError:
+            reason = f"no completion within {limit_s:g} s"
+            raise ServerUnavailableError(ask.qid, reason) from None
+        except OutageError as error:
+            raise ServerUnavailableError(ask.qid, one_line(error, _MAX_REASON)) from None
+        except ExchangeError as error:
+            raise _as_reply(ask.qid, error) from None
 
     async def finish(self) -> None:
         """Wait until servers have been told of what was cancelled, for a moment at most."""
@@ -117,10 +123,20 @@ class Requester:
         avoided: Server | None = None
         async for attempt in attempts:
             with attempt:
-                await self.gate.wait()
-                async with self._router.lease(completion.ask.qid, avoided) as server:
+                async with self._turn(completion.ask.qid, avoided) as server:
                     avoided = server
                     await self._ask(server, completion)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, qid: str, avoided: Server | None) -> AsyncIterator[Server]:
+        """Wait until a request may be sent, and hold its place on a server while it lasts."""
+        while True:
+            await self.gate.wait()
+            async with self._router.lease(qid, avoided) as server, server.client.slots:
+                # while it waited for its place a pause may have begun, or the server have died
+                if self.gate.is_set() and server.is_healthy:
+                    yield server
+                    return
 
     def _pause_before_retry(self, error: Exception) -> bool | float:
         """Return whether to try again, or after how many seconds."""
@@ -128,30 +144,41 @@ class Requester:
             return False
         if error.wait_s is None:
             return True
-        return min(error.wait_s, self._options.retries.wait_max_s)
+        retries = self._options.retries
+        # all that were sent away together must not come back together
+        return min(error.wait_s, retries.wait_max_s) + random.uniform(0, retries.wait_initial_s)
 
     async def _ask(self, server: Server, completion: Completion) -> None:
         self._admit(server, completion.ask)
         declared, told = self.version, server.told_version
+        limits = self._limits(completion)
         try:
-            response = await self._exchange(server, completion)
-            if told is not None:
-                self._check_told(server, told, response)
-            completion.add(response, declared)
-        except RetryableError as error:
-            self._router.failed(server, str(error), is_connection=error.is_connection)
-            if error.is_slow or error.is_connection:
-                self._router.forget(completion.ask.qid)
+            body = await self._exchange(server, self._draw(completion), limits)
+            try:
+                response = await self._read(body, limits)
+                if told is not None:
+                    self._check_told(server, told, response)
+                completion.add(response, declared)
+            except BackwardsError as error:
+                raise OutdatedError(str(error), server.name) from None
+            except ValueError as error:
+                said = server.client.worded("this is no answer", str(error), body)
+                raise MalformedError(said, server.name) from None
+        except ExchangeError as error:
+            self._note(server, completion.ask.qid, error)
             raise
-        except BackwardsError as error:
-            # another server may have the newer weights, and this one will have them in a moment
-            self._router.forget(completion.ask.qid)
-            raise RetryableError(f"{server.name}: {error}") from None
-        except ValueError as error:
-            reason = f"{server.name}: {error}"
-            self._router.failed(server, reason, is_connection=False)
-            raise MalformedError(reason) from None
         self._router.succeeded(server)
+
+    def _note(self, server: Server, qid: str, error: ExchangeError) -> None:
+        """Keep in mind that a server failed."""
+        if isinstance(error, RetryableError):
+            # where it fares worse than others, its cache of the prefix is worth little
+            self._router.forget(qid)
+        # outdated weights are news from another server; what is wrong with one request is not
+        # the server's fault. All else is, be it only that its fast refusals attract everybody
+        is_innocent = isinstance(error, RefusedError) and error.is_about_request
+        if not is_innocent and not isinstance(error, OutdatedError):
+            self._router.failed(server, error)
 
     def _admit(self, server: Server, ask: Ask) -> None:
         """Refuse a request whose log-probabilities would not be those of what was sampled."""
@@ -169,26 +196,28 @@ class Requester:
         odd = [name for name in names if not is_number(name)]
         if odd:
             server.is_behind = True
-            said = f"{server.name}: told of version {told}, it says {quoted(odd[0])}"
-            raise RetryableError(f"{said}: it seems to have been started anew", is_connection=True)
+            said = server.client.worded(f"told of version {told}, it says", quoted(odd[0]), b"")
+            said = f"{said}: it seems to have been started anew"
+            raise RetryableError(said, server.name, is_connection=True)
 
-    async def _exchange(self, server: Server, completion: Completion) -> EngineResponse:
-        ask, params = completion.ask, completion.remaining
-        draw = Draw(
+    def _draw(self, completion: Completion) -> Draw:
+        return Draw(
             next(self._request_ids),
             completion.token_ids,
-            params,
-            ask.stop_token_ids,
+            completion.remaining,
+            completion.ask.stop_token_ids,
             self._seed(completion),
         )
-        limits = self._limits(completion)
-        async with server.client.slots:
-            try:
-                body = await self._send(server, draw, limits.max_bytes)
-            except RefusedError as error:
-                if not self._dialect.turn_to_other(server, error.status):
-                    raise
-                body = await self._send(server, draw, limits.max_bytes)
+
+    async def _exchange(self, server: Server, draw: Draw, limits: ResponseLimits) -> bytes:
+        try:
+            return await self._send(server, draw, limits.max_bytes)
+        except RefusedError as error:
+            if not self._dialect.turn_to_other(server, error.status):
+                raise
+        return await self._send(server, draw, limits.max_bytes)
+
+    async def _read(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
         read = partial(self._dialect.read, body, limits)
         if len(body) < _THREAD_BYTES:
             return read()
@@ -235,7 +264,7 @@ class Requester:
 
         async def tell() -> None:
             # it may know no such endpoint, or be gone, and the request with it
-            with contextlib.suppress(RetryableError, RefusedError, MalformedError):
+            with contextlib.suppress(ExchangeError):
                 await server.client.exchange(order, max_bytes=_BYTES_BESIDE, timeout_s=_CANCEL_S)
 
         task = asyncio.get_running_loop().create_task(tell())
@@ -243,8 +272,15 @@ class Requester:
         task.add_done_callback(self._cancellations.discard)
 
 
+def _as_reply(qid: str, error: ExchangeError) -> GenerationError:
+    """Return the reply to a request that failed for good."""
+    kinds = {MalformedError: MalformedResponseError, RefusedError: RequestRefusedError}
+    kind = kinds.get(type(error), ServerUnavailableError)
+    return kind(qid, one_line(error.named, _MAX_REASON))
+
+
 def unforeseen(qid: str, error: BaseException) -> GenerationError:
     """Return the reply to a request that failed in a way nobody thought of."""
-    reply = GenerationError(qid, harmless(f"{type(error).__name__}: {error}"))
+    reply = GenerationError(qid, one_line(f"{type(error).__name__}: {error}", _MAX_REASON))
     reply.__cause__ = error
     return reply

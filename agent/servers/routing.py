@@ -9,12 +9,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from trajpack.agent.errors import SetupError
-from trajpack.agent.servers.failures import MalformedError, OutageError, RefusedError
+from trajpack.agent.safe_text import one_line
+from trajpack.agent.servers.failures import (
+    ExchangeError,
+    MalformedError,
+    OutageError,
+    RefusedError,
+    RetryableError,
+)
 from trajpack.agent.servers.options import LogprobSemantics, RetryLimits, TimeLimits
 from trajpack.agent.servers.server_client import ServerClient
 
 _logger = logging.getLogger(__name__)
-_MAX_REST = 16
+_MAX_DOUBLINGS = 4
 
 
 @dataclass(eq=False)
@@ -23,6 +30,8 @@ class Server:
 
     client: ServerClient
     """How it is reached."""
+    label: str = "a server"
+    """What logs call it, for they must not say its address: its place in the list of them."""
     num_in_flight: int = 0
     """Requests that have been given to it and have not ended."""
     num_episodes: int = 0
@@ -31,6 +40,8 @@ class Server:
     """Whether requests may go to it."""
     is_behind: bool = False
     """Whether its weights are not the engine's; it waits for the next update."""
+    is_paused: bool = False
+    """Whether it may have been told to pause, and not yet to go on."""
     told_version: int | None = None
     """The version that it was last told, where it listens to that."""
     num_failures: int = 0
@@ -42,7 +53,7 @@ class Server:
     model: str | None = None
     """The name of the model that it serves, where requests must say it."""
     last_error: str = "not asked yet"
-    """Why it is not healthy, for a person to read."""
+    """Why it is not healthy, for a person to read; without its address."""
     is_hopeless: bool = False
     """Whether waiting for it would not help: it refused, or answered with what is no answer."""
     was_tried: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,6 +63,11 @@ class Server:
     def name(self) -> str:
         """Host and port."""
         return self.client.name
+
+    @property
+    def ailment(self) -> str:
+        """Its name, and why it is not healthy."""
+        return f"{self.name}: {self.last_error}"
 
 
 class Router:
@@ -98,7 +114,7 @@ class Router:
                 if not all(server.is_hopeless for server in self.servers):
                     await self._healthy.wait()
         if not self._healthy.is_set():
-            why = "; ".join(server.last_error for server in self.servers)
+            why = "; ".join(server.ailment for server in self.servers)
             is_over = all(server.is_hopeless for server in self.servers)
             when = "" if is_over else f" after {self._time_limits.start_s:g} s"
             raise SetupError(f"no server is healthy{when}: {why}")
@@ -116,7 +132,7 @@ class Router:
 
         Args:
             qid: The episode.
-            avoided: Chosen only where there is no other.
+            avoided: Chosen only where there is no other, or `qid` is there already.
 
         Raises:
             OutageError: If none is healthy for as long as may be waited.
@@ -151,20 +167,25 @@ class Router:
         """Note that ``server`` answered."""
         server.num_failures = 0
 
-    def failed(self, server: Server, reason: str, *, is_connection: bool) -> None:
+    def failed(self, server: Server, error: ExchangeError) -> None:
         """Note that ``server`` failed; let it rest if its connection did, or it does so often."""
+        if not server.is_healthy:
+            return  # one death fails all that is in flight, and counts once
         server.num_failures += 1
-        is_frequent = server.num_failures >= self._retries.max_failures
-        if is_connection or is_frequent:
+        too_many = server.num_failures - self._retries.max_failures
+        if too_many >= 0:
+            wait_s = self._retries.rest_s * 2 ** min(too_many, _MAX_DOUBLINGS)
+            self.rest(server, str(error), wait_s)
+        elif isinstance(error, RetryableError) and error.is_connection:
             # one lost connection may mean nothing: it is asked at once
-            self.rest(server, reason, self._retries.rest_s if is_frequent else 0)
+            self.rest(server, str(error))
 
     def rest(self, server: Server, reason: str, wait_s: float = 0) -> None:
         """Send nothing to ``server`` until it is well again; ask it after ``wait_s``."""
         server.last_error = reason
         if server.is_healthy:
             server.is_healthy = False
-            _logger.warning("a server rests: %s", reason)
+            _logger.warning("%s rests: %s", one_line(server.label), one_line(reason))
         if not any(server.is_healthy for server in self.servers):
             self._healthy.clear()
         self._revive(server, wait_s)
@@ -175,7 +196,7 @@ class Router:
                 while not any(server.is_healthy for server in self.servers):
                     await self._healthy.wait()
         except TimeoutError:
-            why = "; ".join(server.last_error for server in self.servers)
+            why = "; ".join(server.ailment for server in self.servers)
             seconds = self._time_limits.outage_s
             raise OutageError(f"no server was healthy for {seconds:g} s: {why}") from None
 
@@ -188,12 +209,14 @@ class Router:
         rest_s = self._retries.rest_s
         while not server.is_healthy:
             await asyncio.sleep(wait_s)
-            wait_s, rest_s = rest_s, min(2 * rest_s, _MAX_REST * self._retries.rest_s)
+            wait_s, rest_s = rest_s, min(2 * rest_s, 2**_MAX_DOUBLINGS * self._retries.rest_s)
             try:
                 await self._greet(server)
+                if server.is_behind:
+                    raise RetryableError("an update has passed it by while it was asked")
             except Exception as error:  # noqa: BLE001 - whatever ails a server, others go on
                 if server.last_error != str(error):
-                    _logger.warning("a server is not well: %s", error)
+                    _logger.warning("%s is not well: %s", one_line(server.label), one_line(error))
                 server.last_error = str(error)
                 server.is_hopeless = isinstance(error, (RefusedError, MalformedError))
             else:

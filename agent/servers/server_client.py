@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trajpack.agent.errors import SetupError
+from trajpack.agent.safe_text import one_line
 from trajpack.agent.servers.failures import (
     MalformedError,
     RefusedError,
     RetryableError,
-    harmless,
     quoted,
 )
 from trajpack.agent.servers.options import ServerOptions
@@ -27,6 +30,8 @@ _KEEP_ALIVE_S = 4.0
 """Servers close idle connections, many after 5 seconds; this client does so before them."""
 _DIED = ("disconnected", "peer closed")
 """In messages of a connection that ended too early, rather than with what is no HTTP."""
+_PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds, seconds and a number: a host that is gone without a word is noticed after a minute."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,17 @@ class ServerClient:
         self.name = url.name
         """Host and port."""
         authorization = f"Bearer {options.token}" if options.token else url.authorization
-        self._secret = authorization.partition(" ")[2].encode() if authorization else b""
+        sent = authorization.partition(" ")[2] if authorization else ""
+        self._secrets = [secret for secret in (sent, url.password) if secret]
+        self._host = re.compile(rf"(?<![\w.]){re.escape(url.host)}(:\d+)?(?![\w.])")
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if authorization:
             self._headers["Authorization"] = authorization
         self._base = url.base
         self._timeouts = {"connect": options.time_limits.connect_s}
-        if url.base.startswith("https:"):
-            self._tls = ssl.create_default_context(cafile=options.ca_file)
-        else:  # the certificates of the system are read only where they are needed
-            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # the certificates of the system are read only where they are needed
+        is_secure = url.base.startswith("https:")
+        self._tls = _certified(options) if is_secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self.slots = asyncio.Semaphore(options.max_connections)
         """Held by whoever asks for a sample; orders that are short and urgent need none."""
@@ -93,8 +99,8 @@ class ServerClient:
             async with asyncio.timeout(timeout_s):
                 return await self._exchange(order, max_bytes)
         except TimeoutError:
-            reason = f"{self.name}: no whole answer to {order.path} in {timeout_s:g} s"
-            raise RetryableError(reason, is_slow=True) from None
+            reason = f"no whole answer to {order.path} in {timeout_s:g} s"
+            raise RetryableError(reason, self.name, is_slow=True) from None
         except httpx.TransportError as error:
             raise self._failure(error, order) from None
 
@@ -127,37 +133,42 @@ class ServerClient:
     def _transport(self) -> httpx.AsyncHTTPTransport:
         import httpx
 
-        limits = httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S)
-        return httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
+        return httpx.AsyncHTTPTransport(
+            verify=self._tls,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S),
+            socket_options=_socket_options(),
+        )
 
     def _failure(self, error: httpx.TransportError, order: Order) -> Exception:
         import httpx
 
-        text = f"{self.name}: {type(error).__name__} on {order.path}: {harmless(str(error), 200)}"
+        said = one_line(self._host.sub("its host", str(error)), 200)
+        text = f"{type(error).__name__} on {order.path}: {said}"
         if isinstance(error, httpx.RemoteProtocolError) and not any(
             sign in str(error) for sign in _DIED
         ):
-            return MalformedError(text)
-        return RetryableError(text, is_connection=True)
+            return MalformedError(text, self.name)
+        return RetryableError(text, self.name, is_connection=True)
 
     async def _read(self, response: httpx.Response, order: Order, max_bytes: int) -> bytes:
         status = response.status_code
         encoding = response.headers.get("content-encoding", "identity")
         if encoding.strip().lower() not in ("identity", ""):
-            raise MalformedError(f"{self.name}: the body of {order.path} is encoded, unasked")
+            raise MalformedError(f"the body of {order.path} is encoded, unasked", self.name)
         if status == 200:
-            return self._without_secret(await self._body(response, order, max_bytes))
+            return await self._body(response, order, max_bytes)
         if status < 400:
-            raise MalformedError(f"{self.name}: status {status} of {order.path} is no answer")
+            raise MalformedError(f"status {status} of {order.path} is no answer", self.name)
         said = await self._beginning(response)
-        reason = f"{self.name}: status {status} on {order.path}: {quoted(said)}"
+        reason = self.worded(f"status {status} on {order.path}", quoted(said), said)
         if status in _RETRYABLE:
-            raise RetryableError(reason, _retry_after(response))
-        raise RefusedError(reason, status)
+            raise RetryableError(reason, self.name, wait_s=_retry_after(response))
+        raise RefusedError(reason, self.name, status=status)
 
     async def _body(self, response: httpx.Response, order: Order, max_bytes: int) -> bytes:
         too_long = MalformedError(
-            f"{self.name}: the body of {order.path} is longer than {max_bytes} bytes"
+            f"the body of {order.path} is longer than {max_bytes} bytes", self.name
         )
         declared = response.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared[:18]) > max_bytes:
@@ -177,11 +188,33 @@ class ServerClient:
             said += part[:_MAX_ERROR_BYTES]
             if len(said) >= _MAX_ERROR_BYTES:
                 break
-        return self._without_secret(said)
+        return said
 
-    def _without_secret(self, said: bytes) -> bytes:
-        """Return what a server said; some repeat what they were asked, and messages quote it."""
-        return said.replace(self._secret, b"[secret]") if self._secret else said
+    def worded(self, where: str, said: str, body: bytes) -> str:
+        """Return what is wrong, in words that quote a body, unless they may repeat a secret.
+
+        Some servers repeat what they were asked, headers included. The body itself is left as it
+        is: a secret may be a word or a number that a good answer has, too.
+        """
+        if any(secret in said or secret.encode() in body for secret in self._secrets):
+            said = "it repeats a secret, and is not shown"
+        return f"{where}: {said}"
+
+
+def _certified(options: ServerOptions) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=options.ca_file)
+    except OSError as error:  # its message does not say which file
+        raise SetupError(f"no certificates in ca_file {options.ca_file!r}: {error}") from None
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    probes = [
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in _PROBES.items()
+        if hasattr(socket, name)  # they are not everywhere
+    ]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *probes]
 
 
 def _retry_after(response: httpx.Response) -> float | None:

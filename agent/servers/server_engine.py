@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from trajpack.agent.errors import GenerationError, RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput, Observation, Reply
+from trajpack.agent.safe_text import one_line
 from trajpack.agent.servers.completion import Ask
 from trajpack.agent.servers.control import Control
 from trajpack.agent.servers.dialect import Dialect
-from trajpack.agent.servers.failures import harmless
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.requesting import Requester, unforeseen
 from trajpack.agent.servers.routing import Router, Server
@@ -148,7 +148,10 @@ class ServerEngine:
         if self._control is not None or self._end is not None:
             raise RuntimeError(f"a {type(self).__name__} can be entered once")
         options = self._options
-        servers = [Server(ServerClient(url, options)) for url in self._urls]
+        servers = [
+            Server(ServerClient(url, options), label=f"server {place} of {len(self._urls)}")
+            for place, url in enumerate(self._urls, 1)
+        ]
         self._router = Router(servers, self._greet, options.retries, options.time_limits)
         requester = Requester(self._router, self._dialect, options)
         self._control = Control(self._router, self._dialect, options, requester, self._version)
@@ -204,16 +207,16 @@ class ServerEngine:
             qid, token_ids, sampling = observation
             episode = self._episodes.get(qid)
         except (TypeError, ValueError):
-            return _logger.warning("no (qid, token_ids, sampling), ignored: %.200r", observation)
+            return _logger.warning("ignored, no (qid, ids, sampling): %s", one_line(observation))
         if episode is None:
-            return _logger.warning("observation for %r, which is not open, ignored", qid)
+            return _logger.warning("ignored, an episode that is not open: %s", one_line(qid))
         if self._end is not None or self._requester is None:
             end = self._end or End("the engine has not been entered")
             return episode.replies.put_nowait(end.as_error(qid))
         try:
             ask = self._read(qid, episode, token_ids, sampling)
         except Exception as error:  # noqa: BLE001 - a request of any shape must leave the rest alone
-            refusal = RequestRefusedError(qid, harmless(f"refused: {error}"))
+            refusal = RequestRefusedError(qid, one_line(f"refused: {error}"))
             refusal.__cause__ = error
             return episode.replies.put_nowait(refusal)
         task = asyncio.get_running_loop().create_task(self._requester.generate(ask))

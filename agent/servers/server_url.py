@@ -20,8 +20,12 @@ class ServerURL:
     """Scheme, host, port and path, without a slash at the end."""
     name: str
     """Host and port: what messages and logs call the server."""
+    host: str = field(default="", repr=False)
+    """The host alone, as it may stand in messages of the network."""
     authorization: str | None = field(default=None, repr=False)
     """The header that says the user and the password of the address, if it has any."""
+    password: str | None = field(default=None, repr=False)
+    """That password by itself, which a server can tell from the header."""
 
     @classmethod
     def parse(cls, url: str) -> ServerURL:
@@ -48,7 +52,9 @@ class ServerURL:
         return cls(
             base=f"{parts.scheme}://{name}{parts.path.rstrip('/')}",
             name=name,
+            host=host,
             authorization=_basic(parts.username, parts.password),
+            password=unquote(parts.password or "") or None,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -60,7 +60,8 @@ class ServerSettings:
 
         Args:
             urls: Addresses that stand in for ``URLS``.
-            options: Of `ServerOptions`; they go before the environment.
+            options: Of `ServerOptions`; they go before the environment, ``time_limits`` as a
+                whole.
 
         Raises:
             SetupError: If there is no address, or a value is not what it must be. The message
@@ -86,15 +87,13 @@ class ServerSettings:
         if not addresses:
             raise SetupError(f"no server is named: set {PREFIX}URLS to their addresses")
         times = {name: found.pop(name) for name in vars(TimeLimits()) if name in found}
+        options.setdefault("time_limits", TimeLimits(**times))
         if "token" in found:
             found["token"] = found["token"].get_secret_value()
         try:
             for address in addresses:
                 ServerURL.parse(address)
-            limits = replace(options.pop("time_limits", TimeLimits()), **times)
-            return cls(
-                kind, addresses, ServerOptions(**{**found, "time_limits": limits, **options})
-            )
+            return cls(kind, addresses, ServerOptions(**{**found, **options}))
         except ValueError as error:
             raise SetupError(f"the server settings are wrong: {error}") from None
 

@@ -46,7 +46,8 @@ class SGLangEngine(ServerEngine):
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every server load the weights in a folder, and declare their version.
 
-        A server that does not manage gets no requests until a later update reaches it.
+        A server that does not manage gets no requests until a later update reaches it. SGLang
+        waits until what is in flight has ended; within ``pause(interrupt=True)`` it need not.
 
         Args:
             path: Of the folder, as the servers see it.

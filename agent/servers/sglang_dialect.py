@@ -72,6 +72,10 @@ class SGLangDialect:
         payload = {"new_version": str(version), "abort_all_requests": False}
         return Order("/update_weight_version", payload)
 
+    def ask_version(self) -> Order:
+        """Ask for what is known of the model."""
+        return Order("/model_info", method="GET")
+
     def pause(self, *, interrupt: bool) -> Order:
         """Pause a server."""
         return Order("/pause_generation", {"mode": "abort" if interrupt else "in_place"})

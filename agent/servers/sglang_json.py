@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import GenericAlias
-from typing import Any
+from typing import Any, TypeAlias
 
 from trajpack.agent.servers.json_parts import JsonParts, Sample, WeightVersions, read_either_way
 
 PARTS = JsonParts("SGLang")
+_Matched: TypeAlias = int | str | list[int] | None
 
 
 def read_sglang_sample(body: bytes) -> Sample:
@@ -23,7 +24,7 @@ def read_sglang_sample(body: bytes) -> Sample:
 
     Raises:
         ValueError: If it is no JSON, is an error of the server, lacks a part or has one of another
-            type, or if its ids disagree.
+            type, or if its ids disagree, or it ended at anything but a token.
     """
     decode = _msgspec_decoder()
     return read_either_way(body, PARTS, decode, lambda: read_sglang_with_json(body))
@@ -46,7 +47,7 @@ def _msgspec_decoder() -> Callable[[bytes], Sample | None] | None:
 
     entry = shape("Entry", ("logprob", float), ("token_id", int), array_like=True)
     span = shape("Span", ("version", str), ("start", int), ("end", int))
-    finish = shape("Finish", ("type", str), ("matched", int | str | None, None))
+    finish = shape("Finish", ("type", str), ("matched", _Matched, None))
     meta = shape(
         "MetaInfo",
         ("finish_reason", finish),
@@ -116,7 +117,9 @@ def read_sglang_with_json(body: bytes) -> Sample:
             None if spans is None else PARTS.spans(spans), name, len(output_ids)
         ),
     )
-    matched = PARTS.member("finish_reason", finish, "matched", int, str, type(None))
+    matched = PARTS.member("finish_reason", finish, "matched", int, str, list, type(None))
+    if isinstance(matched, list):
+        PARTS.numbers("matched", matched, int)
     return _agreeing(sample, ids, matched)
 
 
@@ -129,8 +132,13 @@ def _spans(
     return spans
 
 
-def _agreeing(sample: Sample, ids: list[int], matched: int | str | None) -> Sample:
-    """Refuse a sample that says two things at once."""
+def _agreeing(sample: Sample, ids: list[int], matched: _Matched) -> Sample:
+    """Refuse a sample that says two things at once, or ended in a way nobody asked for.
+
+    No request names stop strings. Where one matched all the same, it is how the server says that
+    the model computed nonsense (``"NaN happened"``): it then puts a stop token where none was
+    sampled.
+    """
     if len(ids) != len(sample.output_ids):
         expected = f"{len(sample.output_ids)} entries, one for each of output_ids"
         raise PARTS.refusal("output_token_logprobs", expected, len(ids))
@@ -143,7 +151,12 @@ def _agreeing(sample: Sample, ids: list[int], matched: int | str | None) -> Samp
         raise PARTS.refusal(
             "output_token_logprobs", "the ids of output_ids", f"another at index {odd}"
         )
-    if sample.finish_reason == "stop" and isinstance(matched, int) and ids[-1:] != [matched]:
-        got = ids[-1] if ids else "no token"
-        raise PARTS.refusal("output_ids", f"the stop token {matched} at the end", got)
+    if sample.finish_reason != "stop" or matched is None:
+        return sample
+    if isinstance(matched, str):
+        raise PARTS.refusal("finish_reason", "a stop token that matched", f"{matched!a:.80}")
+    stops = [matched] if isinstance(matched, int) else matched
+    if not ids or ids[-1] not in stops:
+        wanted = f"the stop token {', '.join(map(str, stops[:8]))} at the end"
+        raise PARTS.refusal("output_ids", wanted, ids[-1] if ids else "no token")
     return sample

@@ -75,6 +75,10 @@ class VLLMDialect:
         """Set the version that spans are labelled with; a server in development mode listens."""
         return Order("/update_weight_version", {"new_version": str(version)})
 
+    def ask_version(self) -> Order:
+        """Ask a server in development mode."""
+        return Order("/weight_info", method="GET")
+
     def pause(self, *, interrupt: bool) -> Order:
         """Pause a server in development mode."""
         return Order(f"/pause?mode={'abort' if interrupt else 'keep'}")

@@ -56,10 +56,24 @@ def run(arguments: Sequence[str]) -> int:
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("trajpack"):
                 raise
-            return _refuse(f"{error}; install trajpack[agent]")
+            return _refuse(f"{error}; install trajpack[{_extra_of(error.name)}]")
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED
+
+
+def _extra_of(package: str | None) -> str:
+    """Return the extra that brings a package that is missing."""
+    name = (package or "").partition(".")[0]
+    return next((extra for extra, brought in _EXTRAS.items() if name in brought), "agent")
+
+
+_EXTRAS = {
+    "log": {"pyarrow"},
+    "metrics": {"prometheus_client"},
+    "ray": {"ray"},
+    "servers": {"httpx", "pydantic_settings", "sniffio", "stamina"},
+}
 
 
 def _refuse(message: str) -> int:
@@ -75,6 +89,7 @@ def _read(arguments: Sequence[str]) -> Work | int:
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_top)
     app.command("rollout")(rollout)
+    app.command("replay")(replay)
     app.command("inspect")(inspect_batch)
     app.command("train")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
@@ -122,12 +137,22 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=_SEED)] = 0,
     out: Annotated[Path, typer.Option(help=_OUT)] = Path("trajpack-rollout/batch.safetensors"),
     answers: Annotated[Path | None, typer.Option(help=_ANSWERS, show_default=False)] = None,
+    engine: Annotated[
+        Literal["transformers", "sglang", "vllm"], typer.Option(help=_ENGINE)
+    ] = "transformers",
+    server: Annotated[list[str] | None, typer.Option(help=_SERVER, show_default=False)] = None,
+    log: Annotated[Path | None, typer.Option(help=_LOG, show_default=False)] = None,
+    ray: Annotated[int, typer.Option(min=0, max=_MAX_COUNT, help=_RAY)] = 0,
+    attempts: Annotated[int, typer.Option(**_COUNT, help=_ATTEMPTS)] = 1,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=2**16 - 1, help=_METRICS, show_default=False)
+    ] = None,
 ) -> Work:
     """Let a model answer questions over several turns, and pack the turns into a batch.
 
     Ctrl-C or SIGTERM stops early and keeps what has finished; a second one gives up at once.
 
-    Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B
+    Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B --log run
     """
     from trajpack.agent.rollout_files import answers_folder
     from trajpack.agent.rollout_settings import RolloutSettings
@@ -145,6 +170,12 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
         device=device,
         seed=seed,
         answers=answers_folder(out) if answers is None else answers,
+        engine=engine,
+        servers=tuple(server or ()),
+        log=log,
+        num_workers=ray,
+        max_attempts=attempts,
+        metrics_port=metrics_port,
     )
     return partial(roll_out, settings, layout, out)
 
@@ -156,6 +187,30 @@ _LAYOUT = "A sequence is a whole conversation (merged) or one turn (turns)."
 _SEED = "Of tiny model, questions and sampling."
 _OUT = "Where the batch goes; its tokenizer goes beside it."
 _ANSWERS = "Folder of the answers in plain text. [default: beside the batch]"
+_ENGINE = "The model in this process, or servers; then --model is the folder of the tokenizer."
+_SERVER = "Address of a server; more than once for several. [default: TRAJPACK_SERVER_URLS]"
+_LOG = "Folder that keeps each episode; the same command goes on from it after a crash."
+_RAY = "Workers on Ray, each with an engine of its own; 0 stays in this process."
+_ATTEMPTS = "Times an episode that fails is begun."
+_METRICS = "Port on this machine for Prometheus; 0 takes any. [default: no metrics]"
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(help="A log that rollout --log or a program wrote.")],
+    out: Annotated[Path | None, typer.Option(help=_REPLAYED, show_default=False)] = None,
+    layout: Annotated[Literal["merged", "turns"], typer.Option(help=_LAYOUT)] = "merged",
+    device: Annotated[str, typer.Option(help="Where the batch is packed.")] = "cpu",
+) -> Work:
+    """Read a log of trajectories back, pack it into a batch, and say what is in it.
+
+    Example: trajpack replay run --out again.safetensors
+    """
+    from trajpack.replay_command import replay_log
+
+    return partial(replay_log, folder, out, layout, device)
+
+
+_REPLAYED = "Where to write the batch. [default: nowhere]"
 
 
 def inspect_batch(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import SetupError
+from trajpack.agent.pack_watch import watch_pack
 from trajpack.agent.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout_files import (
     check_places,
@@ -16,6 +18,7 @@ from trajpack.agent.rollout_files import (
     save_rollout,
     tokenizer_folder,
 )
+from trajpack.agent.rollout_log import RolloutLog
 from trajpack.agent.rollout_outcome import RolloutOutcome
 from trajpack.agent.rollout_report import ProgressBoard, report
 from trajpack.agent.rollout_settings import RolloutSettings
@@ -24,6 +27,9 @@ from trajpack.interruption import Interruption
 from trajpack.packing.inspection import counted, summary
 from trajpack.packing.layout import Layout
 from trajpack.terminal import make_console, results, say, tell
+
+if TYPE_CHECKING:
+    from trajpack.agent.metrics import RolloutMetrics
 
 _NOTHING = "no batch was written"
 
@@ -44,7 +50,8 @@ def roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
             _roll_out(settings, layout, out, interruption)
         except KeyboardInterrupt:
             is_written = _stamp(out) != before
-            say(f"interrupted: {f'the batch is in {out}' if is_written else _NOTHING}")
+            kept = "" if settings.log is None else f"; {settings.log} has what has finished"
+            say(f"interrupted: {f'the batch is in {out}' if is_written else _NOTHING}{kept}")
             interruption.status = interruption.status or 130
         except SetupError as error:
             if _stamp(out) == before:
@@ -71,20 +78,64 @@ def _roll_out(
     for folder in filter(None, (out.parent, settings.answers)):
         with _writing(folder):
             check_writable(folder)
-    finished: list[EpisodeResult] = []
+    with contextlib.ExitStack() as stack:
+        log = None
+        if settings.log is not None:
+            log = stack.enter_context(RolloutLog(settings.log, prepared))
+        observers = stack.enter_context(_metrics(settings))
+        _go_on(prepared, log, observers, (layout, out), interruption)
+
+
+def _go_on(
+    prepared: Rollout,
+    log: RolloutLog | None,
+    observers: Collection[RolloutMetrics],
+    goal: tuple[Layout, Path],
+    interruption: Interruption,
+) -> None:
+    """Roll out what the log has not yet, pack it all, save and report."""
+    settings, (layout, out) = prepared.settings, goal
+    collected = _Collected(prepared, log, observers)
+    num_left = prepared.num_episodes - len(collected.earlier)
+    if log is not None and collected.earlier:
+        there = f"{len(collected.earlier):,} of {prepared.num_episodes:,} episodes"
+        say(f"{log.folder} has {there}: going on from there")
     console = make_console(stderr=True)
-    with _summarised_warnings(), ProgressBoard(prepared.num_episodes, console, say) as board:
-        asyncio.run(_collect(prepared, finished, board, interruption))
-    outcome = prepared.outcome(finished)
+    with _summarised_warnings(), ProgressBoard(num_left, console, say) as board:
+        if num_left:
+            asyncio.run(collected.gather(board, interruption))
+    outcome = prepared.outcome(collected.results())
     _check_any(prepared, outcome, board, interruption)
     buffer = outcome.fill_buffer(settings.device)
-    batch = buffer.pack(layout=layout)
+    with watch_pack(*observers) as watched:
+        watched.batch = batch = buffer.pack(layout=layout)
     with _writing(out):
         save_rollout(batch, prepared.tokenizer, out)
-    title = f"{len(finished):,} of {prepared.num_episodes:,} episodes"
+    title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"
     _show(settings, out, report(outcome, board.progress, batch, buffer.num_tokens), title)
     if outcome.engine_failure is not None:
         raise SetupError(_engine_failure(prepared, outcome, board))
+
+
+@contextlib.contextmanager
+def _metrics(settings: RolloutSettings) -> Iterator[tuple[RolloutMetrics, ...]]:
+    """Give what counts the rollout and serve its figures, if they are asked for."""
+    if settings.metrics_port is None:
+        yield ()
+        return
+    from trajpack.agent.metrics import RolloutMetrics
+    from trajpack.agent.metrics_server import serve_metrics
+
+    metrics = RolloutMetrics()
+    try:
+        server = serve_metrics(metrics.registry, port=settings.metrics_port)
+    except OSError as error:
+        reason = error.strerror or error
+        where = f"port {settings.metrics_port}"
+        raise SetupError(f"cannot serve metrics at {where}: {reason}") from error
+    with server:
+        say(f"metrics at {server.url}")
+        yield (metrics,)
 
 
 def _prepare(settings: RolloutSettings) -> Rollout:
@@ -99,30 +150,53 @@ def _prepare(settings: RolloutSettings) -> Rollout:
     return prepared
 
 
-async def _collect(
-    prepared: Rollout,
-    finished: list[EpisodeResult],
-    board: ProgressBoard,
-    interruption: Interruption,
-) -> None:
-    """Gather results until all are there or the first signal came, and make it wait then."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+class _Collected:
+    """What has come of the episodes, this time and before."""
 
-    def stop() -> None:
-        board.say("stopping; Ctrl-C again to give up what has finished")
-        if task is not None:
-            task.cancel()
+    def __init__(
+        self, prepared: Rollout, log: RolloutLog | None, observers: Collection[RolloutMetrics]
+    ) -> None:
+        self._prepared = prepared
+        self._log = log
+        self._observers = tuple(observers)
+        self._new: list[EpisodeResult] = []
+        self.earlier: frozenset[str] = frozenset() if log is None else log.finished
 
-    interruption.stop_by(lambda: loop.call_soon_threadsafe(stop))
-    try:
-        async with prepared.episodes(board.update) as stream:
-            async for result in stream:
-                finished.append(result)
+    def results(self) -> list[EpisodeResult]:
+        """Return all results; the log is read for those of before."""
+        earlier: list[EpisodeResult] = []
+        if self._log is not None:
+            settings = self._prepared.settings
+            earlier = list(self._log.earlier(self._prepared.prompts, settings.group_size))
+        return earlier + self._new
+
+    async def gather(self, board: ProgressBoard, interruption: Interruption) -> None:
+        """Gather results until all are there or the first signal came, and make it wait then."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop() -> None:
+            board.say("stopping; Ctrl-C again to give up what has finished")
+            if task is not None:
+                task.cancel()
+
+        interruption.stop_by(lambda: loop.call_soon_threadsafe(stop))
+        episodes = self._prepared.episodes(
+            board.update, observers=self._observers, finished=self.earlier
+        )
+        try:
+            async with episodes as stream:
+                async for result in stream:
+                    self._keep(result)
+                interruption.stop_by(_defer)
+        except asyncio.CancelledError:
+            pass  # by the signal
+        finally:
             interruption.stop_by(_defer)
-    except asyncio.CancelledError:
-        pass  # by the signal
-    finally:
-        interruption.stop_by(_defer)
+
+    def _keep(self, result: EpisodeResult) -> None:
+        self._new.append(result)
+        if self._log is not None:
+            self._log.record(result)
 
 
 def _defer() -> None:
@@ -145,7 +219,7 @@ def _check_any(
 
 
 def _engine_failure(prepared: Rollout, outcome: RolloutOutcome, board: ProgressBoard) -> str:
-    num_left = prepared.num_episodes - board.progress.num_started
+    num_left = board.num_episodes - board.progress.num_started
     num_failed = sum(outcome.failures.values())
     return (
         f"{outcome.engine_failure}: {num_failed:,} of {prepared.num_episodes:,} episodes failed "
@@ -162,6 +236,8 @@ def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], tit
         tell(console, f"batch      {out}")
         tell(console, f"tokenizer  {tokenizer_folder(out)}")
         tell(console, f"answers    {settings.answers}")
+        if settings.log is not None:
+            tell(console, f"log        {settings.log}")
         tell(console, f"Look at it with: trajpack inspect {out}", "dim")
 
 

@@ -42,7 +42,8 @@ def test_a_group_that_was_cut_short_is_yielded_with_what_it_has(
     assert cut.rejected == expected[drain, incomplete]
 
 
-def test_a_group_whose_next_sample_never_came_is_yielded_too() -> None:
+@pytest.mark.parametrize("reads_at_once", [True, False])
+def test_a_group_whose_next_sample_never_came_is_yielded_once(reads_at_once: bool) -> None:
     async def body() -> list[GroupResult]:
         async with EchoEngine() as engine:
             options: Any = {"group_size": 3, "concurrency": 1, "policy": rules("drop")}
@@ -54,6 +55,8 @@ def test_a_group_whose_next_sample_never_came_is_yielded_too() -> None:
                 await asyncio.sleep(0.01)
                 assert len(engine.opened) == 5
                 run.stop(drain=True)
+                if not reads_at_once:  # then its results and its end wait to be read together
+                    await asyncio.sleep(0.01)
                 return [first, *[group async for group in groups]]
 
     whole, cut = asyncio.run(body())

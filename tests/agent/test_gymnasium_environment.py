@@ -193,6 +193,21 @@ def test_an_instance_that_raised_is_not_used_again() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("raised", [StopIteration(), SystemExit(1)])
+def test_what_no_event_loop_could_hand_on_is_a_failure_like_others(raised: BaseException) -> None:
+    class Raises(Guess):
+        def step(self, action: int) -> Any:
+            raise raised
+
+    async def play() -> None:
+        agent = make(max_turns=5)
+        async with GymnasiumEnvironment(Raises, to_action=int) as env, asyncio.timeout(5):
+            with pytest.raises(EpisodeError, match=f"{type(raised).__name__} was raised"):
+                await collect_async(agent, env, ["1"], prompt=prompt(agent))
+
+    asyncio.run(play())
+
+
 def test_a_text_that_is_no_action_is_said_to_be_none() -> None:
     agent = make(max_turns=2)
 

@@ -84,7 +84,7 @@ def test_the_report_compares_layouts_and_counts_failures() -> None:
     buffer = outcome.fill_buffer("cpu")
     rows = report(outcome, LAST, buffer.pack(), buffer.num_tokens)
     named = dict(rows)
-    assert named["right answers"] == "1 of 4 (25.0%)"
+    assert named["right answers"] == "1 of 3 (33.3%)"
     # as turns 3 + 5 + 2, merged 5 + 2
     assert named["tokens as turns, merged"] == "10 against 7, a ratio of 1.43"
     assert named["fill, if padded"] == "7 of 10 tokens (70%)"

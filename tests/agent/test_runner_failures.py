@@ -43,6 +43,36 @@ def test_a_cancellation_from_within_the_agent_is_a_failure_like_others() -> None
     assert all("was cancelled" in str(result.error) for result in results)
 
 
+class Panic(BaseException):
+    """What compiled extensions raise, tokenizers among them: not even an Exception."""
+
+
+@pytest.mark.parametrize(
+    "raised", [Panic("index out of range"), BaseExceptionGroup("several", [Panic("no")])]
+)
+def test_what_is_no_exception_is_a_failure_like_others(raised: BaseException) -> None:
+    async def panic(prompt: Prompt) -> None:
+        if prompt.id == "q1@0":
+            raise raised
+
+    results = {r.prompt.id: r for r in asyncio.run(collect(TwoTurns(before=panic), prompts(3)))}
+    assert [results[qid].error for qid in ("q0", "q2")] == [None, None]
+    error = results["q1"].error
+    assert isinstance(error, EpisodeError)
+    assert error.__cause__ is raised
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), BaseExceptionGroup("several", [KeyboardInterrupt()])]
+)
+def test_what_ends_the_program_is_no_failure(raised: BaseException) -> None:
+    async def leave(prompt: Prompt) -> None:
+        raise raised
+
+    with pytest.raises(type(raised)):
+        asyncio.run(collect(TwoTurns(before=leave), prompts(1)))
+
+
 def test_what_is_no_list_of_trajectories_is_a_failure() -> None:
     class Broken:
         async def collect_trajectory(self, *args: Any) -> Any:

@@ -121,16 +121,18 @@ def test_back_off_doubles_up_to_its_bound_and_is_the_same_again() -> None:
         assert seconds == [wait.seconds(f"q{k}", attempts) for k in range(50)]
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_an_episode_that_hangs_is_ended_by_the_clock(stubborn: bool) -> None:
+@pytest.mark.parametrize("handling", ["obeys", "goes on", "raises another"])
+def test_an_episode_that_hangs_is_ended_by_the_clock(handling: str) -> None:
     class Hangs(TwoTurns):
         async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
             if values[0].id == "q0@0":
                 try:
                     await asyncio.sleep(10)
                 except asyncio.CancelledError:
-                    if not stubborn:
+                    if handling == "obeys":
                         raise
+                    if handling == "raises another":
+                        raise ValueError("interrupted") from None
                     return []
             return await super().collect_trajectory(*values)
 

@@ -20,7 +20,8 @@ from trajpack.agent.episode import Episode, Exchange
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout_policy import RolloutPolicy, StalenessPolicy
 from trajpack.agent.runner import RolloutRunner
-from trajpack.packing.types import Trajectory
+from trajpack.agent.trajectory_check import check_trajectories
+from trajpack.packing.types import Trajectory, Turn
 
 NUM_TURNS = 5
 MIN_TURNS_PER_S = 2000
@@ -119,6 +120,26 @@ def test_the_loop_is_never_blocked_for_long(
 ) -> None:
     def once() -> float:
         return roll_out(num_episodes, num_tokens, watched=True, concurrency=concurrency)[1]
+
+    longest = best(10, once, lambda longest: longest <= MAX_BLOCKED_S)
+    assert longest <= MAX_BLOCKED_S
+
+
+def test_many_short_turns_are_checked_beside_the_event_loop() -> None:
+    turns = [Turn([1, 2, 3], [4, 5], [-1.0, -1.0]) for _ in range(5000)]
+
+    async def body() -> float:
+        gaps = [0.0]
+        watching = asyncio.create_task(watch(gaps))
+        await asyncio.sleep(0)
+        await check_trajectories([Trajectory("long", turns)])
+        await asyncio.sleep(0)
+        watching.cancel()
+        return max(gaps)
+
+    def once() -> float:
+        with quiet():
+            return asyncio.run(body())
 
     longest = best(10, once, lambda longest: longest <= MAX_BLOCKED_S)
     assert longest <= MAX_BLOCKED_S

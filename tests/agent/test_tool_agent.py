@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 import time
 from typing import Any
 
@@ -101,6 +103,15 @@ def _raises(a: float) -> None:
     raise ZeroDivisionError("by nothing")
 
 
+class _Broken(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def _raises_badly(a: float) -> None:
+    raise _Broken
+
+
 @pytest.mark.parametrize(
     ("function", "said", "answer"),
     [
@@ -116,10 +127,14 @@ def _raises(a: float) -> None:
         (lambda a: {"sum": [a]}, call("add", a=1), '{"sum": [1]}'),
         (lambda a: object(), call("add", a=1), "error: TypeError: Obj"),
         (lambda a: f"said {END}", call("add", a=1), "said %"),
+        (lambda a: next(iter(())), call("add", a=1), "error: RuntimeError: StopIteration was"),
+        (lambda a: sys.exit(3), call("add", a=1), "error: RuntimeError: SystemExit was raised"),
+        (lambda a: asyncio.sleep(0, "soon"), call("add", a=1), "soon"),
+        (_raises_badly, call("add", a=1), "error: _Broken without a text"),
     ],
 )
 def test_whatever_goes_wrong_is_told_to_the_model(function: Any, said: str, answer: str) -> None:
-    agent = make(tool(function, timeout_s=0.05, max_chars=20 if "x" in answer else 4096))
+    agent = make(tool(function, timeout_s=0.05, max_chars=20 if "xx" in answer else 4096))
     _, prompts = collect(agent, Judge(), [said + END, f"5{END}"])
     assert prompts[1].removeprefix(PROMPT + said + END).startswith(f"\n<tool>{answer}")
 
@@ -137,6 +152,23 @@ def test_a_plain_function_does_not_hold_the_event_loop_up() -> None:
     assert asyncio.run(both())
 
 
+def test_functions_that_hang_leave_the_threads_of_the_event_loop_alone() -> None:
+    is_over = threading.Event()
+
+    async def body() -> str:
+        hangs = tool(lambda a: is_over.wait(), timeout_s=0.05)
+        said = await asyncio.gather(*(hangs.call({"a": 1}) for _ in range(40)))
+        assert set(said) == {"error: no answer within 0.05 s"}
+        try:
+            async with asyncio.timeout(5):
+                await asyncio.to_thread(lambda: None)  # what engines and checks use
+                return await tool(lambda a: "here").call({"a": 1})
+        finally:
+            is_over.set()
+
+    assert asyncio.run(body()) == "here"
+
+
 def test_calls_are_parsed_strictly() -> None:
     good = '{"name": "f", "arguments": {"x": [1]}}'
     parsed = tool_calls(f"a<tool_call>{good}</tool_call>b<tool_call> {good}\n</tool_call>")
@@ -149,6 +181,7 @@ def test_calls_are_parsed_strictly() -> None:
         '{"name": "f", "arguments": {}, "more": 1}',
         '{"name": "f", "name": "g", "arguments": {}}',
         '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
         "[" * 10_000,
         '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}",
         good + " " * 20_000,

@@ -15,7 +15,6 @@ _figures = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "engines: starts a real inference server; takes minutes")
     config.stash[_figures] = []
 
 

@@ -159,7 +159,7 @@ def _compile(version: str, cache: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, f"Triton {version}: {done.stderr}"

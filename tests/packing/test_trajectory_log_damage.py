@@ -163,6 +163,42 @@ def test_a_segment_that_no_line_names_is_taken_in_only_if_it_is_right(copy):
     assert_holds(copy, range(5))
 
 
+def test_a_segment_that_no_line_names_can_be_skipped(copy):
+    manifest, path = copy / "manifest.jsonl", segment(copy, 2)
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    wrong = path.read_bytes()[:-9]
+    path.write_bytes(wrong)
+    with pytest.warns(UserWarning, match=r"all episodes skipped: .*000002\.parquet is not a read"):
+        log = TrajectoryLog.open(copy, options=LogOptions(damaged="skip"))
+    with log:
+        assert log.finished == {"e0", "e1", "e2"}
+        for number in (3, 4):  # done again
+            log.append(f"e{number}", [episode(number)])
+    assert_holds(copy, range(5))
+    assert path.read_bytes() == wrong  # it may be mended by hand
+
+
+def test_a_manifest_begun_anew_is_rebuilt_from_the_segments(copy):
+    manifest = copy / "manifest.jsonl"
+    lines = manifest.read_bytes().splitlines(keepends=True)
+    manifest.write_bytes(lines[0] + b"nonsense\n" + lines[2])
+    with pytest.raises(DamagedLogError, match="line 2 is damaged"):
+        TrajectoryLog.open(copy)
+    manifest.write_bytes(lines[0])
+    TrajectoryLog.open(copy).close()
+    assert manifest.read_bytes() == b"".join(lines)
+
+
+def test_a_line_that_is_no_json_is_damage_though_its_checksum_is_right(copy):
+    manifest = copy / "manifest.jsonl"
+    lines = manifest.read_bytes().splitlines(keepends=True)
+    for rest in (b"nonsense", b'"a":' + b"[" * 100_000):
+        lines[1] = b'{"crc32":"%08x",%s\n' % (zlib.crc32(rest), rest)
+        manifest.write_bytes(b"".join(lines))
+        with pytest.raises(DamagedLogError, match="line 2 is damaged"):
+            TrajectoryLog.open(copy)
+
+
 @contextmanager
 def files_of_at_most(num_bytes):
     """Let every write beyond so many bytes of a file fail, as on a disk that is full."""
@@ -226,9 +262,11 @@ def rewrite(folder, change):
 
 @pytest.mark.parametrize("mode", ["append", "read"])
 def test_what_a_later_release_changed_is_refused_by_name(copy, mode):
-    rewrite(copy, lambda line: line | ({"schema_version": 2} if "format" in line else {}))
-    with pytest.raises(ValueError, match="has schema version 2, this release reads versions up to"):
-        TrajectoryLog.open(copy, mode=mode)
+    for version in (2, 0, -1, "1", None):
+        said = {"schema_version": version}
+        rewrite(copy, lambda line, said=said: line | (said if "format" in line else {}))
+        with pytest.raises(ValueError, match=f"schema version {version!r}, this release reads ver"):
+            TrajectoryLog.open(copy, mode=mode)
     rewrite(copy, lambda line: line | ({"format": "other"} if "format" in line else {}))
     with pytest.raises(ValueError, match="is no trajectory log: its format is 'other'"):
         TrajectoryLog.open(copy, mode=mode)

@@ -216,9 +216,12 @@ def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(
                     await generate(engine, "b@0")
                 assert len(alive.draws) >= 3
 
-    with caplog.at_level(logging.WARNING, logger="trajpack"):
+    with caplog.at_level(logging.INFO):
         asyncio.run(body())
-    assert "a server rests: 127.0.0.1:" in caplog.text
+    assert "server 1 of 2 rests: " in caplog.text
+    lines = [f"{line.getMessage()} {vars(line)}" for line in caplog.records]
+    assert any("stamina" in line for line in lines)
+    assert not any("127.0.0.1" in line for line in lines)
 
 
 def test_a_single_server_may_be_started_again_in_between() -> None:

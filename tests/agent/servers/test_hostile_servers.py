@@ -56,6 +56,7 @@ VLLM_BODIES: dict[str, tuple[bytes, str]] = {
     "html": (b"<html>no</html>", "expected JSON"),
     "no object": (b"[]", "expected an object in the body"),
     "deep nesting": (DEEP, "recursion"),
+    "a deep error": (b'{"error": ' + b"[" * 900 + b"]" * 900 + b"}", "[[["),
     "cut": (encode(vllm_body([4, 5]))[:-9], "expected JSON"),
     "no text": (b"\xff\xfe\x00" * 9, "expected JSON"),
     "NaN": (with_logprob("NaN"), "finite"),
@@ -88,6 +89,18 @@ SGLANG_BODIES: dict[str, tuple[bytes, str]] = {
     "other ids": (sglang(output_token_logprobs=[[-1, 4], [-1, 6]]), "another at index 1"),
     "fewer": (sglang(output_token_logprobs=[[-1, 4]]), "2 entries"),
     "no stop token": (sglang(finish_reason={"type": "stop", "matched": 6}), "the stop token 6"),
+    "none of the stops": (
+        sglang(finish_reason={"type": "stop", "matched": [6, 7]}),
+        "the stop token 6, 7 at the end in output_ids, got 5",
+    ),
+    "stops that are none": (
+        sglang(finish_reason={"type": "stop", "matched": [5, "x"]}),
+        "integers in matched, got a string at index 1",
+    ),
+    "a model gone mad": (
+        sglang(finish_reason={"type": "stop", "matched": "NaN happened"}),
+        "a stop token that matched in finish_reason, got 'NaN happened'",
+    ),
     "unfinished": (sglang(finish_reason=None), "'finish_reason' to be an object"),
     "beyond the vocabulary": (encode(sglang_body([4, 1000])), "ids below 1000"),
     "an error": (b'{"error": {"message": "no"}}', "the error {'message': 'no'}"),

@@ -29,6 +29,8 @@ LOGITS = np.random.default_rng(0).normal(size=(64, 64))
 
 
 def top_logprobs(token: int, temperature: float, scale: float = 1.0) -> list[list[Any]]:
+    if scale < 0:  # logits, as with vLLM's --logprobs-mode raw_logits
+        return [[-scale * float(one), k] for k, one in enumerate(sorted(LOGITS[token])[:-6:-1])]
     logits = scale * LOGITS[token] / temperature
     logprobs = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-logprobs)[:5]
@@ -83,7 +85,7 @@ def test_raw_and_processed_are_told_apart(kind: Any, is_raw: bool) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("scale", [0.0, float("nan")])
+@pytest.mark.parametrize("scale", [0.0, float("nan"), -1.0])
 def test_what_cannot_be_told_must_be_declared(scale: float) -> None:
     async def body() -> None:
         late = options(logprobs="detect", time_limits=TimeLimits(start_s=60))

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 
+import numpy as np
 import pytest
 
 from tests.agent.servers.loopback import Loopback, generate, options, say_sglang
@@ -65,6 +66,15 @@ def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert (given.seed, given.vocab_size, given.max_connections) == (8, 5, 2)
 
 
+def test_time_limits_that_are_given_are_not_the_environments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(monkeypatch, URLS="http://a", START_S="7")
+    given = TimeLimits(start_s=1)
+    assert ServerSettings.from_environment(time_limits=given).options.time_limits is given
+    assert ServerSettings.from_environment().options.time_limits == TimeLimits(start_s=7)
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -107,6 +117,17 @@ def test_the_limits_say_what_is_wrong_with_them() -> None:
         (lambda: options(vocab_size=0), "vocab_size must be above 0, got 0"),
         (lambda: options(logprobs="cooked"), "logprobs must be 'raw'"),
         (lambda: options(token="a\nb"), "token must be printable"),
+        (lambda: TimeLimits(connect_s=float("nan")), "connect_s must be above 0, got nan"),
     ):
         with pytest.raises(ValueError, match=reason):
             make()
+    for make, reason in (
+        (lambda: TimeLimits(connect_s="5"), "connect_s must be a number, got str"),
+        (lambda: RetryLimits(max_attempts=2.5), "max_attempts must be an integer, got float"),
+        (lambda: options(max_connections=True), "max_connections must be an integer, got bool"),
+        (lambda: options(token=b"abc"), "token must be a string, got bytes"),
+        (lambda: options(seed=0.5), "seed must be an integer, got float"),
+    ):
+        with pytest.raises(TypeError, match=reason):
+            make()
+    assert options(vocab_size=np.int64(9), seed=np.int32(3)).vocab_size == 9

@@ -149,14 +149,15 @@ def test_the_published_types_do_refuse_what_they_do_not_know(api: ModuleType) ->
     cuts=st.lists(st.integers(0, 20), max_size=3),
     kind=st.sampled_from(["stop", "length", "abort"]),
     has_prompt=st.booleans(),
+    has_list=st.booleans(),
 )
 def test_responses_of_the_published_types_become_arrays(
-    api: ModuleType, ids: list[int], cuts: list[int], kind: str, has_prompt: bool
+    api: ModuleType, ids: list[int], cuts: list[int], kind: str, has_prompt: bool, has_list: bool
 ) -> None:
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     spans = [(str(k), *edges[k : k + 2]) for k in range(len(edges) - 1)]
     finish = {
-        "stop": api.FinishStop(matched=ids[-1]),
+        "stop": api.FinishStop(matched=[7, ids[-1]] if has_list else ids[-1]),
         "length": api.FinishLength(length=len(ids)),
         "abort": api.FinishAbort(message="paused", status_code=None, err_type=None),
     }[kind]
@@ -191,6 +192,14 @@ def refusals(api: ModuleType) -> dict[str, tuple[bytes, str]]:
         "stop trimmed": (
             response(api, [5], finish_reason=api.FinishStop(matched=9)),
             "stop token 9",
+        ),
+        "nonsense computed": (
+            response(api, [5], finish_reason=api.FinishStop(matched="NaN happened")),
+            "a stop token that matched in finish_reason, got 'NaN happened'",
+        ),
+        "none of the stops": (
+            response(api, [5], finish_reason=api.FinishStop(matched=[9, 4])),
+            "stop token 9, 4",
         ),
         "no ids": (response(api, [5], output_ids=None), "output_ids"),
         "beyond": (response(api, [1000]), "below 1000"),

@@ -119,7 +119,7 @@ def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
             Loopback(listening(say, "/update_weights_from_disk")) as good,
         ):
             async with SGLangEngine(bad.url, options=options()) as engine:
-                with pytest.raises(WeightUpdateError, match=r"no server.*said 'no such\\nfolder'"):
+                with pytest.raises(WeightUpdateError, match=r"no server.*said: 'no such\\nfolder'"):
                     await engine.update_weights_from_disk("/weights/1", 1)
                 assert engine.version == 0
                 await generate(engine)

@@ -137,7 +137,6 @@ def test_lines_of_torchtitan(peer):
 
 
 def test_lines_of_tinker(peer):
-    peer("sniffio")
     peer("tinker").without_init("tinker")
     forward, step = Calls(), Calls()
     names = run(

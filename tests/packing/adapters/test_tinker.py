@@ -13,7 +13,6 @@ INT64, FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 @pytest.fixture
 def types(peer):
     """tinker's own types; its first module, which is a client of a service, is not run."""
-    peer("sniffio")
     package = peer("tinker")
     package.without_init("tinker")
     return package.load("tinker.types")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _MARK = "trajpack{}mark"
+
+
+class _Frame(NamedTuple):
+    """What a template puts around contents."""
+
+    words: list[list[int]]
+    """Tokens before, between and after the contents."""
+    tokens: re.Pattern[str]
+    """Finds the places where a text spells one of these that is a token of its own."""
 
 
 class ChatMessages:
     """Encodes messages piece by piece, so that tokens that were sampled are never made again.
 
     What is said in a message is encoded as plain text: a special token that is written out in it is
-    no special token. The template's own words around it are encoded as they render.
+    no special token, and no token of the template's own, such as ``</tool_response>``, which is not
+    special in many a tokenizer. The template's own words around it are encoded as they render.
 
     Args:
         tokenizer: A Hugging Face tokenizer with a chat template that shows each message's content
@@ -23,7 +34,7 @@ class ChatMessages:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._frames: dict[tuple[str, int], list[list[int]]] = {}
+        self._frames: dict[tuple[str, int], _Frame] = {}
 
     def opening(self, instructions: str) -> list[int]:
         """Return a conversation that begins with a system message and has nothing else yet.
@@ -31,8 +42,8 @@ class ChatMessages:
         Raises:
             ValueError: If the template cannot render that.
         """
-        before, after = self._cut([_message("system", 0)], 1, add_generation_prompt=False)
-        return [*self._words(before), *self._plain(instructions), *self._words(after)]
+        pieces = self._cut([_message("system", 0)], 1, add_generation_prompt=False)
+        return self._fill(self._frame(pieces), [instructions])
 
     def first(self, content: str) -> list[int]:
         """Return a first message of the user, after an `opening`, and the generation prompt.
@@ -47,7 +58,7 @@ class ChatMessages:
             if pieces[0] != system[0] or not pieces[1].startswith(system[1]):
                 raise ValueError("the chat template does not render a system message alike alone")
             pieces[1] = pieces[1].removeprefix(system[1])
-            self._frames[key] = [self._words(piece) for piece in pieces[1:]]
+            self._frames[key] = self._frame(pieces[1:])
         return self._fill(self._frames[key], [content])
 
     def after(self, completion_ids: Sequence[int], role: str, contents: Sequence[str]) -> list[int]:
@@ -67,7 +78,7 @@ class ChatMessages:
             said = [_message("user", 0), _message("assistant", 1)]
             asked = [_message(role, 2 + i) for i in range(len(contents))]
             pieces = self._cut([*said, *asked], 2 + len(contents))
-            self._frames[key] = [self._words(piece) for piece in pieces[2:]]
+            self._frames[key] = self._frame(pieces[2:])
         ids = self._fill(self._frames[key], contents)
         has_ended = len(completion_ids) > 0 and int(completion_ids[-1]) == ids[0]
         return ids[1:] if has_ended else ids
@@ -92,10 +103,23 @@ class ChatMessages:
             pieces.append(before)
         return [*pieces, text]
 
-    def _fill(self, frame: Sequence[list[int]], contents: Sequence[str]) -> list[int]:
-        ids = list(frame[0])
-        for content, after in zip(contents, frame[1:], strict=True):
-            ids += self._plain(content)
+    def _frame(self, pieces: Sequence[str]) -> _Frame:
+        text = "".join(pieces)
+        added = [word for word in self._tokenizer.get_added_vocab() if word in text]
+        tokens = "|".join(re.escape(word) for word in added if len(word.strip()) > 1)
+        return _Frame(
+            [self._words(piece) for piece in pieces],
+            re.compile(f"(?={tokens})" if tokens else "(?!)"),
+        )
+
+    def _fill(self, frame: _Frame, contents: Sequence[str]) -> list[int]:
+        ids = list(frame.words[0])
+        for content, after in zip(contents, frame.words[1:], strict=True):
+            begin = 0
+            for found in frame.tokens.finditer(content):  # cut apart, it is text and no token
+                ids += self._plain(content[begin : found.start() + 1])
+                begin = found.start() + 1
+            ids += self._plain(content[begin:])
             ids += after
         return ids
 

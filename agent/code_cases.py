@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajpack.agent.sandbox_launcher import canonical
+from trajpack.agent.sandbox_launcher import MAX_DEPTH, canonical
 
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "set": set,
@@ -44,6 +44,9 @@ class ValueCase:
     Equality is Python's, between numbers, strings, bytes, ``None`` and collections of them. A
     value of another type is equal to nothing.
 
+    Raises:
+        TypeError: If the value expected is of another type, or nested more than 100 deep.
+
     Example:
         >>> ValueCase.from_assert("assert add(2, 3) == 5, 'two and three'")
         ValueCase(expression='add(2, 3)', value=5)
@@ -55,6 +58,13 @@ class ValueCase:
     """Run as it is, in the sandbox: it comes from whoever wrote the test."""
     value: Any
     """What it is to be."""
+
+    def __post_init__(self) -> None:
+        if not _can_be_compared(self.value):
+            raise TypeError(
+                f"the value expected of {self.expression!r:.120} must be a number, str, bytes, "
+                f"None or a collection of them, got {type(self.value).__name__}"
+            )
 
     def is_met_by(self, output: bytes) -> bool:
         """Return whether the expression had this value, given its `canonical` text."""
@@ -138,6 +148,14 @@ def last_code_block(text: str) -> str | None:
             found = "\n".join(lines[begin:number]) if language in _PYTHON else found
             language = None
     return "\n".join(lines[begin:]) if language in _PYTHON else found
+
+
+def _can_be_compared(value: Any, depth: int = 0) -> bool:
+    """Return whether the canonical text of a value says all about it."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth < MAX_DEPTH and all(_can_be_compared(part, depth + 1) for part in parts)
+    return value is None or isinstance(value, int | float | complex | str | bytes)
 
 
 def _lines(output: bytes) -> list[bytes]:

@@ -207,16 +207,18 @@ class EpisodeRun:
 
     async def _wait_for_turn(self, *, is_unit: bool) -> None:
         """Wait until an episode might begin, without keeping the place from those that go on."""
-        async with self._room:
+        waiting = self._rules.stage.audience.waiting
+        async with waiting("room"), self._room:
             pass
         if is_unit and (gate := self._rules.staleness) is not None:
             from anyio import move_on_after
 
-            while gate.capacity(self._rules.stage.engine.version) < 1:
-                self._changed.clear()
-                with move_on_after(_VERSION_INTERVAL_S):
-                    await self._changed.wait()
-        async with self._slots:
+            async with waiting("staleness"):
+                while gate.capacity(self._rules.stage.engine.version) < 1:
+                    self._changed.clear()
+                    with move_on_after(_VERSION_INTERVAL_S):
+                        await self._changed.wait()
+        async with waiting("slot"), self._slots:
             pass
         self._num_waits += 1
         if self._num_waits % _BEGUN_AT_ONCE == 0:
@@ -261,8 +263,7 @@ class EpisodeRun:
                 await self._slots.acquire()
                 ticket.has_slot = True
             ticket.attempts += 1
-            if stage.audience:
-                stage.audience.tell("episode_started", ticket.qid, ticket.attempts - 1)
+            stage.audience.tell("episode_started", ticket.qid, ticket.attempts - 1)
             try:
                 with surviving_cancel(ticket.qid):
                     found = await attempt_episode(stage, prompt, ticket.prompt.id, count)
@@ -285,8 +286,8 @@ class EpisodeRun:
         return not self.is_stopping and allows(error.cause, ticket.attempts)
 
     def _tell_end(self, ticket: Ticket, error: Any, *, final: bool) -> None:
-        if audience := self._rules.stage.audience:
-            audience.tell("episode_ended", ticket.qid, ticket.attempts - 1, error, final=final)
+        tell = self._rules.stage.audience.tell
+        tell("episode_ended", ticket.qid, ticket.attempts - 1, error, final=final)
 
     def _count_reply(self, reply: Reply) -> None:
         self._tally.count_reply(reply)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from trajpack.agent.generation_gate import GenerationGate
 from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import Environment, Observation, Reply
+from trajpack.agent.safe_text import one_line
 
 _logger = logging.getLogger(__name__)
 
@@ -29,11 +33,25 @@ class Audience:
         for number, observer in enumerate(self._observers):
             try:
                 getattr(observer, hook)(*values, **named)
-            except Exception:  # whatever an observer does, the rollout goes on
+            except Exception as error:  # noqa: BLE001 - the rollout goes on, whatever it does
                 if (number, hook) not in self._logged:
                     self._logged.add((number, hook))
-                    name = type(observer).__name__
-                    _logger.exception("%s.%s has failed; told once", name, hook)
+                    self._log(f"{type(observer).__name__}.{hook}", error)
+
+    def _log(self, name: str, error: Exception) -> None:
+        # no whole traceback: its last line quotes what a model or a server may have written
+        at, kind = traceback.extract_tb(error.__traceback__)[-1], type(error).__name__
+        _logger.error(
+            "%s has failed at %s:%d, told once: %s: %s",
+            one_line(name), one_line(at.filename), at.lineno or 0, one_line(kind), one_line(error),
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def waiting(self, reason: str) -> AsyncIterator[None]:
+        """Tell of the time that the context lasts, which begins with a wait."""
+        began = time.perf_counter()
+        yield
+        self.tell("wait_ended", reason, time.perf_counter() - began)
 
 
 class EpisodeWatch:
@@ -135,7 +153,8 @@ class WatchedRequests(asyncio.Queue[Observation]):
     async def put(self, item: Observation) -> None:
         """Put an observation, once generation is not paused."""
         if self._watch.gate.is_closed:
-            await self._watch.gate.wait_open()
+            async with self._watch.audience.waiting("pause"):
+                await self._watch.gate.wait_open()
         self._watch.asked(item)
         await self._requests.put(item)
 

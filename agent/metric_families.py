@@ -23,6 +23,8 @@ OTHER = "other"
 """Stands for a cause, or a reason of a group, that is none of the known ones."""
 STAGES = ("generation", "verification")
 """The two things a turn waits for."""
+WAITS = ("pause", "room", "slot", "staleness")
+"""What has to be waited for before one can go on, see `RolloutObserver.wait_ended`."""
 
 _LATENCY_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
@@ -102,7 +104,9 @@ class EpisodeFamilies:
             "trajpack_episodes_in_flight", "Episodes under way.", registry=registry
         )
         self.finished: Counter = Counter(
-            "trajpack_episodes_finished", "Episodes that ended well.", registry=registry
+            "trajpack_episodes_finished",
+            "Attempts that ended well, those included that were found stale afterwards.",
+            registry=registry,
         )
         self.failed: Counter = Counter(
             "trajpack_episodes_failed",
@@ -120,6 +124,21 @@ class EpisodeFamilies:
             "trajpack_episode_seconds",
             "How long one attempt at an episode took, failed ones included.",
             buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+
+class WaitFamilies:
+    """What episodes wait for before they begin, and requests before they are sent."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Histogram
+
+        self.seconds: Histogram = Histogram(
+            "trajpack_queue_wait_seconds",
+            "How long the next episode, or a request (pause), had to wait, by what for.",
+            ["reason"],
+            buckets=_WAIT_BUCKETS,
             registry=registry,
         )
 

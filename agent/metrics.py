@@ -13,6 +13,7 @@ from trajpack.agent.metric_families import (
     CAUSES,
     OTHER,
     STAGES,
+    WAITS,
     EpisodeFamilies,
     FillFamilies,
     GenerationFamilies,
@@ -20,6 +21,7 @@ from trajpack.agent.metric_families import (
     ResultFamilies,
     VerificationFamilies,
     VersionFamilies,
+    WaitFamilies,
 )
 from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import GenerationOutput, Reply
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from trajpack.agent.runner import EpisodeResult
     from trajpack.packing.types import Turn
 
-GROUP_OUTCOMES = ("kept", "incomplete", "filtered")
+GROUP_OUTCOMES = ("kept", "failed", "incomplete", "filtered")
 """What can become of a group; any other reason for dropping one counts as ``"other"``."""
 
 
@@ -94,6 +96,7 @@ class RolloutMetrics(RolloutObserver):
         self._turns = GenerationFamilies(self.registry)
         self._verifications = VerificationFamilies(self.registry)
         self._episodes = EpisodeFamilies(self.registry)
+        self._waits = WaitFamilies(self.registry)
         self._results = ResultFamilies(self.registry)
         self._versions = VersionFamilies(self.registry)
         self._packs = PackFamilies(self.registry)
@@ -111,6 +114,7 @@ class RolloutMetrics(RolloutObserver):
         self._episodes_failed = _by_label(self._episodes.failed, causes)
         self._retries = _by_label(self._episodes.retries, causes)
         self._groups = _by_label(self._results.groups, (*GROUP_OUTCOMES, OTHER))
+        self._wait_seconds = {reason: self._waits.seconds.labels(reason) for reason in WAITS}
         for stage in STAGES:  # read when they are asked for: nothing is spent on them before
             gauge = self._turns.in_flight.labels(stage)
             gauge.set_function(partial(self._num_in_flight.__getitem__, stage))
@@ -121,10 +125,16 @@ class RolloutMetrics(RolloutObserver):
         """Take the time, and how long a failed episode has waited to begin anew."""
         now = self._clock()
         self._close(qid)
+        self._ended.pop(qid, None)
         self._open[qid] = _OpenEpisode(now)
         failed = self._failed.pop(qid, None)
         if failed is not None and attempt > 0:
             self._results.retry_wait_seconds.observe(now - failed)
+
+    def wait_ended(self, reason: str, seconds: float) -> None:
+        """Measure the wait."""
+        if reason in self._wait_seconds:
+            self._wait_seconds[reason].observe(seconds)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """Take the time."""
@@ -178,7 +188,9 @@ class RolloutMetrics(RolloutObserver):
         if error is None:
             self._episodes.finished.inc()
             self._ended.put(qid, now)
-        elif final:
+            return
+        self._ended.pop(qid, None)  # ended well, but was stale when it was to be handed over
+        if final:
             self._episodes_failed[_cause(error)].inc()
         else:
             self._retries[_cause(error)].inc()
@@ -226,6 +238,13 @@ class RolloutMetrics(RolloutObserver):
         packs.prefix_breaks.inc(figures.num_prefix_breaks or 0)
         if figures.rectangle_fill is not None:
             self._fill.rectangle.observe(figures.rectangle_fill)
+
+    def close(self) -> None:
+        """Forget what is open or waits, such as what a run that was given up left behind."""
+        for qid in list(self._open):
+            self._close(qid)
+        self._ended.clear()
+        self._failed.clear()
 
     def _close(self, qid: str) -> _OpenEpisode | None:
         episode = self._open.pop(qid, None)

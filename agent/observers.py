@@ -21,6 +21,15 @@ class RolloutObserver:
     def episode_started(self, qid: str, attempt: int) -> None:
         """Episode ``qid`` begins; ``attempt`` counts from 0."""
 
+    def wait_ended(self, reason: str, seconds: float) -> None:
+        """Something that was about to go on could not for ``seconds``, which may be 0.
+
+        The next episode waits, one after the other, for ``"room"`` (results that nobody takes and
+        failed episodes that will begin again fill it), with a staleness policy for
+        ``"staleness"`` (newer weights) and for a ``"slot"`` (the runner's concurrency). A
+        request to the engine waits for the end of a ``"pause"``.
+        """
+
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """The agent has asked the engine for the completion of a turn, from 0."""
 

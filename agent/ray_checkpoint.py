@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import numpy.typing as npt
 
 _FORMAT = 1
 _STATE = "checkpoint.json"
+_LOCK = "training.lock"
 _TRAINER = "trainer-{}.pt"
+_UNFINISHED = ".{}.unfinished"
 _COUNTS = ("num_steps", "num_groups", "num_settled")
 
 
@@ -29,6 +32,7 @@ class SettledPrompts:
     Args:
         num_settled: How many from the first on.
         ahead: Ids of further ones.
+        order: What `order` was then.
 
     Example:
         >>> settled = SettledPrompts(2)
@@ -42,11 +46,13 @@ class SettledPrompts:
         (4, set())
     """
 
-    def __init__(self, num_settled: int = 0, ahead: Iterable[str] = ()) -> None:
+    def __init__(self, num_settled: int = 0, ahead: Iterable[str] = (), order: str = "") -> None:
         self.num_settled = num_settled
         """This many prompts, from the first on, are settled."""
         self.ahead = set(ahead)
         """Ids of others that are."""
+        self.order = order
+        """Stands for the ids of the first `num_settled`, in their order: see `chained`."""
         self._taken: deque[str] = deque()
 
     def take(self, prompt_id: str) -> bool:
@@ -63,8 +69,21 @@ class SettledPrompts:
 
     def _advance(self) -> None:
         while self._taken and self._taken[0] in self.ahead:
-            self.ahead.remove(self._taken.popleft())
+            name = self._taken.popleft()
+            self.ahead.remove(name)
             self.num_settled += 1
+            self.order = chained(self.order, name)
+
+
+def chained(order: str, name: str) -> str:
+    """Return what stands for some names and one more, in 32 characters.
+
+    Example:
+        >>> chained(chained("", "a"), "b") == chained(chained("", "b"), "a")
+        False
+    """
+    text = f"{order}{name}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,8 @@ class TrainingState:
     """Prompts, from the first on, that were learned from or rejected."""
     ahead: tuple[str, ...] = ()
     """Ids of further such prompts."""
+    order: str = ""
+    """Stands for the ids of the first `num_settled` prompts."""
 
 
 class Checkpoints:
@@ -97,6 +118,26 @@ class Checkpoints:
         """Where it is."""
         folder.mkdir(parents=True, exist_ok=True)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the folder for this training alone; the system lets go of it when we are killed.
+
+        Raises:
+            RuntimeError: If another training has it.
+        """
+        import fcntl  # systems without it have no Ray either
+
+        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                reason = f"{self.folder}: another training has its checkpoints here"
+                raise RuntimeError(reason) from None
+            yield
+        finally:
+            os.close(descriptor)
+
     def save(self, state: TrainingState, trainer: npt.NDArray[np.uint8]) -> None:
         """Write a checkpoint in place of the last one.
 
@@ -106,17 +147,19 @@ class Checkpoints:
         Cost: writes the trainer's state and waits until the disk has it.
         """
         name = _TRAINER.format(state.num_steps)
-        _write(self.folder / name, trainer.tobytes())
+        _write(self.folder / name, np.ascontiguousarray(trainer).data)
         told = {
             "format": _FORMAT,
             **{name: getattr(state, name) for name in _COUNTS},
             "ahead": sorted(state.ahead),
+            "order": state.order,
             "trainer": {"file": name, "blake2b": _checksum(trainer)},
         }
         _write(self.folder / _STATE, json.dumps(told, indent=1).encode())
-        for old in self.folder.glob(_TRAINER.format("*")):
-            if old.name != name:
-                old.unlink(missing_ok=True)
+        for pattern in (_TRAINER.format("*"), _UNFINISHED.format(_TRAINER.format("*"))):
+            for old in self.folder.glob(pattern):
+                if old.name != name:
+                    old.unlink(missing_ok=True)
 
     def load(self) -> tuple[TrainingState, npt.NDArray[np.uint8]] | None:
         """Return the last checkpoint and the trainer's state in it, or ``None``.
@@ -136,7 +179,8 @@ class Checkpoints:
                     "a later version may have written it"
                 )
             counts = {name: int(told[name]) for name in _COUNTS}
-            state = TrainingState(**counts, ahead=tuple(map(str, told["ahead"])))
+            ahead = tuple(map(str, told["ahead"]))
+            state = TrainingState(**counts, ahead=ahead, order=str(told["order"]))
             checksum = str(told["trainer"]["blake2b"])
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not the checkpoint of a training: {error!r}") from error
@@ -148,11 +192,11 @@ class Checkpoints:
 
 
 def _checksum(values: npt.NDArray[np.uint8]) -> str:
-    return hashlib.blake2b(values.tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=16).hexdigest()
 
 
-def _write(path: Path, contents: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
+def _write(path: Path, contents: bytes | memoryview) -> None:
+    unfinished = path.with_name(_UNFINISHED.format(path.name))
     with unfinished.open("wb") as file:
         file.write(contents)
         file.flush()

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -22,9 +23,9 @@ def local_cluster(
     it is imported: where that has happened before, its settings stand as they are. An own cluster
     sends no usage statistics and has no dashboard.
 
-    Ctrl-C, and a SIGTERM that nobody else handles, end an own cluster's processes with the block.
-    After a SIGKILL they end by themselves, the last of them within a minute. What Ray has written
-    about itself stays in its folder of temporary files.
+    Ctrl-C ends an own cluster's processes with the block, and so does a SIGTERM that nobody else
+    handles: it is taken for a Ctrl-C. After a SIGKILL they end by themselves, the last of them
+    within a minute. What Ray has written about itself stays in its folder of temporary files.
 
     Args:
         num_cpus: Cores that the own cluster believes to have; it may be more than there are.
@@ -55,7 +56,7 @@ def local_cluster(
         )
         if is_main and on_termination is not None:  # Ray has put its own there
             ends_at_once = on_termination is signal.SIG_DFL
-            signal.signal(signal.SIGTERM, _exit if ends_at_once else on_termination)
+            signal.signal(signal.SIGTERM, _interrupt if ends_at_once else on_termination)
         yield
     finally:
         ray.shutdown()
@@ -63,6 +64,10 @@ def local_cluster(
             signal.signal(signal.SIGTERM, on_termination)
 
 
-def _exit(number: int, frame: object) -> None:
-    """Leave by the way that all blocks are left, with the status of who died of the signal."""
-    sys.exit(128 + number)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Do what Ctrl-C does, so that all blocks are left: an event loop has its own way there."""
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if callable(on_interrupt):
+        on_interrupt(signal.SIGINT, frame)
+    else:
+        sys.exit(128 + number)

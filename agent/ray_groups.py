@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trajpack.agent.episode_attempt import has_engine_ended
 from trajpack.agent.errors import EpisodeCancelledError
-from trajpack.agent.protocols import Prompt
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
-    from trajpack.agent.episode_run import Prompts
     from trajpack.agent.rollout_results import GroupResult
 
 
@@ -44,13 +42,3 @@ def was_stopped(result: GroupResult) -> bool:
     if any(isinstance(error, EpisodeCancelledError) for error in errors):
         return True
     return result.rejected == "incomplete" and not errors
-
-
-async def one_by_one(prompts: Prompts) -> AsyncGenerator[Prompt, None]:
-    """Yield prompts that come at once or over time."""
-    if isinstance(prompts, AsyncIterable):
-        async for prompt in prompts:
-            yield prompt
-    else:
-        for prompt in prompts:
-            yield prompt

@@ -31,6 +31,16 @@ def told_by(error: BaseException) -> str:
     return reason_of(inner if isinstance(inner, BaseException) else error)
 
 
+def is_loss(error: Exception) -> bool:
+    """Return whether an exception is Ray's, about an actor, and not the actor's own.
+
+    Its process, its node, its memory, or what it sent is lost then: each has a type of its own.
+    """
+    from ray.exceptions import RayError, RayTaskError
+
+    return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+
+
 class WorkerLife:
     """An actor's life: it starts, serves, and is lost or ended. There is no way back.
 
@@ -101,7 +111,6 @@ class WorkerLife:
             Exception: What the method raised.
         """
         import ray
-        from ray.exceptions import RayError, RayTaskError
 
         ref = getattr(self._actor, method).remote(*args)
         reply: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
@@ -118,9 +127,9 @@ class WorkerLife:
             if reply.done():
                 return reply.result()
             self.lose(f"no answer to {method!r} within {timeout_s} s")
-        except RayTaskError:
-            raise
-        except RayError as error:  # of its process, its node, its memory, or of what it sent
+        except Exception as error:
+            if not is_loss(error):
+                raise
             self.has_died = True
             self.lose(" ".join(told_by(error).split()))
         raise WorkerLostError(self.lost.result())

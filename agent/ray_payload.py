@@ -175,9 +175,7 @@ class _Writer:
             fields=self.fields,
         )
 
-    def _add(
-        self, name: str, turn: Turn, stream: _Stream, begin: int
-    ) -> tuple[_Stream, int]:
+    def _add(self, name: str, turn: Turn, stream: _Stream, begin: int) -> tuple[_Stream, int]:
         """Store what is new of a turn; return the stream that a next turn may go on with."""
         prompt = as_ids(f"{name}prompt_ids", turn.prompt_ids)
         completion = as_ids(f"{name}completion_ids", turn.completion_ids)

@@ -9,21 +9,19 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
+from trajpack.agent.episode_ticket import Prompts, one_by_one
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.ray_checkpoint import Checkpoints, SettledPrompts, TrainingState
-from trajpack.agent.ray_groups import LearnableGroup, accepted, one_by_one, was_stopped
+from trajpack.agent.ray_checkpoint import Checkpoints, SettledPrompts, TrainingState, chained
+from trajpack.agent.ray_groups import LearnableGroup, accepted, was_stopped
 from trajpack.agent.ray_payload import TrajectoryArrays
 from trajpack.agent.ray_recovery import RecoveredTrainers
 from trajpack.agent.ray_trainers import TrainerRanks
 from trajpack.agent.ray_workers import RolloutWorkers
 from trajpack.agent.runner import RolloutRunner
 from trajpack.packing.trajectory_log import TrajectoryLog
-
-if TYPE_CHECKING:
-    from trajpack.agent.episode_run import Prompts
 
 
 @dataclass(frozen=True)
@@ -120,11 +118,13 @@ class RayTraining:
             prompts: In the same order whenever a training goes on; their ids are unique.
 
         Raises:
-            RankLostError: If the trainer ranks were lost too often in a row.
+            RankLostError: If the trainer ranks were lost too often in a row, or refuse a batch.
             EpisodeError: If no worker is left.
-            ValueError: If the last checkpoint is damaged.
+            RuntimeError: If another training has the folder.
+            ValueError: If the last checkpoint is damaged, or of other prompts or another log.
         """
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._checkpoints.held())
             await self._begin(stack)
             groups = await stack.enter_async_context(aclosing(self._groups(prompts)))
             batch: list[LearnableGroup] = []
@@ -145,7 +145,8 @@ class RayTraining:
         found = await run_to_end(self._checkpoints.load)
         if found is not None:
             self._state, trainer = found
-            self._settled = SettledPrompts(self._state.num_settled, self._state.ahead)
+            state = self._state
+            self._settled = SettledPrompts(state.num_settled, state.ahead, state.order)
             self._trainers.mark(ray.put(trainer))
             self._trainers.trainers.begin_with(self._trainers.saved)
         try:
@@ -163,7 +164,9 @@ class RayTraining:
         known: frozenset[str] = frozenset()
         if self._log is not None:
             known = self._log.finished
-            for group in await run_to_end(self._read_log):
+            logged = await run_to_end(self._read_log)
+            self._count_as_accepted(len(logged))
+            for group in logged:
                 yield group
         results = self._runner.run_groups(self._unsettled(prompts, known))
         async with aclosing(results):
@@ -194,16 +197,34 @@ class RayTraining:
             )
         return logged
 
+    def _count_as_accepted(self, num_groups: int) -> None:
+        """Let groups of the log take the place that new ones have for their age."""
+        if (gate := self._runner.staleness) is not None:
+            for _ in range(num_groups):
+                gate.begin(self._workers.version)
+                gate.accept()
+
     async def _unsettled(
         self, prompts: Prompts, known: frozenset[str]
     ) -> AsyncGenerator[Prompt, None]:
         """Yield the prompts that need a rollout."""
-        num_skipped = self._settled.num_settled
+        num_settled, expected = self._settled.num_settled, self._settled.order
+        num_skipped, order = 0, ""
         async for prompt in one_by_one(prompts):
-            if num_skipped:
-                num_skipped -= 1
+            if num_skipped < num_settled:
+                num_skipped, order = num_skipped + 1, chained(order, prompt.id)
+                if num_skipped == num_settled and order != expected:
+                    raise ValueError(
+                        f"the first {num_settled} prompts are not those that the checkpoint has "
+                        "settled: a training goes on with the same prompts in the same order"
+                    )
             elif not self._settled.take(prompt.id) and prompt.id not in known:
                 yield prompt
+        if num_skipped < num_settled:
+            raise ValueError(
+                f"expected at least {num_settled} prompts, those that the checkpoint has settled, "
+                f"got {num_skipped}"
+            )
 
     async def _next(self, groups: AsyncGenerator[LearnableGroup, None]) -> LearnableGroup | None:
         """Wait for the next group, and mend the trainer ranks should they break meanwhile."""
@@ -233,6 +254,7 @@ class RayTraining:
             self._state.num_groups + len(groups),
             self._settled.num_settled,
             tuple(self._settled.ahead),
+            self._settled.order,
         )
         await self._publish()
         if self._trainers.num_since >= self._settings.checkpoint_every:

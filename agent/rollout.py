@@ -82,12 +82,9 @@ class Rollout:
         """
         settings = self.settings
         retries = RetryPolicy(max_attempts=settings.max_attempts)
-        options: dict[str, Any] = {
-            "policy": RolloutPolicy(retries=retries, seed=settings.seed),
-            "observers": observers,
-            "finished": finished,
-            "on_progress": on_progress,
-        }
+        policy = RolloutPolicy(retries=retries, seed=settings.seed)
+        options: dict[str, Any] = {"policy": policy, "on_progress": on_progress}
+        options |= {"observers": observers, "finished": finished}
         if settings.num_workers:
             from trajpack.agent.ray_rollout import ray_episodes
 

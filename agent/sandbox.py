@@ -6,19 +6,18 @@ import contextlib
 import os
 import platform
 import sys
-import sysconfig
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from trajpack.agent.errors import SetupError
+from trajpack.agent.sandbox_files import landlock_ruleset
 from trajpack.agent.sandbox_filter import system_call_filter
 from trajpack.agent.sandbox_launcher import canonical
 from trajpack.agent.sandbox_limits import SandboxError, SandboxLimits, SandboxResult
 from trajpack.agent.sandboxed_process import SandboxedProcess
-
-_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
 class Sandbox:
@@ -61,8 +60,10 @@ class Sandbox:
         except ValueError as error:
             raise SetupError(f"Sandbox: {error}") from error
         self._folder = tempfile.TemporaryDirectory(prefix="trajpack-sandbox-")
+        self._ruleset: int | None = None
         self._protections: tuple[str, ...] = ()
         try:
+            self._ruleset = self._make_ruleset()
             self._try_out(allow_file_reads)
         except BaseException:
             self.close()
@@ -102,6 +103,15 @@ class Sandbox:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _make_ruleset(self) -> int | None:
+        try:
+            ruleset = landlock_ruleset(self._folder.name)
+        except OSError as error:
+            raise SetupError(f"Sandbox: files cannot be hidden here: {error}") from error
+        if ruleset is not None:  # it may be in use as long as any thread is in `run`
+            weakref.finalize(self, os.close, ruleset)
+        return ruleset
+
     def _try_out(self, allow_file_reads: bool) -> None:
         try:
             result, self._protections = self._run("", b"", "sum([20, 22])")
@@ -122,7 +132,7 @@ class Sandbox:
             "code": code.encode("utf-8", "replace"),
             "expression": expression,
             "filter": self._filter,
-            "folders": _readable_folders(self._folder.name),
+            "ruleset": self._ruleset,
             "limits": _kernel_limits(self._limits),
             "num_threads": self._limits.num_threads,
             "parent": os.getpid(),
@@ -166,9 +176,3 @@ def _kernel_limits(limits: SandboxLimits) -> dict[str, tuple[int, int]]:
     # At the first a program is told, and ends; one that does not listen is killed at the second.
     cpu = {"RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1)}
     return cpu | {name: (value, value) for name, value in fixed.items()}
-
-
-def _readable_folders(working_folder: str) -> list[str]:
-    standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-    base = {os.path.join(sys.base_prefix, "lib")}
-    return [*sorted(standard | base), *_LIBRARIES, working_folder]

@@ -48,13 +48,14 @@ class SandboxedProcess:
             self._status_pipe, told = os.pipe()
             theirs.callback(os.close, told)
             ours.callback(os.close, self._status_pipe)
+            handed_on = () if request["ruleset"] is None else (request["ruleset"],)
             self._child = subprocess.Popen(
                 [*_COMMAND, str(request_file), str(told)],
                 stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(request_file, told),
-                env={},
+                pass_fds=(request_file, told, *handed_on),
+                env=_ENVIRONMENT,
                 cwd=folder,
                 start_new_session=True,
             )
@@ -138,7 +139,10 @@ _BEGIN = (
     "exec(code, names)\n"
     "names['main'](request, int(sys.argv[2]))\n"
 )
-_COMMAND = (sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _BEGIN)
+_COMMAND = (sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", "-c", _BEGIN)
+_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""All there is, so that ``-I`` is not needed, which would ignore it: sets of strings have the same
+order each time, and a program that shows one the same verdict."""
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
     from trajpack.agent.pack_watch import WatchedPack
+    from trajpack.agent.runner import EpisodeResult
 
 _MAX_ID_CHARS = 200
 _Attributes = Mapping[str, str | bool | int | float]
@@ -48,6 +49,7 @@ class RolloutTracer(RolloutObserver):
             trajpack.turn
                 trajpack.generation
                 trajpack.verification
+            trajpack.rejection (of a result that was stale when it was to be handed over)
 
     Give it to the runner among its observers, and to `watch_pack`, whose span
     ``trajpack.pack`` is a child of whatever span is current there. Parents are told
@@ -175,9 +177,26 @@ class RolloutTracer(RolloutObserver):
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
         """End the trace; what was in flight in it ends with the episode's error."""
-        span = self._end_episode(qid, error, {"trajpack.episode.final": final})
-        if span is not None and not final:
+        is_final = {"trajpack.episode.final": final}
+        span = self._end_episode(qid, error, is_final)
+        if span is not None:
             self._attempts.put(qid, span.get_span_context())
+        elif error is not None and (ended := self._attempts.get(qid)) is not None:
+            parent = self._context_of(self._trace.NonRecordingSpan(ended))
+            self._end(self._tracer.start_span("trajpack.rejection", parent), error, is_final)
+        if error is not None and final:
+            self._attempts.pop(qid, None)
+
+    def result_accepted(self, result: EpisodeResult, version: int) -> None:
+        """Forget the attempt: no other will follow."""
+        self._attempts.pop(result.qid, None)
+
+    def group_ended(
+        self, prompt_id: str, results: Sequence[EpisodeResult], reason: str | None
+    ) -> None:
+        """Forget the attempts of a group that was dropped."""
+        for result in results:
+            self._attempts.pop(result.qid, None)
 
     def pack_ended(self, pack: WatchedPack) -> None:
         """Make the span of what `watch_pack` saw."""

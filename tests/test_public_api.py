@@ -43,6 +43,8 @@ def test_every_exported_name_is_documented(name):
 @pytest.mark.parametrize("name", trajpack.__all__)
 def test_no_exported_function_swallows_keywords(name):
     exported = getattr(trajpack, name)
+    if inspect.isclass(exported) and issubclass(exported, Exception):
+        return  # takes what Python's own do
     parameters = inspect.signature(exported).parameters.values()
     assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters)
 

@@ -201,6 +201,8 @@ class Control:
             name = read_json(body)["weight_version"]
         except (RefusedError, LookupError, TypeError, ValueError):
             return  # it does not say; its spans may
+        if server.told_version != told:
+            return  # of another in the meantime
         if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
             server.is_behind = True
             said = server.client.worded(f"told of version {told}, it says", quoted(name), body)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
-import uuid
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -63,7 +61,6 @@ class Requester:
         self._router = router
         self._dialect = dialect
         self._options = options
-        self._request_ids = map(f"{uuid.uuid4().hex}-{{}}".format, itertools.count())
         self._cancellations: set[asyncio.Task[None]] = set()
 
     async def generate(self, ask: Ask) -> GenerationOutput:
@@ -153,7 +150,7 @@ class Requester:
         declared, told = self.version, server.told_version
         limits = self._limits(completion)
         try:
-            body = await self._exchange(server, self._draw(completion), limits)
+            body = await self._exchange(server, self._draw(server, completion), limits)
             try:
                 response = await self._read(body, limits)
                 if told is not None:
@@ -200,9 +197,9 @@ class Requester:
             said = f"{said}: it seems to have been started anew"
             raise RetryableError(said, server.name, is_connection=True)
 
-    def _draw(self, completion: Completion) -> Draw:
+    def _draw(self, server: Server, completion: Completion) -> Draw:
         return Draw(
-            next(self._request_ids),
+            server.client.new_request_id(),
             completion.token_ids,
             completion.remaining,
             completion.ask.stop_token_ids,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import socket
 import ssl
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ class Order:
     """Sent as JSON; nothing is sent for None."""
     method: str = "POST"
     """Of HTTP."""
+    request_id: str | None = None
+    """What it is called, where the answer says that."""
 
 
 class ServerClient:
@@ -51,7 +55,8 @@ class ServerClient:
 
     No redirect is followed, no cookie kept and no compressed body taken; proxies and passwords
     that the environment names are not used. A body is read up to a limit and not one byte
-    further.
+    further. An answer that names an earlier request ends the connection: whatever comes on it
+    would be taken for the answer to what is asked next.
 
     Each request in flight has a transport, and so a connection, of its own: a shared pool of a
     thousand connections looks at all of them for each request.
@@ -71,6 +76,8 @@ class ServerClient:
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if authorization:
             self._headers["Authorization"] = authorization
+        self._ids = uuid.uuid4().hex
+        self._numbers = itertools.count()
         self._base = url.base
         self._timeouts = {"connect": options.time_limits.connect_s}
         # the certificates of the system are read only where they are needed
@@ -79,6 +86,10 @@ class ServerClient:
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self.slots = asyncio.Semaphore(options.max_connections)
         """Held by whoever asks for a sample; orders that are short and urgent need none."""
+
+    def new_request_id(self) -> str:
+        """Return a name for a request."""
+        return f"{self._ids}-{next(self._numbers)}"
 
     async def close(self) -> None:
         """Close all connections."""
@@ -122,6 +133,7 @@ class ServerClient:
             response = await transport.handle_async_request(request)
             try:
                 body = await self._read(response, order, max_bytes)
+                self._check_request(body, order)
             finally:
                 await response.aclose()
         except BaseException:
@@ -129,6 +141,17 @@ class ServerClient:
             raise
         self._idle.append(transport)
         return body
+
+    def _check_request(self, body: bytes, order: Order) -> None:
+        """Refuse the answer to another request; servers and proxies may name none, or their own."""
+        start = body.find(self._ids.encode())
+        if start < 0:
+            return
+        wanted = (order.request_id or "").encode()
+        end = start + len(wanted)
+        if not wanted or body[start:end] != wanted or body[end : end + 1].isdigit():
+            reason = f"an answer on {order.path} is that to another request"
+            raise RetryableError(reason, self.name, is_connection=True)
 
     def _transport(self) -> httpx.AsyncHTTPTransport:
         import httpx
@@ -143,8 +166,10 @@ class ServerClient:
     def _failure(self, error: httpx.TransportError, order: Order) -> Exception:
         import httpx
 
+        # what is no HTTP is quoted, and certificates name the host
         said = one_line(self._host.sub("its host", str(error)), 200)
-        text = f"{type(error).__name__} on {order.path}: {said}"
+        where = f"{type(error).__name__} on {order.path}"
+        text = self.worded(where, said, str(error).encode("utf-8", "replace"))
         if isinstance(error, httpx.RemoteProtocolError) and not any(
             sign in str(error) for sign in _DIED
         ):

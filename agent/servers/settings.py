@@ -85,7 +85,7 @@ class ServerSettings:
         found.pop("urls", None)
         kind = found.pop("kind")
         if not addresses:
-            raise SetupError(f"no server is named: set {PREFIX}URLS to their addresses")
+            raise SetupError(f"no server is named: give addresses, or set {PREFIX}URLS to them")
         times = {name: found.pop(name) for name in vars(TimeLimits()) if name in found}
         options.setdefault("time_limits", TimeLimits(**times))
         if "token" in found:

@@ -53,7 +53,7 @@ class SGLangDialect:
             "logprob_start_len": -1,  # none of the prompt's: they would recompute its prefix
             "stream": False,
         }
-        return Order("/generate", payload)
+        return Order("/generate", payload, request_id=draw.request_id)
 
     def read(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
         """Read the answer."""

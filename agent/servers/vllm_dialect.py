@@ -110,6 +110,6 @@ class VLLMDialect:
             # without this, two tokens of the same text would count as one
             payload |= {"return_tokens_as_token_ids": True, "return_token_ids": True}
             payload |= {"request_id": request_id, "prompt": token_ids, **sampling}
-            return Order("/v1/completions", payload)
+            return Order("/v1/completions", payload, request_id=request_id)
         payload |= {"request_id": request_id, "token_ids": token_ids}
-        return Order(_GENERATE, payload | {"sampling_params": sampling})
+        return Order(_GENERATE, payload | {"sampling_params": sampling}, request_id=request_id)

@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from trajpack.agent.errors import SetupError
+from trajpack.agent.rollout_settings import MAX_COUNT, EngineName, RolloutSettings
+from trajpack.packing.layout import Layout
 from trajpack.terminal import occupy_closed_descriptors, outlets, results, say
 
 with contextlib.suppress(ModuleNotFoundError):  # the user is told when the command runs
@@ -29,8 +31,7 @@ with contextlib.suppress(ModuleNotFoundError):  # the user is told when the comm
 
 REFUSED = 2
 INTERRUPTED = 130
-_MAX_COUNT = 10_000_000
-_COUNT: Any = {"min": 1, "max": _MAX_COUNT}
+_COUNT: Any = {"min": 1, "max": MAX_COUNT}
 
 Work: TypeAlias = Callable[[], int]
 """What a command does once its options are read; returns the exit status."""
@@ -127,26 +128,22 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     dataset: Annotated[Path | None, typer.Option(help=_DATASET, show_default=False)] = None,
     model: Annotated[Path | None, typer.Option(help=_MODEL, show_default=False)] = None,
     num_prompts: Annotated[int, typer.Option(**_COUNT, help="Questions to ask.")] = 16,
-    turns: Annotated[int, typer.Option(**_COUNT, help="Turns of an episode.")] = 3,
+    num_turns: Annotated[int, typer.Option("--turns", **_COUNT, help=_TURNS)] = 3,
     group_size: Annotated[int, typer.Option(**_COUNT, help="Episodes for each question.")] = 2,
     concurrency: Annotated[int, typer.Option(**_COUNT, help=_CONCURRENCY)] = 16,
     max_new_tokens: Annotated[int, typer.Option(**_COUNT, help="Tokens of a completion.")] = 32,
-    layout: Annotated[Literal["merged", "turns"], typer.Option(help=_LAYOUT)] = "merged",
+    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
     turn_discount: Annotated[float, typer.Option(help="Discount from turn to turn.")] = 1.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=_SEED)] = 0,
     out: Annotated[Path, typer.Option(help=_OUT)] = Path("trajpack-rollout/batch.safetensors"),
     answers: Annotated[Path | None, typer.Option(help=_ANSWERS, show_default=False)] = None,
-    engine: Annotated[
-        Literal["transformers", "sglang", "vllm"], typer.Option(help=_ENGINE)
-    ] = "transformers",
-    server: Annotated[list[str] | None, typer.Option(help=_SERVER, show_default=False)] = None,
+    engine: Annotated[EngineName, typer.Option(help=_ENGINE)] = "transformers",
+    server: Annotated[list[str] | None, typer.Option(metavar="<url>", **_SERVER)] = None,
     log: Annotated[Path | None, typer.Option(help=_LOG, show_default=False)] = None,
-    ray: Annotated[int, typer.Option(min=0, max=_MAX_COUNT, help=_RAY)] = 0,
-    attempts: Annotated[int, typer.Option(**_COUNT, help=_ATTEMPTS)] = 1,
-    metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=2**16 - 1, help=_METRICS, show_default=False)
-    ] = None,
+    num_workers: Annotated[int, typer.Option("--ray", min=0, max=MAX_COUNT, help=_RAY)] = 0,
+    max_attempts: Annotated[int, typer.Option("--attempts", **_COUNT, help=_ATTEMPTS)] = 1,
+    metrics_port: Annotated[int | None, typer.Option(help=_METRICS, show_default=False)] = None,
 ) -> Work:
     """Let a model answer questions over several turns, and pack the turns into a batch.
 
@@ -154,41 +151,26 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
 
     Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B --log run
     """
+    chosen: dict[str, Any] = dict(locals())  # an option is called as its setting is
+    del chosen["layout"], chosen["out"], chosen["server"]
     from trajpack.agent.rollout_files import answers_folder
-    from trajpack.agent.rollout_settings import RolloutSettings
     from trajpack.rollout_command import roll_out
 
-    settings = RolloutSettings(
-        dataset=dataset,
-        model=model,
-        num_prompts=num_prompts,
-        num_turns=turns,
-        group_size=group_size,
-        concurrency=concurrency,
-        max_new_tokens=max_new_tokens,
-        turn_discount=turn_discount,
-        device=device,
-        seed=seed,
-        answers=answers_folder(out) if answers is None else answers,
-        engine=engine,
-        servers=tuple(server or ()),
-        log=log,
-        num_workers=ray,
-        max_attempts=attempts,
-        metrics_port=metrics_port,
-    )
-    return partial(roll_out, settings, layout, out)
+    chosen["answers"] = answers_folder(out) if answers is None else answers
+    chosen["servers"] = tuple(server or ())
+    return partial(roll_out, RolloutSettings(**chosen), layout, out)
 
 
 _DATASET = "JSONL file of questions and answers. [default: sums made by reasoning-gym]"
 _MODEL = "Folder of a transformers causal LM. [default: a tiny Qwen3, random weights]"
+_TURNS = "Turns of an episode."
 _CONCURRENCY = "Episodes at the same time; with 1 the seed decides every token."
 _LAYOUT = "A sequence is a whole conversation (merged) or one turn (turns)."
 _SEED = "Of tiny model, questions and sampling."
 _OUT = "Where the batch goes; its tokenizer goes beside it."
 _ANSWERS = "Folder of the answers in plain text. [default: beside the batch]"
 _ENGINE = "The model in this process, or servers; then --model is the folder of the tokenizer."
-_SERVER = "Address of a server; more than once for several. [default: TRAJPACK_SERVER_URLS]"
+_SERVER: Any = {"help": "Address of a server; more than once for several.", "show_default": False}
 _LOG = "Folder that keeps each episode; the same command goes on from it after a crash."
 _RAY = "Workers on Ray, each with an engine of its own; 0 stays in this process."
 _ATTEMPTS = "Times an episode that fails is begun."
@@ -198,7 +180,7 @@ _METRICS = "Port on this machine for Prometheus; 0 takes any. [default: no metri
 def replay(
     folder: Annotated[Path, typer.Argument(help="A log that rollout --log or a program wrote.")],
     out: Annotated[Path | None, typer.Option(help=_REPLAYED, show_default=False)] = None,
-    layout: Annotated[Literal["merged", "turns"], typer.Option(help=_LAYOUT)] = "merged",
+    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
     device: Annotated[str, typer.Option(help="Where the batch is packed.")] = "cpu",
 ) -> Work:
     """Read a log of trajectories back, pack it into a batch, and say what is in it.
@@ -216,7 +198,7 @@ _REPLAYED = "Where to write the batch. [default: nowhere]"
 def inspect_batch(
     file: Annotated[Path, typer.Argument(help="A batch that rollout or PackedBatch.save wrote.")],
     tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
-    sequences: Annotated[int, typer.Option(min=0, max=_MAX_COUNT, help="Sequences to show.")] = 3,
+    sequences: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Sequences to show.")] = 3,
     width: Annotated[
         int | None, typer.Option(min=20, max=10_000, help=_WIDTH, show_default=False)
     ] = None,

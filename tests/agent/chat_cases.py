@@ -28,6 +28,9 @@ class Characters:
         text = "".join(f"<{m['role']}>{m['content']}{END}\n" for m in messages)
         return text + "<assistant>" * add_generation_prompt
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {END: ord(END)}
+
     def encode(
         self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False
     ) -> list[int]:

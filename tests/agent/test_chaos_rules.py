@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +22,9 @@ from tests.agent.chaos_cases import (
 from tests.agent.fault_plan import FaultPlan, rates
 from tests.agent.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.errors import EngineEndedError
-from trajpack.agent.protocols import Reply
+from trajpack.agent.protocols import Prompt, Reply
 from trajpack.agent.rollout_policy import (
+    RETRIED,
     BackOff,
     GroupPolicy,
     RetryPolicy,
@@ -198,3 +201,60 @@ def test_weights_change_in_the_midst_of_faults(drain: bool) -> None:
     assert broken == []
     assert account.tried_again["stale"] > 0
     assert stage.marking.version == account.num_accepted // batch > 15
+
+
+def tickets() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name().endswith("_run_ticket")]
+
+
+def test_whoever_kills_tasks_kills_only_those_episodes() -> None:
+    """Tasks are killed wherever they are: asking, being judged, waiting for their next attempt."""
+    retries = RetryPolicy(20, RETRIED | {"cancelled"}, BackOff(0.5, 4.0))
+    besides = frozenset({"cancelled"})
+    account = Account(chaos_plan(6), chaos_policy(retries=retries), besides=besides)
+    stage = Stage(account)
+    num_killed = 0
+
+    async def kill() -> None:
+        nonlocal num_killed
+        while True:
+X
+    async def body() -> None:
+        async with stage.engine:
+            killing = asyncio.create_task(kill())
+            async for result in stage.runner().run(chaos_prompts(200)):
+                stage.take(result)
+                if len(account.seen) > 190:
+                    killing.cancel()
+            assert stage.engine.open == {}
+
+    run_skipping(body())
+    assert len(account.seen) == 200
+    assert account.num_doubled == 0
+    assert account.misnamed == []
+    assert num_killed > 60
+    assert account.num_accepted > 100
+    assert account.tried_again["cancelled"] > 25
+    assert set(account.failed) <= {"cancelled"}  # where the next attempt was being waited for
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'EpisodeRun._run_ticket' was never awaited")
+def test_a_task_that_is_killed_before_it_begins_ends_the_run_with_an_error() -> None:
+    account = Account(FaultPlan(0))
+    stage = Stage(account)
+
+    def prompts() -> Iterator[Prompt]:
+        for prompt in chaos_prompts(8):
+            yield prompt
+            for task in tickets():
+                task.cancel()
+
+    async def body() -> None:
+        async with stage.engine:
+            results = stage.runner().run(prompts())
+            with pytest.raises(RuntimeError, match="cancelled before it began"):
+                await anext(results)
+            assert stage.engine.open == {}
+
+    run_skipping(body())
+    gc.collect()  # what never began is warned of while that is expected

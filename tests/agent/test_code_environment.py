@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -201,3 +203,17 @@ def test_equal_values_have_equal_texts_and_others_do_not() -> None:
         for right in values:
             assert (canonical(left) == canonical(right)) == (left == right), (left, right)
     assert canonical(10**5000) != canonical(10**5000 + 1)
+
+
+@pytest.mark.parametrize(
+    "value", [Decimal(3), [range(2)], {"a": (1, object())}, {Fraction(1, 2): 1}]
+)
+def test_a_value_is_refused_whose_text_would_not_tell_it_from_others(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected of 'f\(1\)' must be a number, .*, got "):
+        ValueCase("f(1)", value)
+    deep: list[Any] = []
+    for _ in range(99):
+        deep = [deep]
+    assert ValueCase("f(1)", deep).is_met_by(canonical(deep).encode())
+    with pytest.raises(TypeError, match="got list"):
+        ValueCase("f(1)", [deep])

@@ -1,60 +1,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.agent.metrics_cases import Watched, reply, result
 from trajpack.agent import errors
 from trajpack.agent.metric_families import CAUSES
 from trajpack.agent.metrics import RolloutMetrics
-from trajpack.agent.pack_watch import watch_pack
-from trajpack.agent.protocols import GenerationOutput, Prompt
-from trajpack.agent.runner import EpisodeResult
-from trajpack.packing.buffer import TrajectoryBuffer, pack
-from trajpack.packing.plan import plan_micro_batches
-from trajpack.packing.static_batch import StaticBatch
-from trajpack.packing.types import Trajectory, Turn, VersionSpan
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Watched:
-    """Metrics, the clock they read, and short ways to ask for a value."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-        self.metrics = RolloutMetrics(clock=self.clock)
-
-    def __call__(self, name: str, **labels: str) -> float:
-        value = self.metrics.registry.get_sample_value(f"trajpack_{name}", labels)
-        assert value is not None, (name, labels)
-        return value
-
-    def at(self, now: float, hook: Callable[..., None], *args: Any, **options: Any) -> None:
-        self.clock.now = 100 + now
-        hook(*args, **options)
+from trajpack.packing.types import Turn, VersionSpan
 
 
 @pytest.fixture
 def watched() -> Watched:
     return Watched()
-
-
-def reply(num_tokens: int = 2, *, no_eos: bool = False) -> GenerationOutput:
-    ids = list(range(num_tokens))
-    return GenerationOutput("q@0", [1, 2, 3], ids, [-1.0] * num_tokens, no_eos, 4, 4)
-
-
-def result(*turns: Turn, qid: str = "q") -> EpisodeResult:
-    return EpisodeResult(Prompt(qid, [1]), (Trajectory(f"{qid}@0", turns),))
 
 
 def test_a_turn_is_counted_with_its_tokens_and_times(watched: Watched) -> None:
@@ -174,9 +134,50 @@ def test_a_result_waits_from_the_end_of_its_episode_until_it_is_taken(watched: W
     dropped = result(Turn([1], [2], [-0.1]), qid="dropped")
     m.group_ended("dropped", [dropped], "filtered: all rewards are equal")
     m.group_ended("q", [], None)
+    for reason in ("failed", "incomplete", "incomplete", "rained off"):
+        m.group_ended("other", [], reason)
     assert watched("results_waiting") == 0
-    assert watched("groups_total", outcome="filtered") == 1
-    assert watched("groups_total", outcome="kept") == 1
+    outcomes = {"kept": 1, "filtered": 1, "failed": 1, "incomplete": 2, "other": 1}
+    for outcome, count in outcomes.items():
+        assert watched("groups_total", outcome=outcome) == count
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_result_that_is_stale_when_it_is_taken_waits_no_longer(
+    watched: Watched, final: bool
+) -> None:
+    m = watched.metrics
+    watched.at(0, m.episode_started, "q@0", 0)
+    watched.at(1, m.episode_ended, "q@0", 0, None, final=True)
+    watched.at(2, m.episode_ended, "q@0", 0, errors.StaleEpisodeError("q@0", "old"), final=final)
+    assert watched("results_waiting") == 0
+    assert watched("episodes_failed_total", cause="stale") == final
+    assert watched("episode_retries_total", cause="stale") == (not final)
+    assert watched("episode_seconds_count") == 1
+    assert watched("result_wait_seconds_count") == 0
+
+
+def test_what_a_run_that_was_given_up_left_behind_can_be_forgotten(watched: Watched) -> None:
+    m = watched.metrics
+    for qid in ("taken@0", "lost@0", "open@0"):
+        m.episode_started(qid, 0)
+    m.episode_ended("lost@0", 0, None, final=True)
+    m.episode_ended("taken@0", 0, errors.EpisodeTimeoutError("taken@0", "late"), final=False)
+    m.generation_started("open@0", 0, 5)
+    m.close()
+    assert watched("results_waiting") == watched("episodes_in_flight") == 0
+    assert watched("turns_in_flight", stage="generation") == 0
+    m.episode_started("taken@0", 1)
+    assert watched("retry_wait_seconds_count") == 0
+
+
+def test_waits_are_measured_by_what_was_waited_for(watched: Watched) -> None:
+    for reason, seconds in [("room", 0.0), ("room", 2.0), ("pause", 0.5), ("unheard of", 9.0)]:
+        watched.metrics.wait_ended(reason, seconds)
+    assert watched("queue_wait_seconds_sum", reason="room") == 2
+    assert watched("queue_wait_seconds_count", reason="room") == 2
+    assert watched("queue_wait_seconds_sum", reason="pause") == 0.5
+    assert watched("queue_wait_seconds_count", reason="slot") == 0
 
 
 def test_staleness_is_of_the_oldest_token_of_each_turn(watched: Watched) -> None:
@@ -194,49 +195,6 @@ def test_staleness_is_of_the_oldest_token_of_each_turn(watched: Watched) -> None
     assert watched("policy_version") == 10
     assert watched("accepted_turns_total") == 4
     assert watched("rewarded_turns_total") == 1
-
-
-def broken() -> Trajectory:
-    """Three turns; the prompt of the last one does not begin with what came before."""
-    turns = [Turn([1, 2], [3], [-0.1]), Turn([1, 2, 3, 4], [5], [-0.1]), Turn([9], [5], [-0.1])]
-    return Trajectory("broken", turns)
-
-
-def test_a_pack_is_counted_with_its_breaks_and_its_fill(watched: Watched) -> None:
-    whole = Trajectory("whole", [Turn([1] * 3, [2], [-0.1]), Turn([1, 1, 1, 2, 7], [8], [-0.1])])
-    with watch_pack(watched.metrics) as watching:
-        watching.batch = pack([whole, broken()])
-        watching.plan = plan_micro_batches(watching.batch.seqlens, capacity=10)
-    assert watching.batch.seqlens == (6, 5, 2)
-    assert watched("packed_continuations_total") == 3
-    assert watched("prefix_breaks_total") == 1
-    assert watched("packed_tokens_total") == 13
-    assert watched("packed_generated_tokens_total") == 5
-    assert watched("rectangle_fill_ratio_sum") == pytest.approx(13 / 18)
-    assert watched("plan_fill_ratio_sum") == pytest.approx(13 / 20)
-    assert watched("pack_seconds_count") == 1
-    assert 0 < watched("pack_seconds_sum") == watching.seconds
-
-
-def test_breaks_are_not_counted_where_sequences_are_not_chains(watched: Watched) -> None:
-    buffer = TrajectoryBuffer()
-    buffer.add(broken())
-    static = StaticBatch(capacity=20, max_turns=8)
-    for make in (lambda: buffer.pack("turns"), lambda: buffer.pack_into(static)):
-        with watch_pack(watched.metrics) as watching:
-            watching.batch = make()
-    assert watched("packed_continuations_total") == watched("prefix_breaks_total") == 0
-    assert watched("rectangle_fill_ratio_count") == 1
-
-
-def test_a_pack_that_fails_is_counted_and_goes_on_to_the_caller(watched: Watched) -> None:
-    with pytest.raises(ValueError, match="no turns"), watch_pack(watched.metrics):
-        raise ValueError("no turns")
-    with watch_pack(watched.metrics) as watching:
-        watching.batch = TrajectoryBuffer().pack()  # an empty batch is fine
-    assert watched("pack_errors_total") == 1
-    assert watched("pack_seconds_count") == 2
-    assert watched("packed_tokens_total") == 0
 
 
 def test_instances_share_nothing_unless_they_share_a_registry() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import Metric
 
-from trajpack.agent.metric_families import CAUSES, OTHER, STAGES
+from trajpack.agent.metric_families import CAUSES, OTHER, STAGES, WAITS
 from trajpack.agent.metrics import GROUP_OUTCOMES, RolloutMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -18,6 +18,7 @@ PAGE = (DOCS / "observability.md").read_text()
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "dashboards" / "rollout.json").read_text())
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 LABELS = {"cause": {*CAUSES, OTHER}, "outcome": {*GROUP_OUTCOMES, OTHER}, "stage": set(STAGES)}
+LABELS["reason"] = set(WAITS)
 
 
 def families() -> list[Metric]:

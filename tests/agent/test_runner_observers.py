@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from contextlib import aclosing
 from typing import Any
 
@@ -65,7 +66,7 @@ def rolled_out(agent: Any, observers: Any, environment: Any = None, **options: A
 def test_observers_are_told_of_every_step_in_order() -> None:
     seen = Records()
     (result,) = rolled_out(Judged(), [seen])
-    calls = [(name, *values[:2]) for name, *values in seen.told]
+    calls = [(name, *values[:2]) for name, *values in seen.told if name != "wait_ended"]
     turns = [
         call
         for turn in (0, 1)
@@ -90,6 +91,8 @@ def test_observers_are_told_of_every_step_in_order() -> None:
     assert seen.of("generation_ended")[0][2].output_ids == [1, 2]
     assert seen.of("verification_ended") == [["q0@0", 0, None], ["q0@0", 1, None]]
     assert seen.of("episode_ended") == [["q0@0", 0, None, True]]
+    # for the prompt, and for another that there was not
+    assert [reason for reason, _ in seen.of("wait_ended")] == ["room", "slot"] * 2
 
 
 def test_failures_of_environment_and_attempts_are_told() -> None:
@@ -177,7 +180,7 @@ def test_an_observer_that_fails_is_logged_once_and_stops_nothing(
 ) -> None:
     class Broken(RolloutObserver):
         def generation_ended(self, qid: str, turn: int, reply: Any) -> None:
-            raise ZeroDivisionError
+            raise ZeroDivisionError("x\n2026 ERROR forged \x1b[2J")
 
         def episode_ended(self, qid: str, attempt: int, error: Any, *, final: bool) -> None:
             raise KeyError(qid)
@@ -186,10 +189,13 @@ def test_an_observer_that_fails_is_logged_once_and_stops_nothing(
     with caplog.at_level(logging.ERROR):
         (result,) = rolled_out(Judged(), [Broken(), seen])
     assert result.error is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "Broken.generation_ended has failed; told once",
-        "Broken.episode_ended has failed; told once",
+    said = [re.sub(r"/\S+:\d+", "FILE", record.getMessage()) for record in caplog.records]
+    assert said == [
+        "Broken.generation_ended has failed at FILE, told once: "
+        "ZeroDivisionError: x\\n2026 ERROR forged \\x1b[2J",
+        "Broken.episode_ended has failed at FILE, told once: KeyError: 'q0@0'",
     ]
+    assert not [record.exc_info for record in caplog.records if record.exc_info]
     assert len(seen.of("generation_ended")) == 4
 
 

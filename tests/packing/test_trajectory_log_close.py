@@ -121,8 +121,8 @@ def test_what_is_appended_while_a_log_is_closed_is_kept_or_refused(
         except (TypeError, ValueError) as error:
             return "is closed" in str(error)
 
-    appending = [threading.Thread(target=append, args=(f"n{number}",)) for number in range(5)]
-    closing = threading.Thread(target=log.close)
+    appending = [threading.Thread(target=append, args=(f"n{k}",), daemon=True) for k in range(5)]
+    closing = threading.Thread(target=log.close, daemon=True)
     for one in appending:
         one.start()
     wait_until(slow_disk.reached.is_set)
@@ -130,7 +130,8 @@ def test_what_is_appended_while_a_log_is_closed_is_kept_or_refused(
     wait_until(is_closed)
     slow_disk.goes_on.set()
     for one in (*appending, closing):
-        one.join()
+        one.join(20)
+        assert not one.is_alive()
     assert len(kept) + len(refused) == 6
     assert refused
     assert set(refused) == {f"log {tmp_path} is closed"}

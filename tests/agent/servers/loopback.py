@@ -151,6 +151,15 @@ class Loopback:
         return None
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others go on until something has become so that no event tells of."""
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come")
+
+
 def encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 

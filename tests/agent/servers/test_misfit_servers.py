@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import json
 import logging
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from tests.agent.servers.loopback import (
     Loopback,
     ask,
     drawing,
+    encode,
     generate,
     options,
+    raw_server,
     say_sglang,
     say_vllm,
     serving,
     sglang_body,
+    until,
     vllm_body,
 )
 from trajpack.agent.errors import GenerationError, SetupError
@@ -32,15 +36,6 @@ from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 
 SLOW_REST = RetryLimits(wait_initial_s=0.001, rest_s=60, max_failures=2)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let others go on until something has become so."""
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not come")
 
 
 def always(answer: Answer) -> Any:
@@ -153,6 +148,7 @@ ESCAPED = "".join(f"\\u{ord(char):04x}" for char in SECRET)
         Answer(200, {"error": SECRET}),
         Answer(200, f'{{"error": "{ESCAPED}"}}'.encode()),
         Answer(503, f'{{"error": "{SECRET}"}}'.encode()),
+        Answer(raw=f"Authorization: Bearer {SECRET}\r\n\r\n".encode()),
     ],
 )
 @pytest.mark.parametrize("is_password", [False, True])
@@ -249,5 +245,39 @@ def test_a_host_that_is_gone_without_a_word_is_noticed() -> None:
             asked.cancel()
         assert [kind for kind, _ in timers] == ["02"]  # probes of an idle connection
         assert 0 < int(timers[0][1], 16) <= 31 * 100
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])
+@pytest.mark.parametrize("num_too_many", [1, 2])
+def test_an_answer_that_comes_twice_answers_nobody_else(
+    engine_type: Any, num_too_many: int
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            asked = json.loads(await reader.readexactly(int(length[1]))) if length else {}
+            ids = asked.get("token_ids") or asked.get("input_ids")
+            if ids is None:
+                answer: Any = {}
+            elif engine_type is VLLMEngine:
+                named = {"request_id": f"generate-tokens-{asked['request_id']}"}
+                answer = named | vllm_body([ids[-1] + 1])
+            else:
+                answer = sglang_body([ids[-1] + 1])
+                answer["meta_info"]["id"] = asked["rid"]
+            content = encode(answer)
+            whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+            # at once, so that what is too much waits in the client
+            writer.write(whole * (1 + num_too_many * (ids is not None)))
+            await writer.drain()
+
+    async def body() -> None:
+        async with raw_server(serve) as url, engine_type(url, options=options()) as engine:
+            for k in range(40, 60):
+                output = await generate(engine, f"{k}@0", [k])
+                assert output.output_ids.tolist() == [k + 1]
 
     asyncio.run(body())

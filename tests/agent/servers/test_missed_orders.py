@@ -15,6 +15,7 @@ from tests.agent.servers.loopback import (
     say_vllm,
     serving,
     sglang_body,
+    until,
     vllm_body,
 )
 from trajpack.agent.protocols import SamplingParams
@@ -102,7 +103,7 @@ def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back() -> None:
         async with serving(VLLMEngine, say) as ((server,), engine):
             await engine.pause()
             is_away = True
-            with pytest.raises(WeightUpdateError, match="did not resume: .*status 503 on /resume"):
+            with pytest.raises(WeightUpdateError, match=r"did not resume: .*status 503 on /resume"):
                 await engine.resume()
             asked = asyncio.create_task(generate(engine))
             await server.wait_for_more()
@@ -149,6 +150,8 @@ def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting
     async def good(asked: Asked) -> Answer:
         if asked.path == "/update_weights_from_disk":
             return Answer(body={"success": True})
+        if asked.is_draw:
+            return Answer(body=sglang_body([7], versions=[("1", 0, 1)]))
         return await say_sglang(asked)
 
     async def body() -> None:
@@ -178,13 +181,16 @@ def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting
 def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
     engine_type: Any, path: str, name: str
 ) -> None:
-    is_new = False
+    says = "4"
 
     async def say(asked: Asked) -> Answer:
+        nonlocal says
         if asked.path == path:
-            return Answer(body={"weight_version": name if is_new else "5"})
+            return Answer(body={"weight_version": says})
+        if asked.path == "/update_weight_version":
+            says = asked.payload["new_version"]
         if asked.path == "/generate":
-            return Answer(body=sglang_body([7], versions=[("5", 0, 1)]))
+            return Answer(body=sglang_body([7], versions=[(says, 0, 1)]))
         if asked.path == "/v1/completions":  # does not say which version it was
             body = vllm_body([7])
             body["choices"][0]["logprobs"] = {"token_logprobs": [-1.0]}
@@ -192,19 +198,18 @@ def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
         return await obey(asked) if asked.path != "/inference/v1/generate" else Answer(404)
 
     async def body() -> None:
-        nonlocal is_new
+        nonlocal says
         async with serving(engine_type, say, version=4) as ((server,), engine):
             await engine.set_version(5)
             await generate(engine)
             await server.__aexit__()
             num_draws = len(server.draws)
             waiting = asyncio.create_task(generate(engine))
-            is_new = True
+            await until(lambda: not the_server(engine).is_healthy)
+            says = name
             async with server:
-                while not the_server(engine).is_behind:
-                    await server.wait_for_more()
+                await until(lambda: the_server(engine).is_behind)
                 assert len(server.draws) == num_draws
-                is_new = False
                 await engine.set_version(6)
                 assert (await waiting).output_ids.tolist() == [7]
 
@@ -222,6 +227,7 @@ def test_a_connection_that_broke_is_no_new_start() -> None:
             await engine.set_version(5)
             await server.__aexit__()
             waiting = asyncio.create_task(generate(engine))
+            await until(lambda: not the_server(engine).is_healthy)
             async with server:
                 await waiting
                 assert "/weight_info" in server.paths()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trajpack.agent.episode_watch import WatchedRequests
 from trajpack.agent.errors import (
     EnvironmentFailedError,
     EpisodeCancelledError,
@@ -122,13 +123,15 @@ class Episode:
 
         Args:
             gconfig: How to sample, as the engine takes it.
-            timeout: Seconds to wait at most; None waits for ever.
+            timeout: Seconds to wait at most, once generation is not paused; None waits for ever.
 
         Raises:
             EpisodeError: If no reply comes in time, or one to something else.
             GenerationError: As the engine gave it for a reply.
         """
         request = (self.qid, self.token_ids.copy(), gconfig)
+        if isinstance(self.obs_queue, WatchedRequests):
+            await self.obs_queue.wait_open()  # a pause for new weights is no lateness
         try:
             async with asyncio.timeout(timeout):
                 with self.guard("the engine's queues failed"):

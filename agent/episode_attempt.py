@@ -59,13 +59,11 @@ async def attempt_episode(
         EpisodeError: Whatever went wrong, with the original exception as its cause.
         asyncio.CancelledError: If the task is being cancelled.
     """
-    from anyio import CancelScope, current_time
-
     watch = EpisodeWatch(prompt.id, stage.audience, stage.gate, count_reply)
     if stage.timeout_s is None:
         return await _collect(stage, prompt, group, watch)
     failure: EpisodeError | None = None
-    with CancelScope(deadline=current_time() + stage.timeout_s) as scope:
+    with stage.gate.limit(stage.timeout_s) as scope:
         try:
             trajectories = await _collect(stage, prompt, group, watch)
             if not scope.cancel_called:  # else the agent went on although it was told to end

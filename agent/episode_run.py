@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.blocking_work import cancel_and_wait
 from trajpack.agent.episode_attempt import attempt_episode, has_engine_ended, surviving_cancel
+from trajpack.agent.episode_places import Places
 from trajpack.agent.episode_ticket import Outcome, Prompts, Rules, Ticket, one_by_one
 from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, StaleEpisodeError
 from trajpack.agent.group_gathering import OpenGroup
@@ -36,19 +37,13 @@ class _Mark(Enum):
 
 
 class EpisodeRun:
-    """The moving parts of one call to `RolloutRunner.run` or `RolloutRunner.run_groups`.
-
-    A ticket's task holds one of the ``slots`` during an attempt. From its beginning until its
-    result is taken it holds a place in the ``room``, which is twice as large: so failed episodes
-    that wait for their next attempt, and results that nobody takes, stop new ones.
-    """
+    """The moving parts of one call to `RolloutRunner.run` or `RolloutRunner.run_groups`."""
 
     def __init__(self, rules: Rules, prompts: Prompts, *, by_group: bool) -> None:
         self._rules = rules
         self._prompts = prompts
         self._by_group = by_group
-        self._slots = asyncio.Semaphore(rules.concurrency)
-        self._room = asyncio.Semaphore(2 * rules.concurrency)
+        self._places = Places(rules.concurrency)
         self._events: asyncio.Queue[tuple[Ticket, EpisodeResult] | OpenGroup | _Mark]
         self._events = asyncio.Queue()
         self._changed = asyncio.Event()
@@ -85,8 +80,8 @@ class EpisodeRun:
         try:
             while (event := await self._events.get()) is not _Mark.ENDED:
                 if isinstance(event, tuple):
-                    self._room.release()
                     ticket, result = event
+                    self._places.leave_place(ticket)
                     if result.error is not None or not self.retry_stale(ticket, result):
                         result = self.checked_age(ticket, result)
                         self._tally.count_result(result)
@@ -180,35 +175,34 @@ class EpisodeRun:
             for sample in samples:
                 if num_begun:
                     await self._wait_for_turn(is_unit=group is None)
-                if not await self._take_place():
+                ticket = Ticket(prompt, sample, group)
+                if not await self._take_place(ticket):
                     return
                 if not num_begun or group is None:
                     self._begin_unit()
                 num_begun += 1
-                self.begin(Ticket(prompt, sample, group, has_slot=True))
+                self.begin(ticket)
         finally:
             if group is not None and 0 < num_begun < len(samples):
                 group.num_expected = num_begun
                 if group.is_complete:  # otherwise the last of its results will complete it
                     self._events.put_nowait(group)
 
-    async def _take_place(self) -> bool:
+    async def _take_place(self, ticket: Ticket) -> bool:
         """Take a place and a slot for an episode, or neither where none begins any more."""
-        await self._room.acquire()
         try:
-            await self._slots.acquire()
-        except asyncio.CancelledError:
-            self._room.release()
-            raise
-        if self.is_stopping:
-            self._slots.release()
-            self._room.release()
+            await self._places.take_place(ticket)
+            await self._places.take_slot(ticket)
+        finally:
+            if self.is_stopping:
+                self._places.leave_slot(ticket)
+                self._places.leave_place(ticket)
         return not self.is_stopping
 
     async def _wait_for_turn(self, *, is_unit: bool) -> None:
         """Wait until an episode might begin, without keeping the place from those that go on."""
         waiting = self._rules.stage.audience.waiting
-        async with waiting("room"), self._room:
+        async with waiting("room"), self._places.room:
             pass
         if is_unit and (gate := self._rules.staleness) is not None:
             from anyio import move_on_after
@@ -218,7 +212,7 @@ class EpisodeRun:
                     self._changed.clear()
                     with move_on_after(_VERSION_INTERVAL_S):
                         await self._changed.wait()
-        async with waiting("slot"), self._slots:
+        async with waiting("slot"), self._places.slots:
             pass
         self._num_waits += 1
         if self._num_waits % _BEGUN_AT_ONCE == 0:
@@ -245,23 +239,18 @@ class EpisodeRun:
                 raise
             finally:
                 del self._scopes[ticket]
-        if ticket.has_slot:
-            ticket.has_slot = False
-            self._slots.release()
+        self._places.leave_slot(ticket)
         self._events.put_nowait((ticket, ticket.result(outcome)))
 
     async def _outcome(self, ticket: Ticket) -> Outcome:
         """Try until it works, or must not be tried again."""
         policy, stage = self._rules.policy, self._rules.stage
-        if not ticket.has_slot:
-            await self._room.acquire()
+        await self._places.take_place(ticket)
         seed = policy.seed if ticket.prompt.seed is None else ticket.prompt.seed
         prompt = replace(ticket.prompt, id=ticket.qid, seed=derive_seed(seed, ticket.qid))
         count = None if self._rules.on_progress is None else self._count_reply
         while True:
-            if not ticket.has_slot:
-                await self._slots.acquire()
-                ticket.has_slot = True
+            await self._places.take_slot(ticket)
             ticket.attempts += 1
             stage.audience.tell("episode_started", ticket.qid, ticket.attempts - 1)
             try:
@@ -277,8 +266,7 @@ class EpisodeRun:
             else:
                 self._tell_end(ticket, None, final=True)
                 return found
-            ticket.has_slot = False
-            self._slots.release()
+            self._places.leave_slot(ticket)
             await asyncio.sleep(policy.retries.wait.seconds(ticket.qid, ticket.attempts))
 
     def _may_retry(self, ticket: Ticket, error: EpisodeError) -> bool:

@@ -31,6 +31,8 @@ class Ticket:
     """Where its result goes, if groups are wanted."""
     attempts: int = 0
     """How often it was begun."""
+    has_place: bool = False
+    """Whether it is counted among the episodes that were begun and not taken."""
     has_slot: bool = False
     """Whether it may run."""
 

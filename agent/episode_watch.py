@@ -86,6 +86,12 @@ class EpisodeWatch:
         self._num_asked = 0
         self._num_replied = 0
         self._num_in_flight = 0
+        self._replies: asyncio.Queue[Reply] | None = None
+
+    def follow(self, replies: asyncio.Queue[Reply]) -> None:
+        """Take note of where the engine puts its replies."""
+        self._replies = replies
+        self.gate.untaken.add(self._num_untaken)
 
     def asked(self, observation: Any) -> None:
         """Take note of a request that is about to be sent.
@@ -137,9 +143,13 @@ class EpisodeWatch:
     def close(self) -> None:
         """End it; requests that were not answered are given up."""
         self.is_over = True
+        self.gate.untaken.discard(self._num_untaken)
         if self._num_in_flight:
             self.gate.land(self._num_in_flight)
             self._num_in_flight = 0
+
+    def _num_untaken(self) -> int:
+        return 0 if self._replies is None else min(self._num_in_flight, self._replies.qsize())
 
 
 class WatchedRequests(asyncio.Queue[Observation]):
@@ -152,11 +162,15 @@ class WatchedRequests(asyncio.Queue[Observation]):
 
     async def put(self, item: Observation) -> None:
         """Put an observation, once generation is not paused."""
+        await self.wait_open()
+        self._watch.asked(item)
+        await self._requests.put(item)
+
+    async def wait_open(self) -> None:
+        """Wait until generation is not paused."""
         if self._watch.gate.is_closed:
             async with self._watch.audience.waiting("pause"):
                 await self._watch.gate.wait_open()
-        self._watch.asked(item)
-        await self._requests.put(item)
 
     def put_nowait(self, item: Observation) -> None:
         """Put an observation; while generation is paused the queue counts as full.
@@ -197,6 +211,7 @@ class WatchedReplies(asyncio.Queue[Reply]):
         super().__init__()
         self._replies = replies
         self._watch = watch
+        watch.follow(replies)
 
     async def get(self) -> Reply:
         """Wait for the next reply."""

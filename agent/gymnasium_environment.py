@@ -120,7 +120,7 @@ class GymnasiumEnvironment:
             self._give_back(qid)
         await asyncio.to_thread(self._threads.shutdown)
         idle, self._idle = self._idle, []
-        await asyncio.to_thread(lambda: [instance.env.close() for instance in idle])
+        await asyncio.to_thread(contained(lambda: _close_all(idle)))
 
     async def __aenter__(self) -> GymnasiumEnvironment:
         return self
@@ -184,3 +184,10 @@ class GymnasiumEnvironment:
         """Run where the last call ended, in a thread perhaps; appending is atomic."""
         if instance.env is not None and not instance.has_failed:
             self._idle.append(instance)
+
+
+def _close_all(instances: list[_Instance]) -> None:
+    """Close all, also where one refuses, and raise what one of those has raised."""
+    with contextlib.ExitStack() as stack:
+        for instance in instances:
+            stack.callback(instance.env.close)

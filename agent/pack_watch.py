@@ -116,4 +116,5 @@ def watch_pack(*observers: PackObserver) -> Iterator[WatchedPack]:
             try:
                 observer.pack_ended(pack)
             except Exception as error:  # noqa: BLE001 - watching must not fail what is watched
-                _logger.error("an observer failed: %s", one_line(repr(error)))
+                kind = type(error).__name__
+                _logger.error("an observer failed: %s: %s", one_line(kind), one_line(error))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trajpack.agent.episode_ticket import Prompts, one_by_one
+from trajpack.agent.protocols import Prompt
 
 _FORMAT = 1
 _STATE = "checkpoint.json"
@@ -66,6 +69,30 @@ class SettledPrompts:
         """Settle one, which may have been taken or not."""
         self.ahead.add(prompt_id)
         self._advance()
+
+    async def left_of(self, prompts: Prompts) -> AsyncGenerator[Prompt, None]:
+        """Take prompts from the first on, and yield those that are not settled.
+
+        Raises:
+            ValueError: If the first ones are not those that were settled before.
+        """
+        num_settled, expected, num_skipped, order = self.num_settled, self.order, 0, ""
+        async for prompt in one_by_one(prompts):
+            if num_skipped == num_settled:
+                if not self.take(prompt.id):
+                    yield prompt
+                continue
+            num_skipped, order = num_skipped + 1, chained(order, prompt.id)
+            if num_skipped == num_settled and order != expected:
+                raise ValueError(
+                    f"the first {num_settled} prompts are not those that the checkpoint has "
+                    "settled: a training goes on with the same prompts in the same order"
+                )
+        if num_skipped < num_settled:
+            raise ValueError(
+                f"expected at least {num_settled} prompts, those that the checkpoint has settled, "
+                f"got {num_skipped}"
+            )
 
     def _advance(self) -> None:
         while self._taken and self._taken[0] in self.ahead:

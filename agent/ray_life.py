@@ -12,6 +12,8 @@ from trajpack.agent.ray_options import MakeWorker, WorkerOptions
 from trajpack.agent.ray_worker import RolloutWorker, WorkerStatus
 
 _STOP_TIMEOUT_S = 10.0
+_EARLY_STOP_TIMEOUT_S = 2.0
+"""For one that has not started: it may be no more than a place in a queue."""
 _KILL_TIMEOUT_S = 3.0
 _CONTROL_CALLS = 8
 
@@ -145,13 +147,16 @@ class WorkerLife:
 
         try:
             if not self.lost.done():
+                timeout_s = _EARLY_STOP_TIMEOUT_S if self.status is None else _STOP_TIMEOUT_S
                 with contextlib.suppress(Exception):
-                    await self.call("stop", timeout_s=_STOP_TIMEOUT_S)
+                    await self.call("stop", timeout_s=timeout_s)
         finally:  # also when the event loop ends, and with it all of its tasks
             self.lose("it was ended")
             ray.kill(self._actor, no_restart=True)
         if self._calls:  # their callbacks come from another thread, and need this event loop
             await asyncio.wait(self._calls, timeout=_KILL_TIMEOUT_S)
+        for reply in self._calls:
+            reply.cancel()
 
 
 async def finished(work: Coroutine[Any, Any, None]) -> None:

@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trajpack.agent.causal_model import first_line
 from trajpack.agent.errors import SetupError
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
@@ -76,15 +78,18 @@ async def ray_episodes(
         SetupError: If a worker cannot run the model, or there is no room for it.
     """
     settings = prepared.settings
-    make = MakeRolloutWorker(replace(prepared, model=None))
-    is_cuda = settings.device.startswith("cuda")
-    options = WorkerOptions(
-        concurrency=-(-settings.concurrency // num_workers),
-        num_gpus=min(1.0, _num_gpus() / num_workers) if is_cuda else 0.0,
+    device = settings.device.partition(":")[0]  # a worker sees no GPUs but its own
+    make = MakeRolloutWorker(
+        replace(prepared, model=None, settings=replace(settings, device=device))
     )
     num_cpus = max(num_workers, os.cpu_count() or 1)
     async with AsyncExitStack() as stack:
-        stack.enter_context(local_cluster(num_cpus=num_cpus, num_gpus=_num_gpus()))
+        stack.enter_context(local_cluster(num_cpus=num_cpus, num_gpus=torch.cuda.device_count()))
+        is_cuda = settings.device.startswith("cuda")
+        options = WorkerOptions(
+            concurrency=-(-settings.concurrency // num_workers),
+            num_gpus=gpu_share(_num_gpus(), num_workers) if is_cuda else 0.0,
+        )
         workers = RolloutWorkers(make, num_workers, options=options)
         await stack.enter_async_context(_setting_up(workers))
 
@@ -117,7 +122,20 @@ async def _setting_up(workers: RolloutWorkers) -> AsyncIterator[None]:
         await workers.__aexit__()
 
 
-def _num_gpus() -> int:
-    import torch
+def gpu_share(num_gpus: int, num_workers: int) -> float:
+    """Return which part of a GPU each worker gets, so that all find room: none spans two.
 
-    return torch.cuda.device_count()
+    Example:
+        >>> gpu_share(num_gpus=4, num_workers=6), gpu_share(num_gpus=4, num_workers=3)
+        (0.5, 1.0)
+    """
+    if not num_gpus:
+        raise SetupError("the cluster has no GPU for the workers")
+    return 1.0 / -(-num_workers // num_gpus)
+
+
+def _num_gpus() -> int:
+    """Return how many the cluster has: this machine may be one of many, or have none."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))

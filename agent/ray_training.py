@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
-from trajpack.agent.episode_ticket import Prompts, one_by_one
+from trajpack.agent.episode_ticket import Prompts
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.ray_checkpoint import Checkpoints, SettledPrompts, TrainingState, chained
+from trajpack.agent.ray_checkpoint import Checkpoints, SettledPrompts, TrainingState
 from trajpack.agent.ray_groups import LearnableGroup, accepted, was_stopped
 from trajpack.agent.ray_payload import TrajectoryArrays
 from trajpack.agent.ray_recovery import RecoveredTrainers
@@ -208,23 +208,9 @@ class RayTraining:
         self, prompts: Prompts, known: frozenset[str]
     ) -> AsyncGenerator[Prompt, None]:
         """Yield the prompts that need a rollout."""
-        num_settled, expected = self._settled.num_settled, self._settled.order
-        num_skipped, order = 0, ""
-        async for prompt in one_by_one(prompts):
-            if num_skipped < num_settled:
-                num_skipped, order = num_skipped + 1, chained(order, prompt.id)
-                if num_skipped == num_settled and order != expected:
-                    raise ValueError(
-                        f"the first {num_settled} prompts are not those that the checkpoint has "
-                        "settled: a training goes on with the same prompts in the same order"
-                    )
-            elif not self._settled.take(prompt.id) and prompt.id not in known:
+        async for prompt in self._settled.left_of(prompts):
+            if prompt.id not in known:
                 yield prompt
-        if num_skipped < num_settled:
-            raise ValueError(
-                f"expected at least {num_settled} prompts, those that the checkpoint has settled, "
-                f"got {num_skipped}"
-            )
 
     async def _next(self, groups: AsyncGenerator[LearnableGroup, None]) -> LearnableGroup | None:
         """Wait for the next group, and mend the trainer ranks should they break meanwhile."""

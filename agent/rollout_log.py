@@ -41,7 +41,7 @@ class RolloutLog:
     def __init__(self, folder: Path, prepared: Rollout) -> None:
         self.folder = folder
         try:
-            self._log = TrajectoryLog.open(folder, options=LogOptions(flush_seconds=1.0))
+            self._log = TrajectoryLog.open(folder, options=LogOptions(flush_seconds=2.0))
         except (DamagedLogError, LogInUseError, ValueError) as error:
             raise SetupError(str(error)) from error
         except OSError as error:
@@ -68,7 +68,7 @@ class RolloutLog:
         """
         try:
             self._log.close()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise self._unwritten(error) from error
 
     def record(self, result: EpisodeResult) -> None:
@@ -82,7 +82,7 @@ class RolloutLog:
         error = None if result.error is None else result.error.reason
         try:
             self._log.append(result.qid, result.trajectories, error=error)
-        except OSError as failure:
+        except (OSError, RuntimeError) as failure:
             raise self._unwritten(failure) from failure
 
     def earlier(self, prompts: Sequence[Prompt], group_size: int) -> Iterator[EpisodeResult]:
@@ -108,8 +108,8 @@ class RolloutLog:
         except (DamagedLogError, OSError) as error:
             raise SetupError(f"cannot read {self.folder}: {error}") from error
 
-    def _unwritten(self, error: OSError) -> SetupError:
-        return SetupError(f"cannot write {self.folder}: {error.strerror or error}")
+    def _unwritten(self, error: Exception) -> SetupError:
+        return SetupError(f"cannot write {self.folder}: {getattr(error, 'strerror', '') or error}")
 
     def _claim(self, prepared: Rollout) -> None:
         """Write down whose log this is, or check that it is this rollout's."""

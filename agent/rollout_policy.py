@@ -172,8 +172,8 @@ class RolloutPolicy:
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     """Which failed episodes begin again."""
     episode_timeout_s: float | None = None
-    """Seconds that one attempt at an episode may take, pauses included; ``None`` sets no
-    limit."""
+    """Seconds that one attempt at an episode may take, without those of `RolloutRunner.paused`;
+    ``None`` sets no limit."""
     staleness: StalenessPolicy | None = None
     """How old tokens may be; ``None`` sets no limit."""
     groups: GroupPolicy = field(default_factory=GroupPolicy)

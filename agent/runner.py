@@ -28,7 +28,8 @@ class RolloutRunner:
     Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
     ``q``, unless the agent gave them one, so that samples of a prompt can be compared.
 
-    An episode that fails is data: a result with an error that says why, and no trajectories.
+    An episode that fails is data: a result with an error that says why, and no trajectories;
+    whatever was raised, but for what ends a program, `KeyboardInterrupt` and `SystemExit`.
     What an agent returns is checked before it counts, as a `TrajectoryBuffer` would check it.
 
     Args:
@@ -160,17 +161,19 @@ class RolloutRunner:
         """Let no request reach the engine while the context lasts, for a weight update.
 
         Episodes go on until they ask; what they ask waits until the end of the context. Where
-        several pauses overlap, until the end of the last. Time limits go on.
+        several pauses overlap, until the end of the last. Time limits of episodes stand still
+        while the context lasts.
 
         Args:
             drain: Wait first until every request was answered, those of a failed episode until
-                the episode has ended.
+                the episode has ended. Time limits go on until then.
         """
         self._gate.close()
         try:
             if drain:
                 await self._gate.wait_drained()
-            yield
+            with self._gate.standstill():
+                yield
         finally:
             self._gate.open()
             for run in self._runs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
@@ -11,6 +12,9 @@ def derive_seed(seed: int, *names: str | int) -> int:
     Args:
         seed: Of the whole.
         names: Of the part, from the outside in; ``1`` and ``"1"`` are two names.
+
+    Raises:
+        TypeError: If a part is neither a string nor an integer.
 
     Returns:
         A number in [0, 2**31).
@@ -30,5 +34,5 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 def _spelled(part: str | int) -> str:
     """Return a part so that no two rows of parts read the same."""
-    kind, text = ("str", part) if isinstance(part, str) else ("int", str(int(part)))
+    kind, text = ("str", part) if isinstance(part, str) else ("int", str(operator.index(part)))
     return f"{kind}{len(text)}:{text}"

@@ -79,7 +79,7 @@ def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
     ]
     command = [*warm_programs.command("trajpack"), "rollout", "--out", str(out), *options]
     with subprocess.Popen(
-        [*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True
+        [*command, "--metrics-port", "0", "--concurrency", "1"], stderr=subprocess.PIPE, text=True
     ) as child:
         assert child.stderr is not None
         said = ""

@@ -47,6 +47,8 @@ class Completion:
     """Which version sampled which of the tokens."""
     finish_reason: str = "abort"
     """Why the last request ended; ``"abort"`` where more is to come."""
+    server: str | None = None
+    """Host and port of the server that was asked last."""
     _ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
 

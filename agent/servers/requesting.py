@@ -70,12 +70,13 @@ class Requester:
             GenerationError: Of the kind that says why there is none.
         """
         limit_s = self._options.time_limits.generation_s
+        completion = Completion(ask)
         try:
             async with asyncio.timeout(limit_s):
-                return await self._complete(Completion(ask))
+                return await self._complete(completion)
         except TimeoutError:
-            reason = f"no completion within {limit_s:g} s"
-            raise ServerUnavailableError(ask.qid, reason) from None
+            error = ExchangeError(f"no completion within {limit_s:g} s", completion.server)
+            raise _as_reply(ask.qid, error) from None
         except OutageError as error:
             raise ServerUnavailableError(ask.qid, one_line(error, _MAX_REASON)) from None
         except ExchangeError as error:
@@ -97,7 +98,8 @@ class Requester:
             await self._extend(completion)
             num_idle = 0 if completion.num_tokens > before else num_idle + 1
             if num_idle > retries.max_idle_resumes:
-                raise RetryableError(f"interrupted {num_idle} times in a row without a new token")
+                reason = f"interrupted {num_idle} times in a row without a new token"
+                raise RetryableError(reason, completion.server)
             if num_idle:
                 # a server that is about to change its weights takes a moment
                 pause_s = retries.wait_initial_s * 2 ** min(num_idle - 1, 16)
@@ -147,6 +149,7 @@ class Requester:
 
     async def _ask(self, server: Server, completion: Completion) -> None:
         self._admit(server, completion.ask)
+        completion.server = server.name
         declared, told = self.version, server.told_version
         limits = self._limits(completion)
         try:

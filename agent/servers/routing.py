@@ -151,6 +151,7 @@ class Router:
             self.forget(qid)
             self._homes[qid] = server
             server.num_episodes += 1
+            _logger.debug("episode %s goes to %s", one_line(qid), one_line(server.label))
         server.num_in_flight += 1
         try:
             yield server

@@ -8,7 +8,9 @@ import json
 import re
 import socket
 import ssl
+import time
 import uuid
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +85,7 @@ class ServerClient:
         # the certificates of the system are read only where they are needed
         is_secure = url.base.startswith("https:")
         self._tls = _certified(options) if is_secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._idle: list[httpx.AsyncHTTPTransport] = []
+        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
         self.slots = asyncio.Semaphore(options.max_connections)
         """Held by whoever asks for a sample; orders that are short and urgent need none."""
 
@@ -94,7 +96,7 @@ class ServerClient:
     async def close(self) -> None:
         """Close all connections."""
         while self._idle:
-            await self._idle.pop().aclose()
+            await self._idle.pop()[1].aclose()
 
     async def exchange(self, order: Order, *, max_bytes: int, timeout_s: float) -> bytes:
         """Send ``order`` and return the body of the answer.
@@ -128,7 +130,8 @@ class ServerClient:
             content=content,
             extensions={"timeout": self._timeouts},
         )
-        transport = self._idle.pop() if self._idle else self._transport()
+        await self._close_old()
+        transport = self._idle.pop()[1] if self._idle else self._transport()
         try:
             response = await transport.handle_async_request(request)
             try:
@@ -139,8 +142,14 @@ class ServerClient:
         except BaseException:
             await transport.aclose()
             raise
-        self._idle.append(transport)
+        self._idle.append((time.monotonic(), transport))
         return body
+
+    async def _close_old(self) -> None:
+        """Close what a rush of requests has left open: the server will have done so, too."""
+        for _ in range(2):  # more than the one that a request may add
+            if self._idle and time.monotonic() - self._idle[0][0] > _KEEP_ALIVE_S:
+                await self._idle.popleft()[1].aclose()
 
     def _check_request(self, body: bytes, order: Order) -> None:
         """Refuse the answer to another request; servers and proxies may name none, or their own."""

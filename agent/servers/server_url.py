@@ -25,7 +25,8 @@ class ServerURL:
     authorization: str | None = field(default=None, repr=False)
     """The header that says the user and the password of the address, if it has any."""
     password: str | None = field(default=None, repr=False)
-    """That password by itself, which a server can tell from the header."""
+    """That password by itself, or the user where there is none: a server can tell it from the
+    header."""
 
     @classmethod
     def parse(cls, url: str) -> ServerURL:
@@ -54,7 +55,7 @@ class ServerURL:
             name=name,
             host=host,
             authorization=_basic(parts.username, parts.password),
-            password=unquote(parts.password or "") or None,
+            password=unquote(parts.password or parts.username or "") or None,
         )
 
 

@@ -93,7 +93,13 @@ class SGLangDialect:
         """Ask for five."""
         payload = {
             "input_ids": [token_id],
-            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
+            "sampling_params": {
+                "max_new_tokens": 1,
+                "temperature": temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                **NEUTRAL,
+            },
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": 5,

@@ -89,7 +89,8 @@ class VLLMDialect:
 
     def top_logprobs(self, server: Server, token_id: int, temperature: float) -> Order:
         """Ask for five, and that of the sampled token."""
-        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 5, "seed": 0}
+        sampling = {"max_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+        sampling |= {"logprobs": 5, "seed": 0, **NEUTRAL}
         return self._order(server, f"top-{token_id}-{temperature:g}", [token_id], sampling)
 
     def read_top(self, response: Any) -> Sequence[Any]:

@@ -46,7 +46,7 @@ def chaos_prompts(count: int, first: int = 0) -> Iterator[Prompt]:
 def marked_ids(qid: str, attempt: int, turn: int) -> list[int]:
     """Return what the engine says: it tells the episode, the attempt and the turn."""
     prompt, _, sample = qid[1:].partition("@")
-    number = int(prompt) * 16 + int(sample or 0)
+    number = int(prompt) % 50_000 * 16 + int(sample or 0)  # all are characters
     spice = derive_seed(0, qid, attempt, turn) % 1000
     parts = (number, attempt, turn, spice, spice // 2)
     return [*(MARKS + part for part in parts), ord(END)]
@@ -209,11 +209,12 @@ class _NoWaiting(selectors.DefaultSelector):
     """Where all wait, it skips the time until the first need not."""
 
     skipped_s = 0.0
+    patience_s = 20.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             # threads may still be at work; the event loop itself has nothing to wait for
-            if not (ready := super().select(20)):
+            if not (ready := super().select(self.patience_s)):
                 raise RuntimeError("everything waits, and for nothing that will happen")
             return ready
         ready = super().select(0)
@@ -225,17 +226,21 @@ class _NoWaiting(selectors.DefaultSelector):
 class SkippingLoop(asyncio.SelectorEventLoop):
     """Its clock stands still while something can be done, and then jumps: time limits cost none."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
         self._no_waiting = _NoWaiting()
+        self._no_waiting.patience_s = patience_s
         super().__init__(self._no_waiting)
 
     def time(self) -> float:
         return self._no_waiting.skipped_s
 
 
-def run_skipping(body: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``body`` in skipped time; all tasks but its own must be gone when it ends."""
-    with asyncio.Runner(loop_factory=SkippingLoop) as skipping:
+def run_skipping(body: Coroutine[Any, Any, _T], patience_s: float = 20.0) -> _T:
+    """Run ``body`` in skipped time; all tasks but its own must be gone when it ends.
+
+    Where all wait, and no time will end it, threads have ``patience_s`` real seconds to do so.
+    """
+    with asyncio.Runner(loop_factory=lambda: SkippingLoop(patience_s)) as skipping:
         loop = skipping.get_loop()
         result = skipping.run(body)
         left = asyncio.all_tasks(loop)

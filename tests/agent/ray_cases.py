@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -41,6 +43,8 @@ class ScriptedEngine:
         self._open.pop(qid, None)
 
     async def update_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
+        if int(state_dict.get("victim", 0)) == os.getpid():
+            os.kill(os.getpid(), signal.SIGKILL)
         self.number = int(state_dict["number"]) if "number" in state_dict else 100 + version
         self.version = version
 
@@ -128,9 +132,13 @@ class MakeScripted:
 
     notes: Path
     delay_s: float = 0.01
+    stillborn: Path | None = None
 
     @asynccontextmanager
     async def __call__(self, number: int) -> AsyncIterator[tuple[Any, Any, Any]]:
+        if self.stillborn is not None and not self.stillborn.exists():
+            self.stillborn.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         async with ScriptedEngine(self.delay_s) as engine:
             yield engine, NotingAgent(self.notes), RightAnswers()
 
@@ -186,20 +194,26 @@ def make_trainer() -> PackedRankTrainer:
 
 
 class HangingTrainer(PackedRankTrainer):
-    """Comes to the last rank's second step, and no further."""
+    """Comes to the last rank's fourth step, and once no further, while the others wait for it."""
+
+    hung: Path
+    """Says so with the number of its process."""
 
     def step(
         self, trajectories: Sequence[Trajectory], rank: int, num_ranks: int
     ) -> dict[str, float]:
-        if rank == num_ranks - 1 and self._num_steps:
+        if rank == num_ranks - 1 and self._num_steps == 3 and not self.hung.exists():
+            self.hung.write_text(str(os.getpid()))
             time.sleep(600)
         return super().step(trajectories, rank, num_ranks)
 
 
-def make_hanging_trainer() -> PackedRankTrainer:
+def make_hanging_trainer(hung: Path) -> PackedRankTrainer:
     model = TinyModel()
     optimizer: Any = Momentum(model.parameters())
-    return HangingTrainer(model, optimizer, StepRules(capacity=32))
+    trainer = HangingTrainer(model, optimizer, StepRules(capacity=32))
+    trainer.hung = hung
+    return trainer
 
 
 def random_paths(seed: int, count: int = 12) -> list[Trajectory]:
@@ -229,5 +243,23 @@ def cluster() -> Iterator[None]:
     """Run a cluster of this machine, one for all tests, whose workers can import them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
-        with local_cluster(num_cpus=8, object_store_bytes=200 << 20):
+        # Ray starts a process for each core at once; what runs here asks for parts of one.
+        with local_cluster(num_cpus=2, object_store_bytes=200 << 20):
             yield
+            begun = processes_below()
+        deadline = time.monotonic() + 10
+        while begun & processes_below(begun) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not begun & processes_below(begun), "Ray has left processes behind"
+
+
+def processes_below(roots: Iterable[int] = ()) -> set[int]:
+    """Return the processes that this one or those named have begun, and those named that live."""
+    command = ["ps", "-eo", "pid=,ppid=,stat=,args="]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
+    parents = {int(row[0]): int(row[1]) for row in rows if row[2][0] != "Z" and row[3][:3] != "ps "}
+    below = set(roots) & parents.keys()
+    while more := {pid for pid, up in parents.items() if up in {*below, os.getpid()}} - below:
+        below |= more
+    return below

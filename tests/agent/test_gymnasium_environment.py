@@ -268,6 +268,24 @@ def test_a_closed_environment_opens_nothing() -> None:
     asyncio.run(ask())
 
 
+def test_an_instance_that_cannot_be_closed_does_not_keep_others_open() -> None:
+    class Stuck(Guess):
+        def close(self) -> None:
+            super().close()
+            if self is self.made[0]:
+                raise OSError("stuck")
+
+    async def play() -> None:
+        env = GymnasiumEnvironment(Stuck)
+        for qid in ("q@0", "q@1", "q@2"):
+            await env.step(Opening(qid))
+        with pytest.raises(OSError, match="stuck"):
+            await env.close()
+
+    asyncio.run(play())
+    assert [one.is_closed for one in Guess.made] == [True, True, True]
+
+
 def test_an_observation_that_is_no_text_ends_the_episode() -> None:
     class Blind:
         async def reset(self) -> None:

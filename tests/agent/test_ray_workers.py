@@ -6,30 +6,40 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.agent.ray_cases import MakeScripted, cluster, prompts  # noqa: F401
+from tests.agent.ray_cases import MakeScripted, cluster, make_trainer, prompts  # noqa: F401
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.ray import RolloutWorkers, Weights, WorkerOptions
+from trajpack.agent.ray import (
+    RankLostError,
+    RankOptions,
+    RolloutWorkers,
+    TrainerRanks,
+    Weights,
+    WorkerLostError,
+    WorkerOptions,
+)
+from trajpack.agent.ray_life import is_loss, told_by
 from trajpack.agent.ray_worker import RolloutWorker
 from trajpack.agent.runner import EpisodeResult
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
-OPTIONS = WorkerOptions(concurrency=4, heartbeat_s=0.2, hang_timeout_s=3.0)
+OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2, hang_timeout_s=3.0)
 
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> MakeScripted:
-    notes = tmp_path_factory.mktemp("workers") / "notes"
-    notes.touch()
-    return MakeScripted(notes, delay_s=0.03)
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "notes").touch()
+    return MakeScripted(folder / "notes", delay_s=0.03, stillborn=folder / "stillborn")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +50,19 @@ def loop(cluster) -> Iterator[asyncio.Runner]:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def workers(loop: asyncio.Runner, scripted: MakeScripted) -> Iterator[RolloutWorkers]:
-    """Two workers for all tests: each takes seconds to start."""
-    workers = loop.run(enter(RolloutWorkers(scripted, 2, options=OPTIONS)))
+    """Two workers for all tests: each takes seconds to start. One dies before it has."""
+    workers = RolloutWorkers(scripted, 2, options=OPTIONS)
+    loop.run(workers.__aenter__())
+    assert workers.num_lost == 1
     yield workers
-    loop.run(workers.__aexit__())
+    loop.run(end_with_a_dead_one(workers))
+    assert not workers.workers
 
 
-async def enter(workers: RolloutWorkers) -> RolloutWorkers:
-    return await workers.__aenter__()
+async def end_with_a_dead_one(workers: RolloutWorkers) -> None:
+    os.kill((await all_serving(workers))[0], signal.SIGKILL)
+    async with asyncio.timeout(20):
+        await workers.__aexit__()
 
 
 async def all_serving(workers: RolloutWorkers) -> list[int]:
@@ -71,77 +86,87 @@ def numbers(result: EpisodeResult) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_killed_worker_costs_no_accepted_episode_and_the_others_are_redone(
+def test_a_worker_that_dies_loading_weights_costs_nothing_and_the_next_has_those_of_now(
     loop, workers, scripted
 ):
-    def begun_by(pid: int) -> set[str]:
-        return {qid for qid, worker in scripted.started() if worker == pid}
+    asked: list[str] = []
 
-    async def roll_out() -> tuple[list[EpisodeResult], int]:
-        results, killed = [], set()
-        victim = (await all_serving(workers))[0]
-        async with aclosing(workers.runner(group_size=2).run(prompts(60))) as stream:
+    async def roll_out() -> tuple[list[EpisodeResult], int, set[int], int]:
+        results: list[EpisodeResult] = []
+        pids = await all_serving(workers)
+        victim = pids[0]
+        publishing: asyncio.Task[int] | None = None
+
+        async def endless() -> AsyncIterator[Prompt]:
+            while publishing is None or not publishing.done():
+                asked.append(f"q{len(asked)}")
+                yield Prompt(asked[-1], [len(asked), 2])
+
+        async with aclosing(workers.runner(group_size=2).run(endless())) as stream:
             async for result in stream:
                 results.append(result)
-                under_way = begun_by(victim) - {result.qid for result in results}
-                if len(results) >= 20 and len(under_way) > 2 and not killed:
-                    os.kill(victim, signal.SIGKILL)
-                    killed = under_way
-        assert victim not in await all_serving(workers)
-        return results, victim
+                ended = {result.qid for result in results}
+                under_way = [q for q, pid in scripted.started() if pid == victim and q not in ended]
+                if len(results) >= 20 and len(under_way) > 2 and publishing is None:
+                    publishing = asyncio.create_task(publish_until_replaced(workers, victim))
+        assert publishing is not None
+        new = set(await all_serving(workers)) - set(pids)
+        return results, victim, new, await publishing
 
-    results, victim = loop.run(roll_out())
-    assert sorted(r.qid for r in results) == sorted(f"q{k}@{n}" for k in range(60) for n in (0, 1))
+    results, victim, new, version = loop.run(roll_out())
+    assert sorted(r.qid for r in results) == sorted(f"{q}@{n}" for q in asked for n in (0, 1))
     for result in results:
         assert result.error is None
-        assert result.trajectories[0].id == result.qid
-        assert result.trajectories[0].group == result.prompt.id
-        assert list(result.trajectories[0].turns[0].prompt_ids) == list(result.prompt.input_ids)
+        (path,) = result.trajectories
+        assert (path.id, path.group) == (result.qid, result.prompt.id)
+        assert list(path.turns[0].prompt_ids) == list(result.prompt.input_ids)
+        # The object store must not be kept from forgetting it.
+        assert np.asarray(path.turns[0].prompt_ids).flags.writeable
+    assert (workers.num_turns, workers.num_tokens) == (2 * len(results), 4 * len(results))
     began = scripted.started()
     redone = {qid for qid, count in Counter(qid for qid, _ in began).items() if count > 1}
     assert 1 <= len(redone) <= workers.num_redone <= OPTIONS.concurrency
     assert redone <= {qid for qid, pid in began if pid == victim}
-    assert workers.num_lost == 1
-    assert (workers.num_turns, workers.num_tokens) == (240, 480)
+    assert workers.num_lost == 2
+    served = {qid for qid, pid in began if pid in new}
+    oldest = min(pair[1] for r in results if r.qid in served for pair in numbers(r))
+    assert oldest >= version - 2, "it has served with weights from before its start"
+
+
+async def publish_until_replaced(workers: RolloutWorkers, victim: int) -> int:
+    """Publish weights that the victim dies of, and newer ones until another has its place."""
+    weights = {"victim": torch.tensor(victim), "number": torch.tensor(101)}
+    await workers.publish(Weights.of(weights, version=1))
+    async with asyncio.timeout(60):
+        while len(workers.workers) == 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # nothing tells of it
+        while len(workers.workers) < 2:
+            await workers.publish(number(101 + workers.version, workers.version + 1))
+            await asyncio.sleep(0.05)
+    return workers.version
 
 
 def test_weights_reach_workers_that_serve_while_episodes_go_on(loop, workers):
-    async def roll_out() -> list[EpisodeResult]:
+    async def roll_out() -> tuple[list[EpisodeResult], int]:
         results = []
         await all_serving(workers)
-        with pytest.raises(ValueError, match="version must exceed 0, got 0"):
-            await workers.publish(Weights.of({}, 0))
+        await workers.everywhere()
+        version = workers.version
+        with pytest.raises(ValueError, match=f"version must exceed {version}, got {version}"):
+            await workers.publish(Weights.of({}, version))
         async with aclosing(workers.runner().run(prompts(200))) as stream:
             async for result in stream:
                 results.append(result)
                 if len(results) == 20:
-                    await workers.publish(number(105, version=5))
+                    await workers.publish(number(7, version + 5))
         await workers.everywhere()
-        assert [worker.version for worker in workers.workers] == [5, 5]
-        return results
+        assert [worker.version for worker in workers.workers] == [version + 5] * 2
+        return results, version
 
-    results = loop.run(roll_out())
+    results, version = loop.run(roll_out())
     seen = [pair for result in results for pair in numbers(result)]
-    assert set(seen) == {(100, 0), (105, 5)}
-    assert numbers(results[-1]) == [(105, 5)] * 2
-
-
-def test_a_restarted_worker_serves_with_the_weights_of_now(loop, workers):
-    async def roll_out() -> list[EpisodeResult]:
-        victims = await all_serving(workers)
-        for victim in victims:
-            os.kill(victim, signal.SIGKILL)
-        # Those that should take them are dead, and nobody waits for them here.
-        for version in (6, 7):
-            await workers.publish(number(100 + version, version))
-        results = [result async for result in workers.runner().run(prompts(20))]
-        assert not set(victims) & set(await all_serving(workers))
-        assert [worker.version for worker in workers.workers] == [7, 7]
-        return results
-
-    results = loop.run(roll_out())
-    assert len(results) == 20
-    assert {pair for result in results for pair in numbers(result)} == {(107, 7)}
+    assert set(seen) == {(100 + version, version), (7, version + 5)}
+    assert numbers(results[-1]) == [(7, version + 5)] * 2
 
 
 def test_what_goes_wrong_in_an_episode_is_its_result(loop, workers):
@@ -154,19 +179,59 @@ def test_what_goes_wrong_in_an_episode_is_its_result(loop, workers):
     assert results["q0@0"].error is results["q1@0"].error is None
 
 
-def test_episodes_that_nobody_waits_for_are_cancelled_on_their_workers(loop, workers, scripted):
+def test_a_termination_cancels_the_episodes_on_their_workers_as_an_interrupt_does(
+    loop, workers, scripted
+):
     endless = [Prompt(f"endless{k}", [1]) for k in range(2)]
 
-    async def roll_out() -> list[EpisodeResult]:
+    async def roll_out() -> None:
         async with aclosing(workers.runner().run([*endless, *prompts(1)])) as stream:
             await anext(stream)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anext(stream)
+
+    async def go_on() -> list[EpisodeResult]:
         async with asyncio.timeout(20):
             ended = {("endless0@0", 0), ("endless1@0", 0)}
             while not ended <= set(scripted.started()):  # noqa: ASYNC110 - on other processes
                 await asyncio.sleep(0.02)
         return [result async for result in workers.runner().run(prompts(20))]
 
-    assert len(loop.run(roll_out())) == 20
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end the tests"
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(roll_out())
+    assert len(loop.run(go_on())) == 20
+
+
+def test_a_cluster_that_is_too_small_is_named_at_once_and_not_waited_for_for_ever(
+    loop, scripted, caplog
+):
+    async def start() -> None:
+        options = replace(OPTIONS, num_cpus=1000, start_timeout_s=0.5)
+        room = "ask for 2000 CPUs, of which the cluster has 2 "
+        with pytest.raises(WorkerLostError, match=f"within 0.5 s; 2 rollout workers {room}"):
+            await RolloutWorkers(scripted, 2, options=options).__aenter__()
+        assert f"waiting for a larger cluster: 2 rollout workers {room}" in caplog.text
+        ranks = TrainerRanks(make_trainer, 2, options=RankOptions(1000, start_timeout_s=0.5))
+        with pytest.raises(RankLostError, match=f"within 0.5 s; 2 trainer ranks {room}"):
+            await ranks.rebuild(None)
+        assert f"waiting for a larger cluster: 2 trainer ranks {room}" in caplog.text
+        with pytest.raises(RankLostError, match="did not start"):
+            await ranks.weights(1)
+        await ranks.__aexit__()
+
+    loop.run(start())
+
+
+def test_a_worker_is_lost_whatever_ray_says_of_its_end_but_not_by_what_it_raised():
+    from ray import exceptions
+
+    assert is_loss(exceptions.ActorDiedError())
+    assert is_loss(exceptions.OutOfMemoryError("the node is short of memory"))
+    assert is_loss(exceptions.NodeDiedError("the node is gone"))
+    raised = exceptions.RayTaskError("start", "a long traceback", KeyError("x"))
+    assert not is_loss(raised.as_instanceof_cause())
+    assert told_by(raised.as_instanceof_cause()) == "KeyError: 'x'"
 
 
 def test_a_worker_that_hangs_is_given_up_and_its_episodes_are_redone(loop, workers):

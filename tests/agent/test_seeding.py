@@ -1,4 +1,7 @@
+from typing import Any
+
 import numpy as np
+import pytest
 
 from trajpack.agent.seeding import derive_seed
 
@@ -14,3 +17,9 @@ def test_other_names_have_other_seeds() -> None:
     seeds = [derive_seed(seed, *rest) for seed in (0, 1, -1, 2**70) for rest in names]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize("part", [1.0, None, b"a"])
+def test_a_name_that_is_none_is_refused(part: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        derive_seed(0, part)

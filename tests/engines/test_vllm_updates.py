@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from tests.engines import server_episodes as episodes
 from tests.engines.server_episodes import NEAR, Sampling
@@ -15,7 +16,9 @@ from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
 from trajpack.agent.questions import reasoning_gym_questions
 from trajpack.agent.runner import EpisodeResult, RolloutRunner
+from trajpack.agent.servers.failures import RetryableError
 from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.server_client import Order
 from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.buffer import TrajectoryBuffer
 
@@ -57,6 +60,24 @@ def test_each_token_has_the_version_that_sampled_it(
             spans(output)[-1][0],
         )
         assert episodes.distance(tiny, output) < NEAR  # the label changed, the weights did not
+
+
+def test_a_server_that_has_forgotten_its_version_is_found_out(server: RunningServer) -> None:
+    async def collect() -> None:
+        async with VLLMEngine(server.url, version=20) as engine:
+            await engine.set_version(21)
+            assert engine._control is not None
+            assert engine._router is not None
+            (one,) = engine._router.servers
+            await engine._control.greet(one)
+            forget = Order("/update_weight_version", {"new_version": "default"})
+            await one.client.exchange(forget, max_bytes=1000, timeout_s=60)
+            with pytest.raises(RetryableError, match="told of version 21, it says: 'default'"):
+                await engine._control.greet(one)
+            await engine.set_version(22)
+            await engine._control.greet(one)
+
+    asyncio.run(collect())
 
 
 def test_what_a_pause_interrupts_is_resumed_without_loss(

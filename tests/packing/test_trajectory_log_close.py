@@ -1,11 +1,13 @@
-"""However a log is closed, and however slow the disk is: nothing is lost, and one writes."""
+"""However a log is closed, however slow or full the disk is: nothing is lost, and one writes."""
 
 import errno
 import fcntl
 import gc
 import os
+import resource
 import signal
 import threading
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pytest
@@ -100,6 +102,42 @@ def test_an_interrupted_close_keeps_others_out_until_all_is_written(
     assert_holds(tmp_path, [0])
 
 
+def test_an_interrupted_flush_goes_on_and_writes_nothing_twice(tmp_path, monkeypatch):
+    main, add, interrupted = threading.main_thread().ident, log_folder.LogFolder.add, []
+
+    def added(*values):
+        entry = add(*values)
+        if not interrupted:
+            interrupted.append(True)
+            signal.pthread_kill(main, signal.SIGINT)
+        return entry
+
+    monkeypatch.setattr(log_folder.LogFolder, "add", added)
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        log.append("e0", [episode(0)])
+        with pytest.raises(KeyboardInterrupt):
+            log.flush()
+        log.append("e1", [episode(1)])
+        log.flush()
+    assert len(list(tmp_path.glob("*.parquet"))) == 2
+    assert_holds(tmp_path, [0, 1])
+    with TrajectoryLog.open(tmp_path, mode="read") as log:
+        assert log.num_trajectories == 2
+
+
+def test_a_flush_of_nothing_brings_no_segment_forward(tmp_path):
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        log.flush()
+        for number in range(3):
+            log.append(f"e{number}", [episode(number)])
+            log.flush()
+            log.flush()
+        log.append("e3", [episode(3)])
+        log.append("e4", [episode(4)])
+    assert len(list(tmp_path.glob("*.parquet"))) == 4
+    assert_holds(tmp_path, range(5))
+
+
 def test_what_is_appended_while_a_log_is_closed_is_kept_or_refused(
     tmp_path, monkeypatch, slow_disk
 ):
@@ -190,3 +228,54 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "ParquetFile", fails)
     with pytest.raises(MemoryError, match="malloc"):
         read(tmp_path, damaged="skip")
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """Let every write beyond so many bytes of a file fail, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("name", ["e2", "e" * 50_000])  # the second fits a segment, but no line
+def test_a_full_disk_loses_nothing(tmp_path, name):
+    write(tmp_path, [0, 1])
+    before = (tmp_path / "manifest.jsonl").read_bytes()
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        log.append(name, [episode(2)])
+        with files_of_at_most(20_000 if len(name) > 2 else 5000):
+            for _ in range(2):
+                with pytest.raises(OSError, match="File too large") as caught:
+                    log.flush()
+                assert caught.value.errno == errno.EFBIG
+            with pytest.raises(OSError, match=f"File too large: '{tmp_path}'"):
+                log.append("e3", [episode(3)])
+        assert (tmp_path / "manifest.jsonl").read_bytes() == before
+        assert (len(log), log.num_pending, "e3" in log) == (3, 1, False)
+        assert_holds(tmp_path, [0, 1])
+        log.flush()
+        log.append("e3", [episode(3)])
+    assert [one.episode for one in read(tmp_path)] == ["e0", "e1", name, "e3"]
+
+
+def test_the_thread_tries_again_when_there_is_room(tmp_path):
+    options = LogOptions(segment_episodes=1, flush_seconds=0.02)
+
+    def refuses(log):
+        try:
+            log.append("e1", [], error="to be done again")
+        except OSError:
+            return True
+        return False
+
+    with TrajectoryLog.open(tmp_path, options=options) as log:
+        with files_of_at_most(1000):
+            log.append("e0", [episode(0)])
+            wait_until(lambda: refuses(log))
+        wait_until(lambda: not log.num_pending)
+        log.append("e1", [episode(1)])
+    assert_holds(tmp_path, [0, 1])

@@ -1,20 +1,17 @@
-"""Torn manifests, damaged segments, full disks, and logs of other releases."""
+"""Torn manifests, damaged segments, and logs of other releases."""
 
-import errno
 import json
 import random
 import re
-import resource
 import shutil
 import sys
 import zlib
-from contextlib import contextmanager
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.packing.log_cases import BY_HAND, assert_holds, episode, read, wait_until, write
+from tests.packing.log_cases import assert_holds, episode, read, write
 from trajpack.packing.log_options import DamagedLogError, LogOptions
 from trajpack.packing.trajectory_log import TrajectoryLog
 
@@ -197,57 +194,6 @@ def test_a_line_that_is_no_json_is_damage_though_its_checksum_is_right(copy):
         manifest.write_bytes(b"".join(lines))
         with pytest.raises(DamagedLogError, match="line 2 is damaged"):
             TrajectoryLog.open(copy)
-
-
-@contextmanager
-def files_of_at_most(num_bytes):
-    """Let every write beyond so many bytes of a file fail, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("name", ["e2", "e" * 50_000])  # the second fits a segment, but no line
-def test_a_full_disk_loses_nothing(tmp_path, name):
-    write(tmp_path, [0, 1])
-    before = (tmp_path / "manifest.jsonl").read_bytes()
-    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
-        log.append(name, [episode(2)])
-        with files_of_at_most(20_000 if len(name) > 2 else 5000):
-            for _ in range(2):
-                with pytest.raises(OSError, match="File too large") as caught:
-                    log.flush()
-                assert caught.value.errno == errno.EFBIG
-            with pytest.raises(OSError, match=r"log .* cannot be written: .*File too large"):
-                log.append("e3", [episode(3)])
-        assert (tmp_path / "manifest.jsonl").read_bytes() == before
-        assert (len(log), log.num_pending, "e3" in log) == (3, 1, False)
-        assert_holds(tmp_path, [0, 1])
-        log.flush()
-        log.append("e3", [episode(3)])
-    assert [one.episode for one in read(tmp_path)] == ["e0", "e1", name, "e3"]
-
-
-def test_the_thread_tries_again_when_there_is_room(tmp_path):
-    options = LogOptions(segment_episodes=1, flush_seconds=0.02)
-
-    def refuses(log):
-        try:
-            log.append("e1", [], error="to be done again")
-        except OSError:
-            return True
-        return False
-
-    with TrajectoryLog.open(tmp_path, options=options) as log:
-        with files_of_at_most(1000):
-            log.append("e0", [episode(0)])
-            wait_until(lambda: refuses(log))
-        wait_until(lambda: not log.num_pending)
-        log.append("e1", [episode(1)])
-    assert_holds(tmp_path, [0, 1])
 
 
 def rewrite(folder, change):

@@ -1,4 +1,4 @@
-"""Both readers of a response, held against each other and against hostile bodies."""
+"""Both readers of a response: every shape, every limit, and what is refused in which words."""
 
 import json
 import sys
@@ -7,61 +7,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from trajpack.agent.servers import vllm_json
-from trajpack.agent.servers.engine_response import (
-    EngineResponse,
-    ResponseLimits,
-    read_vllm_response,
+from tests.agent.servers.vllm_bodies import (
+    IDS,
+    LIMITS,
+    LOGPROBS,
+    PROMPT,
+    chat,
+    choice,
+    completions,
+    encode,
+    generate,
 )
+from trajpack.agent.servers import vllm_json
+from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
 from trajpack.packing import TrajectoryBuffer
 from trajpack.packing.types import Trajectory, Turn
 
-LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
-IDS = [207, 129, 350]
-LOGPROBS = [-6.238356590270996, -5.727456569671631, -5.730677604675293]
-PROMPT = [369, 349, 198, 20, 21]
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
-
-
-def choice(**changes: Any) -> dict[str, Any]:
-    return {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": IDS} | changes
-
-
-def generate(**changes: Any) -> dict[str, Any]:
-    """``/inference/v1/generate``."""
-    content = [
-        {"token_id": i, "logprob": v, "rank": 3, "top_logprobs": [{"token_id": i, "logprob": v}]}
-        for i, v in zip(IDS, LOGPROBS, strict=True)
-    ]
-    spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 3}]
-    defaults = {"logprobs": {"content": content}, "weight_versions": spans}
-    return {"prompt_token_ids": None, "choices": [choice(**(defaults | changes))]}
-
-
-def completions(**changes: Any) -> dict[str, Any]:
-    """``/v1/completions``."""
-    logprobs = {
-        "text_offset": [0, 1, 1],
-        "token_logprobs": LOGPROBS,
-        "tokens": ["\x13", "", "ant"],
-        "top_logprobs": [{"\x13": -6.2}, {"": -5.7}, {"ant": -5.7}],
-    }
-    defaults = {"text": "\x13\ufffdant", "logprobs": logprobs, "prompt_token_ids": PROMPT}
-    return {"object": "text_completion", "choices": [choice(**(defaults | changes))]}
-
-
-def chat(**changes: Any) -> dict[str, Any]:
-    """``/v1/chat/completions``: prompt ids at the top."""
-    content = [{"token": "é", "logprob": v, "bytes": [19], "top_logprobs": []} for v in LOGPROBS]
-    defaults = {"message": {"role": "assistant"}, "logprobs": {"content": content}}
-    return {"prompt_token_ids": PROMPT, "choices": [choice(**(defaults | changes))]}
-
-
-def encode(response: Any) -> bytes:
-    return json.dumps(response).encode()
 
 
 @pytest.fixture(params=["msgspec", "json"])
@@ -74,22 +37,6 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     vllm_json._msgspec_decoder.cache_clear()
     yield read_vllm_response
     vllm_json._msgspec_decoder.cache_clear()
-
-
-def same_array(left: Any, right: Any) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.dtype == right.dtype and np.array_equal(left, right)
-
-
-def same(left: EngineResponse, right: EngineResponse) -> bool:
-    return (
-        same_array(left.prompt_ids, right.prompt_ids)
-        and same_array(left.output_ids, right.output_ids)
-        and same_array(left.output_logprobs, right.output_logprobs)
-        and left.finish_reason == right.finish_reason
-        and left.weight_versions == right.weight_versions
-    )
 
 
 @pytest.mark.parametrize("shape", [generate, completions, chat])
@@ -303,70 +250,3 @@ def test_the_arrays_are_packed() -> None:
     buffer = TrajectoryBuffer(device="cpu")
     buffer.add(Trajectory("q1", [turn]))
     assert buffer.pack().input_ids.tolist() == PROMPT + IDS
-
-
-VALUES = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-3, 1200),
-        st.integers(2**31 - 1, 2**64),
-        st.floats(),
-        st.text(max_size=3),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["logprob", "content", "version"]), inner, max_size=2),
-    ),
-    max_leaves=4,
-)
-PLACES = [
-    ("choices",),
-    ("prompt_token_ids",),
-    ("choices", 0),
-    *(("choices", 0, name) for name in completions()["choices"][0]),
-    ("choices", 0, "weight_versions"),
-    ("choices", 0, "token_ids", 1),
-    ("choices", 0, "prompt_token_ids", 1),
-    ("choices", 0, "logprobs", "token_logprobs"),
-    ("choices", 0, "logprobs", "token_logprobs", 1),
-    ("choices", 0, "logprobs", "content"),
-    ("choices", 0, "logprobs", "content", 1),
-    ("choices", 0, "logprobs", "content", 1, "logprob"),
-]
-
-
-def outcome(body: bytes, sample: Any) -> EngineResponse | str:
-    """What reading gives when the fast path gives ``sample``."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_json, "_msgspec_decoder", lambda: sample)
-        try:
-            return read_vllm_response(body, LIMITS)
-        except ValueError as error:
-            return str(error)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    shape=st.sampled_from([generate, completions, chat]),
-    place=st.sampled_from(PLACES),
-    value=VALUES,
-    cut=st.one_of(st.none(), st.integers(0, 600)),
-)
-def test_both_readers_tell_the_same(shape: Any, place: Any, value: Any, cut: int | None) -> None:
-    pytest.importorskip("msgspec", exc_type=ImportError)
-    response = json.loads(encode(shape()))
-    parent = response
-    for step in place[:-1]:
-        if isinstance(parent, dict):
-            parent = parent.setdefault(step, {})
-        elif isinstance(parent, list) and len(parent) > step:
-            parent = parent[step]
-    if isinstance(parent, dict) or (isinstance(parent, list) and place[-1] < len(parent)):
-        parent[place[-1]] = value
-    body = encode(response)[:cut]
-    slow, fast = outcome(body, None), outcome(body, vllm_json._msgspec_decoder())
-    if isinstance(slow, str) or isinstance(fast, str):
-        assert slow == fast
-    else:
-        assert same(slow, fast)

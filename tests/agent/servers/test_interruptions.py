@@ -99,7 +99,7 @@ def test_interruptions_without_a_token_come_to_an_end() -> None:
         async with serving(VLLMEngine, drawing(draw), options=few) as ((server,), engine):
             reply = await ask(engine)
             assert isinstance(reply, ServerUnavailableError)
-            assert "interrupted 4 times in a row" in str(reply)
+            assert f":{server.port}: interrupted 4 times in a row" in str(reply)
             assert len(server.draws) == 4
 
     asyncio.run(body())

@@ -21,6 +21,7 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import RequestRefusedError, SetupError
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.dialect import NEUTRAL
 from trajpack.agent.servers.options import TimeLimits
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
@@ -48,6 +49,9 @@ def model_server(
         if ids[0] in refused:
             return Answer(400, {"error": "a token for nobody"})
         sampling = payload.get("sampling_params", payload)
+        # left out, they may come from the model's folder, and cut off what is asked for
+        assert NEUTRAL.items() <= sampling.items()
+        assert (sampling["top_p"], sampling["top_k"]) in ((1.0, 0), (1.0, -1))
         top = top_logprobs(ids[0], 1.0 if is_raw else sampling["temperature"], scale)
         if asked.path == "/generate":
             body = sglang_body([1])

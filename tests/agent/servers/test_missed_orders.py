@@ -53,6 +53,7 @@ def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
             first = asyncio.create_task(generate(engine, "first"))
             await server.wait_for_draws(1)
             second = asyncio.create_task(generate(engine, "second"))
+            await until(lambda: the_server(engine).num_in_flight == 2)
             await engine.pause()
             gate.set()
             await first
@@ -65,45 +66,60 @@ def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
     asyncio.run(body())
 
 
-def test_what_waits_for_its_turn_leaves_a_server_that_died() -> None:
-    async def never(asked: Asked) -> Answer:
+def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> None:
+    gate = asyncio.Event()
+
+    async def old(asked: Asked) -> Answer:
         if asked.is_draw:
-            await asyncio.Event().wait()
-        return await say_vllm(asked)
+            await gate.wait()
+        is_update = asked.path == "/update_weights_from_disk"
+        return Answer(400) if is_update else await say_sglang(asked)
+
+    async def new(asked: Asked) -> Answer:
+        if asked.is_draw:
+            return Answer(body=sglang_body([7], versions=[("1", 0, 1)]))
+        is_update = asked.path == "/update_weights_from_disk"
+        return Answer(body={"success": True}) if is_update else await say_sglang(asked)
 
     async def body() -> None:
         one = options(max_connections=1)
-        dying = Loopback(never)
-        await dying.__aenter__()
         async with (
-            Loopback(say_vllm) as alive,
-            VLLMEngine([dying.url, alive.url], options=one) as engine,
+            Loopback(old) as behind,
+            Loopback(new) as ahead,
+            SGLangEngine([behind.url, ahead.url], options=one) as engine,
         ):
-            queues = {qid: engine.open_episode(qid) for qid in "abcd"}
-            for qid in queues:
-                engine.obs_queue.put_nowait((qid, [1], SamplingParams(4)))
-            await dying.wait_for_draws(1)
-            await dying.__aexit__()
-            for replies in queues.values():
-                assert (await asyncio.wait_for(replies.get(), 10)).output_ids.tolist() == [2, 3]
-            # of the two that went to the server that died one was waiting, and never failed there
-            assert (len(dying.draws), len(alive.draws)) == (1, 4)
+            assert engine._router is not None
+            server = engine._router.servers[0]
+            # both go to the first: the second is the same episode's
+            replies = engine.open_episode("a@0")
+            for _ in range(2):
+                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+            await until(lambda: server.num_in_flight == 2)
+            await behind.wait_for_draws(1)
+            await engine.update_weights_from_disk("w", 1)
+            gate.set()
+            versions = [(await asyncio.wait_for(replies.get(), 10)).version_end for _ in range(2)]
+            assert (len(behind.draws), len(ahead.draws)) == (1, 1)
+            assert sorted(versions) == [0, 1]
 
     asyncio.run(body())
 
 
-def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back() -> None:
+@pytest.mark.parametrize("status", [503, 302, 400])
+def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: int) -> None:
     is_away = False
 
     async def say(asked: Asked) -> Answer:
-        return Answer(503) if is_away else await obey(asked)
+        return Answer(status) if is_away else await obey(asked)
 
     async def body() -> None:
         nonlocal is_away
         async with serving(VLLMEngine, say) as ((server,), engine):
             await engine.pause()
             is_away = True
-            with pytest.raises(WeightUpdateError, match=r"did not resume: .*status 503 on /resume"):
+            with pytest.raises(
+                WeightUpdateError, match=rf"did not resume: .*status {status} o[nf] /resume"
+            ):
                 await engine.resume()
             asked = asyncio.create_task(generate(engine))
             await server.wait_for_more()
@@ -231,6 +247,24 @@ def test_a_connection_that_broke_is_no_new_start() -> None:
             async with server:
                 await waiting
                 assert "/weight_info" in server.paths()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("answer", [Answer(503), Answer(429), Answer(raw=b""), Answer(302)])
+def test_an_update_is_ordered_once(answer: Answer) -> None:
+    path = "/update_weights_from_disk"
+
+    async def say(asked: Asked) -> Answer:
+        return answer if asked.path == path else await say_sglang(asked)
+
+    async def body() -> None:
+        async with serving(SGLangEngine, say) as ((server,), engine):
+            with pytest.raises(WeightUpdateError, match="version 1 reached no server: 127"):
+                await engine.update_weights_from_disk("w", 1)
+            await asyncio.sleep(0.05)  # longer than any pause between attempts
+            assert server.paths() == [path]
+            assert engine.version == 0
 
     asyncio.run(body())
 

@@ -131,7 +131,6 @@ class Tally:
 
     def count_result(self, result: EpisodeResult, times: int = 1) -> None:
         """Count an episode that has ended; -1 ``times`` takes it back."""
-        sum(range(4_000_000))
         turns = result.turns
         self.num_finished += times
         self.num_failed += times * (result.error is not None)

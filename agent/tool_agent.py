@@ -9,7 +9,7 @@ from typing import Any
 from trajpack.agent.chat_agent import ChatAgent, ConversationLimits
 from trajpack.agent.episode import Episode, Exchange
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
-from trajpack.agent.tool_calls import tool_calls
+from trajpack.agent.tool_calls import BEGIN, END, tool_calls
 from trajpack.agent.tools import Tool
 
 
@@ -31,7 +31,8 @@ class ToolAgent(ChatAgent):
         max_calls: In one turn.
 
     Raises:
-        ValueError: If two tools have one name, or an option is out of range.
+        ValueError: If two tools have one name, an option is out of range, or the tokenizer leaves
+            the marks of a call out of texts.
 
     Example:
         A tool and an agent that may use it: see ``examples/calculator.py``.
@@ -55,6 +56,12 @@ class ToolAgent(ChatAgent):
         if max_calls < 1:
             raise ValueError(f"max_calls must be at least 1, got {max_calls}")
         self._max_calls = max_calls
+        hidden = {BEGIN, END} & {*getattr(self.tokenizer, "all_special_tokens", ())}
+        if hidden:
+            raise ValueError(
+                f"the tokenizer has {' and '.join(sorted(hidden))} as special tokens, which are "
+                "left out of texts: no call would ever be seen"
+            )
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens: a chat, with the tools as the chat template declares them."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+BEGIN, END = "<tool_call>", "</tool_call>"
+"""What is around a call."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ def tool_calls(
         ([], [ToolCallError('the call is not closed')])
     """
     found: list[ToolCall | ToolCallError] = []
-    at = text.find(_BEGIN)
+    at = text.find(BEGIN)
     while at >= 0:
         if len(found) == max_calls:
             return [*found, ToolCallError(f"more than {max_calls} calls in one turn")]
-        begin = at + len(_BEGIN)
-        end = text.find(_END, begin)
+        begin = at + len(BEGIN)
+        end = text.find(END, begin)
         if end < 0:
             return [*found, ToolCallError("the call is not closed")]
         if end - begin > max_chars:
             found.append(ToolCallError(f"the call is longer than {max_chars} characters"))
         else:
             found.append(_parse(text[begin:end]))
-        at = text.find(_BEGIN, end)
+        at = text.find(BEGIN, end)
     return found
 
 

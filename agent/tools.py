@@ -7,6 +7,7 @@ import contextvars
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -139,6 +140,10 @@ class Tool:
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="trajpack-tool")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of them
 
 
 def _spelled(answer: Any) -> str:

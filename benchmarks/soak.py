@@ -1,9 +1,10 @@
 """A rollout for minutes in which everything goes wrong now and then: does anything pile up?
 
-``python -m benchmarks.soak [--minutes 10] [--out build/soak]``. The real runner, agent, metrics,
-log and buffer, with the tests' fault injector around an engine that answers at once. Memory and
-throughput go into ``soak.csv`` second by second, then ``soak.json`` and ``soak.svg`` are written.
-Its exit status is 1 if memory grows, or if an episode is lost, doubled or wrongly named.
+``python -m benchmarks.soak [--minutes 10] [--timeout 2] [--out build/soak]``. The real runner,
+agent, metrics, log and buffer, with the tests' fault injector around an engine that answers at
+once. Memory and throughput go into ``soak.csv`` second by second, then ``soak.json`` and
+``soak.svg`` are written. Its exit status is 1 if memory grows, or if an episode is lost, doubled
+or wrongly named.
 """
 
 from __future__ import annotations
@@ -43,9 +44,6 @@ from trajpack.packing.trajectory_log import TrajectoryLog
 MAX_EPISODES = 20_000_000
 EPISODES_OF_A_LOG = 2000
 TRAJECTORIES_OF_A_BATCH = 256
-POLICY = RolloutPolicy(
-    retries=RetryPolicy(max_attempts=4, wait=BackOff(0.02, 0.1)), episode_timeout_s=1.5
-)
 LOG = LogOptions(segment_episodes=500, flush_seconds=1.0)
 
 
@@ -103,11 +101,13 @@ class Ledger(RolloutObserver):
 class Soak:
     """One run."""
 
-    def __init__(self, folder: Path, seconds: float, seed: int) -> None:
+    def __init__(self, folder: Path, seconds: float, timeout_s: float, seed: int) -> None:
         self.folder = folder
         self.seconds = seconds
+        self.timeout_s = timeout_s
         self._process, self._began = psutil.Process(), time.monotonic()
-        plan = FaultPlan(seed, rates("engine", 0.01), rates("environment", 0.01), 0.02, 1.0)
+        plan = FaultPlan(seed, rates("engine", 0.01), rates("environment", 0.01))
+        plan.delay_s, plan.late_s = 0.02, 2 * timeout_s
         self.ledger = Ledger(plan)
         self.marking = MarkingEngine()
         self.engine = FaultyEngine(self.marking, plan)
@@ -123,15 +123,7 @@ class Soak:
         outcome = self.ledger.outcome
         sampling = asyncio.create_task(self._sample())
         async with self.engine:
-            observers = [self.ledger, self.metrics]
-            runner = RolloutRunner(
-                self.engine,
-                chaos_agent(timeout_s=0.5),
-                self.judge,
-                concurrency=256,
-                policy=POLICY,
-                observers=observers,
-            )
+            runner = self._runner()
             async for result in runner.run(self._prompts()):
                 await self._take(result)
             if self.engine.open or self.marking.open:
@@ -143,6 +135,17 @@ class Soak:
             self.ledger.complain(f"tasks are left: {left}")
         self.ledger.close(self.num_started)
         return outcome
+
+    def _runner(self) -> RolloutRunner:
+        retries = RetryPolicy(max_attempts=4, wait=BackOff(0.02, 0.1))
+        return RolloutRunner(
+            self.engine,
+            chaos_agent(timeout_s=self.timeout_s),
+            self.judge,
+            concurrency=256,
+            policy=RolloutPolicy(retries=retries, episode_timeout_s=3 * self.timeout_s),
+            observers=[self.ledger, self.metrics],
+        )
 
     def _prompts(self) -> Iterator[Prompt]:
         until = time.monotonic() + self.seconds
@@ -237,12 +240,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=machine.ROOT / "build" / "soak")
+    parser.add_argument("--timeout", type=float, default=2.0, help="seconds for a reply")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
     asked.out.mkdir(parents=True, exist_ok=True)
     for stale in asked.out.glob("log-*"):
         shutil.rmtree(stale)
-    outcome = asyncio.run(Soak(asked.out, asked.minutes * 60, asked.seed).run())
+    outcome = asyncio.run(Soak(asked.out, asked.minutes * 60, asked.timeout, asked.seed).run())
     write(outcome, asked.out, f"python -m benchmarks.soak --minutes {asked.minutes:g}")
     print(f"{table(outcome)}\n\n{summary(outcome)}\n\nwritten to {asked.out}")
     problems = outcome.problems()

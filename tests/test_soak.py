@@ -37,7 +37,8 @@ def moments(seconds: int, bytes_per_second: float, noise: int = 0) -> list[Momen
 
 
 def test_a_short_soak_runs_and_keeps_its_numbers(tmp_path: Path, capsys: Any) -> None:
-    assert soak.main(["--minutes", "0.02", "--out", str(tmp_path)]) == 0
+    asked = ["--minutes", "0.02", "--timeout", "0.4", "--out", str(tmp_path)]
+    assert soak.main(asked) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["soak.csv", "soak.json", "soak.svg"]
     with (tmp_path / "soak.csv").open() as file:
         rows = list(csv.DictReader(file))

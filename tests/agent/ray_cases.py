@@ -194,7 +194,7 @@ def make_trainer() -> PackedRankTrainer:
 
 
 class HangingTrainer(PackedRankTrainer):
-    """Comes to the last rank's fourth step, and once no further, while the others wait for it."""
+    """Comes to the last rank's fifth step, and once no further, while the others wait for it."""
 
     hung: Path
     """Says so with the number of its process."""
@@ -202,7 +202,7 @@ class HangingTrainer(PackedRankTrainer):
     def step(
         self, trajectories: Sequence[Trajectory], rank: int, num_ranks: int
     ) -> dict[str, float]:
-        if rank == num_ranks - 1 and self._num_steps == 3 and not self.hung.exists():
+        if rank == num_ranks - 1 and self._num_steps == 4 and not self.hung.exists():
             self.hung.write_text(str(os.getpid()))
             time.sleep(600)
         return super().step(trajectories, rank, num_ranks)

@@ -136,7 +136,8 @@ def test_nothing_is_lost_and_nothing_is_doubled(tmp_path: Path, capsys: Any) -> 
     assert Counter(episode.episode for episode in logged) == account.seen
     assert sum(episode.error is None for episode in logged) == account.num_accepted
     assert_batches_equal(replayed.pack(), buffer.pack())
-    assert (open_files(), set(threading.enumerate())) == before
+    assert open_files() <= before[0]
+    assert set(threading.enumerate()) <= before[1]
 
 
 def test_the_same_seed_gives_the_same_figures_in_any_company() -> None:

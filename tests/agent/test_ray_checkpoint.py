@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray_checkpoint import Checkpoints, SettledPrompts, TrainingState
 
 KILLING = """
@@ -19,7 +21,7 @@ import numpy as np
 from pathlib import Path
 from trajpack.agent.ray_checkpoint import Checkpoints, TrainingState
 checkpoints, draw, last = Checkpoints(Path(sys.argv[1])), random.Random(0), 0
-for _ in range(30):
+for _ in range(15):
     reader, writer = os.pipe()
     child = os.fork()
     while child == 0:
@@ -46,19 +48,28 @@ def test_the_last_checkpoint_is_read_back_and_the_only_one(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path / "new" / "folder")
     assert checkpoints.load() is None
     for step in (1, 2):
-        checkpoints.save(TrainingState(step, 2 * step, 5, ("q9", "q7")), trainer(step))
+        checkpoints.save(TrainingState(step, 2 * step, 5, ("q9", "q7"), "abc"), trainer(step))
+        (checkpoints.folder / f".trainer-{step}.pt.unfinished").touch()  # of a writer long dead
     state, saved = Checkpoints(checkpoints.folder).load()
-    assert state == TrainingState(2, 4, 5, ("q7", "q9"))
+    assert state == TrainingState(2, 4, 5, ("q7", "q9"), "abc")
     assert saved.tolist() == trainer(2).tolist()
     names = sorted(path.name for path in checkpoints.folder.iterdir())
-    assert names == ["checkpoint.json", "trainer-2.pt"]
+    assert names == [".trainer-2.pt.unfinished", "checkpoint.json", "trainer-2.pt"]
+
+
+def test_a_folder_is_one_trainings_at_a_time(tmp_path: Path):
+    taken = pytest.raises(RuntimeError, match="another training has its checkpoints here")
+    with Checkpoints(tmp_path).held(), taken, Checkpoints(tmp_path).held():
+        pytest.fail("it has two")
+    with Checkpoints(tmp_path).held():
+        pass
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", KILLING, str(tmp_path)], check=True, capture_output=True, text=True
     )
-    assert int(done.stdout) >= 30
+    assert int(done.stdout) >= 15
 
 
 @pytest.mark.parametrize(
@@ -110,11 +121,35 @@ def test_settled_prompts_shrink_to_a_number_in_any_order():
             waiting.append(name)
         while len(waiting) > 5:
             settled.add(waiting.pop(draw.randrange(len(waiting))))
-        later = SettledPrompts(settled.num_settled, settled.ahead)
-        untold = [other for other in names[later.num_settled :] if not later.take(other)]
+        later = SettledPrompts(settled.num_settled, settled.ahead, settled.order)
+        untold = left_of(later, names)
         assert untold == [
             other for other in names if other in waiting or names.index(other) > max(number, 9)
         ]
     for name in waiting:
         settled.add(name)
     assert (settled.num_settled, settled.ahead) == (50, set())
+
+
+def left_of(settled: SettledPrompts, names: list[str]) -> list[str]:
+    async def take() -> list[str]:
+        return [prompt.id async for prompt in settled.left_of(Prompt(name, [1]) for name in names)]
+
+    return asyncio.run(take())
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ("bacd", "the first 3 prompts are not those that the checkpoint has settled"),
+        ("ab", "expected at least 3 prompts, .* got 2"),
+    ],
+)
+def test_a_training_goes_on_with_its_own_prompts_only(names: str, reason: str):
+    settled = SettledPrompts()
+    assert left_of(settled, [*"abcd"]) == [*"abcd"]
+    for name in "bac":
+        settled.add(name)
+    assert left_of(SettledPrompts(3, (), settled.order), [*"abcd"]) == ["d"]
+    with pytest.raises(ValueError, match=reason):
+        left_of(SettledPrompts(3, (), settled.order), [*names])

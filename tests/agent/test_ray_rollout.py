@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.agent.ray_cases import cluster  # noqa: F401
 from trajpack.agent.errors import SetupError
-from trajpack.agent.ray_rollout import MakeRolloutWorker, ray_episodes
+from trajpack.agent.ray_rollout import gpu_share, ray_episodes
 from trajpack.agent.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout_settings import RolloutSettings
 from trajpack.agent.runner import EpisodeResult, Progress
@@ -52,22 +51,11 @@ def test_a_rollout_over_workers_gives_what_one_in_this_process_would(prepared: R
     assert len(outcome.fill_buffer("cpu").pack().ids) == 6
 
 
-def test_a_question_that_no_engine_would_take_is_refused_before_the_first(prepared: Rollout):
-    make = MakeRolloutWorker(prepared.settings, prepared.questions, prepared.agent, longest=10**6)
-
-    async def enter() -> None:
-        async with make(0):
-            pytest.fail("it was made")
-
-    with pytest.raises(SetupError, match="a question is too long: 1,000,000 tokens and 6 new"):
-        asyncio.run(enter())
-
-
-def test_a_worker_finds_the_servers_that_the_rollout_names(prepared: Rollout, monkeypatch):
-    monkeypatch.setenv("TRAJPACK_SERVER_KIND", "vllm")
-    settings = RolloutSettings(
-        model=Path("folder"), engine="sglang", servers=("http://127.0.0.1:9", "http://127.0.0.1:10")
-    )
-    engine = MakeRolloutWorker(settings, (), prepared.agent, longest=5).make_engine(0)
-    assert type(engine).__name__ == "SGLangEngine"
-    assert engine.version == 0
+def test_workers_share_gpus_so_that_none_is_left_without():
+    for num_gpus in range(1, 9):
+        for num_workers in range(1, 40):
+            share = gpu_share(num_gpus, num_workers)
+            assert share <= 1
+            assert num_gpus * int(1 / share + 1e-9) >= num_workers
+    with pytest.raises(SetupError, match="the cluster has no GPU for the workers"):
+        gpu_share(0, 1)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
+import time
 from contextlib import aclosing
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.agent.ray_cases import MakeScripted, cluster, make_trainer, prompts  # noqa: F401
+from tests.agent.ray_cases import (  # noqa: F401
+    MakeScripted,
+    cluster,
+    make_hanging_trainer,
+    make_trainer,
+    prompts,
+)
 from trajpack.agent.ray import (
     Checkpoints,
+    PackedRankTrainer,
+    RankOptions,
     RayTraining,
     RolloutWorkers,
     TrainerRanks,
@@ -21,6 +33,7 @@ from trajpack.agent.ray import (
     TrainingStep,
     WorkerOptions,
 )
+from trajpack.agent.rollout_policy import RolloutPolicy, StalenessPolicy
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,6 +43,7 @@ pytestmark = [
 ]
 GROUP_SIZE = 3
 SETTINGS = TrainingSettings(groups_per_step=4, checkpoint_every=3)
+POLICY = RolloutPolicy(staleness=StalenessPolicy(max_staleness=2, batch_size=4))
 
 
 class Place:
@@ -39,47 +53,61 @@ class Place:
         (folder / "notes").touch()
         self.folder = folder
         self.make_worker = MakeScripted(folder / "notes")
-        options = WorkerOptions(concurrency=4, heartbeat_s=0.2)
+        options = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2)
         self.workers = RolloutWorkers(self.make_worker, 1, options=options)
-        self.trainers = TrainerRanks(make_trainer, 2)
+        self.runner = self.workers.runner(group_size=GROUP_SIZE, policy=POLICY)
+        make = partial(make_hanging_trainer, folder / "hung")
+        self.trainers = TrainerRanks(make, 2, options=RankOptions(num_cpus=0.1))
 
-    async def train(self, num_steps: int, kill_rank_after: int | None = None) -> list[TrainingStep]:
-        """Take some steps and stop without a farewell; kill a rank after one of them."""
+    async def train(self, num_steps: int) -> list[TrainingStep]:
+        """Take some steps and stop without a farewell."""
         from trajpack.packing.trajectory_log import TrajectoryLog
 
         steps: list[TrainingStep] = []
         with TrajectoryLog.open(self.folder / "log") as log:
-            runner = self.workers.runner(group_size=GROUP_SIZE)
             training = RayTraining(
-                self.workers, self.trainers, runner, self.folder / "saved", SETTINGS, log
+                self.workers, self.trainers, self.runner, self.folder / "saved", SETTINGS, log
             )
             async with aclosing(training.run(prompts(10 * SETTINGS.groups_per_step))) as stream:
                 async for step in stream:
                     steps.append(step)
-                    if step.step == kill_rank_after:
-                        os.kill(self.trainers.pids[0], signal.SIGKILL)
                     if len(steps) == num_steps:
                         break
         return steps
 
+    async def train_and_kill(self, num_steps: int) -> tuple[list[TrainingStep], float]:
+        """Kill the rank that the other waits for in an all-reduce; return when that was, too."""
+        steps = asyncio.create_task(self.train(num_steps))
+        while not ((hung := self.folder / "hung").exists() and hung.read_text()):
+            done, _ = await asyncio.wait({steps}, timeout=0.05)
+            assert not done, steps.result()
+        await asyncio.wait({steps}, timeout=0.5)  # until the other one waits
+        os.kill(int(hung.read_text()), signal.SIGKILL)
+        killed = time.time()
+        return await steps, killed
 
-def learn_again(folder: Path, num_steps: int) -> list[float]:
+
+def learn_again(folder: Path, num_steps: int) -> tuple[list[float], PackedRankTrainer]:
     """Take the steps once more, in this process and with one rank, from the log alone."""
     from trajpack.packing.trajectory_log import TrajectoryLog
 
     with TrajectoryLog.open(folder / "log", mode="read") as log:
         groups = [list(episode.trajectories) for episode in log.replay()]
     size, alone = SETTINGS.groups_per_step, make_trainer()
-    return [
+    losses = [
         alone.step([path for group in groups[k * size :][:size] for path in group], 0, 1)["loss"]
         for k in range(num_steps)
     ]
+    return losses, alone
 
 
-def test_the_numbers_are_those_without_a_fault_when_a_rank_and_then_all_die(tmp_path: Path):
+def test_the_numbers_are_those_without_a_fault_when_a_rank_and_then_all_die(tmp_path: Path, caplog):
     from trajpack.packing.trajectory_log import TrajectoryLog
 
-    first = asyncio.run(Place(tmp_path).train(5, kill_rank_after=4))
+    first, killed = asyncio.run(Place(tmp_path).train_and_kill(5))
+    (told,) = [record for record in caplog.records if record.name.endswith("ray_recovery")]
+    assert "rebuilt: trainer rank 1: ActorDiedError" in told.getMessage()
+    assert told.created - killed < 5, "the other rank has waited for the dead one"
     assert [step.step for step in first] == [1, 2, 3, 4, 5]
     assert [step.num_rebuilds for step in first] == [0, 0, 0, 0, 1]
     assert all(step.num_trajectories == 4 * GROUP_SIZE for step in first)
@@ -102,6 +130,14 @@ def test_the_numbers_are_those_without_a_fault_when_a_rank_and_then_all_die(tmp_
         new = [episode for episode in log.replay() if episode.episode not in logged]
     # What is rolled out after the restart is rolled out with the checkpoint's weights, or newer.
     assert min(turn.version_start for e in new for p in e.trajectories for turn in p.turns) >= 3
+    # What the log gave back counts for the age of what is rolled out after it.
+    assert again.runner.staleness.num_accepted == 40
     losses = [step.ranks[0]["loss"] for step in [*first, *second[2:]]]
-    assert losses == pytest.approx(learn_again(tmp_path, 10), abs=1e-6)
+    expected, _ = learn_again(tmp_path, 10)
+    assert losses == pytest.approx(expected, abs=1e-6)
+    state, saved = Checkpoints(tmp_path / "saved").load()
+    _, alone = learn_again(tmp_path, state.num_steps)
+    weights = torch.load(io.BytesIO(saved.tobytes()), weights_only=True)["model"]
+    for name, value in alone.weights().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
     assert second[0].ranks[0]["loss"] == first[3].ranks[0]["loss"]

@@ -239,9 +239,17 @@ def test_tools_are_declared_to_the_chat_template() -> None:
     assert declared["function"]["parameters"] == {"type": "object", **NUMBERS}
 
 
+class _HidesCalls(Characters):
+    all_special_tokens = (END, "<tool_call>")
+
+
 @pytest.mark.parametrize(
     ("make_it", "error"),
     [
+        (
+            lambda: ToolAgent(SamplingParams(), _HidesCalls(), [tool(max)]),
+            "the tokenizer has <tool_call> as special tokens",
+        ),
         (lambda: make(tool(max), tool(min)), r"two tools have one name: \['add', 'add'\]"),
         (lambda: make(max_calls=0), "max_calls must be at least 1, got 0"),
         (lambda: make(turn_discount=float("nan")), "turn_discount must be finite"),

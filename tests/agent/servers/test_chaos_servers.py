@@ -187,7 +187,7 @@ def test_no_episode_is_lost_or_doubled_by_servers_that_die(engine_type: Any, cap
     before = set(os.listdir("/proc/self/fd"))
     results, num_failed = asyncio.run(roll_out(engine_type, server))
     assert results == Counter(f"q{k}@0" for k in range(NUM_EPISODES))
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert num_failed < NUM_EPISODES / 10
     assert {fault for _, fault in server.plan.counts} == set(RATES)
     told = ", ".join(f"{fault} {count}" for (_, fault), count in server.plan.counts.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trajpack.agent.errors import SetupError
 from trajpack.packing.inspection import counted
@@ -67,30 +67,40 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         raise SetupError(f"cannot load a tokenizer from {folder}: {first_line(error)}") from error
 
 
-def load_max_positions(folder: str | os.PathLike[str]) -> int | None:
-    """Read from a model's folder how long its sequences can be, ``None`` where it does not say.
+class ModelLimits(NamedTuple):
+    """What a model's configuration says of its sequences; ``None`` where it is silent."""
 
-    A folder with a tokenizer and no model does not say.
+    max_positions: int | None = None
+    """Tokens of a sequence at most."""
+    vocab_size: int | None = None
+    """Token ids are below it."""
 
-    Raises:
-        SetupError: If there is a model's configuration and it cannot be read.
-        ModuleNotFoundError: If transformers is not installed.
-    """
-    from transformers import AutoConfig
+    @classmethod
+    def of(cls, config: Any) -> ModelLimits:
+        """Read them from a configuration of transformers."""
+        text = config.get_text_config()
+        names = ("max_position_embeddings", "vocab_size")
+        return cls(*(getattr(text, name, None) for name in names))
 
-    if not (Path(folder) / "config.json").is_file():
-        return None
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a broken folder shows as an error of any kind
-        raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
-    return max_positions_of(config)
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> ModelLimits:
+        """Read them from a model's folder; one with a tokenizer and no model says nothing.
 
+        Raises:
+            SetupError: If there is a model's configuration and it cannot be read.
+            ModuleNotFoundError: If transformers is not installed.
+        """
+        from transformers import AutoConfig
 
-def max_positions_of(config: Any) -> int | None:
-    """Return how long a model's sequences can be, ``None`` where its configuration is silent."""
-    found: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found
+        if not (Path(folder) / "config.json").is_file():
+            return cls()
+        try:
+            config = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # a broken folder shows as an error of any kind
+            raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
+        return cls.of(config)
 
 
 def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:

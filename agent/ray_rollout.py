@@ -51,7 +51,9 @@ class MakeRolloutWorker:
             except ValueError as error:
                 raise SetupError(first_line(error)) from error
             await stack.enter_async_context(environment)
-            engine = await stack.enter_async_context(rollout_engine(prepared.settings, seed=seed))
+            engine = await stack.enter_async_context(
+                rollout_engine(prepared.settings, prepared.vocab_size, seed=seed)
+            )
             agent = prepared.fitted_agent(getattr(engine, "max_request_tokens", None))
             yield engine, agent, environment
 

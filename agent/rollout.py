@@ -16,13 +16,7 @@ from typing import Any
 
 import torch
 
-from trajpack.agent.causal_model import (
-    first_line,
-    load_max_positions,
-    load_model,
-    load_tokenizer,
-    max_positions_of,
-)
+from trajpack.agent.causal_model import ModelLimits, first_line, load_model, load_tokenizer
 from trajpack.agent.errors import SetupError
 from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
@@ -51,6 +45,8 @@ class Rollout:
     """On its device; ``None`` where others generate: servers, or workers with their own models."""
     tokenizer: Any
     """Of the model."""
+    vocab_size: int
+    """Token ids are below it."""
     agent: MathMultiTurnAgent
     """Leads the conversations."""
 
@@ -99,7 +95,7 @@ class Rollout:
             await stack.enter_async_context(environment)
             seed = sampling_seed(settings, len(finished)) if finished else settings.seed
             engine = await stack.enter_async_context(
-                rollout_engine(settings, model=self.model, seed=seed)
+                rollout_engine(settings, self.vocab_size, model=self.model, seed=seed)
             )
             agent = self.fitted_agent(getattr(engine, "max_request_tokens", None))
             runner = RolloutRunner(
@@ -146,7 +142,8 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     """
     questions = _choose_questions(settings)
     device = _check_device(settings.device)
-    model, tokenizer, max_positions = _load(settings)
+    model, tokenizer, limits = _load(settings)
+    max_positions = limits.max_positions
     prompts = [_encode(question, tokenizer) for question in questions]
     where = f"the model has {max_positions:,} positions" if max_positions else ""
     _check_lengths(prompts, settings.max_new_tokens, max_positions, where)
@@ -163,20 +160,21 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
             model = model.to(device)
         except RuntimeError as error:
             raise SetupError(f"the model does not fit {device}: {first_line(error)}") from error
-    return Rollout(settings, questions, prompts, model, tokenizer, agent)
+    vocab_size = limits.vocab_size or len(tokenizer)
+    return Rollout(settings, questions, prompts, model, tokenizer, vocab_size, agent)
 
 
-def _load(settings: RolloutSettings) -> tuple[Any, Any, int | None]:
-    """Return the model, unless others generate, the tokenizer, and the model's positions."""
+def _load(settings: RolloutSettings) -> tuple[Any, Any, ModelLimits]:
+    """Return the model, unless others generate, the tokenizer, and the model's limits."""
     if settings.model is None:
         model, tokenizer = build_tiny_model(settings.seed)
-        max_positions = max_positions_of(model.config)
-        return None if settings.num_workers else model, tokenizer, max_positions
+        limits = ModelLimits.of(model.config)
+        return None if settings.num_workers else model, tokenizer, limits
     if settings.has_servers or settings.num_workers:
-        max_positions = load_max_positions(settings.model)
-        return None, load_tokenizer(settings.model), max_positions
+        limits = ModelLimits.load(settings.model)
+        return None, load_tokenizer(settings.model), limits
     model, tokenizer = load_model(settings.model)
-    return model, tokenizer, max_positions_of(model.config)
+    return model, tokenizer, ModelLimits.of(model.config)
 
 
 def _check_lengths(

@@ -17,12 +17,14 @@ from trajpack.agent.transformers_engine import TransformersEngine
 
 @asynccontextmanager
 async def rollout_engine(
-    settings: RolloutSettings, *, model: Any = None, seed: int | None = None
+    settings: RolloutSettings, vocab_size: int, *, model: Any = None, seed: int | None = None
 ) -> AsyncIterator[Any]:
     """Start the engine that ``settings`` name, and shut it down at the end.
 
     Args:
         settings: Of the rollout.
+        vocab_size: Servers that answer with ids from it on are not believed, unless the
+            environment names another size.
         model: On its device; ``None`` loads or makes the one of the settings. Servers have
             their own.
         seed: Of the sampling, in place of that of the settings.
@@ -34,7 +36,7 @@ async def rollout_engine(
     seed = settings.seed if seed is None else seed
     async with AsyncExitStack() as stack:
         try:
-            engine = _make_engine(settings, model, seed)
+            engine = _make_engine(settings, vocab_size, model, seed)
             await stack.enter_async_context(engine)
         except SetupError:
             raise
@@ -53,13 +55,14 @@ def sampling_seed(settings: RolloutSettings, *parts: int | str) -> int:
     return derive_seed(settings.seed, "sampling", *parts) if parts else settings.seed
 
 
-def _make_engine(settings: RolloutSettings, model: Any, seed: int) -> Any:
+def _make_engine(settings: RolloutSettings, vocab_size: int, model: Any, seed: int) -> Any:
     if settings.has_servers:
         from trajpack.agent.servers.settings import ServerSettings
 
         found = ServerSettings.from_environment(settings.servers, seed=seed)
         kind: Any = settings.engine  # not "transformers"
-        return replace(found, kind=kind).make_engine()
+        options = replace(found.options, vocab_size=found.options.vocab_size or vocab_size)
+        return replace(found, kind=kind, options=options).make_engine()
     if model is None:
         if settings.model is None:
             model, _ = build_tiny_model(settings.seed)

@@ -20,6 +20,9 @@ _CANNOT_DO: tuple[tuple[str, object], ...] = (
     ("n_samples", 1),
     ("min_new_tokens", 0),
     ("frequency_penalty", 0.0),
+    ("presence_penalty", 0.0),
+    ("repetition_penalty", 1.0),
+    ("min_p", 0.0),
     ("ignore_eos", False),
     ("stop", None),
 )

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -243,23 +244,35 @@ def cluster() -> Iterator[None]:
     """Run a cluster of this machine, one for all tests, whose workers can import them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
+        ray = sys.modules.get("ray")  # imported by the first that has a cluster, not before
+        is_own = ray is None or not ray.is_initialized()  # each file has a fixture of its own
         # Ray starts a process for each core at once; what runs here asks for parts of one.
         with local_cluster(num_cpus=2, object_store_bytes=200 << 20):
             yield
-            begun = processes_below()
+            begun = processes_of_ray() if is_own else set()
         deadline = time.monotonic() + 10
-        while begun & processes_below(begun) and time.monotonic() < deadline:
+        while begun & living().keys() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not begun & processes_below(begun), "Ray has left processes behind"
+        assert not begun & living().keys(), "Ray has left processes behind"
 
 
-def processes_below(roots: Iterable[int] = ()) -> set[int]:
-    """Return the processes that this one or those named have begun, and those named that live."""
+def living() -> dict[int, tuple[int, str]]:
+    """Return all processes of this machine: the parent of each, and its command."""
     command = ["ps", "-eo", "pid=,ppid=,stat=,args="]
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
-    parents = {int(row[0]): int(row[1]) for row in rows if row[2][0] != "Z" and row[3][:3] != "ps "}
-    below = set(roots) & parents.keys()
-    while more := {pid for pid, up in parents.items() if up in {*below, os.getpid()}} - below:
-        below |= more
-    return below
+    return {int(row[0]): (int(row[1]), row[3]) for row in rows if row[2][0] != "Z"}
+
+
+def processes_of_ray() -> set[int]:
+    """Return the processes of the cluster that this process has begun."""
+    found = living()
+    begun = {
+        pid
+        for pid, (parent, args) in found.items()
+        if parent == os.getpid() and ("/raylet" in args or "/gcs_server" in args)
+    }
+    assert begun
+    while more := {pid for pid, (parent, _) in found.items() if parent in begun} - begun:
+        begun |= more
+    return begun

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from trajpack.agent.errors import SetupError
 from trajpack.agent.sandbox import Sandbox
 from trajpack.agent.sandbox_files import readable
 
@@ -58,3 +59,22 @@ def test_the_ruleset_is_closed_with_its_sandbox() -> None:
 def test_a_program_does_the_same_each_time(sandbox: Sandbox) -> None:
     code = "print([*{'no', 'fixed', 'order', 'in', 'sets'}], hash('text'), hash(b'bytes'))"
     assert len({sandbox.run(code).output for _ in range(3)}) == 1
+
+
+def test_files_are_left_open_to_be_read_only_where_that_was_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajpack.agent.sandbox.landlock_ruleset", lambda folder: None)
+    with pytest.raises(SetupError, match=r"no Landlock.*allow_file_reads=True"):
+        Sandbox()
+    (tmp_path / "file").touch()
+    with Sandbox(allow_file_reads=True) as sandbox:
+        assert "landlock" not in sandbox.protections
+        assert read(sandbox, tmp_path / "file") == ["read"]
+
+    def fail(folder: str) -> int:
+        raise OSError(22, "landlock failed")
+
+    monkeypatch.setattr("trajpack.agent.sandbox.landlock_ruleset", fail)
+    with pytest.raises(SetupError, match=r"files cannot be hidden here: .*landlock failed"):
+        Sandbox()

@@ -181,6 +181,8 @@ REFUSED = {
     "endless": ([1], SimpleNamespace(max_new_tokens=math.inf), "infinity"),
     "two samples": ([1], SimpleNamespace(max_new_tokens=4, n_samples=2), "n_samples=2"),
     "penalty": ([1], SimpleNamespace(max_new_tokens=4, frequency_penalty=0.5), "penalty"),
+    "floor": ([1], SimpleNamespace(max_new_tokens=4, min_p=0.1), "min_p=0.1"),
+    "repetition": ([1], SimpleNamespace(max_new_tokens=4, repetition_penalty=1.2), "repetition"),
     "stop": ([1], SimpleNamespace(max_new_tokens=4, stop_token_ids=[9]), "stop_token_ids"),
 }
 

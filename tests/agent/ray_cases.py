@@ -258,7 +258,7 @@ def cluster() -> Iterator[None]:
 
 def living() -> dict[int, tuple[int, str]]:
     """Return all processes of this machine: the parent of each, and its command."""
-    command = ["ps", "-eo", "pid=,ppid=,stat=,args="]
+    command = ["ps", "-ww", "-eo", "pid=,ppid=,stat=,args="]
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     rows = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]
     return {int(row[0]): (int(row[1]), row[3]) for row in rows if row[2][0] != "Z"}

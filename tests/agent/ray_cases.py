@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 class ScriptedEngine:
     """Samples one token: the number that its weights are; the version is that of the weights."""
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: float, load_s: float = 0.0) -> None:
+        self._load_s = load_s
         self.version = 0
         self.number = 100
         self.obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
@@ -46,6 +47,7 @@ class ScriptedEngine:
     async def update_weights(self, state_dict: dict[str, torch.Tensor], version: int) -> None:
         if int(state_dict.get("victim", 0)) == os.getpid():
             os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(self._load_s)
         self.number = int(state_dict["number"]) if "number" in state_dict else 100 + version
         self.version = version
 
@@ -134,13 +136,14 @@ class MakeScripted:
     notes: Path
     delay_s: float = 0.01
     stillborn: Path | None = None
+    load_s: float = 0.0
 
     @asynccontextmanager
     async def __call__(self, number: int) -> AsyncIterator[tuple[Any, Any, Any]]:
         if self.stillborn is not None and not self.stillborn.exists():
             self.stillborn.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        async with ScriptedEngine(self.delay_s) as engine:
+        async with ScriptedEngine(self.delay_s, self.load_s) as engine:
             yield engine, NotingAgent(self.notes), RightAnswers()
 
     def started(self) -> list[tuple[str, int]]:

@@ -39,7 +39,7 @@ OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2, hang_timeo
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> MakeScripted:
     folder = tmp_path_factory.mktemp("workers")
     (folder / "notes").touch()
-    return MakeScripted(folder / "notes", delay_s=0.03, stillborn=folder / "stillborn")
+    return MakeScripted(folder / "notes", 0.03, folder / "stillborn", load_s=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_worker_that_dies_loading_weights_costs_nothing_and_the_next_has_those
     assert workers.num_lost == 2
     served = {qid for qid, pid in began if pid in new}
     oldest = min(pair[1] for r in results if r.qid in served for pair in numbers(r))
-    assert oldest >= version - 2, "it has served with weights from before its start"
+    assert oldest >= version - 1, "it has served with weights from before its start"
 
 
 async def publish_until_replaced(workers: RolloutWorkers, victim: int) -> int:
@@ -142,7 +142,7 @@ async def publish_until_replaced(workers: RolloutWorkers, victim: int) -> int:
             await asyncio.sleep(0.01)  # nothing tells of it
         while len(workers.workers) < 2:
             await workers.publish(number(101 + workers.version, workers.version + 1))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.3)
     return workers.version
 
 

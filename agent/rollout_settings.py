@@ -20,8 +20,9 @@ class RolloutSettings:
     """What to roll out, and how.
 
     The same settings give the same questions, the same weights and the same order of
-    trajectories. They also give the same tokens if ``concurrency`` is 1; otherwise requests
-    share a random generator, and which of them comes first depends on the clock.
+    trajectories. They also give the same tokens if ``concurrency`` is 1 and nothing is resumed
+    or handed to workers; otherwise requests share a random generator, and which of them comes
+    first depends on the clock.
 
     Raises:
         SetupError: If a value is out of range.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -67,19 +69,11 @@ def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
     tmp_path: Path, warm_programs: WarmPrograms
 ) -> None:
     out, folder = tmp_path / "batch.safetensors", tmp_path / "log"
-    options = [
-        "--num-prompts",
-        "60",
-        "--turns",
-        "2",
-        "--max-new-tokens",
-        "8",
-        "--log",
-        str(folder),
-    ]
-    command = [*warm_programs.command("trajpack"), "rollout", "--out", str(out), *options]
+    options = ["--num-prompts", "60", "--turns", "2", "--max-new-tokens", "8", "--log", folder]
+    program = warm_programs.command("trajpack")
+    command = [*program, "rollout", "--out", out, *options, "--concurrency", "1"]
     with subprocess.Popen(
-        [*command, "--metrics-port", "0", "--concurrency", "1"], stderr=subprocess.PIPE, text=True
+        [*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True
     ) as child:
         assert child.stderr is not None
         said = ""
@@ -92,7 +86,8 @@ def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
             time.sleep(0.01)
         with urlopen(url[1]) as page:
             served = page.read().decode()
-        child.kill()
+        # not the child, which stands between: it ends when the program has
+        os.kill(int((folder / "writer.lock").read_text()), signal.SIGKILL)
     assert float(re.search(r"^trajpack_turns_total (\S+)$", served, re.M)[1]) > 0  # type: ignore[index]
     before = logged(folder)
     assert 0 < len(before) < 120

@@ -24,7 +24,7 @@ PAGES = [
     if "```python" in page.read_text()
 ]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-SHORTER = {"grpo.py": ["3"], "ray_rollouts.py": ["3"]}
+SHORTER = {"grpo.py": ["3"], "ray_rollouts.py": ["2"]}
 """Arguments that make a script end sooner."""
 WARM = {"calculator.py", "grpo.py", "rewritten_history.py", "trl_grpo.py"}
 """Scripts that import much: a process that has done so already runs them."""

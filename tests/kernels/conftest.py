@@ -22,8 +22,10 @@ INSTALLED = version_of("triton")
 OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the one that runs, and others."""
+TARGETS = ("gfx942", "90", "80")
+"""What the one that runs compiles every variant for; what takes longest is begun first."""
 TARGETS_OF_OTHERS = ("90",)
-"""What the others compile for, variants that are demanding; the one that runs compiles all."""
+"""What the others compile for, variants that are demanding."""
 OF_EVERY_VARIANT = ("test_every_variant_is_compiled", "test_any_groups_are_one_launch")
 """Tests of what the others leave out."""
 MOST_KEPT = 1500
@@ -97,8 +99,9 @@ def compiled(
     """What the compiler makes of the kernels, for each version of Triton that is installed.
 
     The first test of a session to ask has them compiled for all workers, and for every version
-    that any test of the session asks for: two at a time. What Triton compiles it keeps from one
-    session to the next, by its source, as it does for any program; ``--cache-clear`` forgets it.
+    that any test of the session asks for: two targets at a time. What Triton compiles it keeps
+    from one session to the next, by its source, as it does for any program; ``--cache-clear``
+    forgets it.
     """
     version = str(request.param)
     if not _has_triton(version):
@@ -109,12 +112,9 @@ def compiled(
     results = {v: folder / f"compiled_kernels_{v}.json" for v in _wanted(request.session)}
     with FileLock(folder / "compiled_kernels.lock"):
         if not results[version].exists():
-            with ThreadPoolExecutor(max_workers=2) as pool:
-                caches = [_cache_of(request.config, folder, v) for v in results]
-                for path, code in zip(
-                    results.values(), pool.map(_compile, results, caches), strict=True
-                ):
-                    path.write_text(code)
+            caches = {v: _cache_of(request.config, folder, v) for v in results}
+            for compiled_by, measured in _compile_all(caches).items():
+                results[compiled_by].write_text(json.dumps(measured))
     return CompiledKernels(version, json.loads(results[version].read_text()))
 
 
@@ -143,7 +143,23 @@ def _wanted(session: pytest.Session) -> list[str]:
     return [version for version in VERSIONS if version in wanted and _has_triton(version)]
 
 
-def _compile(version: str, cache: Path) -> str:
+def _compile_all(caches: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """Return what was measured with each version, which keeps its kernels in the folder named."""
+    parts = [
+        (version, target)
+        for version in caches
+        for target in (TARGETS if version == INSTALLED else TARGETS_OF_OTHERS)
+    ]
+    measured: dict[str, dict[str, Any]] = {version: {"variants": []} for version in caches}
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        done = pool.map(lambda part: _compile(*part, caches[part[0]]), parts)
+        for (version, _), found in zip(parts, done, strict=True):
+            variants = measured[version]["variants"] + found["variants"]
+            measured[version] |= found | {"variants": variants}
+    return measured
+
+
+def _compile(version: str, target: str, cache: Path) -> dict[str, Any]:
     """Run the program with this Triton, found before the one that is installed."""
     paths = [str(Path(__file__).parent)]
     if version != INSTALLED:
@@ -153,14 +169,15 @@ def _compile(version: str, cache: Path) -> str:
         paths.append(inherited)
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
     program = str(Path(__file__).with_name("compile_kernels.py"))
-    targets = () if version == INSTALLED else TARGETS_OF_OTHERS
+    variants = "every" if version == INSTALLED else "demanding"
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", program, *targets],
+        [sys.executable, "-P", "-W", "error", program, variants, target],
         env=environment,
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, f"Triton {version}: {done.stderr}"
-    return done.stdout
+    assert done.returncode == 0, f"Triton {version}, {target}: {done.stderr}"
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured

@@ -45,6 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal whole files to workers, and all that needs the Ray cluster to one of them."""
+    from tests.dealing import ByFileAndCluster
+
+    return ByFileAndCluster(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives until the end: torch and thousands of tests."""
     gc.collect()
@@ -58,6 +66,15 @@ def warm_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProg
     programs = WarmPrograms(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
     yield programs
     programs.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Run a Ray cluster, one for all tests that are dealt to the worker (see ``dealing``)."""
+    from tests.agent.ray_cases import running_cluster
+
+    with running_cluster():
+        yield
 
 
 @pytest.fixture

@@ -1,11 +1,16 @@
-"""Triton's interpreter, without what it does again for every call and every value."""
+"""Triton's interpreter, made faster and stricter."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
+
+OVERFLOW = "binary_op_sanitize_overflow_impl"
 
 
 def hasten() -> None:
@@ -14,18 +19,31 @@ def hasten() -> None:
     The interpreter replaces functions of ``triton.language`` by its own for as long as a launch
     lasts, and looks through the whole of it again at every call, though nothing is left to
     replace: nearly half of the time of a kernel of many calls. A scan it makes value by value;
-    rows do not meet, so each step may take all of them at once, in the same order. What runs,
-    and on what, is the same. Where another version of Triton is made otherwise, it is left as
-    it is.
+    rows do not meet, so each step may take all of them at once, in the same order. Whether
+    integers overflow it works out by its own slow means and then asks nobody: here that is an
+    error (see ``wrapping``). What runs, and on what, is the same. Where another version of
+    Triton is made otherwise, it is left as it is.
     """
     from triton.runtime import interpreter
 
     if hasattr(getattr(interpreter, "ScanOps", None), "generic_scan"):
         interpreter.ScanOps.generic_scan = _scan_of_all_rows(interpreter.ScanOps.generic_scan)
 
+    if hasattr(interpreter.TritonSemantic, OVERFLOW):
+        setattr(interpreter.TritonSemantic, OVERFLOW, _check_overflow)
     for name, change in (("_patch_lang", _patch_once), ("_get_np_dtype", _keep_dtypes)):
         if hasattr(interpreter, name):
             setattr(interpreter, name, change(getattr(interpreter, name)))
+
+
+@contextmanager
+def wrapping() -> Iterator[None]:
+    """Let integers wrap, as they do on a device, where a test gives what nobody may give."""
+    from triton.runtime import interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.TritonSemantic, OVERFLOW, lambda *_: None, raising=False)
+        yield
 
 
 def _patch_once(patch: Any) -> Any:
@@ -98,3 +116,15 @@ def _scan_of_all_rows(scan: Any) -> Any:
         return [self.to_tensor(each, tile.dtype) for each, tile in zip(stacked, tiles, strict=True)]
 
     return scan_of_all_rows
+
+
+def _check_overflow(self: Any, one: Any, other: Any, operation: Any) -> None:
+    kind = one.type.scalar
+    if kind.int_bitwidth < 64:
+        compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
+        exact = compute(one.handle.data.astype(np.int64), other.handle.data.astype(np.int64))
+        least, most = kind.get_int_min_value(), kind.get_int_max_value()
+        if exact.min() < least or exact.max() > most:
+            raise OverflowError(
+                f"{operation.__name__} of {kind} gives {exact.min()} to {exact.max()}"
+            )

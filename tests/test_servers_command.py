@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.agent.ray_cases import cluster  # noqa: F401
 from tests.agent.servers.loopback import (
     Answer,
     Asked,

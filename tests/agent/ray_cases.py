@@ -6,11 +6,10 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,21 +241,20 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(f"q{k}", [k + 1, k + 2], task_id=k) for k in range(count)]
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Run a cluster of this machine, one for all tests, whose workers can import them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
-        ray = sys.modules.get("ray")  # imported by the first that has a cluster, not before
-        is_own = ray is None or not ray.is_initialized()  # each file has a fixture of its own
-        # Ray starts a process for each core at once; what runs here asks for parts of one.
-        with local_cluster(num_cpus=2, object_store_bytes=200 << 20):
-            yield
-            begun = processes_of_ray() if is_own else set()
-        deadline = time.monotonic() + 10
-        while begun & living().keys() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not begun & living().keys(), "Ray has left processes behind"
+@contextmanager
+def running_cluster() -> Iterator[None]:
+    """Run a cluster of this machine whose workers can import the tests; nothing of it stays."""
+    # Ray starts a process for each core at once; what runs here asks for parts of one.
+    with ExitStack() as cluster:
+        with pytest.MonkeyPatch.context() as patch:  # its processes keep what they begin with
+            patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'src'}")
+            cluster.enter_context(local_cluster(num_cpus=2, object_store_bytes=200 << 20))
+        yield
+        begun = processes_of_ray()
+    deadline = time.monotonic() + 10
+    while begun & living().keys() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not begun & living().keys(), "Ray has left processes behind"
 
 
 def living() -> dict[int, tuple[int, str]]:

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from tests.agent.ray_cases import cluster  # noqa: F401
 from trajpack.agent.errors import SetupError
 from trajpack.agent.ray_rollout import gpu_share, ray_episodes
 from trajpack.agent.rollout import Rollout, prepare_rollout

@@ -15,13 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.agent.ray_cases import (  # noqa: F401
-    MakeScripted,
-    cluster,
-    make_hanging_trainer,
-    make_trainer,
-    prompts,
-)
+from tests.agent.ray_cases import MakeScripted, make_hanging_trainer, make_trainer, prompts
 from trajpack.agent.ray import (
     Checkpoints,
     PackedRankTrainer,

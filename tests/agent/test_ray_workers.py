@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agent.ray_cases import MakeScripted, cluster, make_trainer, prompts  # noqa: F401
+from tests.agent.ray_cases import MakeScripted, make_trainer, prompts
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
     RankLostError,
@@ -43,7 +43,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> MakeScripted:
 
 
 @pytest.fixture(scope="module")
-def loop(cluster) -> Iterator[asyncio.Runner]:  # noqa: F811
+def loop(cluster: None) -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as loop:
         yield loop
 

@@ -12,13 +12,9 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from tests.interpreter import wrapping
+from trajpack.kernels.discounted_returns_steps_triton import compose
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-
-
-@triton.jit
-def compose(first_gain, first_sum, second_gain, second_sum):
-    return first_gain * second_gain, second_gain * first_sum + second_sum
 
 
 @triton.jit

@@ -51,7 +51,7 @@ check: install ## Format, lint and type check
 
 .PHONY: test
 test: $(TEST_STAMP) ## Run every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(or $(WORKERS),2) --timeout 1000 -m "not gpu and not engines"
+	$(BIN)/python -m pytest -q -n logical --maxprocesses $(or $(WORKERS),4) --timeout 1000 -m "not gpu and not engines"
 
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm

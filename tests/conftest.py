@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import dealing
 from tests.interpreter import hasten
 from tests.warm_programs import WarmPrograms
 
@@ -38,6 +39,7 @@ GARBAGE = 0x5A
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    dealing.refuse_a_second_cluster(items)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -47,10 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal whole files to workers, and all that needs the Ray cluster to one of them."""
-    from tests.dealing import ByFileAndCluster
-
-    return ByFileAndCluster(config, log)
+    """Deal as ``dealing`` says, unless another way than the usual one is asked for."""
+    return dealing.scheduler(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:

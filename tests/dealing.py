@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from xdist.scheduler import LoadFileScheduling
+import pytest
 
 ON_THE_CLUSTER = "ray"
 
 
-class ByFileAndCluster(LoadFileScheduling):
-    """A file's tests share what its fixtures set up; two Ray clusters would starve each other."""
+def scope_of(nodeid: str) -> str:
+    """Return what one worker gets whole: a file, or all files with tests on the Ray cluster.
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = str(super()._split_scope(nodeid))
-        name = Path(file).stem
-        is_on_the_cluster = name.startswith("test_ray_") or name == "test_servers_command"
-        return ON_THE_CLUSTER if is_on_the_cluster else file
+    A file's tests share what its fixtures set up; two Ray clusters would starve each other.
+    """
+    file = nodeid.split("::", 1)[0]
+    name = Path(file).stem
+    is_on_the_cluster = name.startswith("test_ray_") or name == "test_servers_command"
+    return ON_THE_CLUSTER if is_on_the_cluster else file
+
+
+def refuse_a_second_cluster(items: list[pytest.Item]) -> None:
+    """Raise where a test asks for the cluster in a file that may go to any worker."""
+    for item in items:
+        asks = "cluster" in getattr(item, "fixturenames", ())
+        if asks and scope_of(item.nodeid) != ON_THE_CLUSTER:
+            raise pytest.UsageError(f"{item.nodeid} needs the cluster: name its file in {__name__}")
+
+
+def scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return what deals by ``scope_of``."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByScope(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByScope(config, log)

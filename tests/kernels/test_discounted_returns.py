@@ -98,7 +98,6 @@ def test_the_reference_is_the_product_with_the_matrix_of_powers(discount: float)
     discounts=st.lists(st.floats(-1.2, 1.2), min_size=20, max_size=20),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=20)
 def test_any_lengths_and_discounts_equal_the_loop(
     impl: str, lengths: list[int], discounts: list[float], seed: int
 ) -> None:
@@ -111,7 +110,7 @@ def test_any_lengths_and_discounts_equal_the_loop(
 
 
 def test_a_long_segment_loses_no_precision(impl: str) -> None:
-    length = 100_000 if impl == "torch" else 700  # the interpreter is slow
+    length = 100_000 if impl == "torch" else 2_000  # the interpreter is slow
     rewards = random_rewards(length)
     exact = returns_by_loop(rewards.numpy(), [length], [0.9999])
     actual = discounted_returns(rewards, boundaries([length]), 0.9999, impl)

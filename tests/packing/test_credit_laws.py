@@ -4,7 +4,7 @@ import dataclasses
 from itertools import chain
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.credit_cases import (
@@ -29,7 +29,6 @@ def grouped(draw, max_size=4):
     return [dataclasses.replace(trajectory, group=draw(groups)) for trajectory in drawn]
 
 
-@settings(max_examples=60)
 @given(grouped(), names)
 def test_both_layouts_give_a_generated_token_the_same(trajectories, name):
     estimator = named(name)
@@ -60,7 +59,6 @@ def joined(parts):
     return type(parts[0])(*(list(chain(*rows)) for rows in zip(*parts, strict=True)))
 
 
-@settings(max_examples=45)
 @given(grouped(), names, st.randoms(), st.sampled_from(LAYOUTS))
 def test_the_order_of_trajectories_permutes_what_they_are_given(trajectories, name, random, layout):
     if not trajectories:
@@ -80,7 +78,6 @@ def test_the_order_of_trajectories_permutes_what_they_are_given(trajectories, na
             assert_same_bits(other, ours[index])
 
 
-@settings(max_examples=45)
 @given(grouped(), names, st.sampled_from(LAYOUTS))
 def test_company_changes_nothing_for_a_group_that_is_complete(trajectories, name, layout):
     estimator, beside = named(name), given_beside(trajectories)
@@ -100,7 +97,6 @@ def test_company_changes_nothing_for_a_group_that_is_complete(trajectories, name
             assert_same_bits(row, rows[index])
 
 
-@settings(max_examples=45)
 @given(grouped(), names)
 def test_a_trajectory_without_a_group_is_one_of_its_own(trajectories, name):
     estimator, beside = named(name), given_beside(trajectories)

@@ -53,6 +53,10 @@ check: install ## Format, lint and type check
 test: $(TEST_STAMP) ## Run every test that needs no GPU
 	$(BIN)/python -m pytest -q -n logical --maxprocesses $(or $(WORKERS),4) --timeout 1000 -m "not gpu and not engines"
 
+.PHONY: attacks
+attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, ten times as many as `make test`
+	$(BIN)/python -m pytest -q -n logical --maxprocesses $(or $(WORKERS),4) --timeout 7200 --full -m attack
+
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm
 ENGINES_STAMP := $(VENV)/.engines-installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,18 @@ GARBAGE = 0x5A
 """Byte that uninitialised memory of trajpack is filled with, where it is not NaN."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run attacks at full size, not at a tenth of it"
+    )
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt, also where pytest is started in the background by a script."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     dealing.refuse_a_second_cluster(items)
     if torch.cuda.is_available():
@@ -57,6 +70,13 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives until the end: torch and thousands of tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def tries(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """Give the number of tries of an attack: all of them with ``--full``, else a tenth."""
+    is_full = request.config.getoption("--full")
+    return lambda full: full if is_full else max(1, full // 10)
 
 
 @pytest.fixture(scope="session")

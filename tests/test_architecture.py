@@ -1,4 +1,4 @@
-"""Imports point one way, files stay small, and optional packages stay optional."""
+"""Imports point one way, functions stay small, and optional packages stay optional."""
 
 import ast
 import subprocess
@@ -16,8 +16,8 @@ ALLOWED = {
 PRODUCT = sorted(
     path for folder in (*ALLOWED, "src/trajpack") for path in (ROOT / folder).rglob("*.py")
 )
-MAX_LINES = 300
-MAX_FUNCTION_LINES = 40
+MAX_FUNCTION_LINES = 60
+"""Lines of code that a screen shows; a kernel is one flat body and may have more."""
 OPTIONAL = {
     "anyio",
     "gymnasium",
@@ -80,10 +80,8 @@ def test_imports_are_absolute_and_private_names_stay_in_their_folder(path):
 
 
 @pytest.mark.parametrize("path", product_files())
-def test_files_and_functions_stay_within_their_budgets(path):
-    source = path.read_text()
-    assert len(source.splitlines()) <= MAX_LINES
-    for node in ast.walk(ast.parse(source)):
+def test_functions_stay_within_their_budget(path):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1 - docstring_lines(node)
             is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)

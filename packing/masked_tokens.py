@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,10 @@ import numpy.typing as npt
 
 from trajpack.packing.conversion import as_ids, host_array
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
+
+WHOLE_SEQUENCE_FIELDS = frozenset({"routed_experts", "teacher_ids", "teacher_logprobs"})
+"""Extra fields that trainers have for prompts too: a `TokenField` of these names is declared with
+``generated_only=False``, and a turn brings rows for its prompt and its completion."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +55,9 @@ class MaskedTokens:
     turn before, the last turn also those behind."""
     truncated: bool = False
     """Whether the last turn was cut off."""
+    fields: Mapping[str, npt.NDArray[Any]] | None = None
+    """Rows of extra fields, one for each token, which the turns take over: those of their
+    completion, or of their prompt and completion where `WHOLE_SEQUENCE_FIELDS` has the name."""
 
     @classmethod
     def of_response(
@@ -62,11 +69,13 @@ class MaskedTokens:
         token_rewards: FloatArray | None = None,
         *,
         name: str | None = None,
+        fields: Mapping[str, npt.NDArray[Any]] | None = None,
         **rest: Any,
     ) -> MaskedTokens:
         """Put a prompt before a response that has a mask, log-probabilities and so on alone.
 
-        Errors begin with ``name``, that of the trajectory to be, if it is known.
+        Errors begin with ``name``, that of the trajectory to be, if it is known. Rows of
+        ``fields`` are those of the response, or of all tokens in `WHOLE_SEQUENCE_FIELDS`.
 
         Raises:
             TypeError: If ids are no integers, or the rest no numbers.
@@ -83,12 +92,18 @@ class MaskedTokens:
                 raise ValueError(f"{of}{field} must have one dimension, got {list(array.shape)}")
             return np.concatenate([before, array])
 
+        def with_prompt(field: str, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            if field in WHOLE_SEQUENCE_FIELDS:
+                return rows
+            return np.concatenate([np.zeros((len(prompt), *rows.shape[1:]), rows.dtype), rows])
+
         rewards = token_rewards
         return cls(
             np.concatenate([prompt, response]),
             joined("mask", mask),
             joined("logprobs", logprobs, np.float32),
             token_rewards=None if rewards is None else joined("rewards", rewards, np.float64),
+            fields=fields and {field: with_prompt(field, rows) for field, rows in fields.items()},
             **rest,
         )
 
@@ -116,7 +131,8 @@ class MaskedTokens:
         Raises:
             TypeError: If arrays hold no numbers.
             ValueError: If arrays are not of one length, the mask is neither 0 nor 1 somewhere, or
-                the first token was generated: a turn needs a prompt.
+                the first token was generated: a turn needs a prompt; if a field has not a row
+                for each token.
         """
         ids = as_ids(f"trajectory {name!r}: input_ids", self.input_ids)
         if not ids.size:
@@ -126,6 +142,12 @@ class MaskedTokens:
         spans = _spans(generated, self._array(name, "turn_ids", len(ids)), versions)
         if spans[0][0] == 0:
             raise ValueError(f"trajectory {name!r}: the first token must not be a generated one")
+        for field, rows in (self.fields or {}).items():
+            if len(rows) != len(ids):
+                raise ValueError(
+                    f"trajectory {name!r}: {field} must have {len(ids)} rows, one for each token, "
+                    f"got {len(rows)}"
+                )
         logprobs = self._array(name, "logprobs", len(ids), np.float32)
         rewards = self._rewards(name, [end for _, end in spans], len(ids))
         turns = [
@@ -135,6 +157,7 @@ class MaskedTokens:
                 completion_logprobs=logprobs[begin:end],
                 reward=reward,
                 truncated=self.truncated and end == spans[-1][1],
+                fields=self._field_rows(begin, end),
                 **self._versions(versions, begin, end),
             )
             for (begin, end), reward in zip(spans, rewards, strict=True)
@@ -173,6 +196,15 @@ class MaskedTokens:
             rewards = np.add.reduceat(given, [0, *ends[:-1]]).tolist()
         rewards[-1] += float(self.reward)
         return rewards
+
+    def _field_rows(self, begin: int, end: int) -> dict[str, npt.NDArray[Any]] | None:
+        """Return what `Turn` has of the fields, for a completion from ``begin`` to ``end``."""
+        if not self.fields:
+            return None
+        return {
+            field: rows[:end] if field in WHOLE_SEQUENCE_FIELDS else rows[begin:end]
+            for field, rows in self.fields.items()
+        }
 
     def _versions(self, versions: npt.NDArray[Any] | None, begin: int, end: int) -> dict[str, Any]:
         """Return what `Turn` says of the versions of a completion's tokens."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.packing.adapters.row_names import (
@@ -16,13 +18,11 @@ from trajpack.packing.adapters.row_names import (
 )
 from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.masked_tokens import MaskedTokens
+from trajpack.packing.conversion import host_array
+from trajpack.packing.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
 from trajpack.packing.row_scores import Place, placed_scores
 from trajpack.packing.rows import prompt_lengths_of, row_turns, rows_of
 from trajpack.packing.types import Trajectory
-
-FULL_LENGTH = frozenset({"routed_experts", "teacher_ids", "teacher_logprobs"})
-"""Extra fields that verl keeps for prompts too; all others it keeps for responses alone."""
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")
 """Keys, beside those of `_fields`, that no extra field can be named as."""
@@ -95,7 +95,7 @@ def to_data_proto_dict(
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
     }
     for key, packed in _fields(batch, scores).items():
-        lay_out = rows.whole if key in FULL_LENGTH else rows.responses
+        lay_out = rows.whole if key in WHOLE_SEQUENCE_FIELDS else rows.responses
         tensors[key] = lay_out(packed)
     if batch.advantages is not None:
         tensors["token_level_scores"] = tensors["token_level_rewards"] = tensors["rm_scores"]
@@ -121,7 +121,9 @@ def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
 def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     """Return the ``TensorDict`` without padding that verl's V1 trainer passes around.
 
-    Tensors are jagged ones of ``torch.nested``, a row for each sequence; nothing is shifted.
+    Tensors are jagged ones of ``torch.nested``, a row for each sequence; nothing is shifted. Each
+    knows its longest row, so that ``to_padded_tensor`` pads to that: verl's ``ppo_loss`` takes it
+    with ``old_log_probs``, an extra field of that name or what an actor computed.
 
     ============================================= ======= =====================================
     key                                           dtype   content
@@ -158,20 +160,31 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     ends = torch.nn.functional.pad(responses.cumsum(0), (1, 0))
     is_response = batch.position_ids >= prompts[batch.sequence_ids.long()]
     response, prompt = is_response.nonzero()[:, 0], (~is_response).nonzero()[:, 0]
-    jagged = torch.nested.nested_tensor_from_jagged
+
+    def jagged(offsets: torch.Tensor, lengths: Sequence[int]) -> Any:
+        # without its longest row a tensor would be padded to as many places as all rows have
+        return partial(
+            torch.nested.nested_tensor_from_jagged,
+            offsets=offsets,
+            min_seqlen=min(lengths),
+            max_seqlen=max(lengths),
+        )
+
+    response_lengths = responses.tolist()
+    of_sequences, of_responses = jagged(offsets, batch.seqlens), jagged(ends, response_lengths)
     fields = {
-        "input_ids": jagged(batch.input_ids, offsets),
-        "position_ids": jagged(batch.position_ids, offsets),
-        "prompts": jagged(batch.input_ids[prompt], offsets - ends),
-        "responses": jagged(batch.input_ids[response], ends),
+        "input_ids": of_sequences(batch.input_ids),
+        "position_ids": of_sequences(batch.position_ids),
+        "prompts": jagged(offsets - ends, prompts.tolist())(batch.input_ids[prompt]),
+        "responses": of_responses(batch.input_ids[response]),
     }
     for key, packed in _fields(batch, scores).items():
-        full = key in FULL_LENGTH
-        fields[key] = jagged(packed, offsets) if full else jagged(packed[response], ends)
+        whole = key in WHOLE_SEQUENCE_FIELDS
+        fields[key] = of_sequences(packed) if whole else of_responses(packed[response])
     fields["loss_mask"] = fields["response_mask"]
     found = TensorDict(fields, batch_size=[len(batch)])
     found["max_seq_len"] = NonTensorData(batch.max_seqlen)
-    found["max_response_len"] = NonTensorData(int(responses.max()))
+    found["max_response_len"] = NonTensorData(max(response_lengths))
     for key, values in _labels(batch).items():
         stack = NonTensorStack.from_list([NonTensorData(value) for value in values])
         found[key.strip("_")] = stack
@@ -217,41 +230,101 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
 
 
 def from_agent_loop_outputs(
-    outputs: Iterable[Any], ids: Iterable[str] | None = None, groups: Iterable[str] | None = None
+    outputs: Iterable[Any],
+    ids: Iterable[str] | None = None,
+    groups: Iterable[str] | None = None,
+    *,
+    fields: Sequence[str] = (),
 ) -> list[Trajectory]:
     """Return the trajectories of ``AgentLoopOutput``, or of dictionaries with its fields.
 
     As `from_data_proto`; the reward is ``reward_score``, of the last turn, and versions are in
-    ``extra_fields``.
+    ``extra_fields``. A list in the place of an output is a session whose history was rewritten,
+    as verl's V1 trainer takes it from an agent loop: one trajectory with the turns of all its
+    outputs. Its reward is that of the last output; verl copies that to the others, where it is
+    not counted again.
 
     Args:
-        outputs: One for each trajectory.
+        outputs: One for each trajectory, or a list of outputs.
         ids: Names of the trajectories; their group and a number if ``None``.
         groups: Their groups; none if ``None``.
+        fields: What turns take over as `Turn.fields`: ``"routed_experts"``, ``"teacher_ids"``,
+            ``"teacher_logprobs"``, each with a row for every token of prompt and response. Declare
+            a `TokenField` of that name with ``generated_only=False``. Tokens behind the last
+            recorded route have rows of zeros, as in verl.
 
     Raises:
-        ValueError: If tokens, a mask or log-probabilities are missing, or lengths disagree.
+        ValueError: If tokens, a mask or log-probabilities are missing, lengths disagree, a list
+            of outputs is empty, one of ``fields`` is missing or another name; if an output has
+            images, videos or audio, or a teacher's log-probabilities that ``fields`` does not name.
     """
-    given = [output if isinstance(output, Mapping) else vars(output) for output in outputs]
-    uids = given_groups("from_agent_loop_outputs", groups, len(given))
-    found = []
-    for output, name, group in zip(
-        given, row_ids("from_agent_loop_outputs", ids, uids), uids, strict=True
-    ):
-        for key in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
-            if output.get(key) is None:
-                raise ValueError(f"from_agent_loop_outputs: {name!r} has no {key}")
-        masked = MaskedTokens.of_response(
-            output["prompt_ids"],
-            output["response_ids"],
-            output["response_mask"],
-            output["response_logprobs"],
-            reward=float(output.get("reward_score") or 0.0),
-            version_range=version_range(output.get("extra_fields") or {}),
-            name=name,
+    unknown = sorted(set(fields) - WHOLE_SEQUENCE_FIELDS)
+    if unknown:
+        raise ValueError(
+            "from_agent_loop_outputs: fields must be of "
+            f"{sorted(WHOLE_SEQUENCE_FIELDS)}, got {unknown}"
         )
-        found.append(masked.trajectory(name, group=group))
+    sessions = [output if isinstance(output, (list, tuple)) else [output] for output in outputs]
+    uids = given_groups("from_agent_loop_outputs", groups, len(sessions))
+    found = []
+    for session, name, group in zip(
+        sessions, row_ids("from_agent_loop_outputs", ids, uids), uids, strict=True
+    ):
+        if not session:
+            raise ValueError(f"from_agent_loop_outputs: {name!r} is an empty list of outputs")
+        turns = [
+            turn
+            for output in session
+            for turn in _masked_output(output, name, fields, rewarded=output is session[-1])
+            .trajectory(name)
+            .turns
+        ]
+        found.append(Trajectory(name, turns, group))
     return found
+
+
+def _masked_output(
+    output: Any, name: str, fields: Sequence[str], *, rewarded: bool
+) -> MaskedTokens:
+    """Return the tokens of an ``AgentLoopOutput``, and its reward if it is that of the session."""
+    given = output if isinstance(output, Mapping) else vars(output)
+    extra = given.get("extra_fields") or {}
+    for key in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
+        if given.get(key) is None:
+            raise ValueError(f"from_agent_loop_outputs: {name!r} has no {key}")
+    media = given.get("multi_modal_data") or {}
+    media = sorted(key for key, of in media.items() if of is not None and len(of))
+    if media:
+        raise ValueError(f"from_agent_loop_outputs: {name!r} has {media}, which are not carried")
+    for key in ("teacher_ids", "teacher_logprobs"):
+        if extra.get(key) is not None and key not in fields:
+            raise ValueError(
+                f"from_agent_loop_outputs: {name!r} has {key}: name it in fields, or take it out"
+            )
+    values = {key: extra.get(key) for key in WHOLE_SEQUENCE_FIELDS}
+    values["routed_experts"] = given.get("routed_experts")
+    length = len(given["prompt_ids"]) + len(given["response_ids"])
+    return MaskedTokens.of_response(
+        given["prompt_ids"],
+        given["response_ids"],
+        given["response_mask"],
+        given["response_logprobs"],
+        reward=float(given.get("reward_score") or 0.0) if rewarded else 0.0,
+        version_range=version_range(extra),
+        fields={key: _rows_of_all(name, key, values[key], length=length) for key in fields},
+        name=name,
+    )
+
+
+def _rows_of_all(name: str, field: str, values: Any, *, length: int) -> npt.NDArray[Any]:
+    """Return rows of a field. Routes, fewer than tokens, are followed by zeros, as in verl."""
+    if values is None:
+        raise ValueError(f"from_agent_loop_outputs: {name!r} has no {field}")
+    rows = host_array(values)
+    if field != "routed_experts":
+        return rows
+    missing = np.zeros((max(length - len(rows), 0), *rows.shape[1:]), rows.dtype)
+    return np.concatenate([rows[:length], missing])
 
 
 def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:

@@ -1,5 +1,10 @@
 """Batches for the tests of formats made of rows, and rows made of them one token at a time."""
 
+import dataclasses
+
+import numpy as np
+import torch
+
 from trajpack import Trajectory, Turn, pack
 
 
@@ -40,6 +45,41 @@ def forked_batch(**options):
     )
     silent = Trajectory("silent", [Turn([1, 2, 3], [], [], 16.0)], "task")
     return pack([forked, silent, conversation("long", 3)], **options)
+
+
+def random_batch(rng, *, fields=(), **options):
+    """Return a batch of a few random trajectories, with advantages; some break their history.
+
+    Each of ``fields`` has a random row for every generated token, or for every token.
+    """
+    trajectories = []
+    for number in range(int(rng.integers(1, 6))):
+        heard, turns = rng.integers(9, 90, rng.integers(1, 6)).tolist(), []
+        for _ in range(int(rng.integers(1, 4))):
+            said = rng.integers(9, 90, rng.integers(1, 7)).tolist()
+            rows = {
+                field.name: random_rows(
+                    rng, field, len(said) if field.generated_only else len(heard) + len(said)
+                )
+                for field in fields
+            }
+            logprobs = -rng.random(len(said), np.float32)
+            turns.append(Turn(heard, said, logprobs, float(rng.normal()), fields=rows or None))
+            heard = [*heard, *said, *rng.integers(9, 90, rng.integers(0, 4)).tolist()]
+            if rng.random() < 0.2:
+                heard = rng.integers(9, 90, 3).tolist()  # a rewritten history
+        trajectories.append(Trajectory(str(number), turns, f"group {number % 2}"))
+    batch = pack(trajectories, device="cpu", fields=fields, **options)
+    advantages = torch.from_numpy(rng.normal(size=batch.num_tokens)).float()
+    return dataclasses.replace(batch, advantages=torch.where(batch.loss_mask, advantages, 0.0))
+
+
+def random_rows(rng, field, count):
+    """Return that many random rows of a field; experts of a token are distinct."""
+    if field.dtype.is_floating_point:
+        return -rng.random((count, *field.shape), np.float32)
+    rows = rng.random((count, *field.shape[:-1], 16)).argsort(-1)[..., : field.shape[-1]]
+    return torch.from_numpy(rows).to(field.dtype).numpy()
 
 
 def rows_by_loop(batch):

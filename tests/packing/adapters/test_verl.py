@@ -1,14 +1,18 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.packing.adapters.packed_loss import clipped_loss
 from tests.packing.adapters.row_cases import (
     conversation,
     forked_batch,
     padded,
     plain_batch,
+    random_batch,
     rows_by_loop,
 )
 from tests.packing.adapters.stand_ins import stand_ins
@@ -224,6 +228,41 @@ def test_the_jagged_form_has_its_labels_and_lengths():
     assert jagged["advantages"].shape[0] == 4
 
 
+def actor_settings():
+    """Settings of verl's actor as its loss reads them: by name, and by ``get``."""
+    settings = {
+        "global_batch_info": {}, "loss_scale_factor": None, "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "vanilla"}, "use_kl_loss": False, "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e9,
+    }  # fmt: skip
+    return SimpleNamespace(get=settings.get, **settings)
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_verls_own_loss_of_the_jagged_form_is_that_of_the_packed_tokens(verl, layout):
+    from tensordict import NonTensorData
+
+    losses = verl.load("verl.workers.utils.losses")
+    rng = np.random.default_rng(20)
+    for number in range(40):
+        batch = random_batch(
+            rng, layout=layout, fields=[TokenField("old_log_probs", torch.float32)]
+        )
+        now = (
+            batch.rollout_logprobs + torch.from_numpy(rng.normal(0, 0.3, batch.num_tokens)).float()
+        )
+        jagged = to_tensordict(batch)
+        assert jagged["response_mask"].to_padded_tensor(0).shape[1] == jagged["max_response_len"]
+        for key in ("dp_size", "batch_num_tokens", "global_batch_size"):
+            jagged[key] = NonTensorData(1 if key == "dp_size" else None)
+        early = torch.nested.nested_tensor_from_jagged(now.roll(-1), batch.cu_seqlens.long())
+        loss, _ = losses.ppo_loss(actor_settings(), {"log_probs": early}, jagged)
+        expected = clipped_loss(
+            now, batch.fields["old_log_probs"], batch.advantages, batch.loss_mask
+        )
+        torch.testing.assert_close(loss, expected, msg=lambda text: f"batch {number}: {text}")  # noqa: B023
+
+
 def told_of(trajectory):
     return [
         (
@@ -318,6 +357,73 @@ def test_the_real_output_of_an_agent_loop_says_the_same_as_our_row(verl):
     assert found["non_tensors"]["__num_turns__"].tolist() == [told["num_turns"]]
     (trajectory,) = from_agent_loop_outputs([output])
     assert [turn.reward for turn in trajectory.turns] == [0.0, 3.0]
+
+
+def agent_output(prompt, response, **changes):
+    output = {
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "response_mask": [1] * len(response),
+        "response_logprobs": [-0.5] * len(response),
+        "reward_score": 2.0,
+    }
+    return output | changes
+
+
+def test_a_session_of_several_outputs_is_one_trajectory_with_one_reward():
+    """verl writes the last reward to every output of a session; it is that of the session."""
+    session = [agent_output([1, 2], [3, 4]), agent_output([1, 9], [5])]
+    alone = agent_output([7], [8], reward_score=1.0)
+    first, second = from_agent_loop_outputs([session, alone], groups=["task", "task"])
+    assert told_of(first) == [
+        ([1, 2], [3, 4], [-0.5, -0.5], 0.0),
+        ([1, 9], [5], [-0.5], 2.0),
+    ]
+    assert [trajectory.id for trajectory in (first, second)] == ["task_0", "task_1"]
+    batch = pack([first, second])
+    assert batch.seqlens == (4, 3, 2)
+    assert to_data_proto_dict(batch)["tensors"]["rm_scores"].sum().item() == 3.0
+    with pytest.raises(ValueError, match="'task_0' is an empty list of outputs"):
+        from_agent_loop_outputs([[]], groups=["task"])
+
+
+def test_fields_of_outputs_are_carried_where_they_are_named():
+    teacher = {
+        "teacher_ids": [[1, 2], [3, 4], [5, 6]],
+        "teacher_logprobs": [[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]],
+    }
+    output = agent_output([1], [2, 3], extra_fields=teacher, routed_experts=[[[0, 1]], [[2, 3]]])
+    fields = [
+        TokenField("teacher_ids", torch.int64, (2,), generated_only=False),
+        TokenField("teacher_logprobs", torch.float32, (2,), generated_only=False),
+        TokenField("routed_experts", torch.uint8, (1, 2), generated_only=False),
+    ]
+    names = [field.name for field in fields]
+    tensors = to_data_proto_dict(
+        pack(from_agent_loop_outputs([output], fields=names), fields=fields)
+    )["tensors"]
+    assert tensors["teacher_ids"][0].tolist() == teacher["teacher_ids"]
+    assert tensors["teacher_logprobs"][0].tolist() == teacher["teacher_logprobs"]
+    assert tensors["routed_experts"][0].tolist() == [[[0, 1]], [[2, 3]], [[0, 0]]]  # as verl
+    with pytest.raises(ValueError, match="'0' has teacher_ids: name it in fields"):
+        from_agent_loop_outputs([output])
+    with pytest.raises(ValueError, match="'0' has no routed_experts"):
+        from_agent_loop_outputs([agent_output([1], [2])], fields=["routed_experts"])
+    with pytest.raises(
+        ValueError, match=r"fields must be of \['routed_experts', .*got \['values'\]"
+    ):
+        from_agent_loop_outputs([output], fields=["values"])
+    short = agent_output([1], [2, 3], extra_fields={"teacher_ids": [[1, 2]]})
+    with pytest.raises(ValueError, match="teacher_ids must have 3 rows, one for each token, got 1"):
+        from_agent_loop_outputs([short], fields=["teacher_ids"])
+
+
+def test_images_of_outputs_are_refused():
+    images = agent_output([1], [2], multi_modal_data={"images": ["one"], "videos": None})
+    with pytest.raises(ValueError, match=r"'0' has \['images'\], which are not carried"):
+        from_agent_loop_outputs([images])
+    none = agent_output([1], [2], multi_modal_data={"images": []})
+    assert len(from_agent_loop_outputs([none])) == 1
 
 
 @pytest.mark.parametrize(

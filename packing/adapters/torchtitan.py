@@ -25,6 +25,7 @@ def to_training_microbatch(
     seq_len: int | None = None,
     pad_id: int = 0,
     per_sample_pad_multiple: int = 1,
+    flat: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return keyword arguments of a ``TrainingMicrobatch``: rows of what a token predicts.
 
@@ -39,6 +40,9 @@ def to_training_microbatch(
     advantages         float32 [rows, seq_len]  advantage of token t + 1                  0
     ================== ======= ================ ========================================= =======
 
+    torchtitan 0.3.0 has rows; its development branch has them one after the other, ``[T]`` with
+    ``T = rows * seq_len``, which is ``flat=True``.
+
     Each sequence gives up its last token before it is packed, so that nothing is shifted across
     a boundary. Log-probabilities and advantages are 0 where ``loss_mask`` is False.
 
@@ -49,6 +53,7 @@ def to_training_microbatch(
         seq_len: Tokens of a row; of the longest row if ``None``.
         pad_id: Token and label at padding.
         per_sample_pad_multiple: Each sequence takes a multiple of this many tokens in its row.
+        flat: Whether rows stand one after the other, in one dimension.
 
     Raises:
         ValueError: If there is no row, a row is longer than ``seq_len``, the batch has no
@@ -74,7 +79,8 @@ def to_training_microbatch(
     if seq_len is None:
         seq_len = max(width_without_last(batch, multiple) for batch in batches)
     packed = [_row(batch, seq_len, pad_id, multiple) for batch in batches]
-    return {name: torch.stack([row[name] for row in packed]) for name in packed[0]}
+    join = torch.cat if flat else torch.stack
+    return {name: join([row[name] for row in packed]) for name in packed[0]}
 
 
 def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:

@@ -1,9 +1,13 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from tests.packing.adapters.cases import some_batch, some_static_batch
+from tests.packing.adapters.packed_loss import clipped_loss
+from tests.packing.adapters.row_cases import random_batch
+from tests.packing.adapters.stand_ins import stand_ins
 from trajpack import Trajectory, Turn, pack, plan_micro_batches
 from trajpack.packing.adapters.torchtitan import to_training_microbatch, to_training_samples
 from trajpack.packing.alignment import Alignment
@@ -67,6 +71,48 @@ def test_rows_are_what_the_batcher_makes_of_the_samples(torchtitan, multiple):
     theirs = collated(torchtitan, batch, rows, multiple)
     assert_same(ours, theirs)
     assert_same(ours, torchtitan.TrainingMicrobatch(**ours))
+
+
+def test_flat_rows_stand_one_after_the_other():
+    """As later versions of its batcher collate them: the rows themselves, without their axis."""
+    batch = some_batch()
+    rows = [batch.select(row) for row in ([3, 4, 0], [], [5, 2, 1])]
+    stacked = to_training_microbatch(rows, seq_len=SEQ_LEN, pad_id=PAD)
+    flat = to_training_microbatch(rows, seq_len=SEQ_LEN, pad_id=PAD, flat=True)
+    assert list(flat) == list(stacked)
+    for name, tensor in stacked.items():
+        assert tensor.shape == (3, SEQ_LEN), name
+        assert_same_bits(flat[name], tensor.flatten(), name)
+    assert_same_bits(
+        to_training_microbatch(batch, flat=True)["labels"],
+        to_training_microbatch(batch)["labels"][0],
+    )
+
+
+def test_torchtitans_own_loss_of_the_rows_is_that_of_the_packed_tokens(torchtitan, peer):
+    """Its other modules spread work over devices, and are stood in for."""
+    rng = np.random.default_rng(21)
+    package = peer("torchtitan")
+    configs = package.load("torchtitan.config.configs")
+    package.load("torchtitan.config").CompileConfig = configs.CompileConfig
+    with stand_ins("spmd_types", "torchtitan.distributed", "torchtitan.tools"):
+        loss = package.load("torchtitan.experiments.rl.losses.dapo")
+    function = loss.DAPOLoss.__new__(loss.DAPOLoss)
+    function.ratio_clip_low = function.ratio_clip_high = 0.2
+    for _ in range(20):
+        batch = random_batch(rng)
+        rows = [[index] for index in range(len(batch))]
+        microbatch = to_training_microbatch((batch.select(row) for row in rows), pad_id=PAD)
+        logits = torch.from_numpy(rng.normal(size=(*microbatch["labels"].shape, 97))).float()
+        given = {key: microbatch[key] for key in ("generator_logprobs", "advantages", "loss_mask")}
+        found, _ = function(logits, microbatch["labels"], float(batch.num_generated), **given)
+        now = logits.log_softmax(-1).gather(2, microbatch["labels"][..., None])[..., 0]
+        mask = microbatch["loss_mask"]
+        expected = clipped_loss(
+            now[mask], batch.rollout_logprobs[batch.loss_mask],
+            batch.advantages[batch.loss_mask], torch.ones(batch.num_generated),
+        )  # fmt: skip
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])

@@ -1,11 +1,13 @@
-"""SkyRL: the ``GeneratorOutput`` of its generators, and the ``TrainingInput`` of its trainer."""
+"""SkyRL 0.4: the ``GeneratorOutput`` of its generators, the ``TrainingInput`` of its trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.kernels.pad import Number, pad
@@ -17,6 +19,18 @@ from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import row_scores, token_scores
 from trajpack.packing.rows import prompt_lengths_of, widths_of
 from trajpack.packing.types import Trajectory
+
+ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
+"""Dtypes of experts' numbers that SkyRL takes."""
+NO_TOKEN = -1
+"""What stands behind the last token of a sampling mask."""
+CARRIED = {"routed_experts": "rollout_expert_indices", "sampling_mask": "rollout_sample_support"}
+"""Extra fields that SkyRL has under names of its own."""
+LEFT_OUT = (
+    *("rollout_metrics", "env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
+    *("pixel_values", "image_grid_thw"),
+)
+"""Keys of a ``GeneratorOutput`` for which a batch has nothing."""
 
 
 class TrajectoryID(NamedTuple):
@@ -46,9 +60,14 @@ def to_generator_output(
     stop_reasons           str                 "length" where the last turn was, or "stop"
     trajectory_ids         `TrajectoryID`      the group or else the id; number in the group
     is_last_step           bool                whether it is its trajectory's last sequence
-    rollout_expert_indices nested lists        of extra field ``routed_experts``, if any
-    rollout_metrics        None
+    rollout_expert_indices array [L - 1, *]    of extra field ``routed_experts``
+    rollout_sample_support int32 array [R, K]  of extra field ``sampling_mask``; -1
     ====================== =================== ============================================
+
+    The last two are ``None`` without the field, and so are ``rollout_metrics``, ``env_metrics``,
+    ``trajectory_generation_times``, ``trajectory_time_splits``, ``pixel_values`` and
+    ``image_grid_thw``: a batch has no times and no images. Routes are those of all tokens but the
+    last, which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
 
     Where trajectories are several sequences each (layout ``"turns"``, or rewritten histories),
     SkyRL must be told so by ``generator.step_wise_trajectories``. It wants the trajectories of
@@ -60,7 +79,8 @@ def to_generator_output(
         rewards: ``"tokens"``: each turn's at its last token; ``"rows"``: the sum.
 
     Raises:
-        ValueError: If the batch is padded, or ``rewards`` is neither.
+        ValueError: If the batch is padded, ``rewards`` is neither, or a field has a dtype or a
+            shape that SkyRL does not take.
 
     Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
@@ -78,40 +98,52 @@ def to_generator_output(
         "rewards": rows.responses(token_scores(batch)) if by_token else row_scores(batch).tolist(),
         "loss_masks": rows.responses(batch.loss_mask.int()),
         "stop_reasons": ["length" if cut else "stop" for cut in rows.truncated()],
-        "rollout_metrics": None,
         "rollout_logprobs": rows.responses(batch.rollout_logprobs),
         "trajectory_ids": [TrajectoryID(*name) for name in names],
         "is_last_step": [one != other for one, other in pairwise([*owners, None])],
+        "rollout_expert_indices": None,
+        "rollout_sample_support": None,
+        **dict.fromkeys(LEFT_OUT),
     }
     if "routed_experts" in batch.fields:
-        found["rollout_expert_indices"] = rows.wholes(batch.fields["routed_experts"])
+        routes = _routes(batch).cpu().numpy()
+        found["rollout_expert_indices"] = [
+            routes[begin : max(end - 1, begin + 1)] for begin, _, end in rows.spans
+        ]
+    if "sampling_mask" in batch.fields:
+        support = _support(batch).cpu().numpy()
+        found["rollout_sample_support"] = [support[split:end] for _, split, end in rows.spans]
     return found
 
 
 def to_training_input(
     batch: PackedBatch, *, pad_token_id: int = 0, max_response_length: int | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Return a ``TrainingInput``: a row for each sequence, all that is of it at the right.
 
     ``B`` rows of ``S`` tokens, as the longest sequence has, padded on the left; of responses the
     last ``R`` columns. Nothing is shifted: column ``j`` of ``R`` belongs to its token.
 
-    ==================== ======= ========= ==================================================
-    key                  dtype   shape     content, and what stands at padding
-    ==================== ======= ========= ==================================================
-    sequences            int64   [B, S]    tokens; pad_token_id
-    attention_mask       int64   [B, S]    1 where there is a token; 0
-    response_mask        int64   [B, R]    1 on the response, observations too; 0
-    loss_mask            float32 [B, R]    1 where generated; 0
-    rewards              float32 [B, R]    each turn's at its last token; 0
-    rollout_logprobs     float32 [B, R]    0
-    advantages, returns  float32 [B, R]    if the batch has advantages; 0
-    rollout_expert_indices  int  [B, S, *] extra field ``routed_experts``, if any; 0
-    each other field     its own [B, R, *] 0
-    ==================== ======= ========= ==================================================
+    ====================== ============ ================ =====================================
+    key                    dtype        shape            content, and what stands at padding
+    ====================== ============ ================ =====================================
+    sequences              int64        [B, S]           tokens; pad_token_id
+    attention_mask         int64        [B, S]           1 where there is a token; 0
+    response_mask          int64        [B, R]           1 on the response, observations too; 0
+    loss_mask              float32      [B, R]           1 where generated; 0
+    rewards                float32      [B, R]           each turn's at its last token; 0
+    rollout_logprobs       float32      [B, R]           0
+    advantages, returns    float32      [B, R]           if the batch has advantages; 0
+    rollout_expert_indices PackedTensor [tokens, *]      extra field ``routed_experts``
+    router_padding_mask    bool         [B, S]           with it; True where there is no route
+    rollout_sample_support PackedTensor [responses, K]   extra field ``sampling_mask``; -1
+    each other field       its own      [B, R, *]        0
+    ====================== ============ ================ =====================================
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
-    `trajpack.packing.adapters.row_names.row_groups`. Not carried: policy versions, truncation.
+    `trajpack.packing.adapters.row_names.row_groups`. A ``PackedTensor`` is a class of SkyRL, which
+    must be installed for these two fields. The last token of a sequence has no route: experts 0, 1,
+    2, ... stand there, as SkyRL puts them. Not carried: policy versions, truncation, images.
 
     Args:
         batch: In any layout.
@@ -119,11 +151,14 @@ def to_training_input(
         max_response_length: ``R``; that of the longest response if ``None``.
 
     Raises:
+        ModuleNotFoundError: If SkyRL is not installed, and the batch has one of the two fields.
         ValueError: If a response is longer than that, as in `trajpack.packing.rows.rows_of`, the
-            batch is padded, or an extra field is named as another key.
+            batch is padded, an extra field is named as another key, a field has a dtype or a
+            shape that SkyRL does not take, or a batch with one of the two is empty.
 
     Cost: a launch for each key and some over the turns. One host read of a number, which
-    synchronises a device, unless ``max_response_length`` is given.
+    synchronises a device, unless ``max_response_length`` is given; two more for each
+    ``PackedTensor``, which checks its ends.
     """
     batch.check_unpadded()
     prompts = prompt_lengths_of(batch)
@@ -149,17 +184,35 @@ def to_training_input(
     }
     if batch.advantages is not None:
         found |= {"advantages": response(batch.advantages), "returns": response(batch.returns)}
-    check_field_names("to_training_input", batch, found)
+    check_field_names(
+        "to_training_input", batch, (*found, *CARRIED.values(), "router_padding_mask")
+    )
     for name, values in batch.fields.items():
-        if name == "routed_experts":
-            found["rollout_expert_indices"] = whole(values)
-        else:
+        if name not in CARRIED:
             kept = is_response.reshape(-1, *[1] * (values.ndim - 1))
             found[name] = response(torch.where(kept, values, 0))
+    if not CARRIED.keys() & batch.fields.keys():
+        return found
+    from skyrl.backends.skyrl_train.utils.packed_tensor import PackedTensor
+
+    if not len(batch):
+        raise ValueError("to_training_input: the batch is empty, which no PackedTensor can be")
+    if "routed_experts" in batch.fields:
+        routes, last = _routes(batch), _unforwarded(batch)
+        dummy = torch.arange(routes.shape[-1], dtype=routes.dtype, device=batch.device)
+        routes = torch.where(last[:, None, None], dummy, routes)
+        found["rollout_expert_indices"] = PackedTensor(routes, batch.cu_seqlens)
+        found["router_padding_mask"] = whole(last, True)
+    if "sampling_mask" in batch.fields:
+        ends = (lengths - prompts).cumsum(0, dtype=torch.int32)
+        bounds = torch.nn.functional.pad(ends, (1, 0))
+        found["rollout_sample_support"] = PackedTensor(_support(batch)[is_response], bounds)
     return found
 
 
-def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
+def from_generator_output(
+    output: Mapping[str, Any], *, fields: Sequence[str] = ()
+) -> list[Trajectory]:
     """Return the trajectories of a ``GeneratorOutput``.
 
     Entries of one ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
@@ -171,10 +224,32 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
     What is not in it cannot come back: turns that generated nothing or had no observation
     between them, policy versions.
 
+    Args:
+        output: What a generator returned.
+        fields: What turns take over as `Turn.fields`: ``"routed_experts"`` (rows of prompt and
+            completion, 0, 1, 2, ... where no route was captured; declare the `TokenField` with
+            ``generated_only=False``), ``"sampling_mask"`` (rows of the completion, int32, -1
+            behind the last token). Routes are left out where they are not named.
+
     Raises:
-        ValueError: If a key is missing or lengths disagree.
+        ValueError: If a key is missing or lengths disagree, one of ``fields`` is missing or
+            another name; if there are images, or sample support that ``fields`` does not name.
     """
-    needed = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
+    unknown = sorted(set(fields) - CARRIED.keys())
+    if unknown:
+        raise ValueError(
+            f"from_generator_output: fields must be of {sorted(CARRIED)}, got {unknown}"
+        )
+    for key in ("pixel_values", "image_grid_thw"):
+        if output.get(key) is not None:
+            raise ValueError(f"from_generator_output: {key} are there, which are not carried")
+    if output.get("rollout_sample_support") is not None and "sampling_mask" not in fields:
+        raise ValueError(
+            "from_generator_output: rollout_sample_support is there: name sampling_mask in fields, "
+            "or take it out"
+        )
+    needed = ["prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs"]
+    needed += [CARRIED[name] for name in fields]
     for key in needed:
         if output.get(key) is None:
             raise ValueError(f"from_generator_output: {key} are missing, got {sorted(output)}")
@@ -190,7 +265,7 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
     found: dict[str, Trajectory] = {}
     for row, name in enumerate(names):
         group = None if labels is None else str(labels[row].instance_id)
-        trajectory = _masked(output, row, name).trajectory(name, group=group)
+        trajectory = _masked(output, row, name, fields=fields).trajectory(name, group=group)
         before = found[name].turns if name in found else ()
         found[name] = Trajectory(name, [*before, *trajectory.turns], group)
     return list(found.values())
@@ -204,10 +279,16 @@ def _name(label: Any) -> str:
     return str(label.to_string())
 
 
-def _masked(output: Mapping[str, Any], row: int, name: str) -> MaskedTokens:
+def _masked(
+    output: Mapping[str, Any], row: int, name: str, *, fields: Sequence[str]
+) -> MaskedTokens:
     reward = output["rewards"][row]
     by_token = host_array(reward).ndim > 0
     reasons = output.get("stop_reasons")
+    rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
+    if "routed_experts" in rows:
+        length = len(output["prompt_token_ids"][row]) + len(output["response_ids"][row])
+        rows["routed_experts"] = _all_routed(rows["routed_experts"], length)
     return MaskedTokens.of_response(
         output["prompt_token_ids"][row],
         output["response_ids"][row],
@@ -216,5 +297,44 @@ def _masked(output: Mapping[str, Any], row: int, name: str) -> MaskedTokens:
         reward if by_token else None,
         reward=0.0 if by_token else float(reward),
         truncated=reasons is not None and reasons[row] == "length",
+        fields=rows,
         name=name,
     )
+
+
+def _all_routed(routes: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Return a route for each token: distinct experts where none was captured, as in SkyRL."""
+    missing = max(length - len(routes), 0)
+    dummy = np.arange(routes.shape[-1], dtype=routes.dtype)
+    return np.concatenate([routes, np.broadcast_to(dummy, (missing, *routes.shape[1:]))])
+
+
+def _routes(batch: PackedBatch) -> torch.Tensor:
+    """Return the experts of each token, ``[tokens, layers, k]``."""
+    routes = batch.fields["routed_experts"]
+    if routes.dtype not in ROUTE_DTYPES or routes.ndim != 3:
+        raise ValueError(
+            "SkyRL takes routed_experts of uint8, int16 or int32 with two dimensions for a token, "
+            f"got {routes.dtype} and shape {list(routes.shape[1:])}"
+        )
+    return routes
+
+
+def _support(batch: PackedBatch) -> torch.Tensor:
+    """Return the tokens that could be sampled, int32 ``[tokens, k]``; -1 behind the last."""
+    mask = batch.fields["sampling_mask"]
+    if mask.ndim != 2 or mask.is_floating_point():
+        raise ValueError(
+            "SkyRL takes a sampling_mask of integers with one dimension for a token, "
+            f"got {mask.dtype} and shape {list(mask.shape[1:])}"
+        )
+    return torch.where((batch.turn_ids >= 0)[:, None], mask, NO_TOKEN).int()
+
+
+def _unforwarded(batch: PackedBatch) -> torch.Tensor:
+    """Return where a sequence has its last token, which no engine forwards, bool ``[tokens]``.
+
+    Of a sequence of one token nothing is predicted: its route is taken as it is given.
+    """
+    lengths = batch.cu_seqlens.diff()[batch.sequence_ids.long()]
+    return (batch.position_ids + 1 == lengths) & (lengths > 1)

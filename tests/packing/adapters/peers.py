@@ -2,7 +2,8 @@
 
 `peers.txt` names them; `make test` puts each into ``peers/<name>`` of the virtual environment. They
 are not installed beside the library since what they need as a whole (engines, kernels, services)
-is far more than the few modules that say what a format is.
+is far more than the few modules that say what a format is. Nor does the Python matter that a
+package asks for as a whole: SkyRL 0.4 asks for 3.12, and the modules imported here run in 3.11.
 """
 
 from __future__ import annotations

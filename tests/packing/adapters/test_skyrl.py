@@ -1,5 +1,4 @@
-from types import SimpleNamespace
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +9,7 @@ from tests.packing.adapters.row_cases import (
     forked_batch,
     padded,
     plain_batch,
+    random_batch,
     rows_by_loop,
 )
 from tests.packing.adapters.stand_ins import stand_ins
@@ -20,21 +20,25 @@ from trajpack.packing.adapters.skyrl import (
     to_generator_output,
     to_training_input,
 )
-from trajpack.testing import trajectory_lists
+from trajpack.testing import assert_same_bits, trajectory_lists
 
 PAD = 99
 
 
 @pytest.fixture
 def skyrl(peer):
-    """SkyRL's modules of lists and tensors, without its workers, settings and environments."""
+    """SkyRL's modules of lists and tensors, without its workers, settings and environments.
+
+    The package asks for a newer Python than the oldest one that runs here. These modules do not.
+    """
     package = peer("skyrl")
-    for name in ("skyrl", "skyrl.train", "skyrl.backends", "skyrl.backends.skyrl_train"):
+    backend = "skyrl.backends.skyrl_train"
+    bare = ["skyrl", "skyrl.train", "skyrl.train.utils", "skyrl.train.generators"]
+    bare += ["skyrl.backends", backend, f"{backend}.utils", f"{backend}.distributed"]
+    for name in [*bare, f"{backend}.distributed.megatron"]:
         package.without_init(name)
-    for name in ("skyrl.train.utils", "skyrl.train.generators"):
-        package.without_init(name)
-    own = "skyrl.train.config skyrl.train.dataset.dataset skyrl.backends.skyrl_train.utils"
-    own += " skyrl.backends.skyrl_train.inference_servers skyrl.backends.skyrl_train.workers"
+    own = "skyrl.train.config skyrl.train.dataset.dataset"
+    own += f" {backend}.inference_servers {backend}.workers"
     absent = "jaxtyping ray omegaconf loguru torchdata skyrl_gym"
     with stand_ins(*absent.split(), *own.split()):
         yield package
@@ -98,7 +102,7 @@ def test_skyrls_own_tensors_of_the_lists_are_the_training_input(skyrl, make):
     batch = make()
     lists = to_generator_output(batch)
     expected = convert(
-        SimpleNamespace(pad_token_id=PAD), lists["prompt_token_ids"], lists["response_ids"],
+        PAD, lists["prompt_token_ids"], lists["response_ids"],
         lists["rewards"], lists["loss_masks"], lists["rollout_logprobs"],
     )  # fmt: skip
     found = to_training_input(batch, pad_token_id=PAD)
@@ -145,18 +149,109 @@ def test_with_a_width_nothing_is_read_back_to_the_host():
     assert found["sequences"].shape == (4, 12)
 
 
-def test_routed_experts_are_of_whole_rows_and_other_fields_of_responses():
-    fields = [
-        TokenField("routed_experts", torch.uint8, (1, 2), generated_only=False),
-        TokenField("values", torch.float32, generated_only=False),
-    ]
-    rows = {"routed_experts": [[[1, 2]], [[3, 4]], [[5, 6]]], "values": [0.5, 0.25, 2.0]}
-    turn = Turn([1, 2], [3], [-1.0], fields=rows)
-    batch = pack([Trajectory("a", [turn])], fields=fields)
-    found = to_training_input(batch, max_response_length=2)
-    assert found["values"].tolist() == [[0.0, 2.0]]
-    assert found["rollout_expert_indices"].tolist() == [rows["routed_experts"]]
-    assert to_generator_output(batch)["rollout_expert_indices"] == [rows["routed_experts"]]
+FIELDS = [
+    TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False),
+    TokenField("sampling_mask", torch.int32, (4,), fill=-1),
+    TokenField("values", torch.float32),
+]
+
+
+def test_other_fields_are_of_responses():
+    rng = np.random.default_rng(4)
+    batch = random_batch(rng, fields=FIELDS[2:])
+    found = to_training_input(batch)["values"]
+    for row, values in enumerate(batch.fields["values"].split(batch.seqlens)):
+        prompt = len(rows_by_loop(batch)[row][0])
+        expected = padded(values[prompt:].tolist(), found.shape[1], 0.0, "left")
+        assert found[row].tolist() == expected
+
+
+def test_a_generator_output_has_every_key_of_skyrls(skyrl):
+    base = skyrl.load("skyrl.train.generators.base")
+    for batch in (plain_batch(), random_batch(np.random.default_rng(1), fields=FIELDS)):
+        assert set(to_generator_output(batch)) == set(base.GeneratorOutput.__annotations__)
+
+
+def test_skyrls_own_tensors_of_routes_and_support_are_those_of_the_training_input(skyrl):
+    preprocess = skyrl.load("skyrl.train.dataset.preprocess")
+    batches = skyrl.load("skyrl.backends.skyrl_train.training_batch")
+    validate = skyrl.load("skyrl.train.utils.trainer_utils").validate_generator_output
+    check_support = skyrl.load("skyrl.backends.skyrl_train.utils.sample_support")
+    rng = np.random.default_rng(22)
+    for _ in range(20):
+        batch = random_batch(rng, fields=FIELDS, layout="merged")
+        lists = to_generator_output(batch)
+        validate(len(batch), lists, step_wise=True, routes_expected=True)
+        *_, routes, support = preprocess.convert_prompts_responses_to_batch_tensors(
+            PAD, lists["prompt_token_ids"], lists["response_ids"], lists["rewards"],
+            lists["loss_masks"], lists["rollout_logprobs"], lists["rollout_expert_indices"],
+            lists["rollout_sample_support"],
+        )  # fmt: skip
+        found = to_training_input(batch, pad_token_id=PAD)
+        for key, tensor in (
+            ("rollout_expert_indices", routes),
+            ("rollout_sample_support", support),
+        ):
+            assert type(found[key]) is type(tensor)
+            assert_same_bits(found[key].values, tensor.values, key)
+            assert_same_bits(found[key].cu_seqlens, tensor.cu_seqlens, key)
+        captured = [len(rows) for rows in lists["rollout_expert_indices"]]
+        mask = preprocess.make_router_padding_mask(found["attention_mask"], captured)
+        assert_same_bits(found["router_padding_mask"], mask)
+        for rows in lists["rollout_sample_support"]:
+            check_support.validate_sample_support(rows)
+        whole = batches.TrainingInputBatch(found)
+        bigger = batches.pad_training_input_batch(whole, 2)
+        assert len(bigger["rollout_expert_indices"]) == len(batch) + 2
+        assert set(found) <= {*batches.TrainingInput.__annotations__, "values"}
+
+
+def test_routes_and_support_come_back_where_they_are_named():
+    batch = random_batch(np.random.default_rng(5), fields=FIELDS[:2])
+    output = to_generator_output(batch)
+    names = ["routed_experts", "sampling_mask"]
+    again = pack(from_generator_output(output, fields=names), fields=FIELDS[:2])
+    assert again.seqlens == batch.seqlens
+    assert_same_bits(again.fields["sampling_mask"], batch.fields["sampling_mask"])
+    last = torch.tensor(batch.seqlens).cumsum(0) - 1
+    routes = batch.fields["routed_experts"].index_fill(0, last, 0)
+    routes[last] = torch.arange(3, dtype=torch.uint8)
+    assert_same_bits(again.fields["routed_experts"], routes)
+    with pytest.raises(ValueError, match="name sampling_mask in fields, or take it out"):
+        from_generator_output(output)
+    with pytest.raises(ValueError, match=r"fields must be of \['routed_experts', .*\['values'\]"):
+        from_generator_output(output, fields=["values"])
+    with pytest.raises(ValueError, match="rollout_expert_indices are missing"):
+        from_generator_output(to_generator_output(plain_batch()), fields=["routed_experts"])
+    images = to_generator_output(plain_batch()) | {"pixel_values": [torch.zeros(1, 2)] * 3}
+    with pytest.raises(ValueError, match="pixel_values are there, which are not carried"):
+        from_generator_output(images)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        (
+            TokenField("routed_experts", torch.int64, (2, 3), generated_only=False),
+            "got torch.int64",
+        ),
+        (TokenField("routed_experts", torch.uint8, (3,), generated_only=False), r"shape \[3\]"),
+        (TokenField("sampling_mask", torch.int32, (2, 3)), r"shape \[2, 3\]"),
+        (TokenField("sampling_mask", torch.float32, (3,)), "got torch.float32"),
+    ],
+    ids=str,
+)
+def test_fields_that_skyrl_does_not_take_are_refused(skyrl, field, message):
+    batch = random_batch(np.random.default_rng(6), fields=[field])
+    for convert in (to_generator_output, to_training_input):
+        with pytest.raises(ValueError, match=f"SkyRL takes .*{message}"):
+            convert(batch)
+
+
+def test_an_empty_batch_with_routes_is_refused(skyrl):
+    with pytest.raises(ValueError, match="the batch is empty, which no PackedTensor can be"):
+        to_training_input(pack([], fields=FIELDS))
+    assert to_generator_output(pack([], fields=FIELDS))["rollout_expert_indices"] == []
 
 
 def test_an_empty_batch_is_lists_and_rows_of_nothing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.conversion import host_array
@@ -36,3 +37,9 @@ def check_shapes(
             raise ValueError(
                 f"{op}: {key} must have shape {list(shape)}, got {list(arrays[key].shape)}"
             )
+
+
+def filled_up(rows: npt.NDArray[Any], length: int, fill: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Return ``rows`` with rows of ``fill`` behind, so that there are ``length`` of them."""
+    behind = (max(length - len(rows), 0), *rows.shape[1:])
+    return np.concatenate([rows, np.broadcast_to(np.asarray(fill, rows.dtype), behind)])

@@ -7,12 +7,13 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.pad import Number, pad
+from trajpack.packing.adapters.row_arrays import filled_up
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import check_field_names, row_groups
+from trajpack.packing.adapters.sampling_mask import mask_rows
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
@@ -22,8 +23,6 @@ from trajpack.packing.types import Trajectory
 
 ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
 """Dtypes of experts' numbers that SkyRL takes."""
-NO_TOKEN = -1
-"""What stands behind the last token of a sampling mask."""
 CARRIED = {"routed_experts": "rollout_expert_indices", "sampling_mask": "rollout_sample_support"}
 """Extra fields that SkyRL has under names of its own."""
 LEFT_OUT = (
@@ -111,7 +110,7 @@ def to_generator_output(
             routes[begin : max(end - 1, begin + 1)] for begin, _, end in rows.spans
         ]
     if "sampling_mask" in batch.fields:
-        support = _support(batch).cpu().numpy()
+        support = mask_rows("to_generator_output", batch).cpu().numpy()
         found["rollout_sample_support"] = [support[split:end] for _, split, end in rows.spans]
     return found
 
@@ -206,7 +205,8 @@ def to_training_input(
     if "sampling_mask" in batch.fields:
         ends = (lengths - prompts).cumsum(0, dtype=torch.int32)
         bounds = torch.nn.functional.pad(ends, (1, 0))
-        found["rollout_sample_support"] = PackedTensor(_support(batch)[is_response], bounds)
+        support = mask_rows("to_training_input", batch)[is_response]
+        found["rollout_sample_support"] = PackedTensor(support, bounds)
     return found
 
 
@@ -287,8 +287,9 @@ def _masked(
     reasons = output.get("stop_reasons")
     rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "routed_experts" in rows:
+        routes = rows["routed_experts"]
         length = len(output["prompt_token_ids"][row]) + len(output["response_ids"][row])
-        rows["routed_experts"] = _all_routed(rows["routed_experts"], length)
+        rows["routed_experts"] = filled_up(routes, length, np.arange(routes.shape[-1]))
     return MaskedTokens.of_response(
         output["prompt_token_ids"][row],
         output["response_ids"][row],
@@ -302,13 +303,6 @@ def _masked(
     )
 
 
-def _all_routed(routes: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
-    """Return a route for each token: distinct experts where none was captured, as in SkyRL."""
-    missing = max(length - len(routes), 0)
-    dummy = np.arange(routes.shape[-1], dtype=routes.dtype)
-    return np.concatenate([routes, np.broadcast_to(dummy, (missing, *routes.shape[1:]))])
-
-
 def _routes(batch: PackedBatch) -> torch.Tensor:
     """Return the experts of each token, ``[tokens, layers, k]``."""
     routes = batch.fields["routed_experts"]
@@ -318,17 +312,6 @@ def _routes(batch: PackedBatch) -> torch.Tensor:
             f"got {routes.dtype} and shape {list(routes.shape[1:])}"
         )
     return routes
-
-
-def _support(batch: PackedBatch) -> torch.Tensor:
-    """Return the tokens that could be sampled, int32 ``[tokens, k]``; -1 behind the last."""
-    mask = batch.fields["sampling_mask"]
-    if mask.ndim != 2 or mask.is_floating_point():
-        raise ValueError(
-            "SkyRL takes a sampling_mask of integers with one dimension for a token, "
-            f"got {mask.dtype} and shape {list(mask.shape[1:])}"
-        )
-    return torch.where((batch.turn_ids >= 0)[:, None], mask, NO_TOKEN).int()
 
 
 def _unforwarded(batch: PackedBatch) -> torch.Tensor:

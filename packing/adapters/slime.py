@@ -5,15 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from trajpack.packing.adapters.row_arrays import filled_up
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import row_ids
+from trajpack.packing.adapters.sampling_mask import (
+    RaggedMask,
+    as_integers,
+    mask_rows,
+    padded,
+    ragged,
+    widest,
+)
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import as_number
+from trajpack.packing.conversion import as_number, host_array
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import row_scores
 from trajpack.packing.types import Trajectory
+
+OPTIONAL = (
+    *("rollout_routed_experts", "teacher_log_probs"),
+    *("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+)
+"""What samples have of extra fields."""
+SAMPLE_KEYS = {
+    "routed_experts": "rollout_routed_experts",
+    "teacher_log_probs": "teacher_log_probs",
+    "sampling_mask": "rollout_top_p_token_ids",
+}
+"""Where a sample has an extra field."""
+IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
+"""What a sample has of images, which no trajectory can have."""
 
 
 def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
@@ -34,8 +58,15 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     rollout_id         int       the trajectory: sequences of one share it
     ================== ========= ==========================================================
 
-    ``Sample.from_dict`` reads them. Extra field ``routed_experts`` goes as
-    ``rollout_routed_experts``, a tensor ``[sequence, *]``. Where nothing was generated the
+    ``Sample.from_dict`` reads them. Extra fields of these names go along:
+
+    - ``routed_experts`` as ``rollout_routed_experts``, a tensor ``[L - 1, layers, k]``: of L tokens
+      no engine forwards the last. Declare the field with ``generated_only=False``.
+    - ``teacher_log_probs``, list[float] of the response.
+    - ``sampling_mask`` as ``rollout_top_p_token_ids``, an int32 tensor of all tokens of the
+      response's masks, and ``rollout_top_p_token_offsets``, int32 ``[response_length + 1]``.
+
+    Where nothing was generated the
     response is the last token, masked: slime cannot take one of no tokens. Not carried: which
     turn a reward belongs to, advantages, versions of single tokens, texts.
 
@@ -74,15 +105,17 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
                 "rollout_id": trajectory,
             }
         )
-    if "routed_experts" in batch.fields:
-        pieces = batch.fields["routed_experts"].cpu().split(batch.seqlens)
-        for sample, piece in zip(samples, pieces, strict=True):
-            sample["rollout_routed_experts"] = piece
+    for name, column in _optional(batch, rows).items():
+        for sample, of in zip(samples, column, strict=True):
+            sample[name] = of
     return samples
 
 
 def to_train_data(
-    batch: PackedBatch, *, rewards: torch.Tensor | Sequence[float] | None = None
+    batch: PackedBatch,
+    *,
+    rewards: torch.Tensor | Sequence[float] | None = None,
+    source_names: str | Sequence[str] = "unknown",
 ) -> dict[str, list[Any]]:
     """Return what ``custom_convert_samples_to_train_data_func`` returns: a list for each key.
 
@@ -99,9 +132,10 @@ def to_train_data(
     loss_masks           list[int]   of the response; 1 where generated, 0 on observations
     rollout_mask_sums    int         generated tokens of all sequences of the trajectory
     rollout_log_probs    list[float] of the response, not shifted; 0.0 on observations
+    source_names         str         see ``source_names``
     ==================== =========== ======================================================
 
-    Extra field ``routed_experts`` goes as ``rollout_routed_experts``. slime itself makes
+    Extra fields go along as in `to_samples`. slime itself makes
     tensors of them: tokens int64, masks int32, log-probabilities float32. Not carried: which
     turn a reward belongs to, advantages, versions.
 
@@ -109,9 +143,11 @@ def to_train_data(
         batch: In any layout.
         rewards: One for each sequence, as slime's ``rewards`` are: compared within groups
             already, `trajpack.kernels.grpo` for one. As they were given if ``None``.
+        source_names: Where each sequence comes from, for slime's logs, or one for all.
 
     Raises:
-        ValueError: If there are more or fewer rewards than sequences, or the batch is padded.
+        ValueError: If there are more or fewer rewards or names than sequences, or the batch is
+            padded.
 
     Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
@@ -121,6 +157,13 @@ def to_train_data(
     if len(given) != len(samples):
         raise ValueError(
             f"to_train_data: rewards must be {len(samples)}, one a sequence, got {len(given)}"
+        )
+    one = isinstance(source_names, str)
+    sources = [source_names] * len(samples) if one else list(source_names)
+    if len(sources) != len(samples):
+        raise ValueError(
+            f"to_train_data: source_names must be {len(samples)}, one a sequence, "
+            f"got {len(sources)}"
         )
     sums = [0] * len(batch.ids)
     for sample in samples:
@@ -136,13 +179,21 @@ def to_train_data(
         "loss_masks": [sample["loss_mask"] for sample in samples],
         "rollout_mask_sums": [sums[sample["rollout_id"]] for sample in samples],
         "rollout_log_probs": [sample["rollout_log_probs"] for sample in samples],
+        "source_names": sources,
     }
-    if "routed_experts" in batch.fields:
-        found["rollout_routed_experts"] = [sample["rollout_routed_experts"] for sample in samples]
+    for name in OPTIONAL:
+        if samples and name in samples[0]:
+            found[name] = [sample[name] for sample in samples]
     return found
 
 
-def from_samples(samples: Iterable[Any], ids: Iterable[str] | None = None) -> list[Trajectory]:
+def from_samples(
+    samples: Iterable[Any],
+    ids: Iterable[str] | None = None,
+    *,
+    fields: Sequence[str] = (),
+    sampling_mask_width: int | None = None,
+) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
     A sample is a trajectory: each run of its ``loss_mask`` a turn, with all before it as
@@ -158,26 +209,53 @@ def from_samples(samples: Iterable[Any], ids: Iterable[str] | None = None) -> li
     Args:
         samples: Those of a rollout, in order.
         ids: Names of the trajectories; the group and a number if ``None``.
+        fields: What turns take over as `Turn.fields`: ``"teacher_log_probs"``; ``"sampling_mask"``
+            (of the top-p tokens); ``"routed_experts"`` (rows of prompt and completion, experts 0,
+            1, 2, ... at the last token; declare the `TokenField` with ``generated_only=False``).
+            Routes are left out where they are not named.
+        sampling_mask_width: Tokens that a row of ``"sampling_mask"`` holds; as many as the longest
+            of these samples has if ``None``.
 
     Raises:
         ValueError: If tokens or log-probabilities are missing, lengths disagree, or the reward
-            is no number.
+            is no number; if one of ``fields`` is missing or another name, or a sample has images,
+            or teacher's log-probabilities or top-p tokens that ``fields`` does not name.
     """
+    unknown = sorted(set(fields) - {"routed_experts", "sampling_mask", "teacher_log_probs"})
+    if unknown:
+        raise ValueError(
+            "from_samples: fields must be of routed_experts, sampling_mask, teacher_log_probs, "
+            f"got {unknown}"
+        )
     given = [sample if isinstance(sample, Mapping) else vars(sample) for sample in samples]
     groups = [None if (of := sample.get("group_index")) is None else str(of) for sample in given]
     names = row_ids("from_samples", ids, groups)
-    return [
-        _trajectory(sample, name, group)
-        for sample, name, group in zip(given, names, groups, strict=True)
-    ]
+    for sample, name in zip(given, names, strict=True):
+        _check_carried(sample, name, fields)
+    masks = [_mask(sample) for sample in given] if "sampling_mask" in fields else []
+    width = widest(masks, sampling_mask_width)
+    found = []
+    for number, (sample, name, group) in enumerate(zip(given, names, groups, strict=True)):
+        rows = {field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields}
+        if masks:
+            rows["sampling_mask"] = padded(f"trajectory {name!r}", masks[number], width)
+        found.append(_trajectory(sample, name, group, fields=rows))
+    return found
 
 
 def from_train_data(
-    train_data: Mapping[str, Sequence[Any]], ids: Iterable[str] | None = None
+    train_data: Mapping[str, Sequence[Any]],
+    ids: Iterable[str] | None = None,
+    **options: Any,
 ) -> list[Trajectory]:
     """Return the trajectories of the lists that slime's trainer is given.
 
     As `from_samples`; rewards are those of ``raw_reward``. There are no groups and no versions.
+
+    Args:
+        train_data: A list for each key.
+        ids: Names of the trajectories; their numbers if ``None``.
+        options: ``fields`` and ``sampling_mask_width``, as in `from_samples`.
 
     Raises:
         ValueError: If a key is missing or lengths disagree.
@@ -190,6 +268,7 @@ def from_train_data(
         "reward": "raw_reward",
         "status": "truncated",
     }
+    keys |= {key: key for key in (*OPTIONAL, *IMAGES) if key in train_data}
     missing = [key for key in keys.values() if key not in train_data]
     if missing:
         raise ValueError(f"from_train_data: {missing} are missing, got {sorted(train_data)}")
@@ -200,10 +279,50 @@ def from_train_data(
     samples = [dict(zip(keys, row, strict=True)) for row in columns]
     for sample in samples:
         sample["status"] = "truncated" if sample["status"] else "completed"
-    return from_samples(samples, ids)
+    return from_samples(samples, ids, **options)
 
 
-def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Trajectory:
+def _optional(batch: PackedBatch, rows: RowLists) -> dict[str, list[Any]]:
+    """Return what samples have of extra fields, an entry for each sequence."""
+    found: dict[str, list[Any]] = {}
+    if "routed_experts" in batch.fields:
+        routes = batch.fields["routed_experts"].cpu()
+        found["rollout_routed_experts"] = [routes[begin : end - 1] for begin, _, end in rows.spans]
+    if "teacher_log_probs" in batch.fields:
+        found["teacher_log_probs"] = rows.responses(batch.fields["teacher_log_probs"])
+    if "sampling_mask" in batch.fields:
+        every = mask_rows("to_samples", batch).cpu()
+        masks = [ragged(every[split:end]) for _, split, end in rows.spans]
+        found["rollout_top_p_token_ids"] = [torch.from_numpy(mask.ids) for mask in masks]
+        found["rollout_top_p_token_offsets"] = [
+            torch.from_numpy(np.cumsum([0, *mask.counts], dtype=np.int32)) for mask in masks
+        ]
+    return found
+
+
+def _check_carried(sample: Mapping[str, Any], name: str, fields: Sequence[str]) -> None:
+    """Raise where a sample has what its loss needs, and trajectories are not to have."""
+    for key in IMAGES:
+        if sample.get(key) is not None:
+            raise ValueError(f"trajectory {name!r}: {key} are there, which are not carried")
+    for field, key in SAMPLE_KEYS.items():
+        there = sample.get(key) is not None
+        if field in fields and not there:
+            raise ValueError(f"trajectory {name!r}: {key} are missing")
+        if there and field not in (*fields, "routed_experts"):
+            raise ValueError(
+                f"trajectory {name!r}: {key} are there: name {field} in fields, or take them out"
+            )
+
+
+def _mask(sample: Mapping[str, Any]) -> RaggedMask:
+    offsets = as_integers(sample["rollout_top_p_token_offsets"])
+    return RaggedMask(as_integers(sample["rollout_top_p_token_ids"]), np.diff(offsets))
+
+
+def _trajectory(
+    sample: Mapping[str, Any], name: str, group: str | None, *, fields: dict[str, Any]
+) -> Trajectory:
     for key in ("tokens", "response_length", "rollout_log_probs"):
         if sample.get(key) is None:
             raise ValueError(f"trajectory {name!r}: {key} are missing")
@@ -218,6 +337,9 @@ def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Traj
         raise ValueError(f"trajectory {name!r}: reward must be a number, got {reward!r}")
     if sample.get("remove_sample"):  # slime keeps its reward in the group
         mask = [0] * length
+    if "routed_experts" in fields:
+        routes = fields["routed_experts"]
+        fields["routed_experts"] = filled_up(routes, len(tokens), np.arange(routes.shape[-1]))
     status = sample.get("status")
     masked = MaskedTokens.of_response(
         tokens[: len(tokens) - length],
@@ -226,6 +348,7 @@ def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Traj
         logprobs,
         reward=as_number(f"trajectory {name!r}: reward", reward),
         truncated=getattr(status, "value", status) == "truncated",
+        fields=fields,
         name=name,
     )
     return masked.with_turn_versions(_versions(sample)).trajectory(name, group=group)

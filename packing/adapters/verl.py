@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajpack.packing.adapters.row_arrays import filled_up
 from trajpack.packing.adapters.row_names import (
     check_field_names,
     given_groups,
@@ -321,10 +322,7 @@ def _rows_of_all(name: str, field: str, values: Any, *, length: int) -> npt.NDAr
     if values is None:
         raise ValueError(f"from_agent_loop_outputs: {name!r} has no {field}")
     rows = host_array(values)
-    if field != "routed_experts":
-        return rows
-    missing = np.zeros((max(length - len(rows), 0), *rows.shape[1:]), rows.dtype)
-    return np.concatenate([rows[:length], missing])
+    return filled_up(rows[:length], length, 0) if field == "routed_experts" else rows
 
 
 def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:

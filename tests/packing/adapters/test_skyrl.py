@@ -244,7 +244,7 @@ def test_routes_and_support_come_back_where_they_are_named():
 def test_fields_that_skyrl_does_not_take_are_refused(skyrl, field, message):
     batch = random_batch(np.random.default_rng(6), fields=[field])
     for convert in (to_generator_output, to_training_input):
-        with pytest.raises(ValueError, match=f"SkyRL takes .*{message}"):
+        with pytest.raises(ValueError, match=f"{field.name} .*{message}"):
             convert(batch)
 
 

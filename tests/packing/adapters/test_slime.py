@@ -3,11 +3,18 @@
 from enum import Enum
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.packing.adapters.row_cases import conversation, forked_batch, plain_batch, rows_by_loop
+from tests.packing.adapters.row_cases import (
+    conversation,
+    forked_batch,
+    plain_batch,
+    random_batch,
+    rows_by_loop,
+)
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.kernels import grpo
 from trajpack.packing.adapters.slime import (
@@ -16,7 +23,7 @@ from trajpack.packing.adapters.slime import (
     to_samples,
     to_train_data,
 )
-from trajpack.testing import trajectory_lists
+from trajpack.testing import assert_same_bits, trajectory_lists
 
 SAMPLE_FIELDS = {
     "group_index": int,
@@ -41,7 +48,13 @@ TRAIN_KEYS = {
     "loss_masks": list,
     "rollout_mask_sums": int,
     "rollout_log_probs": list,
+    "source_names": str,
 }
+FIELDS = [
+    TokenField("routed_experts", torch.int32, (2, 3), generated_only=False),
+    TokenField("teacher_log_probs", torch.float32),
+    TokenField("sampling_mask", torch.int32, (4,), fill=-1),
+]
 
 
 def test_samples_have_the_published_fields_in_their_types():
@@ -102,12 +115,84 @@ def test_rewards_compared_in_groups_go_beside_the_raw_ones():
         to_train_data(batch, rewards=[1.0, 2.0])
 
 
-def test_routed_experts_are_of_whole_sequences():
-    field = TokenField("routed_experts", torch.int32, (2,), generated_only=False)
-    turn = Turn([1], [2], [-1.0], fields={"routed_experts": [[1, 2], [3, 4]]})
-    batch = pack([Trajectory("a", [turn])], fields=[field])
-    assert to_samples(batch)[0]["rollout_routed_experts"].tolist() == [[1, 2], [3, 4]]
-    assert to_train_data(batch)["rollout_routed_experts"][0].shape == (2, 2)
+def test_routes_are_of_all_tokens_but_the_last():
+    """slime's routing replay asserts one row less than tokens, and fills the last one up."""
+    rng = np.random.default_rng(23)
+    batch = random_batch(rng, fields=FIELDS)
+    routes = batch.fields["routed_experts"].split(batch.seqlens)
+    for found in (
+        [sample["rollout_routed_experts"] for sample in to_samples(batch)],
+        to_train_data(batch)["rollout_routed_experts"],
+    ):
+        for rows, expected in zip(found, routes, strict=True):
+            assert_same_bits(rows, expected[:-1])
+
+
+def test_what_a_teacher_and_top_p_say_is_of_responses():
+    batch = random_batch(np.random.default_rng(24), fields=FIELDS)
+    found = to_train_data(batch)
+    rows = zip(
+        rows_by_loop(batch),
+        *(batch.fields[field.name].split(batch.seqlens) for field in FIELDS[1:]),
+        strict=True,
+    )
+    for number, ((prompt, response, mask, _), teacher, kept) in enumerate(rows):
+        length = found["response_lengths"][number]
+        assert length == len(response)
+        assert found["teacher_log_probs"][number] == teacher[len(prompt) :].tolist()
+        ids = found["rollout_top_p_token_ids"][number]
+        offsets = found["rollout_top_p_token_offsets"][number]
+        assert ids.dtype == offsets.dtype == torch.int32
+        assert len(offsets) == length + 1
+        for token, generated in enumerate(mask):
+            of = ids[offsets[token] : offsets[token + 1]].tolist()
+            row = kept[len(prompt) + token]
+            assert of == (row[row != -1].tolist() if generated else [])
+
+
+@pytest.mark.parametrize("train_data", [False, True])
+def test_fields_come_back_where_they_are_named(train_data):
+    batch = random_batch(np.random.default_rng(25), fields=FIELDS)
+    given = to_train_data(batch) if train_data else to_samples(batch)
+    convert = from_train_data if train_data else from_samples
+    names = [field.name for field in FIELDS]
+    again = pack(convert(given, fields=names), fields=FIELDS)
+    assert again.seqlens == batch.seqlens
+    for name in names[1:]:
+        assert_same_bits(again.fields[name], batch.fields[name], name)
+    ours, theirs = (of.fields["routed_experts"].split(of.seqlens) for of in (again, batch))
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert_same_bits(mine[:-1], expected[:-1])
+        assert mine[-1].tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(ValueError, match="name teacher_log_probs in fields, or take them out"):
+        convert(given)
+    with pytest.raises(ValueError, match="name sampling_mask in fields, or take them out"):
+        convert(given, fields=["teacher_log_probs"])
+    with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 3"):
+        convert(given, fields=names, sampling_mask_width=3)
+    wide = convert(given, fields=names, sampling_mask_width=6)
+    assert wide[0].turns[0].fields["sampling_mask"].shape[1] == 6
+
+
+def test_what_trajectories_cannot_have_is_refused():
+    with pytest.raises(ValueError, match="'4_0': multimodal_train_inputs are there"):
+        from_samples([sample_object(multimodal_train_inputs={"pixel_values": [1.0]})])
+    with pytest.raises(ValueError, match="'4_0': rollout_routed_experts are missing"):
+        from_samples([sample_object()], fields=["routed_experts"])
+    with pytest.raises(ValueError, match=r"fields must be of .*, got \['values'\]"):
+        from_samples([sample_object()], fields=["values"])
+    uneven = sample_object(rollout_top_p_token_ids=[1, 2, 3], rollout_top_p_token_offsets=[0, 1, 2])
+    with pytest.raises(ValueError, match="has 3 tokens, but counts of 2"):
+        from_samples([uneven], fields=["sampling_mask"])
+
+
+def test_source_names_are_those_that_are_given():
+    batch = plain_batch()
+    assert to_train_data(batch)["source_names"] == ["unknown"] * 3
+    assert to_train_data(batch, source_names="sums")["source_names"] == ["sums"] * 3
+    assert to_train_data(batch, source_names=["a", "b", "c"])["source_names"] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="source_names must be 3, one a sequence, got 1"):
+        to_train_data(batch, source_names=["a"])
 
 
 def test_an_empty_batch_is_empty_lists():

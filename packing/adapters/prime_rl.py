@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajpack.packing.adapters.packed import (
@@ -19,12 +19,26 @@ from trajpack.packing.adapters.packed import (
     num_kept_of,
     places_of,
 )
+from trajpack.packing.adapters.sampling_mask import (
+    RaggedMask,
+    as_integers,
+    mask_rows,
+    padded,
+    ragged,
+    widest,
+)
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.types import Trajectory
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 """Float streams that a batch may have, as extra fields of these names."""
+
+LEFT_OUT = ("mm_kwargs", "mm_refs", "trace_ids", "branch_indices")
+"""What a micro-batch has of images and of prime-rl's traces, and a batch has not."""
+IMAGES = ("mm_kwargs", "mm_refs", "payload")
+"""What a sample has, of images for the most part, that no trajectory can have."""
 
 
 def to_tensor_micro_batch(
@@ -53,7 +67,9 @@ def to_tensor_micro_batch(
     ref_logprobs, rl_weights,    float32 [1, T]                 fields of these names, or
     ce_weights, ref_kl_weights                                  ``None``; 0
     mm_token_type_ids            int64   [1, T]                 field of that name, or ``None``
-    mm_kwargs                                                   ``None``
+    sampling_mask                int32   [1, T, K]              field of that name, or ``None``; -1
+    mm_kwargs, mm_refs                                          ``None``: images
+    trace_ids, branch_indices                                   ``None``: places in its traces
     ============================ ======= ====================== ================================
 
     Everything stands at its own token; the trainer shifts logits. It pads with token 1, which
@@ -68,8 +84,8 @@ def to_tensor_micro_batch(
         num_loras: Adapters that the trainer runs.
 
     Raises:
-        ValueError: If the batch has no advantages or is that of a `StaticBatch`, or there are not
-            as many names as sequences.
+        ValueError: If the batch has no advantages or is that of a `StaticBatch`, there are not
+            as many names as sequences, or a sampling mask has another shape.
 
     Cost: views and some launches over the tokens; `env_names` is a list of the host. No
     synchronisation.
@@ -92,7 +108,10 @@ def to_tensor_micro_batch(
         "seq_lens": _segment_lengths(batch, len(lengths)),
         "lora_num_tokens": lora_num_tokens,
         "routed_experts": None if experts is None else experts.int()[None],
-        "mm_kwargs": None,
+        **dict.fromkeys(LEFT_OUT),
+        "sampling_mask": mask_rows("to_tensor_micro_batch", batch)[None]
+        if "sampling_mask" in batch.fields
+        else None,
         "mm_token_type_ids": _stream(batch, "mm_token_type_ids", torch.int64),
         **{name: _stream(batch, name, torch.float32) for name in STREAMS},
     }
@@ -103,8 +122,10 @@ def to_micro_batch(
 ) -> dict[str, Any]:
     """Return the fields of a ``MicroBatch``: the same as it travels, a list for each.
 
-    ``routed_experts`` is a dictionary of bytes, shape and dtype's name, all others are what
-    `to_tensor_micro_batch` says, as lists. Adapters' tokens are counted where it arrives.
+    ``routed_experts`` is a dictionary of bytes, shape and dtype's name; all others are what
+    `to_tensor_micro_batch` says, as lists. Adapters' tokens are counted where it arrives. Where the
+    batch has the field, ``sampling_mask`` is a dictionary: bytes of all tokens as ``ids``, of how
+    many each place has as ``counts``, both int32.
 
     Raises:
         ValueError: As `to_tensor_micro_batch`.
@@ -112,8 +133,11 @@ def to_micro_batch(
     Cost: copies every field to the host (synchronises) and makes lists of it.
     """
     tensors = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
-    for name in ("lora_num_tokens", "mm_kwargs", "routed_experts"):
+    for name in ("lora_num_tokens", "routed_experts", *LEFT_OUT):
         del tensors[name]
+    mask = tensors.pop("sampling_mask")
+    if mask is not None:
+        tensors["sampling_mask"] = _mask_bytes(mask[0])
     for name, value in tensors.items():
         if isinstance(value, torch.Tensor):
             tensors[name] = (value if name == "seq_lens" else value[0]).tolist()
@@ -137,6 +161,7 @@ def to_training_samples(
     routed_experts, ref_logprobs,                   fields of these names, else ``None``
     rl_weights, ce_weights,
     ref_kl_weights, mm_token_type_ids
+    sampling_mask                       dict        only with the field: as in `to_micro_batch`
     =================================== =========== ==============================================
 
     Raises:
@@ -160,11 +185,16 @@ def to_training_samples(
         for name, column in columns.items()
     }
     experts = pieces.pop("routed_experts")
-    return [
+    samples = [
         {name: None if of[s] is None else of[s].tolist() for name, of in pieces.items()}
         | {"env_name": names[s], "routed_experts": _bytes(experts[s])}
         for s in range(len(batch))
     ]
+    if "sampling_mask" in fields:
+        masks = mask_rows("to_training_samples", batch).cpu().split(batch.seqlens)
+        for sample, mask in zip(samples, masks, strict=True):
+            sample["sampling_mask"] = _mask_bytes(mask)
+    return samples
 
 
 def from_training_samples(
@@ -175,6 +205,7 @@ def from_training_samples(
     rewards: Sequence[float] | None = None,
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
+    sampling_mask_width: int | None = None,
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or whatever has its fields.
 
@@ -191,13 +222,18 @@ def from_training_samples(
         groups: Their groups.
         rewards: Their rewards, which the last turn gets; 0 if ``None``.
         versions: Policy versions that sampled them; 0 if ``None``.
-        fields: Per-token lists that turns take over as `Turn.fields`, of the tokens they
-            generated: such as ``["temperatures"]``, for a `TokenField` of that name.
+        fields: What turns take over as `Turn.fields`, for a `TokenField` of that name: per-token
+            lists such as ``"temperatures"``, and ``"sampling_mask"``, of the tokens they generated;
+            ``"routed_experts"`` of prompt and completion, whose field is declared with
+            ``generated_only=False``. Streams and routes are left out where they are not named.
+        sampling_mask_width: Tokens that a row of ``"sampling_mask"`` holds; as many as the longest
+            of these samples has if ``None``.
 
     Raises:
         TypeError: If lists hold no numbers.
         ValueError: If lists are not of one length, labels are not as many as samples, or the first
-            token of a sample is trainable.
+            token of a sample is trainable; if something is missing, a sample has images or a
+            payload, or a sampling mask that ``fields`` does not name.
 
     Cost: host work over the tokens.
 
@@ -213,35 +249,64 @@ def from_training_samples(
             raise ValueError(
                 f"from_training_samples: {name} must be of {len(samples)} samples, got {len(given)}"
             )
+    names = [str(index) for index in range(len(samples))] if ids is None else ids
+    for sample, name in zip(samples, names, strict=True):
+        _check_carried(sample, name, fields)
+    masks = [_mask(sample) for sample in samples] if "sampling_mask" in fields else []
+    width = widest(masks, sampling_mask_width)
     trajectories = []
-    for index, sample in enumerate(samples):
+    for index, (sample, name) in enumerate(zip(samples, names, strict=True)):
         version = 0 if versions is None else versions[index]
+        rows = {field: _rows(sample, field) for field in fields if field != "sampling_mask"}
+        if masks:
+            rows["sampling_mask"] = padded(f"trajectory {name!r}", masks[index], width)
         masked = MaskedTokens(
             _field_of(sample, "token_ids"),
             _field_of(sample, "mask"),
             _field_of(sample, "logprobs"),
             version_range=(version, version),
             reward=0.0 if rewards is None else rewards[index],
+            fields=rows,
         )
-        trajectory = masked.trajectory(
-            str(index) if ids is None else ids[index],
-            group=None if groups is None else groups[index],
-        )
-        trajectories.append(_with_fields(trajectory, sample, fields) if fields else trajectory)
+        group = None if groups is None else groups[index]
+        trajectories.append(masked.trajectory(name, group=group))
     return trajectories
 
 
-def _with_fields(trajectory: Trajectory, sample: Any, names: Sequence[str]) -> Trajectory:
-    rows, turns = {name: _field_of(sample, name) for name in names}, []
-    for turn in trajectory.turns:
-        begin = len(turn.prompt_ids)
-        of = slice(begin, begin + len(turn.completion_ids))
-        turns.append(replace(turn, fields={name: row[of] for name, row in rows.items()}))
-    return replace(trajectory, turns=turns)
+def _check_carried(sample: Any, name: str, fields: Sequence[str]) -> None:
+    """Raise where a sample has what its loss needs, and trajectories are not to have."""
+    for key in IMAGES:
+        if _field_of(sample, key) is not None:
+            raise ValueError(f"trajectory {name!r}: {key} is there, which is not carried")
+    for key in ("token_ids", "mask", "logprobs", *fields):
+        if _field_of(sample, key) is None:
+            raise ValueError(f"trajectory {name!r}: {key} is missing")
+    mask = _field_of(sample, "sampling_mask")
+    if mask is not None and "sampling_mask" not in fields:
+        raise ValueError(
+            f"trajectory {name!r}: a sampling_mask is there: name it in fields, or take it out"
+        )
+    if mask is not None and _field_of(mask, "logprobs") is not None:
+        raise ValueError(f"trajectory {name!r}: logprobs of a sampling_mask are not carried")
+
+
+def _mask(sample: Any) -> RaggedMask:
+    mask = _field_of(sample, "sampling_mask")
+    return RaggedMask(*(as_integers(_field_of(mask, key)) for key in ("ids", "counts")))
+
+
+def _rows(sample: Any, field: str) -> Any:
+    """Return a field as rows, one for each token."""
+    values = _field_of(sample, field)
+    if field != "routed_experts":
+        return host_array(values)
+    data, dtype, shape = (_field_of(values, key) for key in ("data", "dtype", "shape"))
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _field_of(sample: Any, name: str) -> Any:
-    return sample[name] if isinstance(sample, Mapping) else getattr(sample, name)
+    """Return what an object or a mapping has, ``None`` where it has nothing."""
+    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
 
 
 def _temperatures(batch: Packed, temperature: float) -> torch.Tensor:
@@ -295,3 +360,8 @@ def _bytes(experts: torch.Tensor | None) -> dict[str, Any] | None:
     rows = experts.detach().cpu().contiguous()
     dtype = str(rows.dtype).removeprefix("torch.")
     return {"data": rows.numpy().tobytes(), "shape": list(rows.shape), "dtype": dtype}
+
+
+def _mask_bytes(mask: torch.Tensor) -> dict[str, bytes]:
+    ids, counts = ragged(mask)
+    return {"ids": ids.tobytes(), "counts": counts.tobytes()}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.packing.adapters.cases import FIELDS, some_batch, some_static_batch, some_trajectories
+from tests.packing.adapters.row_cases import padded, random_batch
 from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.prime_rl import (
     from_training_samples,
@@ -25,6 +26,13 @@ class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=Tru
     dtype: str
 
 
+class SamplingMask(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    """As published: tokens of all masks, int32, and how many each place has."""
+
+    ids: bytes
+    counts: bytes
+
+
 class TrainingSample(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     """As published; images are left out."""
 
@@ -40,6 +48,7 @@ class TrainingSample(msgspec.Struct, array_like=True, gc=False, omit_defaults=Tr
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
     advantages: list[float] | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -60,6 +69,7 @@ class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     rl_weights: list[float] | None = None
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 TENSORS = {
@@ -69,7 +79,9 @@ TENSORS = {
     "ref_logprobs": torch.float32, "mm_token_type_ids": torch.int64, "rl_weights": torch.float32,
     "ce_weights": torch.float32, "ref_kl_weights": torch.float32,
 }  # fmt: skip
-OTHERS = {"sequence_lengths", "env_names", "mm_kwargs"}
+OTHERS = {"sequence_lengths", "env_names", "mm_kwargs", "mm_refs", "trace_ids", "branch_indices"}
+OTHERS |= {"sampling_mask"}
+MASK = TokenField("sampling_mask", torch.int32, (4,), fill=-1)
 
 
 def sent(struct, fields):
@@ -77,6 +89,8 @@ def sent(struct, fields):
     fields = dict(fields)
     if fields["routed_experts"] is not None:
         fields["routed_experts"] = RoutedExperts(**fields["routed_experts"])
+    if "sampling_mask" in fields:
+        fields["sampling_mask"] = SamplingMask(**fields["sampling_mask"])
     return msgspec.msgpack.decode(msgspec.msgpack.encode(struct(**fields)), type=struct)
 
 
@@ -142,7 +156,8 @@ def test_tensors_are_what_the_trainer_makes_of_the_lists(alignment):
     tensors = to_tensor_micro_batch(batch, num_loras=2)
     assert set(tensors) == set(TENSORS) | OTHERS
     wire = to_micro_batch(batch)
-    assert set(wire) == set(MicroBatch.__struct_fields__)
+    assert {*wire, "sampling_mask"} == set(MicroBatch.__struct_fields__)
+    assert all(tensors[name] is None for name in OTHERS - {"sequence_lengths", "env_names"})
     for name, dtype in TENSORS.items():
         if name == "lora_num_tokens":
             assert_same_bits(tensors[name], torch.tensor([batch.num_tokens, 0], dtype=dtype))
@@ -191,6 +206,74 @@ def test_one_temperature_stands_in_for_a_field():
     (sample,) = to_training_samples(batch, temperature=0.5)
     assert sample["temperatures"] == [0.5] * 3
     assert sample["routed_experts"] is sample["ref_logprobs"] is None
+
+
+def as_the_trainer_reads(mask):
+    """Return a mask that arrived as rows, as wide as the longest, -1 behind."""
+    ids, counts = (np.frombuffer(of, np.int32).tolist() for of in (mask.ids, mask.counts))
+    rows = []
+    for count in counts:
+        rows.append(padded(ids[:count], max(counts), -1))
+        del ids[:count]
+    assert not ids
+    return rows
+
+
+@pytest.mark.parametrize("alignment", [None, Alignment(total_multiple=64, token_id=1)], ids=str)
+def test_sampling_masks_are_tokens_and_counts_on_the_way_and_rows_at_the_trainer(alignment):
+    batch = random_batch(np.random.default_rng(26), fields=[MASK])
+    whole = range(len(batch))
+    packed = batch if alignment is None else batch.select(whole, alignment)
+    arrived = as_the_trainer_reads(sent(MicroBatch, to_micro_batch(packed)).sampling_mask)
+    tensor = to_tensor_micro_batch(packed)["sampling_mask"]
+    assert tensor.dtype == torch.int32
+    assert tensor.shape == (1, packed.num_tokens, 4)
+    assert [padded(row, 4, -1) for row in arrived] == tensor[0].tolist()
+    expected = torch.where(batch.loss_mask[:, None], batch.fields["sampling_mask"], -1).tolist()
+    assert tensor[0, : batch.num_tokens].tolist() == expected
+    assert (tensor[0, batch.num_tokens :] == -1).all()
+    rows = []
+    for sample in to_training_samples(batch):
+        mask = as_the_trainer_reads(sent(TrainingSample, sample).sampling_mask)
+        rows += [padded(row, 4, -1) for row in mask]
+    assert rows == expected
+
+
+@pytest.mark.parametrize("as_mapping", [False, True], ids=["struct", "mapping"])
+def test_masks_and_routes_come_back_where_they_are_named(as_mapping):
+    routes = TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False)
+    batch = random_batch(np.random.default_rng(27), fields=[MASK, routes])
+    samples = to_training_samples(batch)
+    if not as_mapping:
+        samples = [sent(TrainingSample, sample) for sample in samples]
+    names = ["sampling_mask", "routed_experts"]
+    given = from_training_samples(samples, fields=names, sampling_mask_width=4)
+    again = pack(given, fields=[MASK, routes])
+    assert_same_sequences(again, batch)
+    for name in names:
+        assert_same_bits(again.fields[name], batch.fields[name], name)
+    with pytest.raises(ValueError, match="a sampling_mask is there: name it in fields, or take it"):
+        from_training_samples(samples)
+    with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 2"):
+        from_training_samples(samples, fields=names, sampling_mask_width=2)
+
+
+def test_what_a_trajectory_cannot_have_is_refused():
+    sample = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
+    for key in ("mm_kwargs", "mm_refs", "payload"):
+        with pytest.raises(ValueError, match=f"'0': {key} is there, which is not carried"):
+            from_training_samples([sample | {key: {"images": []}}])
+        assert len(from_training_samples([sample | {key: None}])) == 1
+    mask = {"ids": b"", "counts": bytes(8), "logprobs": b""}
+    with pytest.raises(ValueError, match="'0': logprobs of a sampling_mask are not carried"):
+        from_training_samples([sample | {"sampling_mask": mask}], fields=["sampling_mask"])
+    for key in sample:
+        with pytest.raises(ValueError, match=f"'0': {key} is missing"):
+            from_training_samples([{name: of for name, of in sample.items() if name != key}])
+    with pytest.raises(ValueError, match="'0': temperatures is missing"):
+        from_training_samples([sample], fields=["temperatures"])
+    with pytest.raises(ValueError, match=r"'0': temperatures must have 2 rows, one for each token"):
+        from_training_samples([sample | {"temperatures": [1.0]}], fields=["temperatures"])
 
 
 def assert_same_sequences(ours, theirs):

@@ -159,7 +159,7 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
     """Return the row that the asynchronous collator of TRL 1.16 writes for one rank.
 
     The row is of sequences side by side. TRL's own folds those that begin alike, and
-    is this one where none do.
+    is this one where none do. Versions up to 1.15 read another: `to_flat_async_row`.
 
     ==================================== ======= ========= ========================================
     key                                  dtype   shape     content
@@ -202,9 +202,7 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
         return torch.where(holds, tensor[trained], 0)[None]
 
     following = torch.where(batch.loss_mask, batch.input_ids, IGNORED).roll(-1)
-    counted = batch.loss_mask.sum() if num_trained is None else num_trained
     tokens = torch.arange(batch.num_tokens, device=batch.device)
-    total = torch.full((1,), float(batch.num_tokens), device=batch.device)
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
@@ -218,26 +216,27 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
         "advantages": at_trained(advantages),
         "segment_id": at_trained(batch.sequence_ids.long()),
         "attention_mask": torch.ones_like(batch.input_ids)[None],
-        "global_n_tokens": counted.reshape(1).float(),
-        "global_n_forward_tokens": total,
-        "mean_seq_len": total / max(len(batch), 1),
+        **_counts(batch, num_trained),
     }
 
 
 def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the row that the asynchronous collator wrote before it folded what begins alike.
+    """Return the row that the asynchronous collator of TRL up to 1.15 writes for one rank.
 
-    ================ ======= ====== ===========================================================
-    key              dtype   shape  content, all of it at the token
-    ================ ======= ====== ===========================================================
-    input_ids        int64   [1, T] tokens
-    attention_mask   int64   [1, T] 1
-    completion_mask  int64   [1, T] 1 on generated tokens: never on the first of a sequence
-    position_ids     int64   [1, T] from 0 in every sequence
-    old_log_probs    float32 [1, T] log-probabilities; 0 where not generated
-    advantages       float32 [1, T] advantages; 0 where not generated
-    global_n_tokens  float32 [1]    trained tokens of all ranks
-    ================ ======= ====== ===========================================================
+    ======================= ======= ====== ====================================================
+    key                     dtype   shape  content, all of it at the token
+    ======================= ======= ====== ====================================================
+    input_ids               int64   [1, T] tokens
+    attention_mask          int64   [1, T] 1
+    completion_mask         int64   [1, T] 1 on generated tokens: never on the first of a sequence
+    position_ids            int64   [1, T] from 0 in every sequence
+    old_log_probs           float32 [1, T] log-probabilities; 0 where not generated
+    advantages              float32 [1, T] advantages; 0 where not generated
+    global_n_tokens         float32 [1]    trained tokens of all ranks
+    global_n_forward_tokens float32 [1]    T; from 1.11 on
+    mean_seq_len            float32 [1]    T over the number of sequences; from 1.11 on
+    metrics                 dict           empty, as no sample has any to log; up to 1.10
+    ======================= ======= ====== ====================================================
 
     The trainer itself drops the first column: a sequence's first token predicts nothing.
 
@@ -252,7 +251,6 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
     """
     check_unpadded(batch)
     advantages = advantages_of("to_flat_async_row", batch)
-    counted = batch.loss_mask.sum() if num_trained is None else num_trained
     return {
         "input_ids": batch.input_ids[None],
         "attention_mask": torch.ones_like(batch.input_ids)[None],
@@ -260,7 +258,19 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
         "position_ids": batch.position_ids[None],
         "old_log_probs": batch.rollout_logprobs[None],
         "advantages": advantages[None],
+        **_counts(batch, num_trained),
+        "metrics": {},
+    }
+
+
+def _counts(batch: Packed, num_trained: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return tokens that are trained and that are forwarded, and the mean length, ``[1]`` each."""
+    counted = batch.loss_mask.sum() if num_trained is None else num_trained
+    total = torch.full((1,), float(batch.num_tokens), device=batch.device)
+    return {
         "global_n_tokens": counted.reshape(1).float(),
+        "global_n_forward_tokens": total,
+        "mean_seq_len": total / max(len(batch), 1),
     }
 
 

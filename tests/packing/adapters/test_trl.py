@@ -1,6 +1,9 @@
 import dataclasses
 import inspect
+import re
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +124,20 @@ def test_keys_are_those_of_the_trainer(trl):
     inputs = to_grpo_inputs(batch, pad_token_id=PAD, **optional)
     for key in inputs:
         assert f'output["{key}"]' in code or f'"{key}": ' in code, key
+
+
+def test_nothing_that_the_trainer_will_remove_is_used(trl):
+    """Whose code is read: which arguments it says are deprecated."""
+    modules = [sys.modules[trl.GRPOConfig.__module__], sys.modules[trl.GRPOTrainer.__module__]]
+    code = "".join(inspect.getsource(module) for module in modules)
+    deprecated = set(re.findall(r"`(\w+)(?:=\w+)?` (?:argument )?is deprecated", code))
+    assert "use_liger_kernel" in deprecated
+    root = Path(__file__).parents[3]
+    ours = [root / "examples" / "trl_grpo.py", root / "docs" / "trl.md"]
+    ours += [root / "docs" / "formats" / "trl.md", *root.glob("tests/**/test_trl*.py")]
+    for path in ours:
+        used = set(re.findall(r"(\w+) ?=", path.read_text()))
+        assert not used & deprecated, path
 
 
 def test_rows_are_padded_as_the_trainer_pads_them(trl):

@@ -110,11 +110,15 @@ def test_the_asynchronous_trainers_loss_of_the_row_is_that_of_the_packed_tokens(
 def test_the_flat_row_has_everything_at_its_token():
     batch = some_batch()
     row = to_flat_async_row(batch)
+    assert row.pop("metrics") == {}
     assert {key: tensor.dtype for key, tensor in row.items()} == {
         "input_ids": torch.int64, "attention_mask": torch.int64, "completion_mask": torch.int64,
         "position_ids": torch.int64, "old_log_probs": torch.float32, "advantages": torch.float32,
-        "global_n_tokens": torch.float32,
+        "global_n_tokens": torch.float32, "global_n_forward_tokens": torch.float32,
+        "mean_seq_len": torch.float32,
     }  # fmt: skip
+    assert row["global_n_forward_tokens"].tolist() == [batch.num_tokens]
+    assert row["mean_seq_len"].item() == pytest.approx(batch.num_tokens / len(batch))
     assert not row["completion_mask"][row["position_ids"] == 0].any()
     assert row["global_n_tokens"].tolist() == [batch.num_generated]
     model, _ = build_tiny_model(seed=0)

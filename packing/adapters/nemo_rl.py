@@ -92,7 +92,7 @@ def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[s
     of role ``"user"``: ``role``, ``content`` (empty: texts are not known), ``token_ids`` int64,
     ``token_loss_mask`` int64, ``generation_logprobs`` float32. NeMo-RL's
     ``batched_message_log_to_flat_message`` makes rows of them. Not carried: policy versions,
-    rewards of single turns.
+    rewards of single turns, extra fields.
 
     Args:
         batch: In any layout.

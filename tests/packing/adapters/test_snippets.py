@@ -17,10 +17,12 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.packing.adapters.peers import VERSIONS
 from tests.packing.adapters.stand_ins import stand_ins
 from trajpack import PackedBatch, Trajectory, Turn
 
 PAGES = Path(__file__).parents[3] / "docs" / "formats"
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 TOKENIZER = SimpleNamespace(pad_token_id=0)
 
 
@@ -95,8 +97,11 @@ def test_lines_of_flash_attention(monkeypatch):
         torch.testing.assert_close(logits[begin:end], expected)
 
 
-def test_lines_of_megatron(peer):
-    peer("megatron-core").without_init("megatron.core")
+def test_lines_of_megatron(peer, monkeypatch):
+    package = peer("megatron-core")
+    package.without_init("megatron.core")
+    state = package.load("megatron.core.parallel_state")
+    monkeypatch.setattr(package.load("megatron.core"), "parallel_state", state, raising=False)
     tokens, given = [], []
 
     def model(input_ids, position_ids, attention_mask, *, packed_seq_params):
@@ -105,9 +110,11 @@ def test_lines_of_megatron(peer):
         tokens.extend(input_ids[0].tolist())
         given.append(packed_seq_params)
 
-    for rank in range(2):
-        sizes = {"cp_size": 2, "cp_rank": rank, "tp_size": 1, "capacity": 8}
-        names = run("megatron", model=model, **sizes)
+    for rank in range(2):  # of processes that are not there
+        ranks = {"context_parallel_world_size": 2, "context_parallel_rank": rank}
+        for name, value in (ranks | {"tensor_model_parallel_world_size": 1}).items():
+            monkeypatch.setattr(state, f"get_{name}", lambda value=value: value)
+        names = run("megatron", model=model)
     whole = names["micro_batch"]
     assert sorted(tokens) == sorted(whole.input_ids.tolist())
     assert {type(params).__name__ for params in given} == {"PackedSeqParams"}
@@ -219,27 +226,44 @@ def test_lines_of_openrlhf(peer):
     with stand_ins(
         "vllm", "ray", "tqdm", "deepspeed", "flash_attn", "openrlhf.utils.logging_utils"
     ):
-        run("openrlhf", trajectories=two_trajectories(), tokenizer=TOKENIZER, replay_buffer=kept)
+        run("openrlhf", tokenizer=TOKENIZER, replay_buffer=kept)
     assert [type(experience).__name__ for experience in kept] == ["Experience"]
-    assert kept[0].sequences.shape == (2, 3)
-    assert kept[0].action_log_probs.shape == kept[0].advantages.shape == (2, 2)
+    assert kept[0].sequences.tolist() == [[11, 12, 21, 31, 22]]
+    assert kept[0].action_log_probs.shape == kept[0].advantages.shape == (1, 4)
 
 
 def test_lines_of_areal():
-    update, rows = Calls(), run_first("areal")["rows"]
-    names = run(
-        "areal", trajectories=rows, names=["task"], actor=SimpleNamespace(ppo_update=update)
-    )
+    update = Calls()
+    names = run("areal", actor=SimpleNamespace(ppo_update=update))
     assert isinstance(names["batch"], PackedBatch)
     ((given,),) = update[0][0]
     assert given["advantages"].shape == given["input_ids"].shape
 
 
+def index_rows():
+    """Return the cells of each row of the index, without its heads."""
+    index = PAGES.with_suffix(".md").read_text()
+    return [line.strip("|").split("|") for line in index.splitlines() if line.startswith("|")][2:]
+
+
+def test_the_index_says_what_each_format_was_last_held_against():
+    """Versions are those that are installed for the tests; each has a way and a date."""
+    held = {row[0].strip(): row[-1].strip() for row in index_rows() if row[0].strip()}
+    for trainer, said in held.items():
+        assert re.search(r"(`make test`|run once|read), 20\d\d-\d\d-\d\d", said), trainer
+    pinned = dict(re.findall(r"(?m)^(transformers|trl)==(\S+)$", CONSTRAINTS.read_text()))
+    versions = {name: of for name, of in VERSIONS.items() if name != "sglang"} | pinned
+    assert len(versions) == len(VERSIONS) + 1
+    for name, version in versions.items():
+        assert sum(f"{name} {version}, `make test`" in said for said in held.values()) == 1, name
+    tested = re.findall(r"([\w-]+) (\S+), `make test`", " ".join(held.values()))
+    assert dict(tested) == versions
+
+
 def test_the_index_has_every_page_and_names_what_there_is():
     index = PAGES.with_suffix(".md").read_text()
-    rows = [line.split("|")[1:4] for line in index.splitlines() if line.startswith("|")][2:]
     linked, missing = [], []
-    for trainer, *functions in rows:
+    for trainer, *functions in (row[:3] for row in index_rows()):
         linked += re.findall(r"\(formats/(\w+)\.md\)", trainer)
         module = import_module(f"trajpack.packing.adapters.{linked[-1]}")
         names = re.findall(r"`(\w+)`", " ".join(functions))

@@ -276,7 +276,7 @@ def from_training_samples(
 def _check_carried(sample: Any, name: str, fields: Sequence[str]) -> None:
     """Raise where a sample has what its loss needs, and trajectories are not to have."""
     for key in IMAGES:
-        if _field_of(sample, key) is not None:
+        if _field_of(sample, key):
             raise ValueError(f"trajectory {name!r}: {key} is there, which is not carried")
     for key in ("token_ids", "mask", "logprobs", *fields):
         if _field_of(sample, key) is None:

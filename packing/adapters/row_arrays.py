@@ -43,3 +43,18 @@ def filled_up(rows: npt.NDArray[Any], length: int, fill: npt.ArrayLike) -> npt.N
     """Return ``rows`` with rows of ``fill`` behind, so that there are ``length`` of them."""
     behind = (max(length - len(rows), 0), *rows.shape[1:])
     return np.concatenate([rows, np.broadcast_to(np.asarray(fill, rows.dtype), behind)])
+
+
+def routes_of_all(name: str, routes: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
+    """Return a route for each of ``length`` tokens: experts 0, 1, 2, ... behind the last captured.
+
+    Experts of a token must be distinct, as trainers dispatch that many tokens to each.
+
+    Raises:
+        ValueError: If routes are not ``[tokens, layers, k]``.
+    """
+    if routes.ndim != 3:
+        raise ValueError(
+            f"{name}: routes must be [tokens, layers, k], got shape {list(routes.shape)}"
+        )
+    return filled_up(routes, length, np.arange(routes.shape[-1]))

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 
 from trajpack.kernels.pad import Number, pad
-from trajpack.packing.adapters.row_arrays import filled_up
+from trajpack.packing.adapters.row_arrays import routes_of_all
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import check_field_names, row_groups
 from trajpack.packing.adapters.sampling_mask import mask_rows
@@ -287,9 +286,9 @@ def _masked(
     reasons = output.get("stop_reasons")
     rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "routed_experts" in rows:
-        routes = rows["routed_experts"]
         length = len(output["prompt_token_ids"][row]) + len(output["response_ids"][row])
-        rows["routed_experts"] = filled_up(routes, length, np.arange(routes.shape[-1]))
+        routes = routes_of_all(f"trajectory {name!r}", rows["routed_experts"], length)
+        rows["routed_experts"] = routes
     return MaskedTokens.of_response(
         output["prompt_token_ids"][row],
         output["response_ids"][row],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.adapters.row_arrays import filled_up
+from trajpack.packing.adapters.row_arrays import routes_of_all
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import row_ids
 from trajpack.packing.adapters.sampling_mask import (
@@ -66,9 +66,9 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     - ``sampling_mask`` as ``rollout_top_p_token_ids``, an int32 tensor of all tokens of the
       response's masks, and ``rollout_top_p_token_offsets``, int32 ``[response_length + 1]``.
 
-    Where nothing was generated the
-    response is the last token, masked: slime cannot take one of no tokens. Not carried: which
-    turn a reward belongs to, advantages, versions of single tokens, texts.
+    Where nothing was generated the response is the last token, masked: slime cannot take one of
+    no tokens. Not carried: which turn a reward belongs to, advantages, versions of single tokens,
+    texts.
 
     Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
@@ -303,7 +303,7 @@ def _optional(batch: PackedBatch, rows: RowLists) -> dict[str, list[Any]]:
 def _check_carried(sample: Mapping[str, Any], name: str, fields: Sequence[str]) -> None:
     """Raise where a sample has what its loss needs, and trajectories are not to have."""
     for key in IMAGES:
-        if sample.get(key) is not None:
+        if sample.get(key):
             raise ValueError(f"trajectory {name!r}: {key} are there, which are not carried")
     for field, key in SAMPLE_KEYS.items():
         there = sample.get(key) is not None
@@ -338,8 +338,8 @@ def _trajectory(
     if sample.get("remove_sample"):  # slime keeps its reward in the group
         mask = [0] * length
     if "routed_experts" in fields:
-        routes = fields["routed_experts"]
-        fields["routed_experts"] = filled_up(routes, len(tokens), np.arange(routes.shape[-1]))
+        routes = routes_of_all(f"trajectory {name!r}", fields["routed_experts"], len(tokens))
+        fields = fields | {"routed_experts": routes}
     status = sample.get("status")
     masked = MaskedTokens.of_response(
         tokens[: len(tokens) - length],

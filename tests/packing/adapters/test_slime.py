@@ -177,6 +177,10 @@ def test_fields_come_back_where_they_are_named(train_data):
 def test_what_trajectories_cannot_have_is_refused():
     with pytest.raises(ValueError, match="'4_0': multimodal_train_inputs are there"):
         from_samples([sample_object(multimodal_train_inputs={"pixel_values": [1.0]})])
+    assert len(from_samples([sample_object(multimodal_inputs={})])) == 1
+    flat = sample_object(rollout_routed_experts=[[0, 1], [1, 2], [2, 3]])
+    with pytest.raises(ValueError, match=r"'4_0': routes must be \[tokens, layers, k\], got shape"):
+        from_samples([flat], fields=["routed_experts"])
     with pytest.raises(ValueError, match="'4_0': rollout_routed_experts are missing"):
         from_samples([sample_object()], fields=["routed_experts"])
     with pytest.raises(ValueError, match=r"fields must be of .*, got \['values'\]"):

@@ -257,7 +257,8 @@ def _factor(
     elif SCALE == "signed_mean":
         level = low + mean + eps
         factor = 1.0 / tl.where(level == 0, 1.0, level)
-    factor = factor * stretch
+    if BASELINE == "leave_one_out":
+        factor = factor * stretch
     if BASELINE != "none" or SCALE == "std":
         factor = tl.where(high == low, 0.0, factor)
     return factor, alone

@@ -99,8 +99,9 @@ def group_terms(sums: GroupSums, rule: Rule, share: torch.Tensor) -> GroupTerms:
     elif rule.baseline == "none":
         shift, center = nothing, nothing
     factor, alone = nothing + 1, count <= 1
+    leaves_one_out = rule.baseline == "leave_one_out"
     # score - mean of the others is n / (n - 1) times score - mean
-    stretch = count / (count - 1).clamp(min=1) if rule.baseline == "leave_one_out" else factor
+    stretch = count / (count - 1).clamp(min=1) if leaves_one_out else factor
     if rule.scale in ("std", "std_about_baseline"):
         squares = (sums.square - mean * sums.total).clamp(min=0)
         if rule.scale == "std_about_baseline":
@@ -117,7 +118,8 @@ def group_terms(sums: GroupSums, rule: Rule, share: torch.Tensor) -> GroupTerms:
         factor = 1 / torch.where(level == 0, 1.0, level)
     elif rule.scale == "nonzero":
         factor = factor * share
-    factor = factor * stretch
+    if leaves_one_out:
+        factor = factor * stretch
     if rule.baseline != "none" or rule.scale == "std":
         factor = torch.where(sums.high == sums.low, 0.0, factor)
     of_one = (share if rule.scale == "nonzero" else 1.0) if rule.singleton == "raw" else 0.0

@@ -91,13 +91,7 @@ def group_terms(sums: GroupSums, rule: Rule, share: torch.Tensor) -> GroupTerms:
     """Return how scores become advantages; ``share`` is all members by those not 0."""
     count, nothing = sums.size, torch.zeros_like(sums.size)
     mean = sums.total / count.clamp(min=1)
-    shift, center, floor = sums.low, mean, nothing - torch.inf
-    if rule.baseline == "length_weighted":
-        center = torch.where(sums.weight == 0, mean, sums.weighted / sums.weight)
-    elif rule.baseline == "second_best":
-        shift, center, floor = sums.second, nothing, nothing
-    elif rule.baseline == "none":
-        shift, center = nothing, nothing
+    shift, center, floor = _center(sums, rule, mean)
     factor, alone = nothing + 1, count <= 1
     leaves_one_out = rule.baseline == "leave_one_out"
     # score - mean of the others is n / (n - 1) times score - mean
@@ -127,3 +121,16 @@ def group_terms(sums: GroupSums, rule: Rule, share: torch.Tensor) -> GroupTerms:
     factor = factor + (sums.total - sums.total)  # NaN where a score is not finite
     shift, center = (torch.where(alone, 0.0, term) for term in (shift, center))
     return GroupTerms(shift, center, factor, torch.where(alone, -torch.inf, floor))
+
+
+def _center(
+    sums: GroupSums, rule: Rule, mean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return shift, center and floor; ``mean`` is that of what scores exceed the lowest by."""
+    nothing = torch.zeros_like(mean)
+    floor = nothing - torch.inf
+    if rule.baseline == "length_weighted":
+        return sums.low, torch.where(sums.weight == 0, mean, sums.weighted / sums.weight), floor
+    if rule.baseline == "second_best":
+        return sums.second, nothing, nothing
+    return (nothing, nothing, floor) if rule.baseline == "none" else (sums.low, mean, floor)

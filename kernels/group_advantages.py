@@ -11,10 +11,8 @@ import torch
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.group_terms import (
     GroupSums,
-    GroupTerms,
     Rule,
-    advantages_by_terms,
-    group_terms,
+    advantages_of,
 )
 from trajpack.kernels.validation import check_device, check_tensor
 
@@ -23,7 +21,9 @@ MAX_COUNT = 2**31 - 4096
 """Members, and groups, at most: the kernel counts them in int32, a tile further on."""
 
 Baseline: TypeAlias = Literal["mean", "leave_one_out", "length_weighted", "second_best", "none"]
-Scale: TypeAlias = Literal["std", "mean", "nonzero", "none"]
+Scale: TypeAlias = Literal[
+    "std", "leave_one_out_std", "std_about_baseline", "mean", "signed_mean", "nonzero", "none"
+]
 Singleton: TypeAlias = Literal["raw", "zero"]
 
 
@@ -44,7 +44,7 @@ def group_advantages(  # noqa: PLR0913
     """Compare each member's score with those of its group: ``(score - baseline) / scale``.
 
     Groups may have any sizes, in any order. A group of which every counted member has the same
-    score gets exactly 0 wherever something is subtracted or a deviation divides; that is told
+    score gets exactly 0 wherever something is subtracted or ``"std"`` divides; that is told
     by comparing scores, so groups of low variance are not taken for it. A counted score that is
     not finite makes its own group NaN.
 
@@ -57,14 +57,26 @@ def group_advantages(  # noqa: PLR0913
             (``"leave_one_out"``); Σ length·score / Σ length (``"length_weighted"``), the mean
             where lengths sum to 0; nothing (``"none"``). With ``"second_best"`` the best member
             has what it is better by than the second best, and all others have 0.
-        scale: What divides: the standard deviation of the group's scores plus ``eps``
-            (``"std"``); its mean, with advantages of 0 where that is not positive (``"mean"``);
-            the share of all counted members whose score is not 0 (``"nonzero"``), be they of
-            any group, singletons too; nothing (``"none"``).
-        ddof: The variance is divided by the group's size less this.
-        eps: Added to the standard deviation; not negative.
-        singleton: Advantage in a group of one counted member (with ``scale="std"``: of no more
-            than ``ddof``): its score (``"raw"``), not divided by a deviation or mean, or 0.
+        scale: What divides:
+
+            - ``"std"``: the standard deviation of the group's scores, plus ``eps``.
+            - ``"leave_one_out_std"``: that of the other members' scores, plus ``eps``; nothing
+              for a member whose others are all equal, or no more than ``ddof``, as in pairs.
+              Only with ``baseline="leave_one_out"`` (NeMo-RL's default).
+            - ``"std_about_baseline"``: √(Σ(score - baseline)² / (n - ddof)), plus ``eps``: with
+              ``"leave_one_out"`` n / (n - 1) times ``"std"`` (AReaL). Not with ``"second_best"``.
+            - ``"mean"``: the group's mean; advantages are 0 where that is not positive.
+            - ``"signed_mean"``: the group's mean plus ``eps``, whatever its sign: where it is
+              negative, advantages change theirs, and the best member has the lowest (SkyRL's
+              MaxRL). Nothing where it is 0. Not with ``"second_best"``.
+            - ``"nonzero"``: the share of all counted members whose score is not 0, be they of
+              any group, singletons too.
+            - ``"none"``: nothing.
+        ddof: A variance is divided by the number of scores it is of less this.
+        eps: Added to a standard deviation, or to ``"signed_mean"``; not negative.
+        singleton: Advantage in a group of one counted member (with ``scale="std"`` and
+            ``"std_about_baseline"``: of no more than ``ddof``): its score (``"raw"``), not
+            divided by a deviation or mean, or 0.
         lengths: ``[members]`` int32, int64, float32 or float64: for ``"length_weighted"`` only.
         valid: ``[members]`` bool. A member without it counts nowhere and has advantage 0,
             whatever its score is, NaN too.
@@ -76,12 +88,14 @@ def group_advantages(  # noqa: PLR0913
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, a value or a word is none of the above,
-            lengths are missing or not asked for, or ``scores`` or ``lengths`` requires grad.
+        ValueError: If shapes or devices disagree, a value or a word is none of the above, the
+            scale does not go with the baseline, lengths are missing or not asked for, or
+            ``scores`` or ``lengths`` requires grad.
 
-    Cost: one launch, no sort, no atomics, no copy, no host synchronisation. Each 16 groups read
-    the ids of all members three times, 4 bytes each for int32, and the rest only near members
-    of theirs: it grows with members · groups / 16, least where groups lie together. On the
+    Cost: one launch, no sort, no atomics, no copy, no host synchronisation. Each 16 groups (8
+    with ``"leave_one_out_std"``) read the ids of all members three times, 4 bytes each for
+    int32, and the rest only near members of theirs: it grows with members · groups / 16, least
+    where groups lie together. On the
     host: numpy's bincount. ``impl="torch"`` on a device makes tables of
     ``[num_groups, members]``, summed row by row: deterministic, and meant for checks.
 
@@ -94,7 +108,10 @@ def group_advantages(  # noqa: PLR0913
 
     Reference:
         Shao et al. 2024, DeepSeekMath, arXiv 2402.03300 (mean, std); Ahmadian et al. 2024,
-        arXiv 2402.14740 (leave one out). `trajpack.kernels.group_recipes` has them by name.
+        arXiv 2402.14740 (leave one out); deviation of the others:
+        ``calculate_baseline_and_std_per_prompt`` of NeMo-RL; deviation about the baseline:
+        ``Normalization`` of AReaL 1.0.4; mean of either sign: ``compute_maxrl_advantage`` of
+        SkyRL. `trajpack.kernels.group_recipes` has the usual ones by name.
     """
     check_tensor(OP, "scores", scores, ndim=1, dtypes=(torch.float32, torch.float64))
     check_tensor(OP, "group_ids", group_ids, ndim=1, dtypes=(torch.int32, torch.int64))
@@ -105,6 +122,7 @@ def group_advantages(  # noqa: PLR0913
     _check_word("baseline", baseline, get_args(Baseline))
     _check_word("scale", scale, get_args(Scale))
     _check_word("singleton", singleton, get_args(Singleton))
+    check_scale(OP, baseline, scale)
     _check_moments(ddof, eps)
     if valid is not None:
         check_tensor(OP, "valid", valid, ndim=1, dtypes=(torch.bool,))
@@ -141,6 +159,16 @@ def _check_word(name: str, word: str, words: tuple[str, ...]) -> None:
     if word not in words:
         expected = ", ".join(map(repr, words))
         raise ValueError(f"{OP}: {name} must be one of {expected}, got {word!r}")
+
+
+def check_scale(op: str, baseline: str, scale: str) -> None:
+    """Raise where a scale is not defined for a baseline."""
+    if scale == "leave_one_out_std" and baseline != "leave_one_out":
+        raise ValueError(
+            f"{op}: scale='leave_one_out_std' needs baseline='leave_one_out', got {baseline!r}"
+        )
+    if baseline == "second_best" and scale in ("std_about_baseline", "signed_mean"):
+        raise ValueError(f"{op}: scale={scale!r} has no meaning with baseline='second_best'")
 
 
 def _check_moments(ddof: int, eps: float) -> None:
@@ -201,15 +229,22 @@ def group_advantages_reference(
     excess = torch.where(holds, score - low[:, None], 0.0)
     length = excess.new_zeros(()) if lengths is None else lengths.double()
     count, bests = holds.sum(1).double(), (holds & best).sum(1)
+
+    def squares_without_one(end: torch.Tensor, other_end: torch.Tensor) -> torch.Tensor:
+        """Σ(score - mean)² of all members but one of those whose score is ``end``."""
+        at_end = holds & (score == end[:, None])
+        others = holds & ~(at_end & (at_end.cumsum(1) == 1))
+        far = torch.where(others, score - other_end[:, None], 0.0)
+        return (far * far).sum(1) - far.sum(1).square() / (count - 1).clamp(min=1)
+
     sums = GroupSums(
         count, low, high, torch.where(bests > 1, high, below), total(excess),
         total(excess * excess), total(length.expand_as(score)), total(length * excess),
+        squares_without_one(low, high), squares_without_one(high, low),
     )  # fmt: skip
     share = counted.sum().double() / (counted & (score != 0)).sum().clamp(min=1)
-    terms = group_terms(sums, rule, share)
     place = group.clamp(0, num_groups - 1)
-    own = GroupTerms(*(term[place] for term in terms))
-    return torch.where(counted, advantages_by_terms(score, own), 0.0).float()
+    return torch.where(counted, advantages_of(score, place, sums, rule, share), 0.0).float()
 
 
 def _run(  # noqa: PLR0913, PLR0917

@@ -13,10 +13,8 @@ import torch
 
 from trajpack.kernels.group_terms import (
     GroupSums,
-    GroupTerms,
     Rule,
-    advantages_by_terms,
-    group_terms,
+    advantages_of,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -41,11 +39,12 @@ def group_advantages_on_host(
     with np.errstate(all="ignore"):  # scores that are not finite
         sums = _sums(score, group, num_groups, rule, length)
     share = torch.tensor(score.size / max(int(np.count_nonzero(score)), 1), dtype=torch.float64)
-    terms = group_terms(GroupSums(*map(torch.from_numpy, sums)), rule, share)
-    place = torch.from_numpy(group)
-    own = GroupTerms(*(term[place] for term in terms))
+    found = advantages_of(
+        torch.from_numpy(score), torch.from_numpy(group),
+        GroupSums(*map(torch.from_numpy, sums)), rule, share,
+    )  # fmt: skip
     advantages = np.zeros(scores.shape[0], np.float32)
-    advantages[counted] = advantages_by_terms(torch.from_numpy(score), own).float().numpy()
+    advantages[counted] = found.float().numpy()
     return torch.from_numpy(advantages)
 
 
@@ -69,6 +68,16 @@ def _sums(
     excess = score - low[group]
     count = np.bincount(group, minlength=num_groups).astype(np.float64)
     sums = [count, low, high, second, total(excess), total(excess * excess)]
-    if length is None:
-        return [*sums, np.zeros(num_groups), np.zeros(num_groups)]
-    return [*sums, total(length), total(length * excess)]
+    nothing = np.zeros(num_groups)
+    sums += [nothing, nothing] if length is None else [total(length), total(length * excess)]
+    if rule.scale != "leave_one_out_std":
+        return [*sums, nothing, nothing]
+    width = high - low
+    for end, far in ((low, high[group] - score), (high, excess)):
+        at_end = score == end[group]
+        more = np.bincount(group[at_end], minlength=num_groups) - 1  # of those, one is left out
+        inner = np.where(at_end, 0.0, far)
+        squares = total(inner * inner) + more * width * width
+        inner_total = total(inner) + more * width
+        sums.append(squares - inner_total * inner_total / np.maximum(count - 1, 1))
+    return sums

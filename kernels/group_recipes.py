@@ -177,8 +177,9 @@ def max_rl(
         tensor([ 2., -1., -1.,  0.,  0.])
 
     Reference:
-        Maximum Likelihood Reinforcement Learning, as prime-rl's ``max_rl`` and SkyRL's ``maxrl``
-        implement it.
+        Maximum Likelihood Reinforcement Learning, arXiv 2602.02710, as prime-rl's ``max_rl``
+        implements it. SkyRL's ``maxrl`` divides by a mean of either sign:
+        ``group_advantages(scale="signed_mean")``.
     """
     return group_advantages(
         scores, group_ids, num_groups=num_groups, scale="mean", singleton=singleton,

@@ -15,12 +15,18 @@ Outside: TypeAlias = Literal["truncate", "mask", "keep"]
 class Rejection:
     """Drop every token whose ratio lies outside a window, whatever weight it has.
 
-    At level ``"segment"`` or ``"geometric"`` all tokens of a segment stay or go together:
-    sequence rejection. The tokens that stay keep their weights.
+    Bounds are of the ratio itself, trainer over rollout, ``exp(logprobs - rollout_logprobs)``:
+    neither of its logarithm nor of its inverse, for which there is `of_inverse`. At level
+    ``"segment"`` or ``"geometric"`` all tokens of a segment stay or go together: sequence
+    rejection. The tokens that stay keep their weights.
 
     Example:
         >>> Rejection(0.999, 1.001)
         Rejection(low=0.999, high=1.001, level='geometric')
+
+    Reference:
+        ``compute_rollout_rejection_mask`` of verl 0.9.1, see `of_inverse`; ``seq-mask-tis`` of
+        NeMo-RL is ``Correction(outside="keep", rejection=Rejection(low, high))``.
     """
 
     low: float = 0.0
@@ -34,6 +40,27 @@ class Rejection:
     def __post_init__(self) -> None:
         _check_choice("Rejection", "level", self.level, get_args(Level)[:3])
         _check_window("Rejection", self.low, self.high)
+
+    @classmethod
+    def of_inverse(
+        cls, low: float = 0.0, high: float = math.inf, level: Level = "geometric"
+    ) -> Rejection:
+        """Keep what has its inverse ratio, rollout over trainer, in the window.
+
+        That is ``Rejection(1 / high, 1 / low, level)``.
+
+        Example:
+            >>> Rejection.of_inverse(0.5, 4.0, level="token")
+            Rejection(low=0.25, high=2.0, level='token')
+
+        Reference:
+            verl 0.9.1, ``compute_rollout_rejection_mask``, whose k1 is minus the logarithm of the
+            ratio: a threshold ``"low_high"`` of ``token_k1`` is level ``"token"`` here, of
+            ``seq_sum_k1`` ``"segment"``, of ``seq_mean_k1`` ``"geometric"``; a single number is
+            ``"high"``, with ``low = 1 / high``.
+        """
+        _check_window("Rejection", low, high)
+        return cls(1.0 / high, 1.0 / low if low else math.inf, level)
 
 
 @dataclass(frozen=True)
@@ -108,7 +135,7 @@ class Correction:
 
         Reference:
             Liu et al., When Speed Kills Stability, 2025: masked importance sampling over
-            sequences; NeMo-RL ``seq-mask-tis`` masks by ``level="geometric"``.
+            sequences. (``seq-mask-tis`` of NeMo-RL keeps the ratios of tokens: `Rejection`.)
         """
         return cls(level=level, outside="mask", low=low, high=high)
 

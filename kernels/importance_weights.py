@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,9 @@ def importance_weights(
     A token's ratio is ``exp(logprobs - rollout_logprobs)``. At level ``"segment"``, which others
     call sequence level, it is that of the sum of these logarithms over the segment's generated
     tokens, at level ``"geometric"`` of their mean; in each case the logarithm is first brought
-    within ±20. What becomes of a ratio, `Correction` says. For turns, give ``turn_spans`` and
+    within ±20. For a `Rejection` the logarithms of tokens are brought within ±20 before they are
+    added up, and no sum or mean is: as in verl. What becomes of a ratio, `Correction` says. For
+    turns, give ``turn_spans`` and
     ``turn_ids`` of a packed batch; for sequences, ``cu_seqlens``.
 
     Args:
@@ -113,8 +116,12 @@ def importance_weights(
     ratios = tokens.spread(ratios, correction.level)
     stays = tokens.loss_mask
     if (rejection := correction.rejection) is not None:
-        looked_at = tokens.spread(tokens.ratios(rejection.level), rejection.level)
-        stays = stays & (looked_at >= rejection.low) & (looked_at <= rejection.high)
+        logarithms = tokens.of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
+        low, high = (
+            math.log(bound) if bound else -math.inf for bound in (rejection.low, rejection.high)
+        )
+        inside = (logarithms >= low) & (logarithms <= high)
+        stays = stays & tokens.spread(inside, rejection.level)
     weights = torch.where(stays, weights, 0.0)
     return weights.float(), _metrics(tokens, correction, ratios, stays, weights)
 
@@ -131,11 +138,14 @@ class _Tokens:
 
     def ratios(self, level: Level) -> torch.Tensor:
         """Return one ratio for each token, or for each segment where the level is theirs."""
-        logarithms = self.log_ratios
-        if level in OF_SEGMENTS:
-            reduce = segment_sum if level == "segment" else segment_mean
-            logarithms = reduce(logarithms, self.segments, mask=self.loss_mask, impl=self.impl)
-        return logarithms.clamp(-LOG_BOUND, LOG_BOUND).exp()
+        return self.of_level(self.log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+    def of_level(self, logarithms: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return the logarithms, or their sum or mean over each segment."""
+        if level not in OF_SEGMENTS:
+            return logarithms
+        reduce = segment_sum if level == "segment" else segment_mean
+        return reduce(logarithms, self.segments, mask=self.loss_mask, impl=self.impl)
 
     def spread(self, values: torch.Tensor, level: Level) -> torch.Tensor:
         """Return for each token its own of ``values``, or its segment's."""

@@ -66,19 +66,25 @@ def spread_of_turns(turns: Turns, rows: torch.Tensor, others: torch.Tensor, impl
 
 
 def finish_spread(
-    spread: Spread, loss_mask: torch.Tensor, whitened: bool, impl: str
+    spread: Spread, loss_mask: torch.Tensor, whitening: int | None, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows, whitened if asked for, and what `masked_moments` says of them before.
+
+    Args:
+        spread: What is finished.
+        loss_mask: ``[tokens]`` bool: which tokens count.
+        whitening: ``ddof`` of `whiten`, or ``None``.
+        impl: ``"torch"`` or ``"triton"``.
 
     Cost: one launch. No copy, no host synchronisation.
     """
     if impl == "triton":
         rows, moments = torch.ops.trajpack.finish_spread(
-            spread.rows, loss_mask, spread.partials, whitened
+            spread.rows, loss_mask, spread.partials, whitening
         )
-        return (rows if whitened else spread.rows), moments
-    if whitened:
-        return whiten_with_moments(spread.rows, loss_mask, 1, 0.0, True, "torch")
+        return (spread.rows if whitening is None else rows), moments
+    if whitening is not None:
+        return whiten_with_moments(spread.rows, loss_mask, whitening, 0.0, True, "torch")
     return spread.rows, spread.partials[:, 0]
 
 
@@ -122,19 +128,19 @@ def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _finish(
-    rows: torch.Tensor, loss_mask: torch.Tensor, partials: torch.Tensor, whitened: bool
+    rows: torch.Tensor, loss_mask: torch.Tensor, partials: torch.Tensor, whitening: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from trajpack.kernels.whiten_triton import merge_chunks, whiten_by_chunks
 
-    if whitened:
-        return whiten_by_chunks(rows, loss_mask.view(torch.int8), partials, 1, 0.0, True)
+    if whitening is not None:
+        return whiten_by_chunks(rows, loss_mask.view(torch.int8), partials, whitening, 0.0, True)
     return rows.new_empty(0), merge_chunks(partials, 0.0)[0]
 
 
 def _fake_finish(
-    rows: torch.Tensor, loss_mask: torch.Tensor, partials: torch.Tensor, whitened: bool
+    rows: torch.Tensor, loss_mask: torch.Tensor, partials: torch.Tensor, whitening: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows if whitened else rows[:0]), partials.new_empty(5)
+    return torch.empty_like(rows[:0] if whitening is None else rows), partials.new_empty(5)
 
 
 LIBRARY.define(
@@ -144,7 +150,7 @@ LIBRARY.define(
 LIBRARY.impl("spread", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("trajpack::spread", _fake, lib=LIBRARY)
 LIBRARY.define(
-    "finish_spread(Tensor rows, Tensor loss_mask, Tensor partials, bool whitened) "
+    "finish_spread(Tensor rows, Tensor loss_mask, Tensor partials, int? whitening) "
     "-> (Tensor, Tensor)"
 )
 LIBRARY.impl("finish_spread", _finish, "CompositeExplicitAutograd")

@@ -11,6 +11,7 @@ import torch
 from trajpack.kernels import group_recipes
 from trajpack.kernels.credit_of_turns import TokenInputs, credit_of_turns
 from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.group_advantages import group_advantages
 from trajpack.kernels.moments import masked_moments, moment_sums
 from trajpack.kernels.scores import Scores, scores_of_trajectories
 from trajpack.kernels.spread import (
@@ -112,13 +113,13 @@ def _of_tokens(
         spread = spread_of_turns(turns_of(batch), advantages, returns, impl)
         returns = spread.others
         if counted is None and all_reduce is None:
-            advantages, moments = finish_spread(spread, batch.loss_mask, estimator.whiten, impl)
+            advantages, moments = finish_spread(spread, batch.loss_mask, estimator.whitening, impl)
             return Credit(advantages, returns, moments)
         advantages = spread.rows
     if counted is not None:
         advantages = torch.where(counted, advantages, 0.0)
     found = advantages, returns, batch.loss_mask
-    return _finish(found, counted, estimator.whiten, all_reduce, impl)
+    return _finish(found, counted, estimator.whitening, all_reduce, impl)
 
 
 def _of_groups(
@@ -143,13 +144,13 @@ def _of_groups(
     spread = spread_of_trajectories(turns_of(batch), rows, steps, weight, impl)
     fresh = batch.advantages is None
     returns = batch.returns if fresh else _turn_returns(batch, impl).rows
-    whitened = isinstance(estimator, group_estimators.ReinforcePlusPlusBaseline)
+    whitening = estimator.whitening
     counted = _counted(batch, estimator, impl, members) if drops else None
-    if counted is None and (all_reduce is None or not whitened):
-        advantages, moments = finish_spread(spread, batch.loss_mask, whitened, impl)
+    if counted is None and (all_reduce is None or whitening is None):
+        advantages, moments = finish_spread(spread, batch.loss_mask, whitening, impl)
         return Credit(advantages, returns, moments)
     given = spread.rows, returns, batch.loss_mask
-    return _finish(given, counted, whitened, all_reduce, impl)
+    return _finish(given, counted, whitening, all_reduce, impl)
 
 
 def _of_turn_returns(
@@ -161,14 +162,14 @@ def _of_turn_returns(
     spread = _turn_returns(batch, impl)
     counted = _counted(batch, estimator, impl)
     if counted is None and not estimator.whiten:
-        advantages, moments = finish_spread(spread, batch.loss_mask, False, impl)
+        advantages, moments = finish_spread(spread, batch.loss_mask, None, impl)
         return Credit(advantages, advantages.clone(), moments)
     if counted is None and all_reduce is None:
-        advantages, moments = finish_spread(spread, batch.loss_mask, True, impl)
+        advantages, moments = finish_spread(spread, batch.loss_mask, estimator.ddof, impl)
         return Credit(advantages, spread.rows, moments)
     advantages = spread.rows if counted is None else torch.where(counted, spread.rows, 0.0)
     found = advantages, spread.rows, batch.loss_mask
-    return _finish(found, counted, estimator.whiten, all_reduce, impl)
+    return _finish(found, counted, estimator.whitening, all_reduce, impl)
 
 
 def _turn_returns(batch: PackedBatch, impl: str) -> Spread:
@@ -179,22 +180,23 @@ def _turn_returns(batch: PackedBatch, impl: str) -> Spread:
 def _finish(
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     counted: torch.Tensor | None,
-    whitened: bool,
+    whitening: int | None,
     all_reduce: AllReduce | None,
     impl: Any,
 ) -> Credit:
     """Whiten, over all ranks if there are several, and measure; ``given`` ends with the mask."""
     advantages, returns, mask = given
     mask = mask if counted is None else counted
-    if not whitened:
+    if whitening is None:
         return Credit(advantages, returns, masked_moments(advantages, mask, impl=impl))
     if all_reduce is None:
-        whitened_rows, moments = whiten_with_moments(advantages, mask, 1, 0.0, True, impl)
-        return Credit(whitened_rows, returns, moments)
+        whitened, moments = whiten_with_moments(advantages, mask, whitening, 0.0, True, impl)
+        return Credit(whitened, returns, moments)
     moments = masked_moments(advantages, mask, impl=impl)
     sums = moment_sums(advantages, mask, impl=impl)
     all_reduce(sums)
-    return Credit(whiten(advantages, mask, sums=sums, impl=impl), returns, moments)
+    whitened = whiten(advantages, mask, sums=sums, ddof=whitening, impl=impl)
+    return Credit(whitened, returns, moments)
 
 
 def _group_advantages(
@@ -206,10 +208,11 @@ def _group_advantages(
         "num_groups": num_groups_of(batch), "valid": valid, "impl": impl
     }  # fmt: skip
     given = members.scores, batch.group_ids
-    if isinstance(estimator, group_estimators.GRPO):
-        return group_recipes.grpo(
-            *given, eps=estimator.eps, singleton=estimator.singleton, **common
-        )
+    if isinstance(estimator, (group_estimators.GRPO, group_estimators.MaxRL)):
+        for name in ("baseline", "scale", "ddof", "eps", "singleton"):
+            if hasattr(estimator, name):
+                common[name] = getattr(estimator, name)
+        return group_advantages(*given, **common)
     if isinstance(estimator, group_estimators.GiGPO):
         if estimator.scale == "none":
             return group_recipes.dr_grpo(*given, singleton="zero", **common)
@@ -264,6 +267,5 @@ RECIPES: dict[type[group_estimators.GroupEstimator], Callable[..., torch.Tensor]
     group_estimators.DrGRPO: group_recipes.dr_grpo,
     group_estimators.RLOO: group_recipes.rloo,
     group_estimators.ReinforcePlusPlusBaseline: group_recipes.reinforce_plus_plus_baseline,
-    group_estimators.MaxRL: group_recipes.max_rl,
     group_estimators.GPG: group_recipes.gpg,
 }

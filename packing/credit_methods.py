@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from trajpack.kernels.loss_weights import Aggregation
     from trajpack.packing.batch import PackedBatch
     from trajpack.packing.estimators import Estimator
+
+
+SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
+"""What one sequence of a sequence mean is, see `PackedBatch.loss_weights`."""
 
 
 class CreditMethods:
@@ -84,18 +88,24 @@ class CreditMethods:
         self,
         aggregation: Aggregation,
         *,
+        per: SequenceOf = "trajectory",
         denominator: float | torch.Tensor | None = None,
         truncated: Literal["keep", "mask"] = "keep",
     ) -> torch.Tensor:
         """Return weights with which a plain sum over tokens is the aggregated loss.
 
-        A sequence is a trajectory here, and a prompt a group: a token has the same weight in
-        every layout, bit for bit.
+        A prompt is a group. What a sequence is, ``per`` says: with ``"trajectory"`` and ``"turn"``
+        a token has the same weight in every layout, bit for bit.
 
         Args:
             aggregation: ``"token_mean"``, ``"sequence_mean_token_mean"``,
                 ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
-            denominator: In place of the number of tokens, trajectories or groups, where a batch is
+            per: What one sequence of a sequence mean is: a ``"trajectory"``, in however many rows
+                it is packed; a ``"turn"``; or a ``"row"``, a sequence of this batch, which is a
+                turn in layout ``"turns"`` and a chain of turns in ``"merged"``. Trainers that are
+                given rows count rows (TRL, verl, SkyRL), with ``denominator=len(batch)`` those
+                without a generated token too, as TRL and SkyRL do.
+            denominator: In place of the number of tokens, sequences or groups, where a batch is
                 spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
             truncated: ``"mask"`` leaves trajectories out whose last turn was cut off: they have
                 weight 0 and count nowhere.
@@ -104,7 +114,8 @@ class CreditMethods:
             float32 ``[tokens]``, 0 where not generated.
 
         Raises:
-            ValueError: See `trajpack.kernels.loss_weights`.
+            ValueError: If ``per`` is unknown, or given to an aggregation that means no sequences;
+                or see `trajpack.kernels.loss_weights`.
 
         Cost: up to 45 small operations. No copy, no synchronisation.
 
@@ -120,24 +131,29 @@ class CreditMethods:
         """
         from trajpack.kernels.loss_weights import loss_weights
 
-        units = self._units(aggregation, truncated)
+        units = self._units(aggregation, per, truncated)
         return loss_weights(aggregation, **units, denominator=denominator)
 
     def loss_denominator(
-        self, aggregation: Aggregation, *, truncated: Literal["keep", "mask"] = "keep"
+        self,
+        aggregation: Aggregation,
+        *,
+        per: SequenceOf = "trajectory",
+        truncated: Literal["keep", "mask"] = "keep",
     ) -> torch.Tensor:
         """Return this batch's share of the denominator of `loss_weights`.
 
         Args:
             aggregation: As there, but for ``"constant"``, which has none.
+            per: As there.
             truncated: As there.
 
         Returns:
-            0-d int64 tensor: tokens, trajectories or groups that have tokens. The sum over ranks is
+            0-d int64 tensor: tokens, sequences or groups that have tokens. The sum over ranks is
             the ``denominator`` of each.
 
         Raises:
-            ValueError: See `trajpack.kernels.loss_denominator`.
+            ValueError: As there, or see `trajpack.kernels.loss_denominator`.
 
         Cost: up to 30 small operations. No copy, no synchronisation.
 
@@ -146,7 +162,7 @@ class CreditMethods:
         """
         from trajpack.kernels.loss_weights import loss_denominator
 
-        return loss_denominator(aggregation, **self._units(aggregation, truncated))
+        return loss_denominator(aggregation, **self._units(aggregation, per, truncated))
 
     def importance_weights(
         self,
@@ -206,22 +222,33 @@ class CreditMethods:
         out = torch.zeros(batch.num_tokens + 1, device=batch.device)
         return out.index_copy_(0, torch.where(exists, at, batch.num_tokens), weights)[:-1], metrics
 
-    def _units(self, aggregation: str, truncated: str) -> dict[str, Any]:
-        """Return what counts, each token's trajectory, and each trajectory's group."""
+    def _units(self, aggregation: str, per: str, truncated: str) -> dict[str, Any]:
+        """Return what counts, each token's sequence, and each trajectory's group."""
         batch = self._batch
+        if per not in ("trajectory", "turn", "row"):
+            raise ValueError(
+                f"loss_weights: per must be 'trajectory', 'turn' or 'row', got {per!r}"
+            )
+        if per != "trajectory" and not aggregation.startswith("sequence_mean"):
+            raise ValueError(f"loss_weights: aggregation={aggregation!r} takes no per={per!r}")
         if truncated not in ("keep", "mask"):
             raise ValueError(f"loss_weights: truncated must be 'keep' or 'mask', got {truncated!r}")
-        alone = aggregation in ("token_mean", "constant")
-        if alone and truncated == "keep":
-            return {"loss_mask": batch.loss_mask}
+        units: dict[str, Any] = {"loss_mask": batch.loss_mask}
+        if per == "turn":
+            units |= {"sequence_ids": batch.turn_ids, "num_sequences": batch.num_turns}
+        elif per == "row":
+            num_rows = batch.cu_seqlens.shape[0] - 1
+            units |= {"sequence_ids": batch.sequence_ids, "num_sequences": num_rows}
+        by_trajectory = per == "trajectory" and aggregation not in ("token_mean", "constant")
+        if truncated == "keep" and not by_trajectory:
+            return units
         turn = torch.arange(batch.num_turns + 1, device=batch.device)  # and one of no trajectory
         trajectory = torch.searchsorted(batch.cu_turns[1:].long(), turn, right=True)
         of_tokens = trajectory[batch.turn_ids.long()]
-        units: dict[str, Any] = {"loss_mask": batch.loss_mask}
         if truncated == "mask" and batch.num_turns:
             cut_off = batch.turn_truncated[(batch.cu_turns[1:].long() - 1).clamp(min=0)]
             units["loss_mask"] = batch.loss_mask & ~torch.cat([cut_off, cut_off[:1]])[of_tokens]
-        if alone:
+        if not by_trajectory:
             return units
         num_trajectories = batch.cu_turns.shape[0] - 1
         units |= {"sequence_ids": of_tokens, "num_sequences": num_trajectories}

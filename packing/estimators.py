@@ -80,11 +80,21 @@ class Estimator:
         for rate in ("gamma", "lam"):
             if hasattr(self, rate):
                 check_rate(self.name, rate, getattr(self, rate))
+        ddof = getattr(self, "ddof", 1)
+        if isinstance(ddof, bool) or not isinstance(ddof, int):
+            raise TypeError(f"{self.name}: ddof must be an int, got {ddof!r}")
+        if ddof not in (0, 1):
+            raise ValueError(f"{self.name}: ddof must be 0 or 1, got {ddof}")
 
     @property
     def name(self) -> str:
         """What messages call it."""
         return type(self).__name__
+
+    @property
+    def whitening(self) -> int | None:
+        """The ``ddof`` that advantages are whitened with, None where they are not."""
+        return getattr(self, "ddof", 1) if getattr(self, "whiten", False) else None
 
 
 @dataclass(frozen=True)
@@ -99,11 +109,13 @@ class TokenEstimator(Estimator):
     Args:
         kl: Penalty in the reward, against ``ref_logprobs``.
         whiten: Whether advantages are brought to mean 0 and standard deviation 1 over the batch.
+        ddof: Where they are, the variance is divided by the number of tokens less this, 0 or 1.
     """
 
     _: KW_ONLY
     kl: KLPenalty | None = None
     whiten: bool = False
+    ddof: int = 1
 
 
 @dataclass(frozen=True)
@@ -208,6 +220,7 @@ class TurnReturns(Estimator):
 
     Args:
         whiten: Whether they are brought to mean 0 and standard deviation 1 over the batch.
+        ddof: Where they are, the variance is divided by the number of tokens less this, 0 or 1.
 
     Reference:
         AReaL's ``MathMultiTurnAgent``.
@@ -215,6 +228,7 @@ class TurnReturns(Estimator):
 
     _: KW_ONLY
     whiten: bool = False
+    ddof: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

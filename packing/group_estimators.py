@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from trajpack.packing.estimators import Estimator, check_rate
 
 if TYPE_CHECKING:
     from trajpack.kernels.group_advantages import Singleton
+
+
+def _check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        *all_but_last, last = map(repr, choices)
+        raise ValueError(f"{op}: {name} must be {', '.join(all_but_last)} or {last}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -22,12 +28,8 @@ class GroupEstimator(Estimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        singleton, eps = getattr(self, "singleton", "raw"), getattr(self, "eps", 0.0)
-        if singleton not in ("raw", "zero"):
-            raise ValueError(f"{self.name}: singleton must be 'raw' or 'zero', got {singleton!r}")
-        if getattr(self, "scale", "std") not in ("std", "none"):
-            raise ValueError(f"{self.name}: scale must be 'std' or 'none', got {self.scale!r}")  # type: ignore[attr-defined]
-        check_rate(self.name, "eps", eps)
+        _check_choice(self.name, "singleton", getattr(self, "singleton", "raw"), ("raw", "zero"))
+        check_rate(self.name, "eps", getattr(self, "eps", 0.0))
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,35 @@ class GRPO(GroupEstimator):
     Args:
         eps: Added to the standard deviation.
         singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        baseline: What is subtracted: the group's ``"mean"``, or that of the others
+            (``"leave_one_out"``).
+        scale: What divides: the group's ``"std"``, that of the others (``"leave_one_out_std"``,
+            only with ``baseline="leave_one_out"``), or the one about the baseline
+            (``"std_about_baseline"``); see `trajpack.kernels.group_advantages`.
+        ddof: The variance is divided by the number of scores less this, 0 or 1.
 
     Reference:
-        `trajpack.kernels.grpo`.
+        `trajpack.kernels.grpo`. NeMo-RL's default is ``GRPO(singleton="zero",
+        baseline="leave_one_out", scale="leave_one_out_std")``; whose the others are,
+        ``docs/credit/systems.md`` says.
     """
 
     eps: float = 1e-6
     singleton: Singleton = "raw"
+    _: KW_ONLY
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    scale: Literal["std", "leave_one_out_std", "std_about_baseline"] = "std"
+    ddof: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice(self.name, "baseline", self.baseline, ("mean", "leave_one_out"))
+        scales = ("std", "leave_one_out_std", "std_about_baseline")
+        _check_choice(self.name, "scale", self.scale, scales)
+        if self.scale == "leave_one_out_std" and self.baseline == "mean":
+            raise ValueError(
+                f"{self.name}: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,9 +111,17 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
 
     Args:
         singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        ddof: The variance is divided by the number of tokens less this, 0 or 1.
     """
 
     singleton: Singleton = "raw"
+    _: KW_ONLY
+    ddof: int = 1
+
+    @property
+    def whitening(self) -> int:
+        """The ``ddof`` that advantages are whitened with."""
+        return self.ddof
 
 
 @dataclass(frozen=True)
@@ -98,9 +130,19 @@ class MaxRL(GroupEstimator):
 
     Args:
         singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        scale: Where the mean is not positive, advantages are 0 (``"mean"``), or it divides all
+            the same and their signs change (``"signed_mean"``).
+        eps: Added to the mean, for ``"signed_mean"`` alone.
     """
 
     singleton: Singleton = "zero"
+    _: KW_ONLY
+    scale: Literal["mean", "signed_mean"] = "mean"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice(self.name, "scale", self.scale, ("mean", "signed_mean"))
 
 
 @dataclass(frozen=True)
@@ -126,6 +168,10 @@ class PassAtK(GroupEstimator):
     scale: Literal["std", "none"] = "none"
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice(self.name, "scale", self.scale, ("std", "none"))
+
 
 @dataclass(frozen=True)
 class GiGPO(GroupEstimator):
@@ -149,5 +195,6 @@ class GiGPO(GroupEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_choice(self.name, "scale", self.scale, ("std", "none"))
         if self.reward_clip is not None:
             raise ValueError("GiGPO: reward_clip cannot change the turns' returns, got one")

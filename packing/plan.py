@@ -43,7 +43,7 @@ Algorithm: TypeAlias = Literal[
 - ``"next_fit"``: in the order given, a new one where the next sequence does not fit.
 - ``"first_fit_decreasing"``: longest first, each into the first with room.
 - ``"best_fit_decreasing"``: longest first, each into the fullest with room.
-- ``"karmarkar_karp"``: of equal cost, by differencing; the best balance.
+- ``"karmarkar_karp"``: of equal cost, by differencing and exchanges; the best balance.
 - ``"longest_processing_time"``: of equal cost, most costly first, each where the cost is least.
 
 The first three make as few as they can, the last two as even as they can.

@@ -31,3 +31,6 @@ def launches_of_groups(scores: torch.Tensor) -> Launches:
     yield "length_weighted", launch("length_weighted", "none", scores, ids, lengths=ids)
     yield "mean by nonzero, valid", launch("mean", "nonzero", scores, ids.int(), valid=valid)
     yield "second_best by std", launch("second_best", "std", scores, ids)
+    others = launch("leave_one_out", "leave_one_out_std", scores, ids.int(), valid=valid)
+    yield "leave_one_out by leave_one_out_std, valid", others
+    yield "none by std_about_baseline", launch("none", "std_about_baseline", scores, ids)

@@ -48,7 +48,11 @@ DEMANDING = {
     "write_blocks": {"pieces, vtrace"},
     "scores_forward": {"turns"},
     "spread_forward": {"trajectories and steps"},
-    "group_advantages_forward": {"mean by std", "second_best by std"},
+    "group_advantages_forward": {
+        "mean by std",
+        "second_best by std",
+        "leave_one_out by leave_one_out_std, valid",
+    },
     "segment_rows": {"mean of float32, masked"},
     "chunk_partials": {"mean of float32, masked"},
     "chunk_fold": {"mean of float32, masked"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from trajpack.kernels.group_advantages import Baseline, Scale
 
 Array = npt.NDArray[Any]
 
@@ -32,29 +34,59 @@ def by_loop(
     for group in np.unique(ids[counted]):
         rows = np.flatnonzero(counted & (ids == group))
         r, n = scores[rows], len(rows)
-        if n == 1 or (scale == "std" and n <= ddof):
+        if n == 1 or (scale in ("std", "std_about_baseline") and n <= ddof):
             out[rows] = r * alpha if singleton == "raw" else 0.0
             continue
         if r.max() == r.min() and (baseline != "none" or scale == "std"):
             continue
-        if baseline == "mean":
-            above = r - r.mean()
-        elif baseline == "leave_one_out":
-            above = np.array([r[i] - np.delete(r, i).mean() for i in range(n)])
-        elif baseline == "length_weighted":
-            assert lengths is not None
-            above = r - np.average(r, weights=lengths[rows])
-        elif baseline == "second_best":
-            above = np.zeros(n)
-            above[r.argmax()] = r.max() - np.sort(r)[-2]
-        else:
-            above = r
-        if scale == "std":
-            above = above / (r.std(ddof=ddof) + eps)
-        elif scale == "mean":
-            above = above / r.mean() if r.mean() > 0 else 0 * above
+        above = above_baseline(r, baseline, None if lengths is None else lengths[rows])
+        above = scaled(above, r, scale, ddof=ddof, eps=eps)
         out[rows] = above * alpha
     return out
+
+
+def above_baseline(r: Array, baseline: str, lengths: Array | None) -> Array:
+    """Return what the scores of a group exceed the baseline by."""
+    n = len(r)
+    if baseline == "mean":
+        return r - r.mean()
+    if baseline == "leave_one_out":
+        return np.array([r[i] - np.delete(r, i).mean() for i in range(n)])
+    if baseline == "length_weighted":
+        return r - np.average(r, weights=lengths)
+    if baseline == "second_best":
+        above = np.zeros(n)
+        above[r.argmax()] = r.max() - np.sort(r)[-2]
+        return above
+    return r.copy()
+
+
+def scaled(above: Array, r: Array, scale: str, *, ddof: int, eps: float) -> Array:
+    """Divide what the scores ``r`` of a group exceed the baseline by."""
+    n = len(r)
+    if scale == "std":
+        return above / (r.std(ddof=ddof) + eps)
+    if scale == "leave_one_out_std":
+        for i in range(n):
+            others = np.delete(r, i)
+            if others.max() > others.min() and n - 1 > ddof:
+                above[i] /= others.std(ddof=ddof) + eps
+        return above
+    if scale == "std_about_baseline":
+        return above / (np.sqrt(np.sum(above**2) / (n - ddof)) + eps or 1.0)
+    if scale == "mean":
+        return above / r.mean() if r.mean() > 0 else 0 * above
+    return above / (r.mean() + eps or 1.0) if scale == "signed_mean" else above
+
+
+COMBINATIONS = [
+    (baseline, scale)
+    for baseline in get_args(Baseline)
+    for scale in get_args(Scale)
+    if (scale != "leave_one_out_std" or baseline == "leave_one_out")
+    and (scale not in ("std_about_baseline", "signed_mean") or baseline != "second_best")
+]
+"""Every baseline with every scale that goes with it."""
 
 
 def random_groups(

@@ -17,6 +17,8 @@ INPUTS = {
     "length_weighted",
     "mean by nonzero, valid",
     "second_best by std",
+    "leave_one_out by leave_one_out_std, valid",
+    "none by std_about_baseline",
 }
 REGISTERS = {"80": 128, "90": 128, "gfx942": 72}
 """Two blocks of 256 threads share the 65,536 registers; seven waves those of a SIMD lane."""
@@ -53,7 +55,10 @@ def test_a_member_is_stored_by_the_row_of_its_group_or_by_none(compiled: Any, ta
     """Each pair of the tile stores behind its own mask, and then the members of no group."""
     block = block_shape(KERNEL, DEFAULT).block
     for variant in compiled.variants(KERNEL, target):
-        stores = group_advantages_triton.GROUPS * block // variant["threads"] + 1
+        groups = group_advantages_triton.GROUPS
+        if "leave_one_out_std" in variant["inputs"]:
+            groups = group_advantages_triton.GROUPS_OF_OTHERS
+        stores = groups * block // variant["threads"] + 1
         assert variant["stores"] == {4: stores}, variant
         assert variant["masked_stores"] in (stores, None), variant
 

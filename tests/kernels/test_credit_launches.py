@@ -38,8 +38,14 @@ LAUNCHES = {
     "TurnReturns": ["spread_kernel", "merge_chunks_kernel", "aten::clone"],
     "TurnReturns, whitened": ["spread_kernel", "whiten_kernel"],
     "ReinforcePlusPlusBaseline": [*GROUP, "whiten_kernel"],
+    "ReinforcePlusPlusBaseline by n": [*GROUP, "whiten_kernel"],
+    "GAE, whitened by n": SCAN + WHITEN,
+    "TurnReturns, whitened by n": ["spread_kernel", "whiten_kernel"],
 }
-GROUPS = ["GRPO", "GRPO, zero", "DrGRPO", "RLOO", "OPO", "MaxRL", "GPG", "PassAtK", "PassAtK, std"]
+GROUPS = [
+    "GRPO", "GRPO, zero", "GRPO, others", "GRPO, about others", "DrGRPO", "RLOO", "OPO", "MaxRL",
+    "MaxRL, signed", "GPG", "PassAtK", "PassAtK, std",
+]  # fmt: skip
 LAUNCHES |= {name: [*GROUP, "merge_chunks_kernel"] for name in GROUPS}
 QUIET = {
     "aten::as_strided", "aten::detach", "aten::empty", "aten::empty_like", "aten::new_empty",

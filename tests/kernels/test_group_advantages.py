@@ -13,10 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.score_loops import assert_near, by_loop, expected_of, random_groups
+from tests.kernels.score_loops import (
+    COMBINATIONS,
+    assert_near,
+    by_loop,
+    expected_of,
+    random_groups,
+)
 from trajpack.kernels.group_advantages import (
     Baseline,
-    Scale,
     group_advantages,
     group_advantages_reference,
 )
@@ -27,12 +32,10 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ORACLE = Path(__file__).parents[3] / "shared" / "oracles" / "credit.json.gz"
 BASELINES = get_args(Baseline)
-SCALES = get_args(Scale)
 
 
 @pytest.mark.parametrize("singleton", ["raw", "zero"])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize(("baseline", "scale"), COMBINATIONS)
 def test_every_rule_equals_a_loop_over_groups(
     impl: Any, baseline: Any, scale: Any, singleton: Any
 ) -> None:
@@ -63,11 +66,21 @@ def test_members_and_groups_may_end_anywhere(impl: Any, members: int, num_groups
     assert_near(group_advantages(**inputs, **rule, impl=impl), expected_of(inputs, **rule))
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"baseline": "leave_one_out", "scale": "leave_one_out_std"},
+        {"baseline": "leave_one_out", "scale": "std_about_baseline"},
+        {"baseline": "none", "scale": "std_about_baseline"},
+        {"scale": "signed_mean"},
+    ],
+)
 @pytest.mark.parametrize(("ddof", "eps"), [(0, 0.0), (1, 0.5), (2, 1e-4), (5, 0.0)])
-def test_ddof_and_eps_are_what_divides(impl: Any, ddof: int, eps: float) -> None:
+def test_ddof_and_eps_are_what_divides(impl: Any, ddof: int, eps: float, kind: Any) -> None:
     inputs = random_groups(60, 16, seed=3)
     del inputs["lengths"]
-    rule = {"ddof": ddof, "eps": eps}
+    rule = {"ddof": ddof, "eps": eps} | kind
     assert_near(group_advantages(**inputs, **rule, impl=impl), expected_of(inputs, **rule))
 
 
@@ -92,14 +105,14 @@ def test_any_dtype_and_stride_is_taken(
 @given(
     ids=st.lists(st.integers(-2, 20), max_size=70),
     num_groups=st.integers(0, 19),
-    baseline=st.sampled_from(BASELINES),
-    scale=st.sampled_from(SCALES),
+    combination=st.sampled_from(COMBINATIONS),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25)
+@settings(max_examples=30)
 def test_any_groups_equal_a_loop(
-    impl: Any, ids: list[int], num_groups: int, baseline: Any, scale: Any, seed: int
+    impl: Any, ids: list[int], num_groups: int, combination: Any, seed: int
 ) -> None:
+    baseline, scale = combination
     inputs = random_groups(len(ids), 20, seed)
     inputs |= {"group_ids": torch.tensor(ids, dtype=torch.int64), "num_groups": num_groups}
     if baseline != "length_weighted":
@@ -139,8 +152,7 @@ def test_a_member_that_is_not_valid_changes_nothing(impl: Any, baseline: Any) ->
 
 
 @pytest.mark.parametrize("value", [0.1, -3e30])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize(("baseline", "scale"), COMBINATIONS)
 def test_a_group_of_one_score_gets_exactly_zero(
     impl: Any, baseline: Any, scale: Any, value: float
 ) -> None:
@@ -176,8 +188,47 @@ def test_an_outlier_below_costs_no_digits(impl: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("scale", ["std", "none", "mean"])
-@pytest.mark.parametrize("baseline", BASELINES)
+OTHERS = {"baseline": "leave_one_out", "scale": "leave_one_out_std"}
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([5.0], [5.0]),  # singleton="raw"
+        ([1.0, 3.0], [-2.0, 2.0]),  # of one other there is no deviation
+        ([1.0, 0.0, 0.0, 0.0], [1.0, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),  # equal others
+        ([0.0, 0.0, 0.0, -1.0], [3**-0.5, 3**-0.5, 3**-0.5, -1.0]),
+        ([0.1] * 5, [0.0] * 5),
+        ([0.1, 0.1, 0.1, 0.1, 1.1], [-0.5, -0.5, -0.5, -0.5, 1.0]),
+        ([1.0, 2.0, 3.0], [-1.5 * 2**0.5, 0.0, 1.5 * 2**0.5]),
+        ([1.0, 1.0, 3.0, 3.0], [-2 * 3**-0.5, -2 * 3**-0.5, 2 * 3**-0.5, 2 * 3**-0.5]),
+    ],
+)
+def test_the_deviation_of_the_others_by_hand(impl: Any, scores: Any, expected: Any) -> None:
+    ids = torch.zeros(len(scores), dtype=torch.int64)
+    found = group_advantages(
+        torch.tensor(scores, dtype=torch.float64), ids, num_groups=1, eps=0.0, impl=impl,
+        **OTHERS,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert_near(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("outlier", [-(2.0**20), 2.0**20, 1e30])
+@pytest.mark.parametrize("scale", ["leave_one_out_std", "std_about_baseline"])
+def test_an_outlier_does_not_hide_how_the_others_differ(
+    impl: Any, scale: Any, outlier: float
+) -> None:
+    """The others of the outlier differ by thousandths, of which a sum with it keeps nothing."""
+    scores = torch.randn(40, generator=torch.Generator().manual_seed(0)) / 1000
+    scores[17] = outlier
+    ids = torch.zeros(40, dtype=torch.int64)
+    rule = {"baseline": "leave_one_out", "scale": scale, "eps": 0.0}
+    found = group_advantages(scores, ids, num_groups=1, impl=impl, **rule)  # type: ignore[arg-type]
+    expected = torch.from_numpy(by_loop(scores.numpy(), ids.numpy(), 1, **rule))  # type: ignore[arg-type]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [c for c in COMBINATIONS if c[1] != "nonzero"])
 def test_a_singleton_keeps_the_bits_of_its_score(impl: Any, baseline: Any, scale: Any) -> None:
     scores = torch.randn(40, generator=torch.Generator().manual_seed(1))
     ids = torch.randperm(40)
@@ -191,14 +242,19 @@ def test_a_singleton_keeps_the_bits_of_its_score(impl: Any, baseline: Any, scale
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize(
+    ("baseline", "scale"),
+    [*((baseline, "std") for baseline in BASELINES), ("leave_one_out", "leave_one_out_std"),
+     ("none", "std_about_baseline"), ("mean", "signed_mean")],
+)  # fmt: skip
 def test_a_score_that_is_not_finite_spoils_its_own_group_alone(
-    impl: Any, baseline: Any, odd: float
+    impl: Any, baseline: Any, scale: Any, odd: float
 ) -> None:
     ids = torch.tensor([0, 1, 0, 1, 2, 2, 1, 2, 0, 3])
     scores = torch.arange(10.0)
     lengths = torch.ones(10) if baseline == "length_weighted" else None
-    options = {"num_groups": 4, "baseline": baseline, "lengths": lengths, "impl": impl}
+    options: dict[str, Any] = {"num_groups": 4, "baseline": baseline, "scale": scale}
+    options |= {"lengths": lengths, "impl": impl}
     clean = group_advantages(scores, ids, **options)
     scores[3] = odd
     found = group_advantages(scores, ids, **options)
@@ -219,8 +275,7 @@ def test_lengths_that_sum_to_zero_weigh_alike(impl: Any) -> None:
     assert found.tolist() == [-2, -1, 3, 5]
 
 
-@pytest.mark.parametrize("scale", ["std", "none", "mean"])
-@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize(("baseline", "scale"), [c for c in COMBINATIONS if c[1] != "nonzero"])
 def test_order_and_company_of_a_group_change_no_bit(impl: Any, baseline: Any, scale: Any) -> None:
     """Rewards of ten bits: all sums are exact, so that no order can show."""
     rng = np.random.default_rng(5)

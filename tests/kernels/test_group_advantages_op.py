@@ -46,10 +46,14 @@ def test_shapes_alone_are_enough_on_the_meta_device(impl: Any, num_groups: int) 
     assert (found.shape, found.dtype, found.device.type) == ((3,), torch.float32, "meta")
 
 
-@pytest.mark.parametrize("baseline", ["mean", "second_best", "length_weighted"])
-def test_the_reference_reads_no_value(baseline: str) -> None:
+@pytest.mark.parametrize(
+    ("baseline", "scale"),
+    [("mean", "nonzero"), ("second_best", "nonzero"), ("length_weighted", "nonzero"),
+     ("leave_one_out", "leave_one_out_std"), ("none", "std_about_baseline")],
+)  # fmt: skip
+def test_the_reference_reads_no_value(baseline: str, scale: str) -> None:
     ids = torch.empty(3, dtype=torch.int64, device="meta")
-    rule = Rule(baseline, "nonzero", 1, 0.0, "raw")
+    rule = Rule(baseline, scale, 1, 0.0, "raw")
     assert group_advantages_reference(META, ids, 2, rule, ids, ids.bool()).shape == (3,)
 
 
@@ -69,6 +73,12 @@ def test_the_reference_reads_no_value(baseline: str) -> None:
         (ValueError, "num_groups must be in .*, got 4294967296", {"num_groups": 2**32}),
         (ValueError, "baseline must be one of 'mean', .*, got 'median'", {"baseline": "median"}),
         (ValueError, "scale must be one of 'std', .*, got None", {"scale": None}),
+        (ValueError, "needs baseline='leave_one_out', got 'mean'", {"scale": "leave_one_out_std"}),
+        (
+            ValueError,
+            "has no meaning with baseline='second_best'",
+            {"scale": "std_about_baseline", "baseline": "second_best"},
+        ),
         (ValueError, "singleton must be one of 'raw', 'zero', got 0", {"singleton": 0}),
         (TypeError, "ddof must be an int, got 1.0", {"ddof": 1.0}),
         (ValueError, "ddof must be in .*, got -1", {"ddof": -1}),

@@ -104,3 +104,28 @@ def test_named_rules_say_what_they_do() -> None:
 )
 def test_a_rule_knows_whether_it_needs_segments(needs: bool, rule: Correction) -> None:
     assert rule.needs_segments is needs
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((0.5, 4.0), (0.25, 2.0)),
+        ((), (0.0, math.inf)),
+        ((0.0, 2.0), (0.5, math.inf)),
+        ((0.5,), (0.0, 2.0)),
+        ((1.0, 1.0), (1.0, 1.0)),
+    ],
+)
+def test_a_window_of_the_inverse_ratio_is_one_of_the_ratio(given: Any, expected: Any) -> None:
+    for level in ("token", "segment", "geometric"):
+        found = Rejection.of_inverse(*given, level=level)  # type: ignore[arg-type]
+        assert found == Rejection(*expected, level=level)  # type: ignore[arg-type]
+
+
+def test_a_wrong_window_of_the_inverse_ratio_is_named() -> None:
+    with pytest.raises(ValueError, match=r"0 <= low <= high, got low=2.0 and high=1.0"):
+        Rejection.of_inverse(2.0, 1.0)
+    with pytest.raises(TypeError, match="low must be a number, got '1'"):
+        Rejection.of_inverse("1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Rejection: level must be one of .*, got 'none'"):
+        Rejection.of_inverse(0.5, 2.0, "none")

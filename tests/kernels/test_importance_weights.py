@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,18 @@ class Loop:
             ratios.update({t: bound(math.fsum(logs) / divisor) for t in tokens})
         return ratios
 
+    def stays(self, token: int, rejection: Rejection) -> bool:
+        """Whether a token's logarithm, or what those of its segment sum up to, is in the window."""
+        own = next((tokens for tokens in self.segments if token in tokens), [token])
+        logs = [min(max(self.x[t], -20.0), 20.0) for t in own]
+        looked_at = {
+            "token": min(max(self.x[token], -20.0), 20.0),
+            "segment": math.fsum(logs),
+            "geometric": math.fsum(logs) / len(logs),
+        }[rejection.level]
+        low = math.log(rejection.low) if rejection.low else -math.inf
+        return low <= looked_at <= math.log(rejection.high)
+
     def weigh(self) -> dict[int, float]:
         rule, weights = self.rule, {}
         for t, ratio in self.ratios.items():
@@ -98,9 +111,7 @@ class Loop:
             weights = {t: weight / mean for t, weight in weights.items()}
         self.rejected = set()
         if rule.rejection:
-            looked_at = self.of_level(rule.rejection.level)
-            low, high = rule.rejection.low, rule.rejection.high
-            self.rejected = {t for t in self.generated if not low <= looked_at[t] <= high}
+            self.rejected = {t for t in self.generated if not self.stays(t, rule.rejection)}
         return {t: 0.0 if t in self.rejected else weight for t, weight in weights.items()}
 
     def expected(self) -> list[float]:
@@ -140,6 +151,22 @@ def test_weights_and_metrics_are_those_of_the_loop(rule: Correction) -> None:
         atol=1e-12,
     )
     assert 0 < (expected != 0).sum() < len(expected)
+
+
+@pytest.mark.parametrize("level", ["token", "segment", "geometric"])
+@pytest.mark.parametrize("window", [(0.5, 2.0), (0.0, 3.0), (1e-3, math.inf), (1e-12, 1e12)])
+def test_what_stays_is_told_by_logarithms_of_tokens_within_20(level: Any, window: Any) -> None:
+    """Also where policies are far apart, and where bounds are: 300 batches of each level."""
+    rejection = Rejection(*window, level)
+    rejected = 0
+    for seed in range(75):
+        case = Case([4, 1, 7, 3], seed, spread=(0.3, 3.0, 30.0)[seed % 3])
+        rule = Correction(level="none", rejection=rejection)
+        loop = Loop(case, rule)
+        weights, _ = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+        assert weights.tolist() == loop.expected()
+        rejected += len(loop.rejected)
+    assert (rejected > 50) == (level == "segment" or window[1] != 1e12)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["ids", "no ids"])

@@ -54,18 +54,19 @@ def owner_of(turns: Turns) -> list[int]:
 def check_moments(spread: Any, turns: Turns, impl: str) -> None:
     mask = turns.turn_ids >= 0
     own = spread.rows[mask].double().numpy()
-    rows, moments = finish_spread(spread, mask, False, impl)
+    rows, moments = finish_spread(spread, mask, None, impl)
     assert_same_bits(rows, spread.rows)
     expected = [0, 0, 0, np.inf, -np.inf]
     if own.size:
         expected = [own.size, own.mean(), own.size * own.var(), own.min(), own.max()]
     np.testing.assert_allclose(moments, expected, 1e-9, 1e-12)
-    whitened, same = finish_spread(spread, mask, True, impl)
-    np.testing.assert_allclose(same, expected, 1e-9, 1e-12)
-    scale = own.std(ddof=1) if len(set(own.tolist())) > 1 else 1.0
-    exact = (own - own.mean()) / scale if own.size else own
-    np.testing.assert_allclose(whitened[mask], exact, 1e-5, 1e-5)
-    assert not whitened[~mask].any()
+    for ddof in (0, 1):
+        whitened, same = finish_spread(spread, mask, ddof, impl)
+        np.testing.assert_allclose(same, expected, 1e-9, 1e-12)
+        scale = own.std(ddof=ddof) if len(set(own.tolist())) > 1 else 1.0
+        exact = (own - own.mean()) / scale if own.size else own
+        np.testing.assert_allclose(whitened[mask], exact, 1e-5, 1e-5)
+        assert not whitened[~mask].any()
 
 
 @pytest.mark.parametrize("weight", [None, 0.5])
@@ -134,7 +135,7 @@ def test_every_output_is_written(impl: str) -> None:
     spread = spread_of_trajectories(turns, torch.ones(6), torch.ones(15), 1.0, impl)
     assert bool(spread.rows.isfinite().all())
     assert bool(spread.partials[:3].isfinite().all())
-    rows, moments = finish_spread(spread, turns.turn_ids >= 0, True, impl)
+    rows, moments = finish_spread(spread, turns.turn_ids >= 0, 1, impl)
     assert bool(rows.isfinite().all())
     assert bool(moments.isfinite().all())
 
@@ -146,8 +147,8 @@ def test_no_value_is_read_from_the_device(impl: str) -> None:
     spread = spread_of_trajectories(turns, rows, None, 0.0, impl)
     assert spread.rows.shape == turns.turn_ids.shape
     mask = turns.turn_ids >= 0
-    for whitened in (False, True):
-        row, moments = finish_spread(spread, mask, whitened, impl)
+    for whitening in (None, 0, 1):
+        row, moments = finish_spread(spread, mask, whitening, impl)
         assert (row.shape, moments.shape) == (mask.shape, (5,))
     table = torch.ones(len(mask), device="meta")
     assert spread_of_turns(turns, table, table, impl).others.shape == mask.shape
@@ -165,6 +166,6 @@ def test_the_ops_are_registered_right(impl: str) -> None:
     if impl == "triton":
         spread = spread_of_trajectories(turns, rows, None, 0.0, impl)
         mask = turns.turn_ids >= 0
-        for whitened in (False, True):
-            inputs_of_finish = spread.rows, mask, spread.partials, whitened
+        for whitening in (None, 0, 1):
+            inputs_of_finish = spread.rows, mask, spread.partials, whitening
             torch.library.opcheck(torch.ops.trajpack.finish_spread, inputs_of_finish)

@@ -23,6 +23,7 @@ EVERY: dict[str, Any] = {
     "GAE": estimators.GAE(0.9, 0.8),
     **{f"GAE, {o}": estimators.GAE(0.9, 0.8, o) for o in OBSERVATIONS[1:]},
     "GAE, whitened": estimators.GAE(0.99, 0.95, whiten=True),
+    "GAE, whitened by n": estimators.GAE(0.99, 0.95, whiten=True, ddof=0),
     "TurnGAE": estimators.TurnGAE(0.9, 0.8),
     "TurnGAE, whitened": estimators.TurnGAE(0.9, 0.8, whiten=True),
     **{f"VTrace, {o}": estimators.VTrace(0.9, 0.8, 0.9, 0.7, 1.2, o) for o in OBSERVATIONS},
@@ -33,13 +34,22 @@ EVERY: dict[str, Any] = {
     "ReinforcePlusPlus": estimators.ReinforcePlusPlus(0.9),
     "TurnReturns": estimators.TurnReturns(),
     "TurnReturns, whitened": estimators.TurnReturns(whiten=True),
+    "TurnReturns, whitened by n": estimators.TurnReturns(whiten=True, ddof=0),
     "GRPO": group_estimators.GRPO(),
     "GRPO, zero": group_estimators.GRPO(0.1, "zero"),
+    "GRPO, others": group_estimators.GRPO(
+        singleton="zero", baseline="leave_one_out", scale="leave_one_out_std"
+    ),
+    "GRPO, about others": group_estimators.GRPO(
+        0.1, baseline="leave_one_out", scale="std_about_baseline", ddof=0
+    ),
     "DrGRPO": group_estimators.DrGRPO(),
     "RLOO": group_estimators.RLOO(),
     "OPO": group_estimators.OPO(),
     "ReinforcePlusPlusBaseline": group_estimators.ReinforcePlusPlusBaseline(),
+    "ReinforcePlusPlusBaseline by n": group_estimators.ReinforcePlusPlusBaseline(ddof=0),
     "MaxRL": group_estimators.MaxRL(),
+    "MaxRL, signed": group_estimators.MaxRL("raw", scale="signed_mean", eps=0.01),
     "GPG": group_estimators.GPG(),
     "PassAtK": group_estimators.PassAtK(),
     "PassAtK, std": group_estimators.PassAtK("std"),
@@ -52,8 +62,7 @@ KL = {kind: KLPenalty(0.1, kind, 0.6) for kind in ("k1", "k2", "k3")}
 
 def is_whitened(estimator: estimators.Estimator) -> bool:
     """Tell whether what it puts out depends on all of a batch, by mean and deviation."""
-    baseline = group_estimators.ReinforcePlusPlusBaseline
-    return bool(getattr(estimator, "whiten", False)) or isinstance(estimator, baseline)
+    return estimator.whitening is not None
 
 
 def over_tokens(estimator: estimators.Estimator) -> bool:

@@ -51,10 +51,10 @@ def expected_of(
     return np.where(counts, advantages, 0.0), np.array(counts, bool), np.array(returns)
 
 
-def whitened(advantages: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def whitened(advantages: np.ndarray, counts: np.ndarray, ddof: int) -> np.ndarray:
     """Return the same with mean 0 and standard deviation 1 over what counts."""
     own = advantages[counts]
-    return np.where(counts, (advantages - own.mean()) / own.std(ddof=1), 0.0)
+    return np.where(counts, (advantages - own.mean()) / own.std(ddof=ddof), 0.0)
 
 
 def check(
@@ -78,7 +78,7 @@ def check(
     assert credited.metrics is not None
     np.testing.assert_allclose(credited.metrics, measured, 1e-4, 1e-5)
     if is_whitened(estimator):
-        advantages = whitened(advantages, counts)
+        advantages = whitened(advantages, counts, estimator.ddof)
     for name, numbers in (("advantages", advantages), ("returns", returns)):
         rows = getattr(credited, name)
         assert rows.dtype == torch.float32

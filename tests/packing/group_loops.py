@@ -41,9 +41,31 @@ def centred(score: float, scores: Sequence[float], divisor: float = 1.0) -> floa
     return 0.0 if len(set(scores)) == 1 else (score - float(np.mean(scores))) / divisor
 
 
-def max_rl_of(score: float, scores: Sequence[float]) -> float:
+def grpo_of(rule: group_estimators.GRPO, score: float, scores: Sequence[float]) -> float:
+    """Return what a score exceeds the mean of all or of the others by, scaled."""
+    if len(set(scores)) == 1:
+        return 0.0
+    if rule.baseline == "mean":
+        return (score - float(np.mean(scores))) / (float(np.std(scores, ddof=rule.ddof)) + rule.eps)
+    others = list(scores)
+    others.remove(score)
+    above = score - float(np.mean(others))
+    if rule.scale == "leave_one_out_std":
+        equal = len(set(others)) == 1
+        return above if equal else above / (float(np.std(others, ddof=rule.ddof)) + rule.eps)
+    aboves = []
+    for index, one in enumerate(scores):
+        rest = [*scores[:index], *scores[index + 1 :]]
+        aboves.append(one - sum(rest) / len(rest))
+    squares = sum(number * number for number in aboves)
+    return above / ((squares / (len(scores) - rule.ddof)) ** 0.5 + rule.eps)
+
+
+def max_rl_of(rule: group_estimators.MaxRL, score: float, scores: Sequence[float]) -> float:
     """Return what a score exceeds the mean by, in shares of the mean."""
     mean = float(np.mean(scores))
+    if rule.scale == "signed_mean":
+        return centred(score, scores, mean + rule.eps)
     return centred(score, scores, mean) if mean > 0 else 0.0
 
 
@@ -63,7 +85,7 @@ def opo_of(score: float, scores: Sequence[float], lengths: Sequence[int]) -> flo
 
 
 GROUP_RULES: dict[type, Callable[..., float]] = {
-    group_estimators.GRPO: lambda e, s, all_, _: centred(s, all_, deviation(all_) + e.eps),
+    group_estimators.GRPO: lambda e, s, all_, _: grpo_of(e, s, all_),
     group_estimators.GiGPO: lambda e, s, all_, _: (
         centred(s, all_, deviation(all_) + e.eps) if e.scale == "std" else centred(s, all_)
     ),
@@ -73,7 +95,7 @@ GROUP_RULES: dict[type, Callable[..., float]] = {
     ),
     group_estimators.OPO: lambda _, s, all_, lengths: opo_of(s, all_, lengths),
     group_estimators.ReinforcePlusPlusBaseline: lambda _, s, all_, __: centred(s, all_),
-    group_estimators.MaxRL: lambda _, s, all_, __: max_rl_of(s, all_),
+    group_estimators.MaxRL: lambda e, s, all_, _: max_rl_of(e, s, all_),
     group_estimators.GPG: lambda _, s, all_, __: centred(s, all_),
     group_estimators.PassAtK: lambda e, s, all_, _: best_of(s, all_, e.scale, e.eps),
 }

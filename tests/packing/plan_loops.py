@@ -1,5 +1,7 @@
 """The rules of plans as plain loops over sequences, and lengths as they come in training."""
 
+from itertools import combinations, product
+
 import numpy as np
 
 
@@ -47,15 +49,52 @@ def longest_processing_time(lengths, costs, num_bins, capacity):
     return [sorted(held) for held in bins]
 
 
-def karmarkar_karp(costs, num_bins):
-    """Return the loads, ascending, of Karmarkar and Karp's method with full rows and a search."""
-    rows = [[0] * (num_bins - 1) + [cost] for cost in costs]
+def karmarkar_karp(costs, num_bins, width=1):
+    """Return bins of Karmarkar and Karp's method with full rows and a search.
+
+    A row begins with ``width`` sequences of about equal cost, each in a part of its own: as many
+    as there are bins, so that bins end with equally many (verl's ``equal_size``), or one.
+    """
+    ranked = sorted(range(len(costs)), key=lambda one: (costs[one], one))
+    rows = []
+    for begin in range(0, len(costs), width):
+        parts = [[one] for one in ranked[begin : begin + width]]
+        rows.append([[]] * (num_bins - len(parts)) + parts)
+
+    def spread(row):
+        totals = [sum(costs[one] for one in part) for part in row]
+        return max(totals) - min(totals)
+
     while len(rows) > 1:
-        rows.sort(key=lambda row: row[0] - row[-1])
-        left, right = rows[0], rows[1]
+        rows.sort(key=spread, reverse=True)
+        left, right, *others = rows
         joined = [one + other for one, other in zip(left, reversed(right), strict=True)]
-        rows = [*rows[2:], sorted(joined)]
-    return rows[0]
+        rows = [sorted(joined, key=lambda part: sum(costs[one] for one in part)), *others]
+    return [sorted(part) for part in rows[0]]
+
+
+def karmarkar_karp_and_swaps(costs, num_bins):
+    """Return bins of equally many sequences, improved by the best swap of any two as prime-rl does.
+
+    A swap is better if the largest load falls, or stays and the spread falls.
+    """
+    bins = karmarkar_karp(costs, num_bins, num_bins)
+    while True:
+        loads = [sum(costs[one] for one in held) for held in bins]
+        found = (max(loads), max(loads) - min(loads)), None
+        for left, right in combinations(range(num_bins), 2):
+            for one, other in product(bins[left], bins[right]):
+                after = list(loads)
+                after[left] += costs[other] - costs[one]
+                after[right] += costs[one] - costs[other]
+                reached = max(after), max(after) - min(after)
+                if reached < found[0]:
+                    found = reached, (left, right, one, other)
+        if found[1] is None:
+            return bins
+        left, right, one, other = found[1]
+        bins[left][bins[left].index(one)] = other
+        bins[right][bins[right].index(other)] = one
 
 
 def power_law(generator, count):

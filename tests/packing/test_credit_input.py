@@ -11,6 +11,8 @@ from trajpack import (
     GRPO,
     GiGPO,
     KLPenalty,
+    MaxRL,
+    PassAtK,
     Trajectory,
     Turn,
     TurnGAE,
@@ -151,6 +153,17 @@ WRONG_ESTIMATORS = {
     "GRPO: eps must be finite and not negative, got -5": lambda: GRPO(eps=-5),
     "GRPO: singleton must be 'raw' or 'zero', got 'one'": lambda: GRPO(singleton="one"),
     "GiGPO: scale must be 'std' or 'none', got 'mean'": lambda: GiGPO(scale="mean"),
+    "GRPO: scale must be 'std', 'leave_one_out_std' or 'std_about_baseline', got 'none'": (
+        lambda: GRPO(scale="none")
+    ),
+    "GRPO: baseline must be 'mean' or 'leave_one_out', got 'none'": lambda: GRPO(baseline="none"),
+    "GRPO: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'": (
+        lambda: GRPO(scale="leave_one_out_std")
+    ),
+    "GRPO: ddof must be 0 or 1, got 2": lambda: GRPO(ddof=2),
+    "GAE: ddof must be 0 or 1, got -1": lambda: GAE(ddof=-1),
+    "MaxRL: scale must be 'mean' or 'signed_mean', got 'std'": lambda: MaxRL(scale="std"),
+    "PassAtK: scale must be 'std' or 'none', got 'mean'": lambda: PassAtK(scale="mean"),
 }
 
 

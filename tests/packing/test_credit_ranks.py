@@ -12,7 +12,7 @@ WHITENED = {
     name: EVERY[name]
     for name in (
         "GAE, whitened", "TurnGAE, whitened", "ReinforcePlusPlus", "TurnReturns, whitened",
-        "ReinforcePlusPlusBaseline",
+        "ReinforcePlusPlusBaseline", "ReinforcePlusPlusBaseline by n", "GAE, whitened by n",
     )
 }  # fmt: skip
 WHITENED |= {

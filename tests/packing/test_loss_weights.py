@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,6 +62,49 @@ def test_a_plain_sum_is_the_aggregated_loss(aggregation, layout):
         assert total == pytest.approx(aggregated(trajectories, parts, aggregation), rel=1e-6)
 
 
+PER = ("turn", "row")
+OF_SEQUENCES = ("sequence_mean_token_mean", "sequence_mean_token_sum")
+
+
+def rows_of(batch, per):
+    """The losses' places: generated tokens of each turn, or of each row, in order of the batch."""
+    bounds = batch.turn_spans.tolist()
+    if per == "row":
+        ends = batch.cu_seqlens.tolist()
+        bounds = list(pairwise(ends))
+    where = torch.arange(batch.num_tokens)
+    return [where[begin:end][batch.loss_mask[begin:end]].tolist() for begin, end in bounds]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("aggregation", OF_SEQUENCES)
+def test_a_sequence_may_be_a_turn_or_a_row(aggregation, per, layout):
+    for seed in range(25):
+        batch = pack(some_trajectories(12, 7, seed), layout, device="cpu")
+        losses = torch.linspace(-3, 5, batch.num_tokens, dtype=torch.float64)
+        rows = [[float(losses[t]) for t in row] for row in rows_of(batch, per) if row]
+        of_row = mean if aggregation == "sequence_mean_token_mean" else math.fsum
+        weights = batch.loss_weights(aggregation, per=per)
+        total = (weights.double() * losses).sum().item()
+        assert total == pytest.approx(mean(of_row(row) for row in rows), rel=1e-6)
+        assert batch.loss_denominator(aggregation, per=per) == len(rows)
+        every = batch.loss_weights(aggregation, per=per, denominator=len(batch))
+        share = sum(of_row(row) for row in rows) / len(batch)
+        assert (every.double() * losses).sum().item() == pytest.approx(share, rel=1e-6)
+
+
+@given(trajectory_lists(), st.sampled_from(OF_SEQUENCES), st.sampled_from(["keep", "mask"]))
+def test_a_turn_weighs_the_same_in_both_layouts(trajectories, aggregation, truncated):
+    options = {"per": "turn", "truncated": truncated}
+    batches = [pack(trajectories, layout, device="cpu") for layout in LAYOUTS]
+    assert_same_bits(*(generated(b, b.loss_weights(aggregation, **options)) for b in batches))
+    assert_same_bits(*(b.loss_denominator(aggregation, **options) for b in batches))
+    by_turns = batches[LAYOUTS.index("turns")]
+    of_rows = by_turns.loss_weights(aggregation, per="row", truncated=truncated)
+    assert_same_bits(of_rows, by_turns.loss_weights(aggregation, **options))
+
+
 @given(trajectory_lists(), st.sampled_from(COUNTED))
 def test_both_layouts_weigh_a_token_the_same(trajectories, aggregation):
     batches = [pack(trajectories, layout, device="cpu") for layout in LAYOUTS]
@@ -117,6 +161,10 @@ def test_padding_weighs_nothing(aggregation, layout):
     assert_same_bits(weights[: plain.num_tokens], plain.loss_weights(aggregation))
     assert not weights[plain.num_tokens :].any()
     assert padded.loss_denominator(aggregation) == plain.loss_denominator(aggregation)
+    for per in PER if aggregation in OF_SEQUENCES else ():
+        weights = padded.loss_weights(aggregation, per=per)
+        assert_same_bits(weights[: plain.num_tokens], plain.loss_weights(aggregation, per=per))
+        assert not weights[plain.num_tokens :].any()
 
 
 @pytest.mark.parametrize("aggregation", COUNTED)
@@ -127,6 +175,8 @@ def test_batches_without_tokens_and_devices_without_values_are_fine(aggregation)
     on_meta = pack(some_trajectories(), device="meta")
     assert on_meta.loss_weights(aggregation).is_meta
     assert on_meta.loss_denominator(aggregation).is_meta
+    for per in PER if aggregation in OF_SEQUENCES else ():
+        assert on_meta.loss_weights(aggregation, per=per, truncated="mask").is_meta
 
 
 def test_wrong_input_is_named():
@@ -135,6 +185,11 @@ def test_wrong_input_is_named():
         batch.loss_weights("mean")
     with pytest.raises(ValueError, match="truncated must be 'keep' or 'mask', got 'drop'"):
         batch.loss_weights("token_mean", truncated="drop")
+    with pytest.raises(ValueError, match="per must be 'trajectory', 'turn' or 'row', got 'group'"):
+        batch.loss_weights("sequence_mean_token_mean", per="group")
+    for aggregation in ("token_mean", "prompt_mean", "constant"):
+        with pytest.raises(ValueError, match=f"aggregation='{aggregation}' takes no per='turn'"):
+            batch.loss_weights(aggregation, per="turn", denominator=2.0)
     with pytest.raises(ValueError, match="aggregation='constant' needs denominator"):
         batch.loss_weights("constant")
     with pytest.raises(ValueError, match="loss_denominator: aggregation='constant' has the"):

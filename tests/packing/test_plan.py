@@ -1,5 +1,6 @@
 """Plans of micro-batches: every rule beside its loop, and laws for any lengths."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing import plan_loops
-from tests.packing.plan_loops import MIXES
+from tests.packing.plan_loops import MIXES, karmarkar_karp
 from trajpack import Plan, plan_micro_batches, plan_ranks
 from trajpack.packing.plan import Algorithm
 
@@ -84,31 +85,35 @@ def test_longest_processing_time_is_what_a_loop_does_whichever_way_it_goes(num_b
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.integers(1, 6))
-def test_differencing_spreads_as_a_loop_over_full_rows_does(costs, num_bins):
+def test_differencing_is_not_behind_a_loop_over_full_rows(costs, num_bins):
     plan = plan_micro_batches(
         [1] * len(costs), 100, cost=costs, min_bins=num_bins, algorithm="karmarkar_karp"
     )
-    found = sorted(plan.bin_costs.tolist())
-    expected = plan_loops.karmarkar_karp(costs, num_bins)
+    found = plan.bin_costs
+    expected = [sum(costs[one] for one in held) for held in karmarkar_karp(costs, num_bins)]
     assert sum(found) == sum(expected)
+    # equal spreads are joined in another order, which may end with another balance
     distinct = len(set(costs)) == len(costs) and num_bins == 2
-    assert not distinct or found == expected
-    # ties are broken otherwise, so that the spreads may differ by a little
-    assert found[-1] - found[0] <= max(expected[-1] - expected[0], *costs)
+    assert max(found) <= max(expected) + (0 if distinct else max(costs))
 
 
 @pytest.mark.parametrize(
     ("costs", "num_bins", "wanted"),
     [
-        ([4, 5, 6, 7, 8], 2, [14, 16]),  # Korf's example: differencing is 2 off the best
+        ([4, 5, 6, 7, 8], 2, [15, 15]),  # Korf's example: differencing alone is 2 off
         ([8, 7, 6, 5, 4], 3, [8, 11, 11]),
-        ([10, 8, 7, 6, 5], 2, [17, 19]),
+        ([10, 8, 7, 6, 5], 2, [18, 18]),
         ([1, 1, 1, 1], 4, [1, 1, 1, 1]),
+        ([5, 3, 3], 2, [5, 6]),
+        ([9], 2, [0, 9]),
+        ([0, 0, 7], 1, [7]),
     ],
 )
 def test_differencing_by_hand(costs, num_bins, wanted):
-    plan = plan_micro_batches(costs, sum(costs), min_bins=num_bins, algorithm="karmarkar_karp")
-    assert sorted(plan.loads.tolist()) == wanted
+    plan = plan_micro_batches(
+        [1] * len(costs), 99, cost=costs, min_bins=num_bins, algorithm="karmarkar_karp"
+    )
+    assert sorted(plan.bin_costs.tolist()) == wanted
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -333,7 +338,7 @@ def test_another_process_with_other_hashes_plans_the_same():
     exec(SAME % (EVERY,), names)
     said = subprocess.run(
         [sys.executable, "-c", SAME % (EVERY,) + "print(digests)"],
-        env={"PYTHONHASHSEED": "7"}, check=True, capture_output=True, text=True,
+        env=os.environ | {"PYTHONHASHSEED": "7"}, check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     assert said.strip() == str(names["digests"])
     assert len(set(names["digests"])) == 7 * len(EVERY)

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
+from tests.packing.adapters.cases import (
+    FIELDS,
+    sequences_of,
+    some_batch,
+    some_static_batch,
+    some_trajectories,
+)
 from tests.packing.adapters.packed_loss import clipped_loss, packed_logprobs
+from trajpack import pack
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import to_grpo_inputs
 from trajpack.testing import assert_same_bits
@@ -53,6 +60,23 @@ def test_the_trainers_loss_of_the_rows_is_that_of_the_packed_tokens(trainer):
     of_turns = torch.autograd.grad(ours, trainer.model.model.embed_tokens.weight)[0]
     theirs = torch.autograd.grad(loss, trainer.model.model.embed_tokens.weight)[0]
     torch.testing.assert_close(theirs, of_turns, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+def test_a_mean_over_rows_is_the_trainers_loss_of_type_grpo(trainer, monkeypatch, layout):
+    """It counts the rows that it is given, those without a generated token too."""
+    monkeypatch.setattr(trainer, "loss_type", "grpo")
+    for seed in range(4):
+        batch = pack(some_trajectories(seed), layout, device="cpu", fields=FIELDS)
+        noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(seed))
+        batch = dataclasses.replace(batch, advantages=torch.where(batch.loss_mask, noise, 0.0))
+        old = batch.rollout_logprobs
+        inputs = to_grpo_inputs(batch, pad_token_id=PAD, old_per_token_logps=old)
+        loss = trainer._compute_loss(trainer.model, inputs)
+        ratio = (packed_logprobs(trainer.model, batch) - old).exp()
+        gains = torch.min(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
+        weights = batch.loss_weights("sequence_mean_token_mean", per="row", denominator=len(batch))
+        torch.testing.assert_close(loss, -(weights * gains).sum(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_trainer_trains_on_our_rows(trl, tmp_path):

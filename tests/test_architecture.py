@@ -104,27 +104,22 @@ def test_optional_packages_are_imported_where_they_are_used(path):
 
 
 IMPORT = """
-import sys, time, torch, numpy
-begin = time.perf_counter()
+import sys, time, numpy
+begin = time.process_time()
+import torch
+between = time.process_time()
 import trajpack
-print(time.perf_counter() - begin, *{module.split('.')[0] for module in sys.modules})
+share = (time.process_time() - between) / (between - begin)
+print(share, *{module.split('.')[0] for module in sys.modules})
 """
 
 
-def what_importing_takes():
-    """Import the package in a process of its own; return the seconds, and what is loaded."""
+def test_importing_the_package_is_quick_and_loads_no_optional_package():
+    # processor time beside that of torch, in one process: a busy machine slows both down
     done = subprocess.run(
         [sys.executable, "-P", "-c", IMPORT], check=True, capture_output=True, text=True
     )
-    seconds, *modules = done.stdout.split()
-    return float(seconds), set(modules)
-
-
-def test_importing_the_package_is_quick_and_loads_no_optional_package():
-    for _ in range(3):  # another program may be in the way
-        seconds, modules = what_importing_takes()
-        assert "trajpack" in modules
-        assert not OPTIONAL & modules
-        if seconds < 0.3:
-            return
-    raise AssertionError(f"beside importing torch it takes {seconds} s")
+    share, *modules = done.stdout.split()
+    assert "trajpack" in modules
+    assert not OPTIONAL & set(modules)
+    assert float(share) < 0.3

@@ -111,13 +111,13 @@ def check_isolation(
     may take other kernels. Then each sequence of more than two tokens goes through the model alone,
     with ``input_ids`` and no position, and must get the logits that it has in the batch.
 
-    Logits that are the same to the bit need no tolerance, and they are where a layer computes the
-    same of each sequence: all shapes are equal. Where they are not, modules are compared one by
-    one, on inputs that are the same to the bit. The output of a module may move by 64 roundings of
-    the coarsest dtype of the model, at most by half of its digits: that comes of kernels that add
-    in another order, such as those of a mixture of experts. More is a leak. Logits of a sequence
-    alone may differ by half of the digits, in the median over its tokens, since kernels for other
-    shapes add in another order; this finds gross errors, such as positions that are ignored.
+    Logits of a model that keeps sequences apart mostly do not move by a bit: all shapes are the
+    same. Where they do, modules are compared one by one, on inputs that are the same to the bit.
+    The output of a module may move by 64 roundings of the coarsest dtype of the model, at most by
+    half of its digits; kernels of a mixture of experts do so, which add in another order. More is a
+    leak. Logits of a sequence alone may differ by half of the digits, in the median over its
+    tokens, since kernels for other shapes add in another order: the comparison finds gross errors,
+    such as positions that are ignored.
 
     A mixture of experts with a capacity drops tokens by what all sequences send to an expert
     together. That is a leak as well, and its layer is named, if the trial batch overflows it.
@@ -127,7 +127,7 @@ def check_isolation(
 
     Args:
         model: A Hugging Face causal language model, also wrapped by PEFT, by ``torch.compile`` (it
-            runs without compilation here) or ``DistributedDataParallel`` (every rank calls this).
+            runs without compilation here), or for several ranks (each of them calls this).
         inputs: Makes the keyword arguments of a forward pass from the trial batch, ``input_ids``
             of shape ``[1, tokens]`` among them. With those of padded micro-batches it is
             ``lambda batch: batch.select(range(len(batch)), alignment).model_inputs()``.

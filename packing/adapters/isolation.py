@@ -252,25 +252,37 @@ class Observer:
         self._first: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._leak: str | None = None
 
-    def find(self, run: Callable[[Row], object], before: Row, after: Row) -> str | None:
+    def find(self, run: Callable[[Row], torch.Tensor], before: Row, after: Row) -> str | None:
         """Return name and class of the first module that moves by more than the tolerance.
 
-        The first one to end: the innermost. ``None`` if there is none.
+        That is the first one to end, the innermost. If none does, and logits move nevertheless, it
+        is the model; if they do not, ``None``.
+
+        Args:
+            run: Returns the logits of a row, ``[tokens, ids]``.
+            before: A row.
+            after: Another one, the same where ``same`` says so.
         """
-        self._observe(run, before, self._record)
-        self._observe(run, after, self._compare)
+        first = self._observe(run, before, self._record)
+        second = self._observe(run, after, self._compare)
+        if self._leak is None and self._moves(first[self._same], second[self._same]):
+            return type(self._model).__name__
         return self._leak
 
-    def _observe(self, run: Callable[[Row], object], row: Row, end: Callable[..., None]) -> None:
+    def _observe(
+        self, run: Callable[[Row], torch.Tensor], row: Row, end: Callable[..., None]
+    ) -> torch.Tensor:
         calls: Counter[str] = Counter()
         begun: list[tuple[tuple[str, int], list[torch.Tensor]]] = []
         handles = []
         for name, module in self._model.named_modules():
+            if module is self._model:
+                continue  # its output is that of `run`
 
             def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 views = self._over_tokens((args, kwargs))
-                sums = [self._flat(view).double().sum(1).nan_to_num().cpu() for view in views]
-                begun.append(((name, calls[name]), sums))
+                sums = [_numbers(view[self._same]).double().sum(1) for view in views]
+                begun.append(((name, calls[name]), [x.nan_to_num().cpu() for x in sums]))
                 calls[name] += 1
 
             def leave(module: nn.Module, _: Any, output: Any) -> None:
@@ -280,7 +292,7 @@ class Observer:
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         try:
-            run(row)
+            return run(row)
         finally:
             for handle in handles:
                 handle.remove()
@@ -304,33 +316,40 @@ class Observer:
             before = rows.to(view.device)
             if view[self._same].shape != before.shape or torch.equal(view[self._same], before):
                 continue
-            if self._leak is None and view.is_floating_point():
-                norms = before.reshape(len(before), -1).float().norm(dim=1)
-                moved = _distances(before.reshape(len(before), -1), self._flat(view))
-                if not (moved <= self._tolerance * torch.maximum(norms, norms.median())).all():
-                    self._leak = f"{key[0]} ({type(module).__name__})".lstrip()
+            if self._leak is None and self._moves(before, view[self._same]):
+                self._leak = f"{key[0]} ({type(module).__name__})"
             view[self._same] = before
 
-    def _flat(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the tokens that are the same, ``[rows, numbers]``."""
-        rows = view[self._same]
-        return (
-            rows.abs().reshape(len(rows), -1) if rows.is_complex() else rows.reshape(len(rows), -1)
-        )
+    def _moves(self, before: torch.Tensor, after: torch.Tensor) -> bool:
+        """Tell whether a row moves by more than the tolerance; integers may, as routes do."""
+        if not before.is_floating_point():
+            return False
+        norms = _numbers(before).float().nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
+        allowed = self._tolerance * torch.maximum(norms, norms.median())
+        return not (_distances(_numbers(before), _numbers(after)) <= allowed).all()
 
     def _over_tokens(self, value: Any) -> Iterator[torch.Tensor]:
         """Give the tensors that have a dimension of tokens, that one first, as views."""
         if isinstance(value, torch.Tensor):
             if self._num_tokens in value.shape:
                 yield value.movedim(value.shape.index(self._num_tokens), 0)
-        elif isinstance(value, (list, tuple, Mapping)):
+            return
+        if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
+            value = vars(value)
+        if isinstance(value, (list, tuple, Mapping)):
             for part in value.values() if isinstance(value, Mapping) else value:
                 yield from self._over_tokens(part)
 
 
+def _numbers(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of real numbers, ``[rows, numbers]``."""
+    return (torch.view_as_real(rows) if rows.is_complex() else rows).reshape(len(rows), -1)
+
+
 def _distances(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Return how far apart rows are, float32 ``[rows]``; 0 between infinities of one sign."""
-    return torch.where(before == after, 0.0, (after - before).float()).square().sum(1).sqrt()
+    moved = torch.where(before == after, 0.0, after.float() - before.float())
+    return moved.square().sum(1).sqrt()
 
 
 def _checked(row: Row) -> Row:

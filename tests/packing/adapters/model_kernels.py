@@ -317,8 +317,8 @@ def recurrent_kernels() -> Iterator[None]:
             del sys.modules[package]
 
 
-@pytest.fixture(scope="session")
-def flash_attention() -> Iterator[None]:
+@contextmanager
+def flash_kernels() -> Iterator[None]:
     """Let models whose configuration says ``flash_attention_2`` take the stand-in."""
     from transformers import modeling_flash_attention_utils as flash
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -192,8 +193,21 @@ def test_a_model_without_modules_of_its_own_is_named_itself():
             x = self.tokens.weight[input_ids].cumsum(1)
             return x @ self.tokens.weight.T  # logits may come by themselves
 
-    with pytest.raises(ValueError, match=r"first in \(Functional\), in evaluation"):
+    with pytest.raises(ValueError, match="first in Functional, in evaluation"):
         check_isolation(Functional(Apart()))
+
+
+def test_a_leak_between_modules_is_found_behind_rounding_too():
+    """The head is a module, whose input has moved already; what it returns is compared."""
+
+    class Between(Model):
+        def forward(self, input_ids, **kwargs):
+            x = self.layers[1](self.tokens(input_ids), kwargs["seq_idx"], None)
+            return SimpleNamespace(logits=self.head(x.cumsum(1)))
+
+    for layer in (Apart, Rounding):
+        with pytest.raises(ValueError, match="first in Between, in evaluation"):
+            check_isolation(Between(layer()))
 
 
 def test_a_model_that_counts_positions_over_the_row_is_refused():
@@ -250,7 +264,49 @@ def test_logits_may_be_infinite_where_ids_are_padding():
             logits = super().forward(*args, **kwargs).logits
             return SimpleNamespace(logits=F.pad(logits, (0, 14), value=-torch.inf))
 
+    class Functional(Padded):
+        def forward(self, *args, **kwargs):
+            logits = super().forward(*args, **kwargs).logits
+            return SimpleNamespace(logits=logits.cumsum(1))
+
     check_isolation(Padded(Apart()))
+    with pytest.raises(ValueError, match="first in Functional"):
+        check_isolation(Functional(Apart()))
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass", "namespace"])
+def test_a_module_may_return_tensors_in_whatever_form(form):
+    """Only what is in a form of no known kind is not named, but the model."""
+
+    @dataclasses.dataclass
+    class Output:
+        hidden: torch.Tensor
+
+    forms = {
+        "tuple": lambda x: (None, [x]),
+        "dict": lambda x: {"hidden": x},
+        "dataclass": Output,
+        "namespace": lambda x: SimpleNamespace(hidden=x),
+    }
+
+    class Wrapped(State):
+        def forward(self, x, seq, positions):
+            return forms[form](super().forward(x, seq, positions))
+
+    class Unwrapping(Apart):
+        def __init__(self):
+            super().__init__()
+            self.wrapped = Wrapped()
+
+        def forward(self, x, seq, positions):
+            out = self.wrapped(x, seq, positions)
+            if form == "tuple":
+                return out[1][0]
+            return out["hidden"] if form == "dict" else out.hidden
+
+    name = r"layers\.1\.wrapped \(Wrapped\)" if form != "namespace" else r"layers\.1 \(Unwr"
+    with pytest.raises(ValueError, match=f"first in {name}"):
+        check_isolation(Model(Unwrapping()))
 
 
 @pytest.mark.parametrize(

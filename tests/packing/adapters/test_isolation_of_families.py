@@ -14,13 +14,13 @@ import pytest
 import torch
 import transformers
 
-from tests.packing.adapters.model_kernels import flash_attention  # noqa: F401 - a fixture
 from tests.packing.adapters.tiny_models import (
     FAMILIES,
     NOT_TINY,
     VOCABULARY,
     takes_kernels,
     tiny_model,
+    tiny_model_with_pictures,
 )
 from tests.packing.test_micro_batches import ALIGNMENTS
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
@@ -168,3 +168,14 @@ def test_a_static_batch_is_as_good():
         logits = model(**static.model_inputs()).logits[0]
     expected = alone(model, batch)
     torch.testing.assert_close(logits[: batch.num_tokens], expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_with_pictures_may_do_otherwise_than_its_text_model():
+    batch = some_batch()
+    right = tiny_model_with_pictures("qwen3_vl", "Qwen3VL")
+    assert outcome(right, batch.model_inputs(), alone(right, batch)) == "right"
+    check_isolation(right)
+    wrong = tiny_model_with_pictures("qwen2_5_vl", "Qwen2_5_VL")
+    assert outcome(wrong, batch.model_inputs(), alone(wrong, batch)) == "wrong"
+    with pytest.raises(ValueError, match=r"language_model\.layers\.0\.self_attn \(Qwen2_5_VLAtt"):
+        check_isolation(wrong)

@@ -167,6 +167,31 @@ def tiny_model(family: str, *, kernels: bool = False, flash: bool = False) -> An
     return model
 
 
+def tiny_model_with_pictures(folder: str, prefix: str) -> Any:
+    """Return a model of Qwen's that takes pictures beside text, by its folder and its classes."""
+    kind = CONFIG_MAPPING[folder]
+    text, vision = (kind.sub_configs[f"{part}_config"] for part in ("text", "vision"))
+    sizes = {name: value for name, value in SIZES.items() if name in _names(text)}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    seen = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4}
+    seen |= {"intermediate_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    config = kind(
+        text_config=text(**sizes, rope_parameters=rope).to_dict(),
+        vision_config=vision(**{k: v for k, v in seen.items() if k in _names(vision)}).to_dict(),
+        image_token_id=120,
+        video_token_id=121,
+        vision_start_token_id=122,
+        vision_end_token_id=123,
+    )
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    torch.manual_seed(0)
+    return getattr(module, f"{prefix}ForConditionalGeneration")(config).eval()
+
+
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
 def modeling(family: str, *, kernels: bool) -> ModuleType:
     """Import the module of a model; with kernels a second time, under a name of its own."""
     folder = model_type_to_module_name(family)

@@ -123,7 +123,8 @@ def check_isolation(
     together. That is a leak as well, and its layer is named, if the trial batch overflows it.
 
     Not found: what needs sequences longer than 180 tokens, such as attention in chunks of 8,192
-    tokens, or positions that are scaled by the longest sequence of the row.
+    tokens, or positions that are scaled by the longest sequence of the row. Which families of
+    models keep sequences apart, and with which kernels, is in ``docs/formats/huggingface.md``.
 
     Args:
         model: A Hugging Face causal language model, also wrapped by PEFT, by ``torch.compile`` (it

@@ -96,8 +96,7 @@ class Trial:
                     f"{self._name} lets sequences of a packed batch see each other: tokens of "
                     f"sequence {sequence} move logits of sequence {other}, first in {leak}, in "
                     f"{'training' if training else 'evaluation'} mode. Give it one sequence at a "
-                    "time, or what its layers need to keep them apart: see "
-                    "docs/formats/huggingface.md"
+                    "time, or load it with kernels and attention that keep sequences apart"
                 )
         if not torch.cat(self._distances).any():
             raise ValueError(
@@ -168,8 +167,8 @@ class Trial:
             dtypes.add(torch.get_autocast_dtype(kind))
         dtypes.add(torch.float32)  # in which models of float64 do a part of their work
         spacing = max(torch.finfo(dtype).eps for dtype in dtypes)
-        is_exact = kind == "cpu" or torch.get_float32_matmul_precision() == "highest"
-        return spacing if is_exact else max(spacing, TF32_SPACING)
+        is_tf32 = kind == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        return max(spacing, TF32_SPACING) if is_tf32 else spacing
 
 
 class Vocabulary(NamedTuple):

@@ -50,6 +50,7 @@ class Training:
 
     Raises:
         ModuleNotFoundError: If transformers is missing.
+        SetupError: If its model does not keep packed sequences apart.
 
     Cost: imports transformers, some seconds.
     """
@@ -57,12 +58,15 @@ class Training:
     def __init__(self, settings: TrainSettings) -> None:
         self.settings = settings
         self.model, self.tokenizer = build_arithmetic_model(settings.seed)
-        self.trainer = PolicyTrainer(
-            self.model,
-            learning_rate=settings.learning_rate,
-            capacity=settings.capacity,
-            num_epochs=_NUM_EPOCHS,
-        )
+        try:
+            self.trainer = PolicyTrainer(
+                self.model,
+                learning_rate=settings.learning_rate,
+                capacity=settings.capacity,
+                num_epochs=_NUM_EPOCHS,
+            )
+        except ValueError as error:
+            raise SetupError(f"the model cannot be trained: {first_line(error)}") from error
         num_questions = settings.num_steps * settings.num_prompts
         self.questions = arithmetic_questions(num_questions, settings.seed)
 

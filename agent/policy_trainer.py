@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trajpack.packing.adapters.huggingface import check_isolation
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.micro_batch import MicroBatch
 from trajpack.packing.plan import plan_micro_batches
@@ -43,7 +44,8 @@ def token_logprobs(model: Any, piece: PackedBatch | MicroBatch) -> torch.Tensor:
     """Return the log-probability of each token given those before it in its sequence.
 
     Args:
-        model: A Hugging Face causal language model.
+        model: A Hugging Face causal language model that keeps packed sequences apart; see
+            `trajpack.packing.adapters.huggingface.check_isolation`.
         piece: A batch, or a micro-batch of one.
 
     Returns:
@@ -73,6 +75,11 @@ class PolicyTrainer:
         clip: How far below and above 1 the ratio to the sampling policy counts.
         max_gradient_norm: A longer gradient is scaled down to it.
 
+    Raises:
+        ValueError: If the model does not keep the sequences of a packed batch apart.
+
+    Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation`.
+
     Reference:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7; with two
         bounds instead of one, Yu et al., "DAPO", 2025, equation 10.
@@ -88,6 +95,7 @@ class PolicyTrainer:
         clip: tuple[float, float] = (0.2, 0.28),
         max_gradient_norm: float = 1.0,
     ) -> None:
+        check_isolation(model)
         self.model = model.eval()
         self.version = 0
         """Batches that the weights have seen."""

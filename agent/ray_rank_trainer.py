@@ -105,7 +105,10 @@ class PackedRankTrainer:
     there is one rank.
 
     Args:
-        model: A causal language model on ``rules.device``, the same on all ranks.
+        model: A causal language model on ``rules.device``, the same on all ranks. It must keep
+            packed sequences apart: call
+            `trajpack.packing.adapters.huggingface.check_isolation` before one of Hugging Face
+            comes here.
         optimizer: Of its parameters.
         rules: How a step is taken.
     """

@@ -198,19 +198,38 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
-        One row that holds every sequence. The model keeps them apart by position ids alone,
-        which it does only without an attention mask and without a cache: pass no
-        ``attention_mask`` beside these, a mask of ones would let sequences see each other.
-        Flash-attention models read the boundaries from the other arguments; eager and sdpa
-        ignore them.
+        One row that holds every sequence. Layers keep the sequences apart by different arguments:
+
+        ================================= =========================================================
+        layer                             argument
+        ================================= =========================================================
+        flash attention                   ``cu_seq_lens_q``, ``cu_seq_lens_k``, their maxima
+        eager and sdpa attention          ``position_ids``, where there is neither cache nor mask:
+                                          pass no ``attention_mask`` beside these, a mask of ones
+                                          would let sequences see each other
+        short convolution, Mamba2         ``seq_idx``
+        gated delta rule (Qwen3.5)        ``cu_seq_lens_q``; its convolution ``seq_idx``
+        ================================= =========================================================
+
+        Some models ignore an argument that their layers need, without an error: Mamba2, Jamba,
+        LFM3, GPT-OSS on eager attention, among others. Call
+        `trajpack.packing.adapters.huggingface.check_isolation` once, before a model's first batch.
 
         Returns:
-            ``input_ids`` and ``position_ids`` of shape ``[1, tokens]``, ``use_cache=False``,
-            ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``.
+            ``input_ids`` and ``position_ids``, int64 ``[1, tokens]``; ``seq_idx``, int32
+            ``[1, tokens]``: `sequence_ids`; ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32
+            ``[sequences + 1]``; ``max_length_q`` and ``max_length_k``, integers;
+            ``use_cache=False``.
 
         Cost: views; nothing is copied or synchronised.
         """
-        return model_inputs(self.input_ids, self.position_ids, self.cu_seqlens, self.max_seqlen)
+        return model_inputs(
+            self.input_ids,
+            self.position_ids,
+            self.sequence_ids,
+            places=self.cu_seqlens,
+            max_seqlen=self.max_seqlen,
+        )
 
     def unpack(self) -> list[Trajectory]:
         """Return the trajectories that were packed: equal in every value, in their order.

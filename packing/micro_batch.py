@@ -49,7 +49,8 @@ class MicroBatch(LabelMethods):
     position_ids: torch.Tensor
     """int64 ``[tokens]``: positions, from 0 in every sequence."""
     sequence_ids: torch.Tensor
-    """int32 ``[tokens]``: index of the token's sequence in this micro-batch."""
+    """int32 ``[tokens]``: index of the token's sequence in this micro-batch; that of padding is the
+    sequence whose place in memory it takes."""
     turn_ids: torch.Tensor
     """int32 ``[tokens]``: turn that generated the token, an index of the turn tensors of the batch
     it was selected from, or -1."""
@@ -130,18 +131,18 @@ class MicroBatch(LabelMethods):
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
-        As `PackedBatch.model_inputs`: one row that holds every sequence, told apart by position
-        ids alone, so pass no ``attention_mask`` beside these. Boundaries are those in memory:
-        padding belongs to the sequence before it, which does not see it.
-
-        Returns:
-            ``input_ids`` and ``position_ids`` of shape ``[1, tokens]``, ``use_cache=False``,
-            ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``.
+        As `PackedBatch.model_inputs`, with the same keys. Boundaries and ``seq_idx`` are those in
+        memory: padding is the end of the sequence before it or a sequence of its own, so that no
+        token of another sequence sees it.
 
         Cost: views; nothing is copied or synchronised.
         """
         return model_inputs(
-            self.input_ids, self.position_ids, self.cu_seqlens_padded, self.max_seqlen
+            self.input_ids,
+            self.position_ids,
+            self.sequence_ids,
+            places=self.cu_seqlens_padded,
+            max_seqlen=self.max_seqlen,
         )
 
     def context_parallel_index(

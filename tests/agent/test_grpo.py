@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.packing.adapters.tiny_models import tiny_model
 from trajpack import GRPO, Trajectory, Turn
 from trajpack.agent import grpo, transformers_batching
 from trajpack.agent.errors import EpisodeError, SetupError
@@ -67,6 +68,17 @@ def test_the_same_settings_begin_with_the_same_weights_and_questions() -> None:
     assert list(one.warm_up()) == list(other.warm_up())
     assert one.questions == other.questions
     assert Training(replace(SMALL, seed=1)).questions != one.questions
+
+
+def test_a_model_whose_sequences_see_each_other_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leaking_model(seed: int) -> tuple[Any, None]:
+        return tiny_model("mamba2"), None
+
+    monkeypatch.setattr(grpo, "build_arithmetic_model", leaking_model)
+    with pytest.raises(SetupError, match=r"cannot be trained: Mamba2ForCausalLM lets sequences"):
+        Training(SMALL)
 
 
 def test_an_update_that_the_engine_cannot_do_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.packing.adapters.tiny_models import tiny_model
 from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.agent.arithmetic import build_arithmetic_model, lazy_demonstrations
 from trajpack.agent.policy_trainer import PolicyTrainer, token_logprobs
@@ -145,3 +146,11 @@ def test_warming_up_learns_the_demonstrations_in_one_pass() -> None:
     assert losses[-1] < losses[0] / 3
     with pytest.raises(ValueError, match="13 steps need as many trajectories, got 12"):
         next(warm_up(model, lessons[:12], num_steps=13, learning_rate=1e-2, capacity=128))
+
+
+def test_a_model_whose_sequences_see_each_other_is_refused_before_any_step() -> None:
+    model = tiny_model("lfm3")
+    before = [weight.clone() for weight in model.parameters()]
+    with pytest.raises(ValueError, match=r"Lfm3ForCausalLM lets .* \(Lfm3ShortConv\)"):
+        PolicyTrainer(model, learning_rate=1e-3, capacity=64)
+    assert all(map(torch.equal, model.parameters(), before))

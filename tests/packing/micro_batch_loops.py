@@ -89,5 +89,10 @@ def check_places(micro_batch, kept, true, padded, alignment):
             sums += [sums[-1]] * (size - len(sums))
         assert boundaries.tolist() == sums
         assert boundaries.dtype == torch.int32
+    inputs = micro_batch.model_inputs()
+    assert inputs["seq_idx"].dtype == torch.int32
+    assert inputs["seq_idx"].tolist() == [owners]
+    assert inputs["seq_idx"].data_ptr() == micro_batch.sequence_ids.data_ptr()
+    assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is micro_batch.cu_seqlens_padded
     fixed = alignment.total is not None and alignment.max_sequences is not None
     assert micro_batch.max_seqlen == (alignment.total if fixed else max(padded, default=0))

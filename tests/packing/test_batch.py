@@ -250,6 +250,29 @@ def test_model_inputs_leave_no_room_for_the_silent_traps():
     assert inputs["input_ids"].shape == inputs["position_ids"].shape
     assert inputs["cu_seq_lens_q"].dtype == torch.int32
     assert isinstance(inputs["max_length_q"], int)
+    assert inputs["seq_idx"].dtype == torch.int32
+    assert inputs["seq_idx"].is_contiguous()
+
+
+def test_model_inputs_are_views_and_say_one_story():
+    batch = pack([Trajectory("single", [Turn([5], [], [])]), *some_trajectories()])
+    inputs = batch.model_inputs()
+    assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is batch.cu_seqlens
+    for name, field in (
+        ("input_ids", batch.input_ids),
+        ("position_ids", batch.position_ids),
+        ("seq_idx", batch.sequence_ids),
+    ):
+        assert inputs[name].shape == (1, batch.num_tokens)
+        assert inputs[name].data_ptr() == field.data_ptr()
+    counts = torch.bincount(inputs["seq_idx"][0])
+    assert torch.equal(counts.cumsum(0).int(), batch.cu_seqlens[1:])
+    assert torch.equal(inputs["seq_idx"][0].diff() == 1, inputs["position_ids"][0, 1:] == 0)
+
+
+def test_model_inputs_read_nothing_from_a_device():
+    inputs = pack(some_trajectories(), device="meta").model_inputs()
+    assert inputs["seq_idx"].device.type == "meta"
 
 
 @pytest.mark.parametrize("change", [{"use_cache": True}, {"attention_mask": None}])

@@ -84,6 +84,9 @@ def test_one_memory_takes_batch_after_batch(impl, layout):
         assert_padded(batch, plain)
         assert batch.unpack() == drawn
         now = [getattr(batch, name).data_ptr() for name in (*FIELD_DTYPES, "cu_seqlens")]
+        inputs = batch.model_inputs()
+        assert inputs["seq_idx"].shape == inputs["position_ids"].shape == (1, 120)
+        now += [value.data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor)]
         addresses = addresses or now
         assert now == addresses
 

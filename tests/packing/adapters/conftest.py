@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
+from tests.packing.adapters.model_kernels import flash_kernels
 from tests.packing.adapters.peers import Peer, find_peer
 
 
@@ -34,3 +35,10 @@ def trl() -> SimpleNamespace:
             TreeRow=packing.TreeRow,
             utils=utils,
         )
+
+
+@pytest.fixture(scope="module")
+def flash_attention() -> Iterator[None]:
+    """Let models take a stand-in of flash attention where their configuration asks for it."""
+    with flash_kernels():
+        yield

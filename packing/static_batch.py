@@ -46,7 +46,8 @@ class StaticBatch:
     graph), and `fill` waits for that event before it writes to host memory. Let two static
     batches take turns where the host shall not wait. The tensors are written again by the next
     run or replay: work that reads them on another stream must be over by then. Host and device
-    memory live as long as this object; keep it as long as the graph.
+    memory live as long as this object, so there is no `PackedBatch.record_stream` to call; keep
+    the object as long as the graph, and as anything reads the tensors.
 
     Args:
         capacity: Tokens of a batch in its layout.

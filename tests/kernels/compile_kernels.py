@@ -18,6 +18,7 @@ import torch
 import triton
 from compile_machine_code import measure
 from compile_recorder import recording
+from compile_sizes import variants_of_sizes
 from compile_variants import (
     Launches,
     demanding_launches,
@@ -167,6 +168,7 @@ def main(variants: str, *targets: str) -> None:
             "returns": list(measure_returns()),
             "micro_batches": list(measure_micro_batches()),
             "launches_on_meta": measure_launches_on_meta(launches),
+            "sizes": variants_of_sizes(len(TARGETS) + 4),
         }
     print(json.dumps(measured, indent=1))  # noqa: T201
 

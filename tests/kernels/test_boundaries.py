@@ -115,7 +115,9 @@ def test_a_device_is_not_read_unless_asked_for(monkeypatch):
     assert values_to_check(tensor.to("meta")) is None
 
 
-@pytest.mark.parametrize(("given", "reads"), [(None, False), ("0", False), ("", False), ("1", True)])
+@pytest.mark.parametrize(
+    ("given", "reads"), [(None, False), ("0", False), ("", False), ("1", True)]
+)
 def test_the_environment_asks_for_it(given, reads, monkeypatch):
     with monkeypatch.context() as environment:
         environment.delenv("TRAJPACK_CHECK", raising=False)

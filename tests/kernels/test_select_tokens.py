@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajpack.kernels import select_tokens_triton
+from trajpack.kernels import select_tokens_triton, validation
 from trajpack.kernels.merge_tokens import merge_tokens
-from trajpack.kernels import validation
 from trajpack.kernels.select_tokens import Segment, select_reference, select_tokens
 from trajpack.testing import assert_same_bits
 

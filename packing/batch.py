@@ -206,7 +206,7 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
         all tables and the token stream. ``record_stream`` on a field covers that field alone.
 
         The other stream must have waited for the packing: ``stream.wait_stream(packing)``.
-        ``docs/streams.md`` has an example.
+        ``docs/devices.md`` has an example.
 
         Args:
             stream: That the batch is read on, a `torch.cuda.Stream`.

@@ -179,8 +179,8 @@ class Staging:
         behind the copy is then a node of the graph.
 
         Raises:
-            RuntimeError: By torch, while a graph is captured with ROCm before 7.0, which has no
-                such nodes.
+            RuntimeError: By torch, while a graph is captured on ROCm, where that torch has no such
+                nodes.
         """
         arena.words.copy_(self._region.words[: arena.words.shape[0]], non_blocking=True)
         if self.device.type == "cuda":

@@ -10,7 +10,15 @@ import torch
 from benchmarks import device_contest, machine, timing
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.goals import goals, lines
-from benchmarks.kernels import bench_kernels_gpu, build_job, gather_job, logits_job, pad_job
+from benchmarks.kernels import (
+    bench_kernels_gpu,
+    build_job,
+    gae_job,
+    gather_job,
+    logits_job,
+    pad_job,
+    returns_job,
+)
 from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, bench_pack_gpu
 from benchmarks.promises import PACK_ONLY
 from benchmarks.tables import render
@@ -284,3 +292,19 @@ def test_goals_are_printed_with_the_tables_of_a_device():
     assert "- met: trajpack, pack only, one copy, 3 launches or fewer, no wait, A: a" in text
     assert "100%*" in text, "so short that the launch is measured"
     assert "some GPU, CUDA 13.0; " in text
+
+
+@pytest.mark.parametrize(("job", "op"), [(returns_job, "discounted_returns"), (gae_job, "gae")])
+def test_scans_are_given_the_longest_sequence(job, op, monkeypatch):
+    """So that two jobs over the same sequences measure the same regime."""
+    given = []
+    real = getattr(job, op)
+
+    def noted(*inputs, max_seqlen=None, **options):
+        given.append(max_seqlen)
+        return real(*inputs, max_seqlen=max_seqlen, **options)
+
+    monkeypatch.setattr(job, op, noted)
+    _, (ours, *_) = job.contest("some", np.array([3, 70, 5]))
+    ours.check(ours.work())
+    assert given == [70]

@@ -93,6 +93,36 @@ def test_fills_and_replays_follow_each_other_without_a_synchronisation(
     assert len(seen) == 6
 
 
+@pytest.mark.attack
+def test_no_interleaving_of_fills_replays_and_work_mixes_batches(
+    tries, static, device, monkeypatch
+):
+    seen = []
+    graphs = [captured(static, device, monkeypatch, seen) for _ in range(2)]
+    batches = [conversations(seed, count) for seed, count in enumerate([4, 1, 6, 0, 3])]
+    buffers = [filled(batch) for batch in batches]
+    for seed in range(tries(1000)):
+        rng, expected, current = np.random.default_rng(seed), [], 0
+        seen.clear()
+        static.fill(buffers[current])
+        for step in rng.integers(4, size=20):
+            if step == 0:
+                current = int(rng.integers(len(buffers)))
+                static.fill(buffers[current])
+            elif step == 1:
+                graphs[rng.integers(2)].replay()
+                expected.append(current)
+            else:
+                device.advance(min(int(rng.integers(6)), len(device.queue)))
+        device.finish()
+        assert len(seen) == len(expected), f"seed {seed}"
+        for batch, number in zip(seen, expected, strict=True):
+            try:
+                assert_shows(batch, batches[number])
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}") from error
+
+
 def test_the_model_shows_what_a_fill_without_a_wait_would_mix(static, device, monkeypatch):
     seen = []
     graph = captured(static, device, monkeypatch, seen)

@@ -21,7 +21,7 @@ from tests.kernels.conftest import INSTALLED, TARGETS, VERSIONS
 
 SPILLS = Path(__file__).with_name("scan_spills.json")
 NUM_VARIANTS = 216
-MOST_SCALARS = 24
+MOST_SCALARS = 64
 """Scalars that do not fit go to lanes of vector registers on gfx942, and not to memory."""
 Compile = Callable[[str, str, str], list[dict[str, Any]]]
 

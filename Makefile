@@ -59,6 +59,10 @@ test: $(TEST_STAMP) ## Run every test that needs no GPU
 attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, ten times as many as `make test`
 	$(BIN)/python -m pytest -q -n logical --maxprocesses $(or $(WORKERS),4) --timeout 7200 --full -m attack
 
+.PHONY: variants
+variants: $(TEST_STAMP) ## Compile every variant of the scans with every Triton for every target; half an hour
+	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/test_scan_spills.py
+
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm
 ENGINES_STAMP := $(VENV)/.engines-installed
@@ -77,7 +81,7 @@ test-engines: $(ENGINES_STAMP) ## Run the engines against a real vLLM server on 
 soak: install ## Roll out under faults for ten minutes; memory and throughput in build/soak
 	$(BIN)/python -m benchmarks.soak --out build/soak
 
-# the next two also run without `make install`, where torch, triton and pytest are there already
+# the next two, and `hardware`, also run without `make install`, where torch, triton and pytest are there already
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 
 .PHONY: test-gpu
@@ -102,6 +106,10 @@ bench-gpu: ## Time the device path; needs a CUDA device
 	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "bench-gpu: there is no CUDA device here")'
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks/*/bench_*_gpu.py -q --results $(RESULTS)
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json build/benchmarks
+
+.PHONY: hardware
+hardware: ## Run all that needs a CUDA device, each part with a time limit; ONLY="tests benchmarks"
+	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.hardware $(if $(ONLY),--only $(ONLY)) $(if $(LIMIT),--limit $(LIMIT))
 
 .PHONY: bench-report
 bench-report: ## Write the documents' tables and plot from benchmarks/results

@@ -1,10 +1,15 @@
 """Block shapes of the kernels, by architecture: data, each with its reason.
 
 To tune a kernel for an architecture is to give it a row here. None of these shapes has been
-measured on hardware yet: the reasons are counts from compiled code (Triton 3.6 to 3.9) and
-arithmetic. An SM of sm_80 to sm_100 has 65,536 registers, given out to warps by 8 for each
-thread; a SIMD of gfx942 has 512 for each lane. At 4.3 TB/s an H200 wants about 11.4 KB of loads
-in flight on each SM.
+measured on hardware: the reasons are counts from compiled code (Triton 3.6 to 3.9) and
+arithmetic. Registers are the most that a thread takes on sm_80 and sm_90, which
+``tests/kernels/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 of them, given out
+to warps by 8 for each thread; a SIMD of gfx942 has 512 for each lane.
+
+KB asked for are the bytes of all loads that the threads of an SM make for one tile each. How many
+of those loads are under way together is up to the compiler, and no test asserts it: a thread of a
+float32 segment sum has 8 in a row, of which Triton 3.6 and 3.7 issue two before they wait for the
+first, 3.9 seven. At 4.3 TB/s an H200 wants about 11.4 KB under way on each SM.
 
 The shape of a scan settles the order of its sums, so it is fixed for an architecture; results
 are the same bits in every run on one device.
@@ -45,8 +50,8 @@ class Launch:
 
 
 OF_ROWS = (
-    "Half as much of a thread fits 1,024 threads or more on an SM, with as much in flight, in "
-    "narrower stores or twice the searches. Not measured on hardware."
+    "Half as much of a thread fits 1,024 threads or more on an SM, which ask for as much, in "
+    "narrower stores or with twice the searches. Not measured on hardware."
 )
 SHAPES: dict[str, dict[str, BlockShape]] = {
     "build_kernel": {
@@ -54,18 +59,18 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             TILE,
             256,
             "4 tokens of a thread: one 16-byte store of an int32 field, two of an int64 field. "
-            "40 to 48 registers, so 1,280 threads or more on an SM, with 32 bytes of gathered "
-            "words each: 40 KB. 8 tokens of a thread (1,024 x 128, 2,048 x 256) take 92 to 96 "
-            "registers and leave 640 threads; 512 x 128 is as good, for twice the searches. "
-            "Not measured on hardware.",
+            "48 registers, so 1,280 threads on an SM, which ask for 32 bytes of gathered words "
+            "each: 40 KB. 8 tokens of a thread (1,024 x 128, 2,048 x 256) take 96 registers and "
+            "leave 640 threads; 512 x 128 is as good, for twice the searches. Not measured on "
+            "hardware.",
         )
     },
     "gather_fields_kernel": {
         DEFAULT: BlockShape(
             TILE,
             256,
-            "4 units of a thread. 32 registers, so an SM is full: 2,048 threads, with 8 KB (bytes) "
-            "to 64 KB (8-byte units) in flight. 1,024 x 128 takes 54 on sm_80. Not measured on "
+            "4 units of a thread. 32 registers, so an SM is full: 2,048 threads, which ask for 8 "
+            "KB (bytes) to 64 KB (8-byte units). 1,024 x 128 takes 54 on sm_80. Not measured on "
             "hardware.",
         )
     },
@@ -73,8 +78,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             1024,
             128,
-            "8 words of a thread: 42 to 50 registers, 1,152 threads or more, 36 KB of int32 in "
-            "flight. 256 threads take 30 and fill an SM, which is 32 KB; 2,048 x 128 takes 108. "
+            "8 words of a thread. 56 registers, so 1,152 threads on an SM, which ask for 36 KB of "
+            "int32. 256 threads take 30 and fill an SM, which is 32 KB; 2,048 x 128 takes 108. "
             "Not measured on hardware.",
         )
     },
@@ -82,9 +87,9 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             TILE,
             256,
-            "4 tokens of a thread, all fields one after another: 32 to 40 registers, so 1,536 "
-            "threads or more on an SM. A micro-batch's own fields alone are 30 bytes of a token: "
-            "46 KB in flight. Not measured on hardware.",
+            "4 tokens of a thread, all fields one after another. 40 registers, so 1,536 threads on "
+            "an SM. A micro-batch's own fields alone are 30 bytes of a token: 180 KB asked for, "
+            "field after field. Not measured on hardware.",
         )
     },
     "group_advantages_kernel": {
@@ -92,9 +97,9 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             64,
             256,
             "4 pairs of a group and a member of a thread in the tile of 16 groups, with up to four "
-            "float64 sums each: 96 to 128 registers, so 512 threads on an SM. Tiles of 128 take "
-            "160 to 184, which leaves 256. Left to itself, ptxas spills to fit in one more block. "
-            "Not measured on hardware.",
+            "float64 sums each: 128 registers, so 512 threads on an SM. Tiles of 128 take 160 to "
+            "184, which leaves 256. Left to itself, ptxas spills to fit in one more block. Not "
+            "measured on hardware.",
             most_registers=128,
         )
     },
@@ -102,9 +107,11 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             512,
             128,
-            "4 entries of a thread, 36 bytes or more in flight. Left to itself, ptxas takes up to "
-            "126 registers to walk; held to 96, five blocks fit an SM, with 23 KB in flight, and "
-            "nothing spills. Blocks of 1,024 idle twice as many lanes: a quarter of them on "
+            "4 entries of a thread, 36 bytes or more of loads. Left to itself, ptxas takes up to "
+            "128 registers to walk, and spills one of some variants to fit in one more block. Held "
+            "to 96, five blocks fit an SM, which ask for 23 KB; some walks of V-trace then spill, "
+            "on Triton 3.9 that of its default observation too: tests/kernels/scan_spills.json has "
+            "which, and how much. Blocks of 1,024 idle twice as many lanes: a quarter of them on "
             "sequences of 2,000 tokens. Not measured on hardware.",
             most_registers=96,
         )
@@ -120,9 +127,9 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             4096,
             256,
-            "A chunk of whitening, whose moments it leaves: 16 tokens of a thread, 50 to 110 "
-            "registers, so 512 threads or more on an SM. Left to itself, ptxas spills a register "
-            "to fit in one more block, hence the limit. Not measured on hardware.",
+            "A chunk of whitening, whose moments it leaves: 16 tokens of a thread. 128 registers, "
+            "so 512 threads on an SM. Left to itself, ptxas spills a register to fit in one more "
+            "block, hence the limit. Not measured on hardware.",
             most_registers=128,
         )
     },
@@ -130,16 +137,16 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             32,
             128,
-            "2 entries of a thread in the tile of 8 rows. 42 to 90 registers: 640 threads or "
-            "more. Left to itself, ptxas spills a register or two to fit in one more block, hence "
-            "the limit. 64 threads take all 128; 256 take 40 to 62, for twice the warps that each "
+            "2 entries of a thread in the tile of 8 rows. 96 registers, so 640 threads on an SM. "
+            "Left to itself, ptxas spills a register or two to fit in one more block, hence the "
+            "limit. 64 threads take all 128; 256 take 40 to 62, for twice the warps that each "
             "scan waits for. Not measured on hardware.",
             most_registers=128,
         ),
         "gfx942": BlockShape(
             32,
             256,
-            "Four waves, one entry of a thread: 30 to 60 registers; 128 threads take 40 to 77. Not "
+            "Four waves, one entry of a thread: 64 registers; 128 threads take 40 to 77. Not "
             "measured on hardware.",
         ),
     },
@@ -147,29 +154,28 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             32,
             128,
-            "A row of 32 lanes is a warp, with 8 loads of a thread under way: 29 to 40 registers, "
-            "so 1,536 threads or more on an SM and 48 KB of float32 in flight. Not measured on "
-            "hardware.",
+            "A row of 32 lanes is a warp, and 8 loads of a thread follow each other. 40 registers, "
+            "so 1,536 threads on an SM, which ask for 48 KB of float32. Not measured on hardware.",
         )
     },
     "whiten": {
         DEFAULT: BlockShape(
             4096,
             256,
-            "16 entries of a thread: 80 bytes in flight of float32 and its mask, and four stores "
-            "of 16. 48 to 112 registers, so 512 threads or more on an SM: 40 KB. 128 threads take "
-            "up to 234; 512 take about 60, for as many entries on an SM and twice the warps in "
-            "each sum. Not measured on hardware.",
+            "16 entries of a thread: 80 bytes of float32 and its mask, and four stores of 16. 112 "
+            "registers, so 512 threads on an SM, which ask for 40 KB. 128 threads take up to 234; "
+            "512 take about 60, for as many entries on an SM and twice the warps in each sum. Not "
+            "measured on hardware.",
         )
     },
 } | {
     f"{kernel}, elements of {size}": {DEFAULT: BlockShape(block, 128, f"{reason} {OF_ROWS}")}
     for kernel in ("pad_kernel", "unpad_kernel")
     for size, (block, reason) in {
-        1: (2048, "16 bytes of a thread, one store: 96 to 128 registers, 8 to 10 KB in flight."),
-        2: (1024, "16 bytes of a thread, one store: 56 to 64 registers, 16 KB in flight."),
-        4: (1024, "32 bytes of a thread, two stores: 48 to 64 registers, 32 KB in flight."),
-        8: (1024, "64 bytes of a thread, four stores: 32 to 64 registers, 64 KB in flight."),
+        1: (2048, "16 bytes of a thread, one store: 128 registers, so 8 KB asked for."),
+        2: (1024, "16 bytes of a thread, one store: 64 registers, so 16 KB asked for."),
+        4: (1024, "32 bytes of a thread, two stores: 64 registers, so 32 KB asked for."),
+        8: (1024, "64 bytes of a thread, four stores: 64 registers, so 64 KB asked for."),
     }.items()
 }
 """By kernel and architecture. The three kernels of discounted returns share theirs: their sums

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trajpack.kernels.build_host import build_on_host
+from trajpack.kernels.build_host import build_on_host, check_runs
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.kernels.validation import check_device, check_tensor
@@ -164,6 +164,7 @@ def build_into(
     if chosen == "triton":
         from trajpack.kernels.build_triton import write_fields
 
+        check_runs(OP, runs, num_tokens)
         write_fields(*inputs, num_tokens, fields)
     elif words.device.type == "cpu":
         build_on_host(*inputs, num_tokens, fields)
@@ -213,6 +214,7 @@ def _run(
         return list(build_reference(words, runs, turn_returns, num_tokens))
     from trajpack.kernels.build_triton import build_forward
 
+    check_runs(OP, runs, num_tokens)
     return build_forward(words, runs, turn_returns, num_tokens)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.runs import Run
+from trajpack.kernels.validation import values_to_check
 
 SHORT = 128
 """Mean stretch below which one gather is faster than a copy for each stretch (measured)."""
@@ -37,8 +38,8 @@ def build_on_host(
         ValueError: If the table does not go from 0 to ``num_tokens``, or goes back.
     """
     stream, table, earned = words.numpy(), runs.numpy(), turn_returns.numpy()
+    check_runs("build", runs, num_tokens)
     lengths = np.diff(table[:, Run.START])
-    _check_ends(table, lengths, num_tokens)
     rows, lengths = table[:-1][lengths > 0], lengths[lengths > 0]
     context = np.clip(rows[:, Run.GENERATED], 0, lengths)
     halves = np.stack([context, lengths - context], 1).reshape(-1)
@@ -64,13 +65,18 @@ def build_on_host(
     return [torch.from_numpy(field) for field in fields] if out is None else list(out)
 
 
-def _check_ends(table: Ints, lengths: Ints, num_tokens: int) -> None:
+def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> None:
+    """Raise if a table of runs can be read and does not go from 0 to ``num_tokens``."""
+    readable = values_to_check(runs)
+    if readable is None:
+        return
+    table = readable.numpy()
     if (table[:-1, Run.GENERATED] < 0).any():
-        raise ValueError("build: runs must have 0 or more tokens of context (Run.GENERATED)")
+        raise ValueError(f"{op}: runs must have 0 or more tokens of context (Run.GENERATED)")
     first, last = table[0, Run.START], table[-1, Run.START]
-    if first != 0 or last != num_tokens or (lengths < 0).any():
+    if first != 0 or last != num_tokens or (np.diff(table[:, Run.START]) < 0).any():
         raise ValueError(
-            f"build: runs must go from 0 to num_tokens {num_tokens} and never back, they go "
+            f"{op}: runs must go from 0 to num_tokens {num_tokens} and never back, they go "
             f"from {first} to {last}"
         )
 

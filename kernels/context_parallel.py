@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from trajpack.kernels.validation import check_cu_seqlens
+from trajpack.kernels.validation import check_boundaries, check_cu_seqlens, values_to_check
 
 OP = "context_parallel_index"
 Partition: TypeAlias = Literal["zigzag", "contiguous", "whole"]
@@ -152,8 +152,10 @@ def _check(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int, partition: P
         raise ValueError(
             f"{OP}: num_tokens must be a multiple of {max(chunks, cp_size)}, got {num_tokens}"
         )
-    if cu_seqlens.device.type == "cpu" and chunks > 1:
-        lengths = cu_seqlens.diff()
+    check_boundaries(OP, cu_seqlens, num_tokens)
+    readable = values_to_check(cu_seqlens)
+    if readable is not None and chunks > 1:
+        lengths = readable.diff()
         wrong = (lengths % chunks).nonzero()
         if wrong.numel():
             number = int(wrong[0])

@@ -13,6 +13,7 @@ from trajpack.kernels.scan_inputs import (
     check_rest,
     check_tokens,
 )
+from trajpack.kernels.validation import check_boundaries
 
 OP = "discounted_returns"
 
@@ -39,7 +40,7 @@ def discounted_returns(
     Args:
         rewards: ``[entries]``, float32 or float64, one per turn (or per token).
         cu_seqlens: ``[segments + 1]`` int32 boundaries: starts at 0, ends at ``entries``,
-            never decreases. An empty segment is allowed. Its values are not checked.
+            never decreases. An empty segment is allowed.
         discount: One for all segments, or a ``[segments]`` float32 or float64 tensor. Where
             powers of it pass the reach of float64, returns are infinite or NaN.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
@@ -58,7 +59,8 @@ def discounted_returns(
     Raises:
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, ``observation`` is unknown, or ``max_seqlen`` is
-            negative.
+            negative. On the host, where boundaries can be read for nothing, also if they do not go
+            from 0 to ``entries``.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 entries;
     else two, and a float64 of scratch for 1,024 entries. One more launch fills ``discount`` in
@@ -126,6 +128,7 @@ def _run(
     impl: str,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
+    check_boundaries(OP, cu_seqlens, rewards.shape[0])
     if impl == "torch" and rewards.device.type == "cpu":
         return discounted_returns_on_host(rewards, cu_seqlens, discount)
     if impl == "torch":

@@ -38,6 +38,21 @@ def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", 
     return "triton"
 
 
+def check_not_captured(op: str, device: torch.device, remedy: str) -> None:
+    """Raise while a CUDA graph captures the current stream of ``device``.
+
+    For what a replay would not do again, or would do with memory that is gone by then.
+
+    Raises:
+        RuntimeError: That names ``op`` and the ``remedy``.
+    """
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{op}: cannot be captured in a CUDA graph; {remedy}")
+
+
 def _check_triton_serves(op: str, device: torch.device) -> None:
     """Raise unless Triton's interpreter or its active driver takes tensors of ``device``."""
     import triton

@@ -17,6 +17,7 @@ from trajpack.kernels.scan_inputs import (
     check_tokens,
     contiguous,
 )
+from trajpack.kernels.validation import check_boundaries
 
 Rates: TypeAlias = tuple[float, torch.Tensor | None, float, torch.Tensor | None]
 
@@ -50,7 +51,7 @@ def gae(  # noqa: PLR0913 - a convention is an argument
         values: ``[tokens]`` float32 or float64, of the state before each token: a causal critic's
             output one token earlier. (bfloat16 is refused; say ``.float()``.)
         cu_seqlens: ``[sequences + 1]`` int32 boundaries: starts at 0, ends at ``tokens``, never
-            decreases. Its values are not checked.
+            decreases.
         gamma: Discount from one token to the next: one, or ``[sequences]``.
         lam: λ of GAE: one, or ``[sequences]`` (length-adaptive, as in VAPO). A sequence is one
             as packed: in layout ``"turns"`` each turn by itself.
@@ -77,7 +78,8 @@ def gae(  # noqa: PLR0913 - a convention is an argument
     Raises:
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, ``observation`` is unknown, or anything but
-            ``rewards`` requires a gradient where gradients are recorded.
+            ``rewards`` requires a gradient where gradients are recorded. On the host, where
+            boundaries can be read for nothing, also if they do not go from 0 to ``tokens``.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 tokens;
     else two, and 16 bytes of scratch for 512 tokens. No copy, no host synchronisation.
@@ -151,6 +153,8 @@ def _scan(tensors: Sequence[torch.Tensor | None], rates: Rates, *rest: Any) -> S
 
 
 def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rewards, cu_seqlens = inputs[0], inputs[3]
+    check_boundaries("gae", cu_seqlens, rewards.shape[0])
     *rest, impl, max_seqlen = inputs[8:]
     return run(_scan(inputs[:4], inputs[4:8], *rest, max_seqlen), impl)
 

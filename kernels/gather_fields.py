@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from trajpack.kernels.build_host import copy_stretches
+from trajpack.kernels.build_host import check_runs, copy_stretches
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.kernels.validation import check_device, check_tensor
@@ -159,6 +159,7 @@ def gather_fields_into(
     if resolve_impl(OP, impl, words) == "triton":
         from trajpack.kernels.gather_fields_triton import write_rows
 
+        check_runs(OP, runs, num_tokens)
         write_rows(words, runs, sources, num_tokens, moved, out)
     elif words.device.type == "cpu":
         _gather_on_host(words, runs, sources, num_tokens, moved, out)
@@ -266,6 +267,7 @@ def _run(
         return _gather_reference(words, runs, sources, num_tokens, fields)
     from trajpack.kernels.gather_fields_triton import gather_fields_forward
 
+    check_runs(OP, runs, num_tokens)
     return gather_fields_forward(words, runs, sources, num_tokens, fields)
 
 

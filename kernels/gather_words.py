@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
+from trajpack.kernels.dispatch import LIBRARY, Impl, check_not_captured, resolve_impl
 
 OP = "gather_words"
 
@@ -86,6 +86,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
         TypeError: If one is no tensor, or of a dtype that has no words.
         ValueError: If one is not one-dimensional or not contiguous (a strided view is not
             copied in silence), if devices differ, or if there are more than ``MAX_WORDS``.
+        RuntimeError: If ``impl`` cannot run, or a CUDA graph is captured.
 
     Cost: one copy of 32 bytes a tensor and one launch; no host synchronisation. About 0.5 µs
     of the host a tensor.
@@ -105,6 +106,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
         return _gather_on_host(tensors) if on_host else gather_words_reference(tensors)
     num_words = int(table[-1, Piece.START])
     device = tensors[0].device
+    check_not_captured(OP, device, "its table leaves host memory that is gone by the replay")
     rows = torch.from_numpy(table)
     if device.type == "cuda":
         rows = rows.pin_memory()

@@ -3,7 +3,9 @@
 The stream is allocated in whole tiles, so its store is full width and unmasked. A program
 finds the piece of its first word by a 64-ary search and takes the pieces of its tile one after
 another. What kind a piece has is the same for all lanes, so only one of the loads runs. An
-address says nothing of alignment: entries are loaded one by one, neighbours by neighbours.
+address says nothing of alignment, so entries are loaded one by one. A thread loads the four
+neighbours that it stores: the lanes of a warp load 4 entries apart, and a request uses a quarter of
+each sector that it touches, the next three requests the rest.
 """
 
 from __future__ import annotations

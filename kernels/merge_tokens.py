@@ -72,8 +72,10 @@ def _run(
         return HostSources([rows], [fill]).rows(table, num_tokens)[0]
     if impl == "torch":
         return select_reference([rows], table, num_tokens, [fill]).rows[0]
+    from trajpack.kernels.select_tokens_host import check_segments
     from trajpack.kernels.select_tokens_triton import merge_forward
 
+    check_segments(OP, table, num_tokens, rows.shape[0])
     layout = rows_of(rows, fill)
     flat = merge_forward(as_units(rows, layout), table, num_tokens, layout)
     return as_rows(flat, rows, num_tokens)

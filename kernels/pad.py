@@ -10,12 +10,11 @@ from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.padding import (
     BITS,
     Side,
-    check_boundaries,
     check_count,
     check_tokens,
     sequence_places,
 )
-from trajpack.kernels.validation import check_cu_seqlens
+from trajpack.kernels.validation import check_boundaries, check_cu_seqlens
 
 Number: TypeAlias = bool | int | float | complex
 
@@ -127,14 +126,12 @@ def _run(
     side: Side,
     impl: str,
 ) -> torch.Tensor:
-    on_host = packed.device.type == "cpu"
-    if on_host:
-        check_boundaries("pad", cu_seqlens, packed.shape[0], max_seqlen)
+    check_boundaries("pad", cu_seqlens, packed.shape[0], max_seqlen)
     if impl == "triton":
         from trajpack.kernels.pad_triton import pad_forward
 
         return pad_forward(packed, cu_seqlens, max_seqlen, value, side)
-    if on_host:
+    if packed.device.type == "cpu":
         from trajpack.kernels.pad_host import pad_on_host
 
         return pad_on_host(packed, cu_seqlens, max_seqlen, value, side)

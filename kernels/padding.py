@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-import numpy as np
 import torch
 
 Side: TypeAlias = Literal["left", "right"]
@@ -42,19 +41,3 @@ def check_count(op: str, name: str, count: int) -> None:
         raise TypeError(f"{op}: {name} must be an integer, got {count!r}")
     if not 0 <= count <= MAX_ROWS:
         raise ValueError(f"{op}: {name} must be in [0, {MAX_ROWS}], got {count}")
-
-
-def check_boundaries(op: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int) -> None:
-    """Raise unless boundaries, which are on the host, fit the tokens and the rows."""
-    ends = cu_seqlens.numpy().astype(np.int64)
-    lengths = np.diff(ends)
-    if ends[0] != 0 or ends[-1] != num_tokens or (lengths < 0).any():
-        raise ValueError(
-            f"{op}: cu_seqlens must go from 0 to num_tokens {num_tokens} and never back, it goes "
-            f"from {ends[0]} to {ends[-1]}, in steps of {lengths.min(initial=num_tokens)} or more"
-        )
-    if lengths.max(initial=0) > max_seqlen:
-        raise ValueError(
-            f"{op}: no sequence may be longer than max_seqlen {max_seqlen}, sequence "
-            f"{lengths.argmax()} has {lengths.max()} tokens"
-        )

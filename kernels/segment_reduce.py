@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.segment_reduce_host import check_bounds_on_host, segment_reduce_on_host
+from trajpack.kernels.segment_reduce_host import check_bounds, segment_reduce_on_host
 from trajpack.kernels.segment_reduce_reference import (
     bounds_of_segments,
     dtype_of,
@@ -212,16 +212,14 @@ def _run(
     impl: str,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    on_host = x.device.type == "cpu"
-    if on_host:
-        check_bounds_on_host(f"segment_{reduction}", segments, x.shape[0])
+    check_bounds(f"segment_{reduction}", segments, x.shape[0])
     if impl == "triton":
         from trajpack.kernels.segment_reduce_triton import segment_reduce_forward
 
         out = _fake(x, segments, mask, reduction, impl)
         segment_reduce_forward(x, segments, mask, out, reduction, max_seqlen)
         return out
-    if on_host:
+    if x.device.type == "cpu":
         return segment_reduce_on_host(x, segments, mask, reduction, dtype_of(x, reduction))
     return segment_reduce_reference(x, segments, mask, reduction)
 

@@ -13,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajpack.kernels.validation import values_to_check
+
 Entries = npt.NDArray[Any]
 
 
-def check_bounds_on_host(op: str, segments: torch.Tensor, num_entries: int) -> None:
-    """Raise unless boundaries or spans, which are on the host, lie within the entries."""
-    bounds = segments.numpy()
+def check_bounds(op: str, segments: torch.Tensor, num_entries: int) -> None:
+    """Raise if boundaries or spans can be read and do not lie within the entries."""
+    readable = values_to_check(segments)
+    if readable is None:
+        return
+    bounds = readable.numpy()
     begin, end = bounds.T if bounds.ndim == 2 else (bounds[:-1], bounds[1:])
     wrong = (begin < 0) | (end < begin) | (end > num_entries)
     if wrong.any():

@@ -30,7 +30,8 @@ ROWS = 4
 LANES = block_shape("segment_reduce", DEFAULT).block
 """The same on every architecture: with CHUNK it settles the order of the sums."""
 STEPS = 8
-"""Loads of a thread that are under way together."""
+"""Loads of a thread that follow each other in a round. How many of them the compiler issues before
+it waits for the first is in `trajpack.kernels.block_shapes`."""
 CHUNK = 2048
 LONGEST_ROW = 4096
 """Segments no longer than this are one row each: more rows would only cost a second launch."""

@@ -227,8 +227,10 @@ def _run(
 ) -> list[torch.Tensor]:
     rows = layouts_of(layouts)
     if impl == "triton":
+        from trajpack.kernels.select_tokens_host import check_segments
         from trajpack.kernels.select_tokens_triton import select_forward
 
+        check_segments(OP, table, num_tokens, sources[0].shape[0] // rows[0].width)
         return select_forward(sources, table, num_tokens, rows, positions)
     if table.device.type == "cpu":
         from trajpack.kernels.select_tokens_host import HostSources

@@ -16,6 +16,7 @@ import torch
 from trajpack.kernels.build_host import SHORT
 from trajpack.kernels.select_tokens import Segment
 from trajpack.kernels.token_rows import UNITS, Number, fill_bits
+from trajpack.kernels.validation import values_to_check
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -55,6 +56,7 @@ class HostSources:
         Raises:
             ValueError: If the table is ill-formed.
         """
+        check_segments("select_tokens", table, num_tokens, len(self._arrays[0]))
         return self._rows(table.numpy().astype(np.int64), num_tokens)
 
     def select(self, table: torch.Tensor, num_tokens: int, positions: str) -> list[torch.Tensor]:
@@ -63,6 +65,7 @@ class HostSources:
         Raises:
             ValueError: If the table is ill-formed.
         """
+        check_segments("select_tokens", table, num_tokens, len(self._arrays[0]))
         columns = table.numpy().astype(np.int64)
         rows = self._rows(columns, num_tokens)
         start = columns[Segment.START]
@@ -77,7 +80,6 @@ class HostSources:
 
     def _rows(self, columns: Ints, num_tokens: int) -> list[torch.Tensor]:
         lengths = np.diff(columns[Segment.START])
-        _check_table(columns, lengths, num_tokens, len(self._arrays[0]))
         copies = _copies(columns, lengths, num_tokens)
         given = zip(self._arrays, self._fills, self._dtypes, strict=True)
         return [
@@ -109,23 +111,26 @@ def _as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _check_table(columns: Ints, lengths: Ints, num_tokens: int, num_sources: int) -> None:
-    start, source, given = columns[: len(Segment)]
+def check_segments(op: str, table: torch.Tensor, num_tokens: int, num_sources: int) -> None:
+    """Raise if a table can be read and does not select ``num_tokens`` tokens that there are."""
+    readable = values_to_check(table)
+    if readable is None:
+        return
+    start, source, given = readable.numpy().astype(np.int64)[: len(Segment)]
+    lengths = np.diff(start)
     if start[0] != 0 or start[-1] != num_tokens or (lengths < 0).any():
         raise ValueError(
-            f"select_tokens: segments must go from 0 to num_tokens {num_tokens} and never back, "
+            f"{op}: segments must go from 0 to num_tokens {num_tokens} and never back, "
             f"they go from {start[0]} to {start[-1]}"
         )
     source, given = source[:-1], given[:-1]
     if (given < 0).any() or (given > lengths).any():
-        raise ValueError(
-            "select_tokens: no segment may take fewer than 0 tokens or more than it has"
-        )
+        raise ValueError(f"{op}: no segment may take fewer than 0 tokens or more than it has")
     taken = given > 0
     low, high = source[taken].min(initial=0), (source + given)[taken].max(initial=0)
     if low < 0 or high > num_sources:
         raise ValueError(
-            f"select_tokens: segments must take tokens from 0 to {num_sources}, "
+            f"{op}: segments must take tokens from 0 to {num_sources}, "
             f"they take some from {low} to {high}"
         )
 

@@ -2,8 +2,9 @@
 
 What has one unit to a token is written by the program that owns the token, position and segment
 too: they share one search. A field of several units to a row has tiles of its own, behind those in
-the grid. Outputs are allocated in whole tiles, so every store is full width and unmasked; where a
-source begins is a matter of lengths, so loads are unit by unit, neighbours by neighbours.
+the grid. Outputs are allocated in whole tiles, so every store is full width and unmasked. Where a
+source begins is a matter of lengths, so loads are unit by unit: a thread loads the neighbours that
+it stores, and the lanes of a warp load 4 units apart.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.gae import advantages_and_returns
 from trajpack.kernels.scan_inputs import check_tokens
-from trajpack.kernels.validation import check_device, check_tensor
+from trajpack.kernels.validation import check_boundaries, check_device, check_tensor
 
 
 def turn_gae(  # noqa: PLR0913 - a convention is an argument
@@ -47,7 +47,7 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree.
+        ValueError: If shapes or devices disagree; for boundaries as `trajpack.kernels.gae`.
 
     Cost: that of `trajpack.kernels.gae`, and about fifteen small launches that find the turns.
     No copy, no host synchronisation.
@@ -72,6 +72,7 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
             f"turn_gae: turn_ids must have one entry for each of {rewards.shape[0]} token(s), "
             f"got shape {list(turn_ids.shape)}"
         )
+    check_boundaries("turn_gae", cu_seqlens, rewards.shape[0])
     generated = turn_ids >= 0
     opens = generated & _differs_from_before(turn_ids, cu_seqlens)
     advantages, returns = advantages_and_returns(

@@ -10,12 +10,11 @@ from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
 from trajpack.kernels.padding import (
     BITS,
     Side,
-    check_boundaries,
     check_count,
     check_tokens,
     sequence_places,
 )
-from trajpack.kernels.validation import check_cu_seqlens
+from trajpack.kernels.validation import check_boundaries, check_cu_seqlens
 
 
 def unpad(
@@ -98,14 +97,12 @@ def unpad_reference(
 def _run(
     padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: Side, impl: str
 ) -> torch.Tensor:
-    on_host = padded.device.type == "cpu"
-    if on_host:
-        check_boundaries("unpad", cu_seqlens, num_tokens, padded.shape[1])
+    check_boundaries("unpad", cu_seqlens, num_tokens, padded.shape[1])
     if impl == "triton":
         from trajpack.kernels.pad_triton import unpad_forward
 
         return unpad_forward(padded, cu_seqlens, num_tokens, side)
-    if on_host:
+    if padded.device.type == "cpu":
         from trajpack.kernels.pad_host import unpad_on_host
 
         return unpad_on_host(padded, cu_seqlens, num_tokens, side)

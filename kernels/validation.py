@@ -1,8 +1,60 @@
-"""Checks of shape, dtype and device, in one voice. None of them reads a tensor's values."""
+"""Checks of shape, dtype and device, in one voice; and which tensors' values a check may read."""
 
 from __future__ import annotations
 
+import os
+
+import numpy as np
 import torch
+
+READS_DEVICE = os.environ.get("TRAJPACK_CHECK", "0") not in ("", "0")
+"""Whether boundaries that live on a device are checked too: set ``TRAJPACK_CHECK=1`` before
+``trajpack`` is imported. Each call then waits for the device."""
+HOSTS = ("cpu",)
+"""Devices whose tensors are read for nothing."""
+
+
+def values_to_check(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return ``tensor`` on the host, or ``None`` where its values are not to be read.
+
+    They are not where there are none: in a trace of the compiler, on the meta device.
+
+    Cost: nothing on the host. On a device nothing but with ``TRAJPACK_CHECK=1``: then a copy,
+    which waits; not while a CUDA graph is captured.
+    """
+    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+        return None
+    if tensor.device.type in HOSTS:
+        return tensor
+    if not READS_DEVICE or tensor.device.type == "meta":
+        return None
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return tensor.cpu()
+
+
+def check_boundaries(
+    op: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int | None = None
+) -> None:
+    """Raise if boundaries can be read and do not bound ``num_tokens``, as the kernels trust.
+
+    Called by the implementations of operators, whose tensors have values.
+    """
+    readable = values_to_check(cu_seqlens)
+    if readable is None:
+        return
+    ends = readable.numpy().astype(np.int64)
+    lengths = np.diff(ends)
+    if ends[0] != 0 or ends[-1] != num_tokens or (lengths < 0).any():
+        raise ValueError(
+            f"{op}: cu_seqlens must go from 0 to num_tokens {num_tokens} and never back, it goes "
+            f"from {ends[0]} to {ends[-1]}, in steps of {lengths.min(initial=num_tokens)} or more"
+        )
+    if max_seqlen is not None and lengths.max(initial=0) > max_seqlen:
+        raise ValueError(
+            f"{op}: no sequence may be longer than max_seqlen {max_seqlen}, sequence "
+            f"{lengths.argmax()} has {lengths.max()} tokens"
+        )
 
 
 def check_tensor(

@@ -17,6 +17,7 @@ from trajpack.kernels.scan_inputs import (
     check_tokens,
     contiguous,
 )
+from trajpack.kernels.validation import check_boundaries
 
 
 def vtrace(  # noqa: PLR0913 - a convention is an argument
@@ -76,7 +77,7 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
     Raises:
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, a clip is not positive, or an input requires
-            a gradient where gradients are recorded.
+            a gradient where gradients are recorded; for boundaries as `trajpack.kernels.gae`.
 
     Cost: two launches where `trajpack.kernels.gae` takes one, four where that takes two, and 8
     bytes of scratch a token. No copy, no host synchronisation.
@@ -117,6 +118,7 @@ def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     gamma, gammas, lam, lams, bootstrap, clips, observation, impl, max_seqlen = inputs[6:]
     rho, c, advantage_rho = clips
     num = rewards.shape[0]
+    check_boundaries("vtrace", cu_seqlens, num)
     scan = Scan(cu_seqlens, num, num, rewards, values, loss_mask, gamma, lam, observation)
     scan = scan._replace(
         kind="vtrace", gammas=gammas, lams=lams, bootstrap=bootstrap, max_seqlen=max_seqlen,

@@ -66,7 +66,7 @@ def store_chunk_moments(value, counted, partials, chunk, num_chunks):
     tl.store(column + 4 * num_chunks, high.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["entries", "num_chunks"])
 def chunk_moments_kernel(
     x, mask, partials, entries: tl.int64, num_chunks: tl.int64, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -127,7 +127,7 @@ def _store_moments(moments, count, mean, squares, low, high):
     tl.store(moments + 4, high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def merge_chunks_kernel(
     partials, moments, sums, shift: tl.float64, num_chunks: tl.int64, PARTIALS: tl.constexpr
 ):
@@ -161,7 +161,7 @@ def _write_whitened(
         first += CHUNK
 
 
-@triton.jit(do_not_specialize=["chunks_each", "ddof", "center"])
+@triton.jit(do_not_specialize=["entries", "num_chunks", "chunks_each", "ddof", "center"])
 def whiten_kernel(
     x, mask, partials, whitened, moments, entries: tl.int64, num_chunks: tl.int64, chunks_each,
     ddof, eps: tl.float64, center, CHUNK: tl.constexpr, PARTIALS: tl.constexpr,
@@ -176,7 +176,7 @@ def whiten_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["chunks_each", "ddof", "center"],
+    do_not_specialize=["entries", "chunks_each", "ddof", "center"],
     do_not_specialize_on_alignment=["sums"],
 )
 def whiten_by_sums_kernel(

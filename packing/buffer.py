@@ -176,7 +176,8 @@ class TrajectoryBuffer:
             layout is that of the pack before (at first ``"merged"``): tables are kept for one
             layout at a time. On the host, memory of batches that are gone is used again: let go
             of one before the next is packed. A CUDA graph that captures it replays this batch,
-            as long as the buffer lives; `StaticBatch` replays others.
+            as long as the buffer lives; `StaticBatch` replays others. Where another stream than
+            the current one reads the batch, `PackedBatch.record_stream` keeps its memory.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))

@@ -56,6 +56,7 @@ class MicroBatchMethods:
             TypeError: If ``sequences`` are no integers, or one of ``tensors`` is none.
             ValueError: If there is no such sequence, a tensor has a wrong shape, device or name,
                 or the alignment has no room.
+            RuntimeError: While a CUDA graph is captured: select before.
 
         Cost: one copy of 16 bytes a sequence, from pinned memory, and one launch; no
         synchronisation. Of the host, a pass over the batch's lengths the first time.
@@ -95,6 +96,7 @@ class MicroBatchMethods:
             ValueError: As `select`; also if the plan is for other sequences, or those of a
                 micro-batch, each padded, go over the plan's capacity. All at once, before the
                 first.
+            RuntimeError: As `select`.
 
         Cost: one copy for all micro-batches together, of 16 bytes a sequence, from pinned memory;
         one launch for each; no synchronisation.
@@ -147,6 +149,7 @@ class MicroBatchMethods:
             TypeError: If an output is no tensor.
             ValueError: If there are not as many as micro-batches, one has another number of rows,
                 dtype or shape of a row, or the plan does not fit the batch.
+            RuntimeError: While a CUDA graph is captured.
 
         Cost: one concatenation and one launch; one copy of 16 bytes a sequence; no
         synchronisation.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajpack.kernels.dispatch import check_not_captured
 from trajpack.kernels.select_tokens import Segment
 from trajpack.packing.alignment import Alignment, Placement
 
@@ -119,6 +120,8 @@ class Region:
     """Tables on the host, one behind the other, that go to the device in one copy."""
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
+        remedy = "their tables leave host memory that is gone by the replay: make them before"
+        check_not_captured("micro-batches", device, remedy)
         self._columns = [-(-count // ALIGNED) * ALIGNED for count in columns]
         self._device = device
         size = ROWS * sum(self._columns)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.kernels.gather_words import KINDS, MAX_WORDS, PIECE_WIDTH, gather_words, piece_table
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.chains import Intake, checked_labels, placed, take_numbers
@@ -42,11 +42,12 @@ def pack_resident(
     Raises:
         TypeError: If a value is of the wrong kind, or an array is no tensor.
         ValueError: If lengths disagree, devices differ, or a turn brings extra fields.
+        RuntimeError: If ``impl`` cannot run for the device, or a CUDA graph is captured.
 
     Cost: one copy of the tables, three launches, no synchronisation; about 7 microseconds of the
         host a turn. The tensors must be ready on the current stream, and live until the
         launches have run: torch sees to that for memory of this stream alone, so call
-        ``record_stream`` on tensors of another. A CUDA graph cannot capture it.
+        ``record_stream`` on tensors of another.
 
     Example:
         >>> turn = Turn(torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([-0.5]))
@@ -58,6 +59,7 @@ def pack_resident(
     intake, pieces = _take_in(given, layout)
     device = pieces[0].device if pieces else torch.get_default_device()
     chosen = resolve_impl("pack_resident", impl, torch.empty(0, device=device))
+    check_not_captured("pack_resident", device, "it reads the turns' addresses once")
     num_ids = intake.num_tokens
     num_words = num_ids + intake.num_generated
     if num_words > MAX_WORDS:

@@ -29,9 +29,12 @@ class Region:
     def __init__(self, columns: Mapping[str, Column], words: torch.Tensor, num_rows: int) -> None:
         self.words = words
         self.copies: list[torch.cuda.Event] = []
-        """What to wait for before the words are written: copies that read them."""
+        """Events behind copies that read the words: waited for before the words are written."""
+        self.replays: list[torch.cuda.Event] = []
+        """Events behind the copies of captured graphs, recorded anew by every replay: waited for
+        like the others, and kept."""
         self.captured = False
-        """Whether a CUDA graph reads the words whenever it is replayed."""
+        """Whether a captured graph expects the words to stay as they are."""
         self.partition(columns, num_rows)
 
     def partition(self, columns: Mapping[str, Column], num_rows: int) -> None:
@@ -161,42 +164,51 @@ class Staging:
         if self.device.type == "cpu":
             return Arena(words, region.begin, self._columns, region.offsets)
         arena = words.to(self.device, non_blocking=True)
-        on_cuda = self.device.type == "cuda"
-        if on_cuda and torch.cuda.is_current_stream_capturing() and not region.captured:
-            region.captured = True
-            self._captured.append(region)
-        self._remember_copy()
+        if self.device.type == "cuda":
+            if not torch.cuda.is_current_stream_capturing():
+                self._remember_copy()
+            elif not region.captured:
+                region.captured = True
+                self._captured.append(region)
         return Arena(arena, region.begin, self._columns, region.offsets)
 
     def send_again(self, arena: Arena) -> None:
         """Bring the region to the memory of an arena that is no longer the region itself.
 
-        A graph that captured this copies whatever the region holds when it is replayed.
+        A graph that captured this copies what the region holds when it is replayed. The event
+        behind the copy is then a node of the graph.
+
+        Raises:
+            RuntimeError: By torch, while a graph is captured on ROCm, where that torch has no such
+                nodes.
         """
         arena.words.copy_(self._region.words[: arena.words.shape[0]], non_blocking=True)
-        self._remember_copy()
+        if self.device.type == "cuda":
+            self._remember_copy()
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Make the device the current one, where there are several."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _remember_copy(self) -> None:
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return
-        event = torch.cuda.Event()
+        """Record an event behind a copy of the region, for `_wait`."""
+        region, in_graph = self._region, torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(external=in_graph)  # external: each replay records it
         event.record(torch.cuda.current_stream(self.device))
-        pending = [copy for copy in self._region.copies if not copy.query()]
-        self._region.copies = [*pending, event]
+        if in_graph:
+            region.replays.append(event)
+        else:
+            region.copies = [*(copy for copy in region.copies if not copy.query()), event]
 
     def _wait(self, region: Region) -> None:
-        if region.copies:
+        if region.copies or region.replays:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a buffer cannot be written while a CUDA graph is captured: pack in the "
                     "layout that is captured, and synchronise, before the capture begins"
                 )
-            for copy in region.copies:
-                copy.synchronize()
+            for event in (*region.copies, *region.replays):
+                event.synchronize()
             region.copies = []
 
     def _allocate(self, num_rows: int, num_words: int) -> Region:

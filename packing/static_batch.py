@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trajpack.kernels.build import build_into, empty_fields
-from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.kernels.gather_fields import empty_rows, gather_fields_into
 from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.packing.batch import PackedBatch
@@ -37,9 +37,17 @@ class StaticBatch:
     `unpadded` is the batch without all that.
 
     `fill` is the host's part and `run` the device's: one copy and the launches of a pack, at
-    addresses, sizes and grids that never change. A CUDA graph that captured `run` replays it
-    with whatever `fill` wrote last. Before the next `fill`, the copy of the last replay must be
-    over; let two static batches take turns where the host shall not wait for it.
+    addresses, sizes and grids that never change. A CUDA graph that captured `run`, alone or with
+    a model's forward, replays it with what `fill` wrote last. Call `run` once before the capture,
+    which compiles the kernels, and replay on one stream.
+
+    `fill` and ``graph.replay()`` may follow each other without a synchronisation: every replay
+    records an event behind its copy (an external `torch.cuda.Event` that `run` puts into the
+    graph), and `fill` waits for that event before it writes to host memory. Let two static
+    batches take turns where the host shall not wait. The tensors are written again by the next
+    run or replay: work that reads them on another stream must be over by then. Host and device
+    memory live as long as this object, so there is no `PackedBatch.record_stream` to call; keep
+    the object as long as the graph, and as anything reads the tensors.
 
     Args:
         capacity: Tokens of a batch in its layout.
@@ -47,6 +55,11 @@ class StaticBatch:
         max_runs: Generated stretches of one turn and one policy version; ``max_turns`` if ``None``.
         device: Where the batch shall live; torch's default device if ``None``.
         fields: Extra per-token fields, those of the buffers it is filled from.
+
+    Raises:
+        TypeError: If a size is no integer.
+        ValueError: If a size is out of range, or two fields have one name.
+        RuntimeError: While a CUDA graph is captured.
 
     Example:
         >>> from trajpack import Trajectory, TrajectoryBuffer, Turn
@@ -69,6 +82,7 @@ class StaticBatch:
     ) -> None:
         self.capacity, self.max_turns, self.max_runs = _checked_sizes(capacity, max_turns, max_runs)
         self.device = torch.get_default_device() if device is None else torch.device(device)
+        check_not_captured("StaticBatch", self.device, "make it before the capture")
         self.fields = check_fields(fields)
         self._layouts = [field.layout for field in self.fields]
         capacity, max_turns, max_runs = self.capacity, self.max_turns, self.max_runs
@@ -92,7 +106,8 @@ class StaticBatch:
         )
         self._host: dict[str, Any] = {}
         self._returns = torch.zeros(max_turns, device=self.device)
-        self._written = False
+        self._ran: set[str] = set()
+        """Implementations that `run` ran with."""
 
     @property
     def batch(self) -> PackedBatch:
@@ -101,7 +116,7 @@ class StaticBatch:
         Raises:
             RuntimeError: If `run` was never called.
         """
-        if not self._written:
+        if not self._ran:
             raise RuntimeError("no batch was written yet: fill and run first")
         ready = {
             **self._tokens._asdict(),
@@ -117,10 +132,13 @@ class StaticBatch:
         Raises:
             ValueError: If the batch has more tokens, turns or runs than there is room for, or
                 the buffer has other fields. Nothing is written then.
+            RuntimeError: While a CUDA graph is captured: replays would not fill again.
 
-        Cost: a copy at memory speed on the host; waits for the copy of the last `run`, where
-            that was not captured in a graph.
+        Cost: a copy at memory speed on the host. Waits for the copy of the last `run` or replay,
+            and for what its stream had to do before that; not for the kernels behind the copy,
+            nor for the rest of the graph.
         """
+        check_not_captured("StaticBatch.fill", self.device, "fill before the capture")
         check_layout(layout)
         if buffer.fields != self.fields:
             raise ValueError(
@@ -145,25 +163,30 @@ class StaticBatch:
         """Write the batch: one copy to the device and the launches of a pack.
 
         Raises:
-            RuntimeError: If `fill` was not called, or ``impl`` cannot run for this device.
+            RuntimeError: If `fill` was not called, ``impl`` cannot run for this device, or the
+                first call is captured in a CUDA graph.
 
         Cost: one copy of the whole capacity, the launches of a pack, a copy of the turns'
             returns, which alone are allocated anew. Capturable in a CUDA graph, once it ran
-            outside of one.
+            outside of one with the same ``impl``: the first call compiles.
         """
         if not self._host:
             raise RuntimeError("nothing to write: fill first")
+        chosen = resolve_impl("StaticBatch.run", impl, self._arena.words)
+        if chosen not in self._ran:
+            first = f"the first StaticBatch.run with impl={chosen!r}"
+            check_not_captured(first, self.device, "run once before the capture, to compile")
         with self._staging.on_device():
             self._staging.send_again(self._arena)
             arena, counts = self._arena, self._counts
-            self._returns.copy_(returns_of_turns(arena, counts, impl))
+            self._returns.copy_(returns_of_turns(arena, counts, chosen))
             runs = arena.table("runs", counts.spans + 1)
-            build_into(self._tokens, arena.stream, runs, self._returns, impl)
+            build_into(self._tokens, arena.stream, runs, self._returns, chosen)
             if self.fields:
                 sources = arena.table("field_sources", counts.spans + 1)
                 layouts = self._layouts
-                gather_fields_into(self._rows, arena.stream, runs, sources, layouts, impl)
-        self._written = True
+                gather_fields_into(self._rows, arena.stream, runs, sources, layouts, chosen)
+        self._ran.add(chosen)
         return self.batch
 
     def unpadded(self) -> PackedBatch:

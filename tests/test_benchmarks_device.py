@@ -10,7 +10,15 @@ import torch
 from benchmarks import device_contest, machine, timing
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.goals import goals, lines
-from benchmarks.kernels import bench_kernels_gpu, build_job, gather_job, logits_job, pad_job
+from benchmarks.kernels import (
+    bench_kernels_gpu,
+    build_job,
+    gae_job,
+    gather_job,
+    logits_job,
+    pad_job,
+    returns_job,
+)
 from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, bench_pack_gpu
 from benchmarks.promises import PACK_ONLY
 from benchmarks.tables import render
@@ -152,7 +160,8 @@ class PretendedDevice:
         }
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value, raising=False)
-        patch.setattr(timing, "_SCRATCH", [torch.ones(4, dtype=torch.uint8)])
+        scratch = SimpleNamespace(sum=lambda: self.calls.append("flush"))
+        patch.setattr(timing, "_SCRATCH", [scratch])
 
     def event(self):
         event = SimpleNamespace(at=None, synchronize=lambda: None)
@@ -183,9 +192,9 @@ def test_a_device_is_measured_every_way(monkeypatch):
     assert found["peak_mib"] == 2
     assert found["wall_ms"] >= found["enqueue_ms"] > 0
     assert {name: found[name] for name in counts} == counts
-    assert timing._SCRATCH[0].sum() == 0, "the cache was not flushed"
-    timed = "wait busy event work event"
-    assert timed in " ".join(device.calls), "work is enqueued while the device is busy"
+    timed = "busy event work event"
+    assert f"wait {timed}" in " ".join(device.calls), "work is enqueued while the device is busy"
+    assert f"wait flush {timed}" in " ".join(device.calls), "also with a cold cache"
     assert "busy event replay event" in " ".join(device.calls)
 
 
@@ -283,3 +292,19 @@ def test_goals_are_printed_with_the_tables_of_a_device():
     assert "- met: trajpack, pack only, one copy, 3 launches or fewer, no wait, A: a" in text
     assert "100%*" in text, "so short that the launch is measured"
     assert "some GPU, CUDA 13.0; " in text
+
+
+@pytest.mark.parametrize(("job", "op"), [(returns_job, "discounted_returns"), (gae_job, "gae")])
+def test_scans_are_given_the_longest_sequence(job, op, monkeypatch):
+    """So that two jobs over the same sequences measure the same regime."""
+    given = []
+    real = getattr(job, op)
+
+    def noted(*inputs, max_seqlen=None, **options):
+        given.append(max_seqlen)
+        return real(*inputs, max_seqlen=max_seqlen, **options)
+
+    monkeypatch.setattr(job, op, noted)
+    _, (ours, *_) = job.contest("some", np.array([3, 70, 5]))
+    ours.check(ours.work())
+    assert given == [70]

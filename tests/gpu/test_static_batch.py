@@ -102,6 +102,82 @@ def test_a_captured_run_replays_whatever_was_filled_last(layout: Any) -> None:
             assert len({tensor.data_ptr() for tensor in tensors}) == 1, name
 
 
+def captured_run(static: StaticBatch, before: int, behind: int) -> torch.cuda.CUDAGraph:
+    """Capture a run between two sleeps of so many cycles."""
+    static.fill(filled(conversations(5)))
+    static.run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.cuda._sleep(before)
+        static.run()
+        torch.cuda._sleep(behind)
+    return graph
+
+
+def test_fills_and_replays_follow_each_other_without_a_synchronisation() -> None:
+    static = StaticBatch(400_000, 900, max_runs=2000, device="cuda", fields=FIELDS)
+    graph = captured_run(static, before=20_000_000, behind=1_000_000)
+    given = [conversations(30 + seed % 3, seed) for seed in range(12)]
+    buffers = [filled(trajectories) for trajectories in given]
+    seen = []
+    for buffer in buffers:
+        static.fill(buffer)
+        graph.replay()
+        seen.append({name: tensor.clone() for name, tensor in static.batch.tensors().items()})
+    torch.cuda.synchronize()
+    for batch, trajectories in zip(seen, given, strict=True):
+        for name, tensor in filled(trajectories, "cpu").pack().tensors().items():
+            if name not in ("turn_returns", "returns"):  # sums, of another implementation
+                assert_same_bits(batch[name][: len(tensor)], tensor, name)
+
+
+def test_a_replay_records_its_event_when_it_is_launched() -> None:
+    """What `fill` relies on: the event is not over between the launch and the copy."""
+    static = StaticBatch(400_000, 900, device="cuda", fields=FIELDS)
+    graph = captured_run(static, before=200_000_000, behind=0)
+    (event,) = static._staging._region.replays
+    for _ in range(3):
+        graph.replay()
+        assert not event.query(), "the copy waits behind a sleep"
+        event.synchronize()
+        assert event.query()
+
+
+def test_a_fill_waits_for_the_copy_and_not_for_the_rest_of_the_graph() -> None:
+    static = StaticBatch(400_000, 900, device="cuda", fields=FIELDS)
+    graph = captured_run(static, before=0, behind=2_000_000_000)
+    buffer = filled(conversations(30))
+    buffer.pack()
+    torch.cuda.synchronize()
+    graph.replay()
+    static.fill(buffer)
+    assert not torch.cuda.current_stream().query(), "the graph goes on"
+    torch.cuda.synchronize()
+
+
+def test_what_a_replay_would_not_do_again_is_not_captured() -> None:
+    buffer = filled(conversations(5))
+    batch = buffer.pack()
+    static = StaticBatch(400_000, 900, device="cuda", fields=FIELDS)
+    static.fill(buffer)
+    refused = {
+        static.run: "run once before",
+        lambda: static.fill(buffer): "fill before",
+        lambda: StaticBatch(10, 2, device="cuda"): "before the capture",
+        lambda: batch.select([0]): "micro-batches",
+    }
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.cuda._sleep(100)
+        for call, message in refused.items():
+            with pytest.raises(RuntimeError, match=message):
+                call()
+    graph.replay()
+    torch.cuda.synchronize()
+
+
 def test_a_run_never_waits(sync_is_error: None) -> None:
     torch.cuda.set_sync_debug_mode("default")
     static = StaticBatch(capacity=100_000, max_turns=300, device="cuda", fields=FIELDS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
-from trajpack.kernels.credit_scan import Limits, Pieces, Scan
+from trajpack.kernels.credit_scan import KINDS, Limits, Pieces, Scan
 from trajpack.kernels.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.observations import OBSERVATIONS
 from trajpack.kernels.scores_triton import scores_forward
 from trajpack.kernels.spread import Turns
 from trajpack.kernels.spread_triton import spread_forward
@@ -20,17 +22,50 @@ Launches = Iterator[tuple[str, Callable[[], Any]]]
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
     """Every kind of scan, with and without what it may do without, by both regimes."""
     for label, scan in scans(cu_seqlens).items():
-        before = None
-        if scan.kind == "vtrace" and scan.pieces is None:
-            before = torch.zeros(99, dtype=torch.float64, device=scan.device)
-        alone = scan.kind in ("next_values", "adjoint")
-        dtype = torch.float64 if scan.kind == "next_values" else torch.float32
-        main = torch.zeros(99, dtype=dtype, device=scan.device)
-        outputs = main, None if alone else torch.zeros_like(main)
-        steps = torch.zeros((2, 2), dtype=torch.float64, device=scan.device)
-        yield label, partial(walk_segments, scan, before, outputs)
-        yield label, partial(steps_of_blocks, scan, before)
-        yield label, partial(write_blocks, scan, before, outputs, steps)
+        yield from _launches_of_scan(label, scan)
+
+
+def _launches_of_scan(label: str, scan: Scan) -> Launches:
+    before = None
+    if scan.kind == "vtrace" and scan.pieces is None:
+        before = torch.zeros(99, dtype=torch.float64, device=scan.device)
+    alone = scan.kind in ("next_values", "adjoint")
+    dtype = torch.float64 if scan.kind == "next_values" else torch.float32
+    main = torch.zeros(99, dtype=dtype, device=scan.device)
+    outputs = main, None if alone else torch.zeros_like(main)
+    steps = torch.zeros((2, 2), dtype=torch.float64, device=scan.device)
+    yield label, partial(walk_segments, scan, before, outputs)
+    yield label, partial(steps_of_blocks, scan, before)
+    yield label, partial(write_blocks, scan, before, outputs, steps)
+
+
+def launches_of_every_scan(device: str = "cpu") -> Launches:
+    """Every kind of scan by every observation, with the least and the most it may be given."""
+    cu_seqlens = torch.zeros(9, dtype=torch.int32, device=device)
+    some = scans(cu_seqlens)
+    plain, rated = some["carry"], some["reset, float64, a rate each"]
+    of_pieces, by_piece = some["pieces, k3"], some["pieces, by turn"]
+    given = {name: getattr(rated, name) for name in ("gammas", "lams", "bootstrap")}
+    most = {name: getattr(of_pieces, name) for name in ("kl", "estimator")}
+    most |= {"bootstrap": rated.bootstrap, "pieces": by_piece.pieces}
+    weights = some["vtrace, multiply"].weights
+    for kind, observation in product(KINDS, OBSERVATIONS):
+        scan = plain._replace(kind=kind, observation=observation)
+        if kind == "vtrace":
+            scan = scan._replace(weights=weights)
+        if kind == "adjoint":
+            scan = scan._replace(values=None)
+        full = scan._replace(rewards=rated.rewards, **given)
+        if kind == "adjoint":
+            full = full._replace(bootstrap=None)
+        cases = {"least": scan, "most": full}
+        if kind in ("gae", "vtrace"):
+            pieces = scan._replace(
+                rewards=None, loss_mask=None, pieces=of_pieces.pieces, turn_ids=of_pieces.turn_ids
+            )
+            cases |= {"least, pieces": pieces, "most, pieces": pieces._replace(**most)}
+        for label, case in cases.items():
+            yield from _launches_of_scan(f"{kind}, {observation}, {label}", case)
 
 
 def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:

@@ -12,12 +12,16 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from compile_credit import launches_of_every_scan
 from compile_machine_code import measure
 from compile_recorder import recording
+from compile_sizes import variants_of_sizes
 from compile_variants import (
     Launches,
     demanding_launches,
@@ -31,6 +35,13 @@ from trajpack import Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels.discounted_returns_triton import discounted_returns_forward
 from trajpack.packing.plan import plan_micro_batches
 
+SCAN_SPILLS = Path(__file__).with_name("scan_spills.json")
+KERNEL_OF = {
+    "walk_segments": "walk_kernel",
+    "steps_of_blocks": "block_steps_kernel",
+    "write_blocks": "block_states_kernel",
+}
+"""By what launches it."""
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 
 
@@ -149,13 +160,27 @@ def refusal() -> str:
     return ""
 
 
+def some_scans(target: GPUTarget) -> Launches:
+    """Yield the scans that are known to spill, and every twelfth."""
+    known = json.loads(SCAN_SPILLS.read_text()).get(triton.__version__, {}).get(str(target.arch))
+    for number, (label, launch) in enumerate(launches_of_every_scan()):
+        if number % 12 == 0 or f"{KERNEL_OF[launch.func.__name__]}: {label}" in (known or {}):
+            yield label, launch
+
+
 def main(variants: str, *targets: str) -> None:
     """Measure ``every`` variant or the ``demanding`` ones for some of the targets.
 
-    What is launched, and how often, is measured beside sm_90.
+    What is launched, and how often, is measured beside sm_90. Or measure all the ``scans`` that
+    there are, or ``some_scans``, and nothing else.
     """
-    launches = {"every": launches_of_every_variant, "demanding": demanding_launches}[variants]
+    launches = {"every": launches_of_every_variant, "demanding": demanding_launches}.get(variants)
     asked = [pair for pair in enumerate(TARGETS) if str(pair[1].arch) in targets]
+    if launches is None:
+        ((device, target),) = asked
+        given = {"scans": launches_of_every_scan, "some_scans": partial(some_scans, target)}
+        print(json.dumps({"variants": measure_variants(device, target, given[variants])}))  # noqa: T201
+        return
     measured = {
         "triton": triton.__version__,
         "refusal": refusal(),  # asked for before a driver stands in
@@ -167,6 +192,7 @@ def main(variants: str, *targets: str) -> None:
             "returns": list(measure_returns()),
             "micro_batches": list(measure_micro_batches()),
             "launches_on_meta": measure_launches_on_meta(launches),
+            "sizes": variants_of_sizes(len(TARGETS) + 4),
         }
     print(json.dumps(measured, indent=1))  # noqa: T201
 

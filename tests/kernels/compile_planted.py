@@ -38,4 +38,11 @@ def crowded_kernel(source, out, begin, BLOCK: tl.constexpr):
     tl.store(out + token, word)
 
 
-PLANTED = (masked_kernel, hinted_kernel, shuffled_kernel, crowded_kernel)
+@triton.jit
+def sized_kernel(source, out, num_tokens: tl.int64, BLOCK: tl.constexpr):
+    """Planted: a variant for 1, one for multiples of 16 and one for all other sizes."""
+    token = tl.arange(0, BLOCK)
+    tl.store(out + token, tl.load(source + token, mask=token < num_tokens, other=0))
+
+
+PLANTED = (masked_kernel, hinted_kernel, shuffled_kernel, crowded_kernel, sized_kernel)

@@ -1,4 +1,7 @@
-"""Launches that between them make Triton compile every variant of every kernel."""
+"""Launches that between them make Triton compile every variant of every kernel, but for the scans.
+
+Of these there are a few; `compile_credit.launches_of_every_scan` has all kinds by all observations.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -159,7 +159,24 @@ def _compile_all(caches: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return measured
 
 
-def _compile(version: str, target: str, cache: Path) -> dict[str, Any]:
+@pytest.fixture(scope="session")
+def compile_scans(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, str], list[dict[str, Any]]]:
+    """Return what measures scans with a version of Triton for a target; skips without it."""
+
+    def compiled_scans(version: str, target: str, variants: str) -> list[dict[str, Any]]:
+        if not _has_triton(version):
+            pytest.skip(f"Triton {version} is not in {_folder(version)}: `make test` puts it there")
+        # of its own: the other may be emptied by the worker that compiles into it
+        cache = _cache_of(request.config, tmp_path_factory.getbasetemp(), f"{version}-scans")
+        found: list[dict[str, Any]] = _compile(version, target, cache, variants)["variants"]
+        return [variant for variant in found if variant["inputs"] != "planted"]
+
+    return compiled_scans
+
+
+def _compile(version: str, target: str, cache: Path, variants: str | None = None) -> dict[str, Any]:
     """Run the program with this Triton, found before the one that is installed."""
     paths = [str(Path(__file__).parent)]
     if version != INSTALLED:
@@ -169,13 +186,13 @@ def _compile(version: str, target: str, cache: Path) -> dict[str, Any]:
         paths.append(inherited)
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
     program = str(Path(__file__).with_name("compile_kernels.py"))
-    variants = "every" if version == INSTALLED else "demanding"
+    variants = variants or ("every" if version == INSTALLED else "demanding")
     done = subprocess.run(
         [sys.executable, "-P", "-W", "error", program, variants, target],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3600,
         check=False,
     )
     assert done.returncode == 0, f"Triton {version}, {target}: {done.stderr}"

@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel variant that the launchers can launch.
+"""What the compiler makes of every kernel variant, and of some scans (see `test_scan_spills`).
 
 The interpreter sees neither the width of a memory access nor registers, so this looks at the
 machine code: SASS for NVIDIA, the assembly for AMD. Every test runs once for each version of

@@ -80,7 +80,7 @@ C = boundaries([2, 1])
         (ValueError, "x must have at least 1 dimension", (torch.tensor(1), C, "left")),
         (TypeError, "cu_seqlens must be int32, got int64", (C, C.long(), "left")),
         (ValueError, "cu_seqlens is on meta but", (torch.zeros(3), C.to("meta"), "left")),
-        (ValueError, "must end at the 4 tokens of x, it ends at 3", (torch.zeros(4), C, "left")),
+        (ValueError, "must go from 0 to num_tokens 4 and", (torch.zeros(4), C, "left")),
         (ValueError, "direction must be 'left' or 'right', got 'up'", (torch.zeros(3), C, "up")),
     ],
 )

@@ -209,16 +209,3 @@ def test_without_padding_it_goes_to_files_and_adapters(tmp_path):
     static.unpadded().save(tmp_path / "batch")
     assert_batches_equal(PackedBatch.load(tmp_path / "batch"), plain)
     assert "policy version 0" in repr(batch)
-
-
-def test_a_captured_run_goes_on_reading_where_fill_writes(monkeypatch):
-    """As on a device: the graph has the address of the host's memory."""
-    first, second = two_batches()
-    static = StaticBatch(capacity=40, max_turns=8, device="cpu")
-    filled(first).pack_into(static)
-    place = static._staging._region.words.data_ptr()
-    monkeypatch.setattr(static._staging, "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    static._staging.send_again(static._arena)
-    static.fill(filled(second))
-    assert static._staging._region.words.data_ptr() == place

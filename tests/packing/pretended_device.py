@@ -1,0 +1,113 @@
+"""A model of a CUDA device without one: its work is queued, and done only when it is waited for.
+
+It models what the guards of host memory rest on. A copy reads host memory late, and in two
+steps. A graph that captured a copy reads the host memory at every replay. An event that a capture
+recorded as an external one is recorded by every launch of the graph, at the launch, as the CUDA
+documentation of event record nodes says; an event of any other kind is an error in a capture,
+since nothing outside the graph may wait for it. Kernels are not modelled: a captured `run` is
+followed by whatever the test appends to the graph.
+"""
+
+from collections import deque
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+
+class PretendedEvent:
+    def __init__(self, device, external):
+        self.device, self.external = device, external
+        self.pending = 0
+
+    def record(self, stream):
+        assert stream is self.device, "events are recorded on the current stream"
+        if self.device.graph is None:
+            self.device.launch([self])
+        else:
+            assert self.external, "an internal event of a capture cannot be waited for outside"
+            self.device.graph.steps.append(self)
+
+    def query(self):
+        return not self.pending
+
+    def synchronize(self):
+        assert self.device.graph is None, "a wait would end the capture"
+        while self.pending:
+            self.device.advance()
+
+
+class PretendedGraph:
+    def __init__(self, device):
+        self.device, self.steps = device, []
+
+    def replay(self):
+        self.device.launch(self.steps)
+
+
+class PretendedDevice:
+    """One stream of a device; patches the parts of torch that enqueue work or wait for it."""
+
+    def __init__(self, patch):
+        self.queue = deque()
+        self.graph = None
+        self.copy, self.empty = torch.Tensor.copy_, torch.empty
+
+        def copy_(target, source, non_blocking=False):
+            return self.sent(target, source, non_blocking)
+
+        def to(words, _, non_blocking):
+            return self.sent(torch.zeros_like(words), words, non_blocking)
+
+        def empty(*size, pin_memory=False, **options):
+            return self.empty(*size, **options)
+
+        patch.setattr(torch.Tensor, "copy_", copy_)
+        patch.setattr(torch.Tensor, "to", to)
+        patch.setattr(torch, "empty", empty)
+        patch.setattr(
+            torch.cuda, "Event", lambda external=False: PretendedEvent(self, external=external)
+        )
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.graph is not None)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    @contextmanager
+    def capturing(self):
+        """Capture what is sent and recorded into the graph that it yields."""
+        self.graph = PretendedGraph(self)
+        try:
+            yield self.graph
+        finally:
+            self.graph = None
+
+    def sent(self, target, source, non_blocking):
+        if not non_blocking:
+            return self.copy(target, source)
+        half = len(source) // 2
+        steps = [
+            lambda: self.copy(target[:half], source[:half]),
+            lambda: self.copy(target[half:], source[half:]),
+        ]
+        if self.graph is None:
+            self.launch(steps)
+        else:
+            self.graph.steps += steps
+        return target
+
+    def launch(self, steps):
+        for step in steps:
+            if isinstance(step, PretendedEvent):
+                step.pending += 1
+            self.queue.append(step)
+
+    def advance(self, num_steps=1):
+        """Do the next pieces of work."""
+        for _ in range(num_steps):
+            step = self.queue.popleft()
+            if isinstance(step, PretendedEvent):
+                step.pending -= 1
+            else:
+                step()
+
+    def finish(self):
+        self.advance(len(self.queue))

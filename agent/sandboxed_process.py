@@ -74,10 +74,15 @@ class SandboxedProcess:
         """Wait for the end, and bring it about where a limit is reached.
 
         Raises:
-            SandboxError: If the program was never run.
+            SandboxError: If the program was never run, or cannot be stopped.
         """
         cut_short = self._read_to_end(limits)
-        self.kill()
+        try:
+            self.kill()
+        except OSError as error:
+            raise SandboxError(
+                f"a program cannot be stopped (pidfd_send_signal: {error})"
+            ) from error
         _, status, usage = os.wait4(self._child.pid, 0)
         self._child.returncode = os.waitstatus_to_exitcode(status)
         word, *protections = self._status.decode("utf-8", "replace").split(" ")

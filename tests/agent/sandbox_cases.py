@@ -78,17 +78,35 @@ def interpreter(user: str) -> str:
     pytest.skip("no Python of 3.11 or later can be run by another user than root")
 
 
-def run_as(
+def run_as(user: str, programs: Sequence[str] = (), **options: Any) -> Report:
+    """Run programs in a sandbox that a process of one of `USERS` makes.
+
+    Args:
+        user: Of `USERS`.
+        programs: To be run.
+        options: As `start_as` takes them.
+    """
+    with start_as(user, programs, **options) as process:
+        assert process.stdout is not None
+        report = json.load(process.stdout)
+    assert process.returncode == 0
+    report["results"] = [tuple(result) for result in report["results"]]
+    report["protections"] = tuple(report["protections"])
+    return Report(**report)
+
+
+def start_as(
     user: str,
-    programs: Sequence[str] = (),
+    programs: Sequence[str],
     *,
     shim: Sequence[Rule] = (),
     at_once: int = 1,
     allow_file_reads: bool = False,
     close_early: bool = False,
+    is_killed: bool = False,
     **limits: Any,
-) -> Report:
-    """Run programs in a sandbox that a process of one of `USERS` makes.
+) -> subprocess.Popen[bytes]:
+    """Start a process that runs programs in a sandbox, and writes a report.
 
     Args:
         user: Of `USERS`.
@@ -97,6 +115,7 @@ def run_as(
         at_once: Programs at the same time.
         allow_file_reads: As the sandbox takes it.
         close_early: Close the sandbox when ``at_once`` programs have written "ready".
+        is_killed: Write the numbers of their processes then, and wait to be killed.
         limits: Of each program.
     """
     if shim or USERS[user][1]:
@@ -110,18 +129,18 @@ def run_as(
         "at_once": at_once,
         "allow_file_reads": allow_file_reads,
         "close_early": close_early,
+        "is_killed": is_killed,
         "limits": limits,
     }
-    ran = subprocess.run(
+    process = subprocess.Popen(
         [interpreter(name), "-I", "-S", "-B", str(CHILD)],
-        input=json.dumps(request).encode(),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        check=True,
     )
-    report = json.loads(ran.stdout)
-    report["results"] = [tuple(result) for result in report["results"]]
-    report["protections"] = tuple(report["protections"])
-    return Report(**report)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request).encode())
+    process.stdin.close()
+    return process
 
 
 def require_x86_64() -> None:

@@ -101,9 +101,14 @@ def report_on(request):
     report = {"error": None, "protections": sandbox.protections}
     with sandbox, ThreadPoolExecutor(at_once) as threads:
         results = [threads.submit(run, program) for program in request["programs"]]
-        if request["close_early"]:
+        if request["is_killed"] or request["close_early"]:
             while sum(b"ready" in one._output for one in tuple(sandbox._running)) < at_once:
                 time.sleep(0.001)
+        if request["is_killed"]:
+            sys.stdout.write(json.dumps([one._child.pid for one in sandbox._running]) + "\n")
+            sys.stdout.flush()
+            signal.pause()
+        if request["close_early"]:
             report["num_forks"] = num_forks(20)
             sandbox.close()
         return report | {"results": [result.result() for result in results]}

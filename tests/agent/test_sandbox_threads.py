@@ -6,6 +6,7 @@ import pytest
 
 from tests.agent.sandbox_cases import (
     EAGAIN,
+    EINVAL,
     EPERM,
     NEW_NETWORK,
     UNSHARE,
@@ -100,7 +101,7 @@ def test_a_namespace_of_users_alone_counts_threads(user: str) -> None:
     assert report.results == [("exited", f"7 {EAGAIN}\n")]
 
 
-@pytest.mark.parametrize("error", [EPERM, EAGAIN, 0])
+@pytest.mark.parametrize("error", [EPERM, EAGAIN, EINVAL, 0])
 def test_root_that_may_not_change_its_id_has_programs_without_threads(error: int) -> None:
     """As in a container whose root has no capabilities; 0 is a lie."""
     fixed_id = (117, [], error)

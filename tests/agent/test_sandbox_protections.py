@@ -19,7 +19,6 @@ from tests.agent.sandbox_cases import (
 
 PRCTL, PRLIMIT, ANY_BIT = 157, 302, 0xFFFFFFFF
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-ALL = ("namespaces", "thread_limit", "landlock", "seccomp")
 
 
 def prctl(option: int, error: int) -> Rule:
@@ -40,7 +39,6 @@ MISSING: dict[str, tuple[Rule, str]] = {
     "no death signal": (prctl(1, EPERM), r"prctl\(1\) failed"),
     "a lost death signal": (prctl(1, 0), "PR_SET_PDEATHSIG does not hold"),
     "capabilities stay": ((126, [], EPERM), "capset failed"),
-    "capabilities stay unsaid": ((126, [], 0), "capset does not hold: capabilities are left"),
     "no limits": ((PRLIMIT, [(2, "&", ANY_BIT)], EPERM), "setrlimit failed: RLIMIT_CPU"),
     "limits that do nothing": (
         (PRLIMIT, [(2, "&", ANY_BIT)], 0),
@@ -66,10 +64,17 @@ def test_nothing_is_run_where_a_protection_is_missing(missing: str, user: str) -
     assert report.num_files == 0
 
 
-def test_a_vow_that_is_not_kept_is_noticed() -> None:
-    report = run_as("root", shim=[prctl(38, 0)])
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (prctl(38, 0), "PR_SET_NO_NEW_PRIVS does not hold"),
+        ((126, [], 0), "capset does not hold: capabilities are left"),
+    ],
+)
+def test_rights_that_root_has_not_given_up_are_noticed(lie: Rule, reason: str) -> None:
+    report = run_as("root", shim=[lie])
     assert report.error is not None
-    assert "PR_SET_NO_NEW_PRIVS does not hold" in report.error
+    assert reason in report.error
 
 
 @pytest.mark.parametrize("user", ["root", "nobody"])
@@ -85,9 +90,9 @@ def test_namespaces_are_claimed_only_where_they_are(user: str, error: int) -> No
 def test_reading_is_allowed_by_name_alone_where_there_is_no_landlock() -> None:
     code = f"print(len(open({__file__!r}).read()) > 9)"
     report = run_as("root", [code], shim=[(CREATE_RULESET, [], ENOSYS)], allow_file_reads=True)
-    assert report.protections == ("namespaces", "thread_limit", "seccomp")
+    assert "landlock" not in report.protections
     assert report.results == [("exited", "True\n")]
     lie = run_as("root", [code], shim=[(RESTRICT_SELF, [], 0)], allow_file_reads=True)
     assert lie.error is not None
     assert "Landlock does not hold" in lie.error
-    assert run_as("root", [code]).protections == ALL
+    assert "landlock" in run_as("root", [code]).protections

@@ -6,13 +6,15 @@ import contextlib
 import ipaddress
 import socket
 import threading
+import time
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-_SILENCE_S = 10.0
+_REQUEST_S = 10.0
 _MAX_CONNECTIONS = 16
 
 
@@ -77,8 +79,9 @@ def serve_metrics(
         ValueError: If other machines could reach ``host`` and that was not asked for, or
             there is no such port.
 
-    Cost: a few milliseconds a scrape, in another thread; at most 16 are answered at once, and
-        one that is silent for 10 seconds is cut off.
+    Cost: a few milliseconds a scrape, in another thread. A request and its answer have 10 seconds
+        in all. There are 16 connections at most: the oldest one whose request is not complete is
+        cut off for a new one, so that clients which say little keep no scrape waiting.
 
     Example:
         >>> from urllib.request import urlopen
@@ -111,6 +114,17 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+@dataclass
+class _Connection:
+    """What is known of a connection that has a thread."""
+
+    deadline: float
+    has_asked: bool = False
+    """Whether its request is complete."""
+    is_cut: bool = False
+    """Whether it was ended, and its thread is about to end."""
+
+
 class _Listener(ThreadingHTTPServer):
     """Answers each connection in a thread; closing it cuts the connections and joins them."""
 
@@ -119,21 +133,44 @@ class _Listener(ThreadingHTTPServer):
     request_queue_size = 4 * _MAX_CONNECTIONS
 
     def __init__(self, *args: Any) -> None:
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, _Connection] = {}  # in the order they came
         self._lock = threading.Lock()
         self._is_closed = False
         super().__init__(*args)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         with self._lock:
-            if self._is_closed or len(self._connections) >= _MAX_CONNECTIONS:
+            if self._is_closed or len(self._connections) >= 2 * _MAX_CONNECTIONS:
                 return False
-            self._connections.add(request)
+            alive = {key: one for key, one in self._connections.items() if not one.is_cut}
+            if len(alive) >= _MAX_CONNECTIONS:
+                oldest = next((key for key, one in alive.items() if not one.has_asked), None)
+                if oldest is None:
+                    return False
+                self._cut(oldest)
+            self._connections[request] = _Connection(time.monotonic() + _REQUEST_S)
             return True
+
+    def note_request(self, request: socket.socket) -> None:
+        """Let a connection whose request is complete be answered."""
+        with self._lock:
+            self._connections[request].has_asked = True
+
+    def service_actions(self) -> None:
+        """Cut connections that have had their time; called twenty times a second."""
+        with self._lock:
+            for request, connection in self._connections.items():
+                if not connection.is_cut and time.monotonic() > connection.deadline:
+                    self._cut(request)
+
+    def _cut(self, request: socket.socket) -> None:
+        self._connections[request].is_cut = True
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._connections.discard(request)
+            self._connections.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -142,20 +179,20 @@ class _Listener(ThreadingHTTPServer):
     def server_close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            for request in self._connections:
+                self._cut(request)
         super().server_close()
 
 
 class _Answer(BaseHTTPRequestHandler):
     server_version, sys_version = "trajpack", ""
-    timeout = _SILENCE_S
     registry: CollectorRegistry
+    server: _Listener
 
     def do_GET(self) -> None:
         from prometheus_client.exposition import choose_encoder
 
+        self.server.note_request(self.connection)
         if self.path.split("?")[0] != "/metrics":
             return self.send_error(404)
         encode, content_type = choose_encoder(self.headers.get("Accept", ""))

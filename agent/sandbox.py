@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import sys
@@ -10,14 +11,32 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.sandbox_files import landlock_ruleset
 from trajpack.agent.sandbox_filter import system_call_filter
 from trajpack.agent.sandbox_launcher import canonical
-from trajpack.agent.sandbox_limits import SandboxError, SandboxLimits, SandboxResult
+from trajpack.agent.sandbox_limits import Outcome, SandboxError, SandboxLimits, SandboxResult
 from trajpack.agent.sandboxed_process import SandboxedProcess
+
+_logger = logging.getLogger(__name__)
+
+_TRIED_THREADS = 4
+_TRIAL = """
+import _thread, keyword
+_thread.stack_size(1 << 16)
+never = _thread.allocate_lock()
+never.acquire()
+started = 0
+try:
+    while started < %d:
+        _thread.start_new_thread(never.acquire, ())
+        started += 1
+except RuntimeError:
+    pass
+"""
 
 
 class Sandbox:
@@ -26,7 +45,7 @@ class Sandbox:
     A program has the standard library, its input, and an empty working folder that it cannot write
     to. It has no network, no environment variables and no descriptors of ours; it cannot begin
     processes or programs, send signals, or change any file. The kernel enforces that from before
-    its first line.
+    its first line. The process of each program tries it out before that line, too.
 
     Args:
         limits: Of each program; None takes the default ones.
@@ -34,8 +53,9 @@ class Sandbox:
             the user can who runs this one, hidden answers among it.
 
     Raises:
-        SetupError: If this machine cannot deny the network, or cannot hide files and
-            ``allow_file_reads`` is not set; nothing is ever run then.
+        SetupError: If a program could do here what it must not, or could not be stopped; or if
+            the kernel has no Landlock and ``allow_file_reads`` is not set. The message names the
+            protection that is missing. No program is ever run then.
 
     Cost: about 25 ms of processor time to start a program, and 10 MB.
 
@@ -56,13 +76,22 @@ class Sandbox:
         if sys.platform != "linux":
             raise SetupError(f"Sandbox: it needs Linux, this is {sys.platform}")
         try:
-            self._filter = system_call_filter(platform.machine())
+            self._filters = tuple(
+                system_call_filter(platform.machine(), with_threads=with_threads)
+                for with_threads in (False, True)
+            )
         except ValueError as error:
             raise SetupError(f"Sandbox: {error}") from error
         self._folder = tempfile.TemporaryDirectory(prefix="trajpack-sandbox-")
         self._ruleset: int | None = None
         self._protections: tuple[str, ...] = ()
         try:
+            self._working_folder = os.path.join(self._folder.name, "work")
+            os.mkdir(self._working_folder)
+            # A file that programs must not be able to read. They try to, before they begin.
+            self._hidden = os.path.join(self._folder.name, "hidden")
+            with open(self._hidden, "xb"):
+                pass
             self._ruleset = self._make_ruleset()
             self._try_out(allow_file_reads)
         except BaseException:
@@ -71,7 +100,14 @@ class Sandbox:
 
     @property
     def protections(self) -> tuple[str, ...]:
-        """What is in force: ``"seccomp"`` always, ``"landlock"`` and ``"namespaces"`` mostly."""
+        """Protections in force, each of them tried out.
+
+        ``"seccomp"`` is always there. ``"landlock"`` is, unless ``allow_file_reads`` does without.
+        One of two says what holds threads: ``"thread_limit"`` (`SandboxLimits.num_threads`) or,
+        where the kernel cannot count the threads of one program, ``"no_threads"`` (it can start
+        none). ``"namespaces"`` is there where the user may have namespaces of network and memory
+        segments.
+        """
         return self._protections
 
     def run(self, code: str, *, stdin: bytes = b"", expression: str | None = None) -> SandboxResult:
@@ -86,7 +122,7 @@ class Sandbox:
         Raises:
             SandboxError: If it could not be run, or the sandbox was closed meanwhile.
         """
-        result, _ = self._run(code, stdin, expression)
+        result, _ = self._run(code, stdin, expression=expression, limits=self._limits)
         return result
 
     def close(self) -> None:
@@ -105,7 +141,7 @@ class Sandbox:
 
     def _make_ruleset(self) -> int | None:
         try:
-            ruleset = landlock_ruleset(self._folder.name)
+            ruleset = landlock_ruleset(self._working_folder)
         except OSError as error:
             raise SetupError(f"Sandbox: files cannot be hidden here: {error}") from error
         if ruleset is not None:  # it may be in use as long as any thread is in `run`
@@ -113,28 +149,44 @@ class Sandbox:
         return ruleset
 
     def _try_out(self, allow_file_reads: bool) -> None:
+        """Run a program that imports a module and tries to have one thread more than it may.
+
+        What else a program must not do is tried by the process of each.
+        """
+        most = min(self._limits.num_threads, _TRIED_THREADS)
+        trial = replace(self._limits, num_threads=most)
         try:
-            result, self._protections = self._run("", b"", "sum([20, 22])")
+            result, protections = self._run(_TRIAL % most, b"", expression="started", limits=trial)
         except SandboxError as error:
             raise SetupError(f"Sandbox: programs cannot be locked up here: {error}") from error
-        if result.output != canonical(42).encode():
+        started = {canonical(count).encode(): count for count in range(most + 1)}.get(result.output)
+        if result.outcome is not Outcome.EXITED or started is None:
             raise SetupError(f"Sandbox: no program can run here: it {result.outcome.value}")
-        if "landlock" not in self._protections and not allow_file_reads:
+        if started == most:
+            raise SetupError("Sandbox: programs could start any number of threads here")
+        if "landlock" not in protections and not allow_file_reads:
             raise SetupError(
                 "Sandbox: this kernel has no Landlock, so programs could read your files, hidden "
                 "answers among them; allow_file_reads=True runs them all the same"
             )
+        if started == 0 and most > 1:
+            _logger.warning(
+                "Sandbox: programs can start no threads here, since the kernel cannot count those "
+                "of one program: it allows neither user namespaces nor another user id"
+            )
+        self._protections = protections
 
     def _run(
-        self, code: str, stdin: bytes, expression: str | None
+        self, code: str, stdin: bytes, *, expression: str | None, limits: SandboxLimits
     ) -> tuple[SandboxResult, tuple[str, ...]]:
         request = {
             "code": code.encode("utf-8", "replace"),
             "expression": expression,
-            "filter": self._filter,
+            "filters": self._filters,
             "ruleset": self._ruleset,
-            "limits": _kernel_limits(self._limits),
-            "num_threads": self._limits.num_threads,
+            "hidden": self._hidden,
+            "limits": _kernel_limits(limits),
+            "num_threads": limits.num_threads,
             "parent": os.getpid(),
         }
         with contextlib.ExitStack() as stack:
@@ -144,7 +196,7 @@ class Sandbox:
                 self._running.add(child)
             stack.callback(self._forget, child)
             try:
-                return child.watch(self._limits), child.protections
+                return child.watch(limits), child.protections
             finally:
                 # What was killed by `close` has told nothing of the program.
                 self._refuse_if_closed()
@@ -152,7 +204,7 @@ class Sandbox:
     def _start(self, request: Mapping[str, Any], stdin: bytes) -> SandboxedProcess:
         self._refuse_if_closed()
         try:
-            return SandboxedProcess(request, stdin, self._folder.name)
+            return SandboxedProcess(request, stdin, self._working_folder)
         except OSError as error:
             raise SandboxError(f"a process could not be started: {error}") from error
 

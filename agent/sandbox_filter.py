@@ -61,11 +61,12 @@ _Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, operand."""
 
 
-def system_call_filter(machine: str) -> bytes:
+def system_call_filter(machine: str, *, with_threads: bool = True) -> bytes:
     """Return the filter as the kernel takes it, an array of ``struct sock_filter``.
 
     Args:
         machine: As ``platform.machine`` says it: ``"x86_64"`` or ``"aarch64"``.
+        with_threads: Whether threads may be started.
 
     Raises:
         ValueError: On any other machine.
@@ -92,6 +93,8 @@ def system_call_filter(machine: str) -> bytes:
         if number != "-":
             program += [(_IF_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, _ALLOW)]
     for name, rule in _RULES.items():
+        if name == "clone" and not with_threads:
+            continue
         conditional = _NUMBERS[name][column]
         if conditional is not None:
             program += [(_IF_EQUAL, 0, len(rule), conditional), *rule]

@@ -15,7 +15,7 @@ import sys
 
 TYPE_CHECKING = False  # importing `typing` takes a third of the time that all the rest does
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 READY = b"ready"
@@ -23,10 +23,13 @@ READY = b"ready"
 OUT_OF_MEMORY = 77
 """Exit status of a program that ended by a MemoryError."""
 
-_NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000  # user, network, inter-process communication
+_NEW_USER, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x40000000, 0x08000000
 _SIGKILL = 9
-_SET_DEATH_SIGNAL, _SET_SECCOMP, _SET_NO_NEW_PRIVILEGES = 1, 22, 38
+_SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL, _SET_SECCOMP = 1, 2, 22
+_SET_NO_NEW_PRIVILEGES, _GET_NO_NEW_PRIVILEGES = 38, 39
 _RESTRICT_SELF = 446
+_UNUSED_USERS = 0x70000000
+"""From here to 0x7FFFFFFF no system gives ids to users, nor to the users of containers."""
 _CAPABILITY_VERSION = 0x20080522
 
 MAX_DEPTH = 100
@@ -107,26 +110,93 @@ def _take_output() -> int:
 def _lock_up(request: Mapping[str, Any]) -> list[str]:
     """Return the names of the protections in force; raise where one that must be is not."""
     protections = []
-    if _libc.unshare(_NAMESPACES) == 0:
-        # A namespace of users counts their processes afresh; outside, all of the user's count.
-        request["limits"]["RLIMIT_NPROC"] = (request["num_threads"],) * 2
+    # The kernel counts threads by real user id, and never those of root. The process id makes a
+    # user id that no other process has. The effective user id stays the same: it opens files.
+    try:  # noqa: SIM105 - contextlib takes as long to import as all this takes
+        os.setresuid(_UNUSED_USERS + os.getpid(), -1, -1)
+    except OSError:  # not allowed; whether threads are counted is found out below
+        pass
+    if _enter_namespaces():
         protections.append("namespaces")
     _drop_capabilities()
     for name, limits in request["limits"].items():
-        kind = getattr(resource, name)
-        most = resource.getrlimit(kind)[1]
-        bounded = [n if most == resource.RLIM_INFINITY else min(n, most) for n in limits]
-        resource.setrlimit(kind, (bounded[0], bounded[1]))
+        _limit(name, *limits)
+    has_thread_limit = _limit_threads(request["num_threads"])
+    protections.append("thread_limit" if has_thread_limit else "no_threads")
     _prctl(_SET_DEATH_SIGNAL, _SIGKILL)
-    if os.getppid() != request["parent"]:
-        raise RuntimeError("the parent has gone")
+    death_signal = ctypes.c_int(0)
+    _prctl(_GET_DEATH_SIGNAL, ctypes.addressof(death_signal))
+    if death_signal.value != _SIGKILL or os.getppid() != request["parent"]:
+        raise RuntimeError("the parent has gone, or PR_SET_PDEATHSIG does not hold")
     _prctl(_SET_NO_NEW_PRIVILEGES, 1)
+    if _prctl(_GET_NO_NEW_PRIVILEGES) != 1:
+        raise RuntimeError("PR_SET_NO_NEW_PRIVS does not hold")
     if (ruleset := request["ruleset"]) is not None:
+        os.close(os.open(request["hidden"], os.O_RDONLY))  # which Landlock alone refuses below
         checked(system_call(_RESTRICT_SELF, ruleset, 0), "landlock")
         os.close(ruleset)
         protections.append("landlock")
-    _filter_system_calls(request["filter"])
+    _filter_system_calls(request["filters"][has_thread_limit])
+    _try_out(request)
     return [*protections, "seccomp"]
+
+
+def _enter_namespaces() -> bool:
+    """Leave the network and the memory segments of all others; return whether that was done."""
+    before = _namespaces()
+    if _libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC) != 0:
+        # A namespace of users alone may be allowed, and counts their threads afresh.
+        _libc.unshare(_NEW_USER)
+        return False
+    return all(old != new for old, new in zip(before, _namespaces(), strict=True))
+
+
+def _namespaces() -> tuple[int, int]:
+    """Return the numbers of this process's namespaces; 0 where there is no ``/proc``."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/ipc").st_ino
+    except OSError:
+        return 0, 0
+
+
+def _limit(name: str, soft: int, hard: int) -> None:
+    kind = getattr(resource, name)
+    most = resource.getrlimit(kind)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    try:
+        resource.setrlimit(kind, (soft, hard))
+    except (ValueError, OSError) as error:
+        raise RuntimeError(f"setrlimit failed: {name}: {error}") from error
+    if resource.getrlimit(kind) != (soft, hard):
+        raise RuntimeError(f"setrlimit does not hold: {name} is {resource.getrlimit(kind)}")
+
+
+def _limit_threads(num_threads: int) -> bool:
+    """Return whether the kernel counts the threads of this process alone, and keeps to a limit.
+
+    It does if a second one cannot begin where one may be, and can where two may be. A process
+    counts as a thread does.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    can_begin = []
+    for most in (1, 2):
+        soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+        can_begin.append(_can_begin_process())
+    _limit("RLIMIT_NPROC", num_threads, num_threads)
+    return can_begin == [False, True]
+
+
+def _can_begin_process() -> bool:
+    try:
+        child = os.fork()
+    except OSError:
+        return False
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return True
 
 
 def checked(result: int, name: str) -> int:
@@ -144,15 +214,19 @@ def system_call(number: int, *values: int | bytes | None) -> int:
     return result
 
 
-def _prctl(option: int, *values: int) -> None:
+def _prctl(option: int, *values: int) -> int:
     # Its arguments are as wide as an address; what ctypes makes of integers by itself is not.
     padded = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
-    checked(_libc.prctl(ctypes.c_int(option), *padded), f"prctl({option})")
+    return checked(_libc.prctl(ctypes.c_int(option), *padded), f"prctl({option})")
 
 
 def _drop_capabilities() -> None:
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     checked(_libc.capset(header, bytes(24)), "capset")
+    left = ctypes.create_string_buffer(b"\xff" * 24, 24)
+    checked(_libc.capget(header, left), "capget")
+    if any(left.raw):
+        raise RuntimeError("capset does not hold: capabilities are left")
 
 
 def _filter_system_calls(program: bytes) -> None:
@@ -160,9 +234,33 @@ def _filter_system_calls(program: bytes) -> None:
     address = ctypes.addressof(instructions)
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, address))
     _prctl(_SET_SECCOMP, 2, ctypes.addressof(header))
+
+
+def _try_out(request: Mapping[str, Any]) -> None:
+    """Do what a program must not be able to do; raise where it can be done."""
     for family in (1, 2, 10):
         if _libc.socket(family, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
-            raise RuntimeError("the network can still be reached")
+            raise RuntimeError("seccomp does not hold: the network can be reached")
+    hidden = request["hidden"]
+    if request["ruleset"] is not None and _error_of(os.open, hidden, os.O_RDONLY) != errno.EACCES:
+        raise RuntimeError("Landlock does not hold: files can be read")
+    for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC):
+        if _error_of(os.open, hidden, flags) != errno.EPERM:
+            raise RuntimeError("seccomp does not hold: files can be written")
+    if _error_of(os.mkdir, hidden + ".new") != errno.EPERM:
+        raise RuntimeError("seccomp does not hold: folders can be made")
+    if _error_of(os.kill, request["parent"], 0) != errno.EPERM:
+        raise RuntimeError("seccomp does not hold: signals can be sent")
+    if _can_begin_process():
+        raise RuntimeError("seccomp does not hold: processes can be begun")
+
+
+def _error_of(call: Callable[..., object], *arguments: object) -> int | None:
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def _run(code: bytes, expression: str | None, result: int | None) -> None:

@@ -47,8 +47,8 @@ class SandboxLimits:
     num_files: int = 64
     """Descriptors that are open at the same time; at least 16."""
     num_threads: int = 32
-    """Threads at the same time, where namespaces are available and the caller is not root;
-    elsewhere memory is the only limit. There are no other processes."""
+    """Threads at the same time, the first one included. A program has only the first one where the
+    kernel cannot count them; `Sandbox.protections` says so. There are no other processes."""
 
     def __post_init__(self) -> None:
         least = {"cpu_s": 1, "memory_bytes": 64 << 20, "output_bytes": 1}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import marshal
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from trajpack.agent import sandbox_launcher
 from trajpack.agent.sandbox_limits import Outcome, SandboxError, SandboxLimits, SandboxResult
 
 _START_S = 60.0
+_END_S = 60.0
 _STATUS_BYTES = 4096
 _PIECE_BYTES = 1 << 16
 
@@ -74,10 +76,16 @@ class SandboxedProcess:
         """Wait for the end, and bring it about where a limit is reached.
 
         Raises:
-            SandboxError: If the program was never run.
+            SandboxError: If the program was never run, or cannot be stopped.
         """
         cut_short = self._read_to_end(limits)
-        self.kill()
+        try:
+            self.kill()
+        except OSError as error:
+            reason = f"a program cannot be stopped (pidfd_send_signal: {error})"
+            raise SandboxError(reason) from error
+        if not select.select([self._handle], [], [], _END_S)[0]:
+            raise SandboxError(f"a program was killed and has not ended in {_END_S:g} s")
         _, status, usage = os.wait4(self._child.pid, 0)
         self._child.returncode = os.waitstatus_to_exitcode(status)
         word, *protections = self._status.decode("utf-8", "replace").split(" ")

@@ -21,6 +21,7 @@ MAX_FUNCTION_LINES = 60
 OPTIONAL = {
     "anyio",
     "gymnasium",
+    "httpcore",
     "httpx",
     "hypothesis",
     "math_verify",

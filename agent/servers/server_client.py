@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.safe_text import one_line
@@ -23,9 +23,11 @@ from trajpack.agent.servers.failures import (
     quoted,
 )
 from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.paced_stream import PacedBackend
 from trajpack.agent.servers.server_url import ServerURL
 
 if TYPE_CHECKING:
+    import httpcore
     import httpx
 
 _RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
@@ -57,10 +59,11 @@ class ServerClient:
 
     No redirect is followed, no cookie kept and no compressed body taken; proxies and passwords
     that the environment names are not used. A body is read up to a limit and not one byte
-    further. An answer that names an earlier request ends the connection: whatever comes on it
-    would be taken for the answer to what is asked next.
+    further, and an answer that makes more work than its bytes are worth is refused
+    (`PacedStream`). An answer that names an earlier request ends the connection: whatever comes
+    on it would be taken for the answer to what is asked next.
 
-    Each request in flight has a transport, and so a connection, of its own: a shared pool of a
+    Each request in flight has a pool, and so a connection, of its own: a shared pool of a
     thousand connections looks at all of them for each request.
 
     Args:
@@ -85,7 +88,7 @@ class ServerClient:
         # the certificates of the system are read only where they are needed
         is_secure = url.base.startswith("https:")
         self._tls = _certified(options) if is_secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
+        self._idle: deque[tuple[float, httpcore.AsyncConnectionPool]] = deque()
         self.slots = asyncio.Semaphore(options.max_connections)
         """Held by whoever asks for a sample; orders that are short and urgent need none."""
 
@@ -106,7 +109,7 @@ class ServerClient:
             RefusedError: If it answered with another error.
             MalformedError: If it answered with what is no answer.
         """
-        import httpx
+        import httpcore
 
         try:
             async with asyncio.timeout(timeout_s):
@@ -114,35 +117,46 @@ class ServerClient:
         except TimeoutError:
             reason = f"no whole answer to {order.path} in {timeout_s:g} s"
             raise RetryableError(reason, self.name, is_slow=True) from None
-        except httpx.TransportError as error:
+        except (
+            httpcore.NetworkError,
+            httpcore.ProtocolError,
+            httpcore.TimeoutException,
+        ) as error:
             raise self._failure(error, order) from None
 
     async def _exchange(self, order: Order, max_bytes: int) -> bytes:
+        import httpcore
         import httpx
 
-        content = None
+        content = b""
         if order.payload is not None:
             content = json.dumps(order.payload, separators=(",", ":")).encode()
-        request = httpx.Request(
+        told = httpx.Request(
+            order.method, self._base + order.path, headers=self._headers, content=content
+        )
+        url = told.url
+        request = httpcore.Request(
             order.method,
-            self._base + order.path,
-            headers=self._headers,
+            httpcore.URL(
+                scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+            ),
+            headers=told.headers.raw,
             content=content,
             extensions={"timeout": self._timeouts},
         )
         await self._close_old()
-        transport = self._idle.pop()[1] if self._idle else self._transport()
+        pool = self._idle.pop()[1] if self._idle else self._pool()
         try:
-            response = await transport.handle_async_request(request)
+            response = await pool.handle_async_request(request)
             try:
                 body = await self._read(response, order, max_bytes)
                 self._check_request(body, order)
             finally:
                 await response.aclose()
         except BaseException:
-            await transport.aclose()
+            await pool.aclose()
             raise
-        self._idle.append((time.monotonic(), transport))
+        self._idle.append((time.monotonic(), pool))
         return body
 
     async def _close_old(self) -> None:
@@ -162,67 +176,64 @@ class ServerClient:
             reason = f"an answer on {order.path} is that to another request"
             raise RetryableError(reason, self.name, is_connection=True)
 
-    def _transport(self) -> httpx.AsyncHTTPTransport:
-        import httpx
+    def _pool(self) -> httpcore.AsyncConnectionPool:
+        import httpcore
 
-        return httpx.AsyncHTTPTransport(
-            verify=self._tls,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE_S),
+        return httpcore.AsyncConnectionPool(
+            ssl_context=self._tls,
+            max_connections=1,
+            keepalive_expiry=_KEEP_ALIVE_S,
             socket_options=_socket_options(),
+            network_backend=cast("httpcore.AsyncNetworkBackend", PacedBackend()),
         )
 
-    def _failure(self, error: httpx.TransportError, order: Order) -> Exception:
-        import httpx
+    def _failure(self, error: Exception, order: Order) -> Exception:
+        import httpcore
 
         # what is no HTTP is quoted, and certificates name the host
         said = one_line(self._host.sub("its host", str(error)), 200)
         where = f"{type(error).__name__} on {order.path}"
         text = self.worded(where, said, str(error).encode("utf-8", "replace"))
-        if isinstance(error, httpx.RemoteProtocolError) and not any(
+        if isinstance(error, httpcore.RemoteProtocolError) and not any(
             sign in str(error) for sign in _DIED
         ):
             return MalformedError(text, self.name)
         return RetryableError(text, self.name, is_connection=True)
 
-    async def _read(self, response: httpx.Response, order: Order, max_bytes: int) -> bytes:
-        status = response.status_code
-        encoding = response.headers.get("content-encoding", "identity")
+    async def _read(self, response: httpcore.Response, order: Order, max_bytes: int) -> bytes:
+        import httpx
+
+        status, headers = response.status, httpx.Headers(response.headers)
+        encoding = headers.get("content-encoding", "identity")
         if encoding.strip().lower() not in ("identity", ""):
             raise MalformedError(f"the body of {order.path} is encoded, unasked", self.name)
         if status == 200:
-            return await self._body(response, order, max_bytes)
+            declared = headers.get("content-length", "0")
+            is_long = declared.isdecimal() and int(declared[:18]) > max_bytes
+            body = b"" if is_long else await self._beginning(response, max_bytes + 1)
+            if is_long or len(body) > max_bytes:
+                reason = f"the body of {order.path} is longer than {max_bytes} bytes"
+                raise MalformedError(reason, self.name)
+            return body
         if status < 400:
             raise MalformedError(f"status {status} of {order.path} is no answer", self.name)
-        said = await self._beginning(response)
+        said = await self._beginning(response, _MAX_ERROR_BYTES)
         reason = self.worded(f"status {status} on {order.path}", quoted(said), said)
         if status in _RETRYABLE:
-            raise RetryableError(reason, self.name, wait_s=_retry_after(response))
+            raise RetryableError(reason, self.name, wait_s=_retry_after(headers))
         raise RefusedError(reason, self.name, status=status)
 
-    async def _body(self, response: httpx.Response, order: Order, max_bytes: int) -> bytes:
-        too_long = MalformedError(
-            f"the body of {order.path} is longer than {max_bytes} bytes", self.name
-        )
-        declared = response.headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared[:18]) > max_bytes:
-            raise too_long
+    async def _beginning(self, response: httpcore.Response, max_bytes: int) -> bytes:
+        """Return the body, or as many bytes of it as are wanted."""
+        stream = response.extensions["network_stream"]
         parts, num_bytes = [], 0
-        async for part in response.aiter_raw():
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                raise too_long
-            parts.append(part)
-        return b"".join(parts)
-
-    async def _beginning(self, response: httpx.Response) -> bytes:
-        """Return how an error's body begins."""
-        said = b""
-        async for part in response.aiter_raw():
-            said += part[:_MAX_ERROR_BYTES]
-            if len(said) >= _MAX_ERROR_BYTES:
+        async for part in response.aiter_stream():
+            stream.count_part()
+            parts.append(part[: max_bytes - num_bytes])
+            num_bytes += len(parts[-1])
+            if num_bytes == max_bytes:
                 break
-        return said
+        return b"".join(parts)
 
     def worded(self, where: str, said: str, body: bytes) -> str:
         """Return what is wrong, in words that quote a body, unless they may repeat a secret.
@@ -251,7 +262,7 @@ def _socket_options() -> list[tuple[int, int, int]]:
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *probes]
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(headers: httpx.Headers) -> float | None:
     """Return the seconds of the header; its other form, a date, is not worth a clock."""
-    value = response.headers.get("retry-after", "")
+    value = headers.get("retry-after", "")
     return float(value[:6]) if value.isdecimal() and value.isascii() else None

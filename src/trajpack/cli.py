@@ -73,7 +73,7 @@ _EXTRAS = {
     "log": {"pyarrow"},
     "metrics": {"prometheus_client"},
     "ray": {"ray"},
-    "servers": {"httpx", "pydantic_settings", "sniffio", "stamina"},
+    "servers": {"httpcore", "httpx", "pydantic_settings", "sniffio", "stamina"},
 }
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,40 @@ def test_a_file_name_is_one_component_of_a_path_that_a_file_system_takes(qid: st
     assert name.isascii()
     assert not name.startswith((".", "-"))
     assert 0 < len(name) <= 200
+
+
+@pytest.mark.attack
+def test_no_two_of_many_ids_share_a_name_and_none_is_a_path(tries: Callable[[int], int]) -> None:
+    """Ids made of what paths, escapes, cases and lengths are confused by."""
+    draw = random.Random(14)
+    parts = [*"aAbBzZ019", ".", "..", "/", "\\", "%", "%2e", "%2E", "%25", "~", "-", "_", " ", "@"]
+    parts += [
+        "\0",
+        "\n",
+        ":",
+        "CON",
+        "nul",
+        "ä",
+        "Ä",
+        "a\u0308",
+        "ß",
+        "\u017f",
+        "İ",
+        "\u200d",
+        "\ud800",
+    ]
+    parts += ["x" * 80, "X" * 80, "x" * 161, "~4d98893e06cf666506fff580b92c7ff2", ".txt", ".jsonl"]
+    qids = {"".join(draw.choices(parts, k=draw.randrange(9))) for _ in range(tries(300_000))}
+    names: dict[str, str] = {}
+    for qid in qids:
+        name = answer_file_name(qid)
+        other = names.setdefault(name.lower(), qid)
+        assert other == qid, (name, other, qid)
+        assert name.isascii(), qid
+        assert name.isprintable(), qid
+        assert not set(name) & set("/\\\0 "), qid
+        assert not name.startswith((".", "-")), qid
+        assert 0 < len(name) <= 200, qid
 
 
 @pytest.mark.parametrize("qid", ["q0@0", "gsm8k_test-17@3", "abc@idx:0-1", "a.b,c=d+e"])

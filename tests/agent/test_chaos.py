@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.agent.chaos_cases import (
     Account,
     CoinJudge,
@@ -138,6 +140,24 @@ def test_nothing_is_lost_and_nothing_is_doubled(tmp_path: Path, capsys: Any) -> 
     assert_batches_equal(replayed.pack(), buffer.pack())
     assert open_files() <= before[0]
     assert set(threading.enumerate()) <= before[1]
+
+
+@pytest.mark.attack
+def test_thousands_of_episodes_at_once_survive_every_fault(tries: Callable[[int], int]) -> None:
+    """Several seeds, 5,000 attempts in flight at the same time."""
+    num_left, num_faults, seed = tries(52_000), 0, 100
+    while num_left > 0:
+        num_episodes = min(num_left, 13_000)
+        plan = chaos_plan(seed)
+        account = Account(plan)
+        run_skipping(roll_out(plan, account, num_episodes, account.take, concurrency=5000))
+        assert account.misnamed == [], seed
+        assert account.num_doubled == account.num_lost(qids(num_episodes)) == 0, seed
+        assert account.num_accepted + account.failed.total() == num_episodes, seed
+        num_faults += sum(plan.counts["engine", fault] for fault in CAUSES["engine"])
+        num_left -= num_episodes
+        seed += 1
+    assert num_faults >= tries(10_161)
 
 
 def test_the_same_seed_gives_the_same_figures_in_any_company() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.agent.runner_cases import TwoTurns, collect, prompts
+from tests.agent.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts
 from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner import Progress
+from trajpack.agent.runner import Progress, RolloutRunner
 from trajpack.packing.types import Trajectory
 
 
@@ -71,6 +71,60 @@ def test_what_ends_the_program_is_no_failure(raised: BaseException) -> None:
 
     with pytest.raises(type(raised)):
         asyncio.run(collect(TwoTurns(before=leave), prompts(1)))
+
+
+FAILURES: list[BaseException] = [
+    *(ValueError("no"), StopIteration(3), StopAsyncIteration(), MemoryError(), RecursionError()),
+    *(BaseException("no"), Panic("no"), asyncio.CancelledError(), ExceptionGroup("", [OSError()])),
+    BaseExceptionGroup("", [BaseExceptionGroup("", [Panic("no")])]),
+]
+ENDS: list[BaseException] = [SystemExit(3), BaseExceptionGroup("", [OSError(), SystemExit(3)])]
+
+
+class Judged(TwoTurns):
+    """Asks the environment before it asks the engine."""
+
+    async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
+        await env.step(prompt)
+        return await super().collect_trajectory(prompt, env, *queues)
+
+
+class Judge(NoEnvironment):
+    """Raises an error for the second prompt."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    async def step(self, action: Any) -> Any:
+        await asyncio.sleep(0)
+        if action.id == "q1@0":
+            raise self.error
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("place", ["agent", "environment"])
+@pytest.mark.parametrize("raised", [*FAILURES, *ENDS], ids=repr)
+def test_whatever_is_raised_fails_its_episode_or_ends_the_program(
+    raised: BaseException, place: str
+) -> None:
+    async def body() -> dict[str, Any]:
+        judge = Judge(raised)
+        agent = TwoTurns(before=judge.step) if place == "agent" else Judged()
+        async with EchoEngine() as engine:
+            try:
+                results = [r async for r in RolloutRunner(engine, agent, judge).run(prompts(3))]
+            finally:
+                assert engine.open == {}
+                assert agent.active == 0
+        return {result.prompt.id: result.error for result in results}
+
+    if raised in ENDS:
+        with pytest.raises(type(raised)):
+            asyncio.run(body())
+        return
+    errors = asyncio.run(body())
+    assert [errors["q0"], errors["q2"]] == [None, None]
+    assert isinstance(errors["q1"], EpisodeError)
 
 
 def test_what_is_no_list_of_trajectories_is_a_failure() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from random import Random
 from typing import Any
 
 import pytest
 
+from tests.agent.chaos_cases import run_skipping
 from tests.agent.runner_cases import EchoEngine, TwoTurns, prompts, runner
 from trajpack.agent.errors import EpisodeError, ServerUnavailableError
 from trajpack.agent.observers import RolloutObserver
@@ -146,10 +147,23 @@ class Chance:
         run.stop(drain=self.drains)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_every_episode_that_began_gives_one_result_whatever_happens(seed: int) -> None:
-    chance = Chance(seed)
-    found = asyncio.run(chance.roll_out())
+@pytest.mark.attack
+def test_every_episode_that_began_gives_one_result_whatever_happens(
+    tries: Callable[[int], int],
+) -> None:
+    num_results = 0
+    for seed in range(tries(2_800)):
+        try:
+            num_results += check_chance(Chance(seed))
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert num_results >= tries(13_483)
+
+
+def check_chance(chance: Chance) -> int:
+    """Return the number of results."""
+    found = run_skipping(chance.roll_out())
     results: list[EpisodeResult] = []
     for one in found:
         results += one.results if isinstance(one, GroupResult) else [one]
@@ -170,3 +184,4 @@ def test_every_episode_that_began_gives_one_result_whatever_happens(seed: int) -
         assert chance.counts.groups == Counter(one.prompt.id for one in found)
     if chance.stops_after_s is None and chance.stops_at is None:
         assert len(found) == 12 * (1 if chance.by_group else chance.options["group_size"])
+    return len(results)

@@ -197,6 +197,27 @@ def test_a_process_that_cannot_be_watched_is_not_left_behind(
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+def test_a_program_that_does_not_end_when_it_is_killed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the kernel says that it has sent a signal, and has not."""
+    before = children()
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda handle, number: None)
+    monkeypatch.setattr("trajpack.agent.sandboxed_process._END_S", 0.1)
+    with (
+        Sandbox(SandboxLimits(wall_s=0.2)) as sandbox,
+        pytest.raises(SandboxError, match=r"was killed and has not ended in 0.1 s"),
+    ):
+        sandbox.run("import time; time.sleep(60)")
+    assert children() == before
+
+
+def children() -> set[str]:
+    """Return the processes that this one has begun and not waited for."""
+    found = Path("/proc/self/task").glob("*/children")
+    return {number for one in found for number in one.read_text().split()}
+
+
 @pytest.mark.parametrize(
     "code",
     ["1/0", "raise SystemExit(3)", "def", "\0", "import os; os._exit(1)", "import os; os.abort()"],
@@ -274,10 +295,12 @@ def test_nothing_is_run_where_it_cannot_be_locked_up(monkeypatch: pytest.MonkeyP
     with pytest.raises(SetupError, match=r"Sandbox: .*got 'riscv64'"):
         Sandbox()
     allow_all = (6).to_bytes(2, sys.byteorder) + bytes(2) + (0x7FFF0000).to_bytes(4, sys.byteorder)
-    monkeypatch.setattr("trajpack.agent.sandbox.system_call_filter", lambda machine: allow_all)
-    with pytest.raises(SetupError, match=r"cannot be locked up here: .*network can still be"):
+    monkeypatch.setattr(
+        "trajpack.agent.sandbox.system_call_filter", lambda machine, **options: allow_all
+    )
+    with pytest.raises(SetupError, match=r"locked up here: .*seccomp does not hold: the network"):
         Sandbox()
-    monkeypatch.setattr("trajpack.agent.sandbox.system_call_filter", lambda machine: b"")
+    monkeypatch.setattr("trajpack.agent.sandbox.system_call_filter", lambda machine, **options: b"")
     with pytest.raises(SetupError, match=r"cannot be locked up here: .*prctl.22."):
         Sandbox()
 

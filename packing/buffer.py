@@ -149,10 +149,9 @@ class TrajectoryBuffer:
         if not isinstance(trajectories, Iterable):
             kind = type(trajectories).__name__
             raise TypeError(f"trajectories must be several of Trajectory, got {kind}")
-        given = trajectories if isinstance(trajectories, (list, tuple)) else list(trajectories)
-        if not given:
-            return
-        self._store.extend(given)
+        given = tuple(trajectories)
+        if given:
+            self._store.extend(given)
 
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""

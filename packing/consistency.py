@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +47,8 @@ HOST = {field.name for field in dataclasses.fields(PackedBatch)} - {*DTYPES, "fi
 FIELD_PREFIX = "fields."
 """Before the names of extra fields, among the tensors of a file."""
 PIECE = 1 << 18
-"""Tokens that are compared at a time, so that what is worked out takes little memory."""
+"""Tokens that are read and compared at a time: what is compared takes little memory, and a file
+that says it is large is refused before much of it is read."""
 RETURNS_TOLERANCE = 1e-6
 """How far a turn's return may be off, as a share of what its rewards' sizes come to: the sums are
 made in float64, and their order differs between implementations."""
@@ -59,6 +61,8 @@ REMEDIES = {
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+Check = Callable[[Array, slice], None]
+Read = Callable[[str, "Check | None"], torch.Tensor]
 
 
 class InconsistentBatch(ValueError):
@@ -92,9 +96,7 @@ class Turns(NamedTuple):
     """``[trajectories + 1]`` boundaries of the trajectories' turns."""
 
 
-def checked_batch(
-    described: Mapping[str, Described], host: Any, read: Callable[[str], torch.Tensor]
-) -> PackedBatch:
+def checked_batch(described: Mapping[str, Described], host: Any, read: Read) -> PackedBatch:
     """Put a batch together from tensors and what stays on the host of it.
 
     Whatever follows from lengths, turns and labels is worked out again and compared bit for bit,
@@ -104,8 +106,9 @@ def checked_batch(
     Args:
         described: Every tensor, extra fields with `FIELD_PREFIX` before their names.
         host: All other fields by name, as JSON has them.
-        read: Returns a tensor as it was described, contiguous and on the host. Called once for each
-            tensor, those over turns first; tokens are not read where these disagree.
+        read: Returns a tensor as it was described, contiguous and on the host, once for each. It
+            calls the check, if there is one, with the tensor as a numpy array and the rows that
+            were read, each time that `PIECE` more of them are there. Tensors over turns come first.
 
     Raises:
         InconsistentBatch: That names the part, what was expected and what came.
@@ -117,17 +120,17 @@ def checked_batch(
     _check_host(host)
     declared = _declared(host["token_fields"])
     _check_described(described, host, declared)
-    tensors = {name: read(name) for name in TABLES}
+    tensors = {name: read(name, None) for name in TABLES}
     tables = {name: tensor.numpy() for name, tensor in tensors.items()}
     turns = _check_tables(tables, host)
     _check_returns(tensors, host["turn_discounts"])
     tensors |= _check_tokens(turns, tables, read, has_credit="advantages" in described)
     if host["layout"] == "turns":
         _check_prefixes(tensors["input_ids"].numpy(), turns)
-    fields = {field.name: read(FIELD_PREFIX + field.name) for field in declared}
+    fields = {field.name: read(FIELD_PREFIX + field.name, None) for field in declared}
     for name, rows in fields.items():
         _check_bools(f"field {name!r}", rows)
-    tensors |= {name: read(name) for name in LATER_DTYPES if name in described}
+    tensors |= {name: read(name, None) for name in LATER_DTYPES if name in described}
     parts: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in host.items()}
     parts |= {**tensors, "fields": fields, "token_fields": declared}
     return PackedBatch(**parts)
@@ -325,57 +328,87 @@ def _check_returns(tensors: Mapping[str, torch.Tensor], discounts: list[float]) 
 
 
 def _check_tokens(
-    turns: Turns,
-    tables: Mapping[str, Array],
-    read: Callable[[str], torch.Tensor],
-    *,
-    has_credit: bool,
+    turns: Turns, tables: Mapping[str, Array], read: Read, *, has_credit: bool
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors over tokens one by one, and check each before the next is read."""
+    """Read the tensors over tokens one by one, each checked piece by piece."""
     tokens: dict[str, torch.Tensor] = {}
-    starts, num_tokens = turns.starts, int(turns.starts[-1])
-    pieces = [slice(at, min(at + PIECE, num_tokens)) for at in range(0, num_tokens, PIECE)]
 
-    def array_of(name: str) -> Array:
-        tokens[name] = read(name)
+    def take(name: str, check: Check | None) -> Array:
+        tokens[name] = read(name, check)
         return tokens[name].numpy()
 
     def rebuilt(name: str, source: str, rebuild: Callable[[slice], Array]) -> Array:
-        array = array_of(name)
-        for at in pieces:
+        def check(array: Array, at: slice) -> None:
             _same(name, array[at], rebuild(at), f"as {source} say", first=at.start)
-        return array
 
-    numbers = np.arange(len(starts) - 1)
-    rebuilt(
-        "position_ids",
-        "seqlens",
-        lambda at: np.arange(at.start, at.stop) - _spread(starts, starts[:-1], at),
-    )
+        return take(name, check)
+
+    starts = turns.starts
+    numbers, firsts = np.arange(len(starts) - 1), starts[:-1]
+
+    def positions(at: slice) -> Array:
+        return np.arange(at.start, at.stop) - _spread(starts, firsts, at)
+
+    rebuilt("position_ids", "seqlens", positions)
     rebuilt("sequence_ids", "seqlens", lambda at: _spread(starts, numbers, at))
     filled = turns.order[turns.spans[turns.order, 1] > turns.spans[turns.order, 0]]
-    bounds = np.concatenate([[0], turns.spans[filled].reshape(-1), [num_tokens]])
+    bounds = np.concatenate([[0], turns.spans[filled].reshape(-1), starts[-1:]])
     owners = np.append(np.stack([np.full_like(filled, -1), filled], 1).reshape(-1), -1)
     of = rebuilt("turn_ids", "turn_spans", lambda at: _spread(bounds, owners, at))
     rebuilt("prompt_mask", "turn_spans", lambda at: of[at] < 0)
     rebuilt("loss_mask", "turn_spans", lambda at: of[at] >= 0)
-    _check_versions(array_of("policy_versions"), of, turns.spans, tables=tables, pieces=pieces)
-    logprobs = array_of("rollout_logprobs")
-    for at in pieces:
-        name, got = "rollout_logprobs", logprobs[at]
-        _first_wrong(name, got, ~np.isfinite(got), "be finite", first=at.start)
-        none = np.where(of[at] >= 0, got, np.float32(0))
-        _same(name, got, none, "where nothing was generated", first=at.start)
+    versions = take("policy_versions", partial(_check_versions, of, tables))
+    _check_ends(versions, turns.spans, tables)
+    take("rollout_logprobs", partial(_check_logprobs, of))
     if has_credit:
-        array_of("returns")
+        take("returns", None)
     else:
         values = np.append(tables["turn_returns"], np.float32(0))  # the last for those of no turn
         rebuilt("returns", "turn_returns", lambda at: values[of[at]])
-    ids = array_of("input_ids")
-    for at in pieces:
-        wrong = (ids[at] < 0) | (ids[at] > INT32_MAX)
-        _first_wrong("input_ids", ids[at], wrong, f"be in [0, {INT32_MAX}]", first=at.start)
+    take("input_ids", _check_ids)
     return tokens
+
+
+def _check_ids(ids: Array, at: slice) -> None:
+    wrong = (ids[at] < 0) | (ids[at] > INT32_MAX)
+    _first_wrong("input_ids", ids[at], wrong, f"be in [0, {INT32_MAX}]", first=at.start)
+
+
+def _check_logprobs(turn_ids: Array, logprobs: Array, at: slice) -> None:
+    name, got = "rollout_logprobs", logprobs[at]
+    _first_wrong(name, got, ~np.isfinite(got), "be finite", first=at.start)
+    expected = np.where(turn_ids[at] >= 0, got, np.float32(0))
+    _same(name, got, expected, "where nothing was generated", first=at.start)
+
+
+def _check_versions(
+    turn_ids: Array, tables: Mapping[str, Array], versions: Array, at: slice
+) -> None:
+    """Check that versions are those of their turns, and do not fall within one."""
+    least = np.append(tables["turn_version_start"], np.int32(-1))  # the last for those of no turn
+    most = np.append(tables["turn_version_end"], np.int32(-1))
+    name, of, got = "policy_versions", turn_ids[at], versions[at]
+    wrong = (got < least[of]) | (got > most[of])
+    told = "be from turn_version_start to turn_version_end of its turn, -1 where it has none"
+    _first_wrong(name, got, wrong, told, first=at.start)
+    here = slice(max(at.start - 1, 0), at.stop)  # and the token before
+    falls = (np.diff(versions[here]) < 0) & (np.diff(turn_ids[here]) == 0)
+    told = "not run backwards within a turn"
+    _first_wrong(name, versions[here][1:], falls, told, first=here.start + 1)
+
+
+def _check_ends(versions: Array, spans: Ints, tables: Mapping[str, Array]) -> None:
+    """Check that a turn's versions run from its first to its last one, or stay at its first."""
+    filled = np.flatnonzero(spans[:, 1] > spans[:, 0])
+    first, last = versions[spans[filled, 0]], versions[spans[filled, 1] - 1]
+    start = tables["turn_version_start"][filled]
+    wrong = (first != start) | ((last != start) & (last != tables["turn_version_end"][filled]))
+    if wrong.any():
+        turn = int(filled[wrong.argmax()])
+        raise InconsistentBatch(
+            f"policy_versions must run from turn_version_start to turn_version_end of turn {turn}, "
+            "or stay at the former"
+        )
 
 
 def _spread(bounds: Ints, values: Ints, at: slice) -> Ints:
@@ -389,36 +422,6 @@ def _spread(bounds: Ints, values: Ints, at: slice) -> Ints:
     low = int(np.searchsorted(bounds, at.start, side="right")) - 1
     high = int(np.searchsorted(bounds, at.stop, side="left"))
     return np.repeat(values[low:high], np.diff(bounds[low : high + 1].clip(at.start, at.stop)))
-
-
-def _check_versions(
-    versions: Array,
-    turn_ids: Array,
-    spans: Ints,
-    *,
-    tables: Mapping[str, Array],
-    pieces: Sequence[slice],
-) -> None:
-    """Check that the versions of a turn's tokens run from its first to its last one, if at all."""
-    name = "policy_versions"
-    least = np.append(tables["turn_version_start"], np.int32(-1))  # the last for those of no turn
-    most = np.append(tables["turn_version_end"], np.int32(-1))
-    told = "be in its turn's turn_version_start and turn_version_end, -1 where it has none"
-    for at in pieces:
-        of, got = turn_ids[at], versions[at]
-        wrong = (got < least[of]) | (got > most[of])
-        _first_wrong(name, got, wrong, told, first=at.start)
-        with_last = slice(max(at.start - 1, 0), at.stop)
-        fell = (np.diff(versions[with_last]) < 0) & (np.diff(turn_ids[with_last]) == 0)
-        _first_wrong(
-            name, got[-len(fell) :], fell, "not run backwards in a turn", first=at.stop - len(fell)
-        )
-    filled = spans[:, 1] > spans[:, 0]
-    first, last = versions[spans[filled, 0]], versions[spans[filled, 1] - 1]
-    start, end = least[:-1][filled], most[:-1][filled]
-    wrong = (first != start) | ((last != start) & (last != end))
-    told = "run from turn_version_start to turn_version_end, or stay at the former"
-    _first_wrong("policy_versions of turns", last, wrong, told)
 
 
 def _check_prefixes(ids: Array, turns: Turns) -> None:
@@ -472,7 +475,9 @@ def _first_wrong(name: str, got: Array, wrong: Array, expected: str, *, first: i
     if wrong.any():
         index = int(wrong.argmax())
         value = got[index].tolist()
-        raise InconsistentBatch(f"{name} must {expected}, got {value} at index {first + index}")
+        raise InconsistentBatch(
+            f"{name} must {expected}, got {value} at index {first + index}", REMEDIES.get(name, "")
+        )
 
 
 def _check_bools(name: str, tensor: torch.Tensor) -> None:

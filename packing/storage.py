@@ -13,6 +13,7 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from trajpack.packing.consistency import (
     FIELD_PREFIX,
     HOST,
     LATER_DTYPES,
+    PIECE,
+    Check,
     Described,
     InconsistentBatch,
     checked_batch,
@@ -92,7 +95,7 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
         host = _host_of(batch)
         tensors = {name: _on_host(name, tensor) for name, tensor in _tensors_of(batch)}
         described = {name: Described(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        checked_batch(described, host, tensors.__getitem__)
+        checked_batch(described, host, partial(_examined, tensors))
     except InconsistentBatch as error:
         remedy = f"; {error.remedy}" if error.remedy else ""
         raise ValueError(f"the batch cannot be saved: {error}{remedy}") from error
@@ -156,6 +159,15 @@ def _on_host(name: str, tensor: Any) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
+def _examined(tensors: Mapping[str, torch.Tensor], name: str, check: Check | None) -> torch.Tensor:
+    """Return one of the tensors, after it was checked."""
+    tensor = tensors[name]
+    if check:
+        for begin in range(0, len(tensor), PIECE):
+            check(tensor.numpy(), slice(begin, min(begin + PIECE, len(tensor))))
+    return tensor
+
+
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory with others, which safetensors refuses."""
     unshared: dict[int, tuple[str, torch.Tensor]] = {}
@@ -191,19 +203,32 @@ def _read_batch(file: FileIO, size: int) -> PackedBatch:
         raise ValueError(f"its metadata must have a text as host, got {shown(metadata)}")
     stored = _stored(header, begin, size)
 
-    def read(name: str) -> torch.Tensor:
-        (dtype, shape), place, num_bytes = stored[name]
-        try:
-            raw = np.empty(num_bytes, np.uint8)
-        except MemoryError:
-            raise ValueError(f"{name} needs {num_bytes:,} bytes of memory") from None
-        _fill(file, place, raw, name=name)
-        if not num_bytes:  # which torch does not view as another dtype
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.from_numpy(raw).view(dtype).reshape(shape)
-
     described = {name: one.described for name, one in stored.items()}
+    read = partial(_read_tensor, file, stored)
     return checked_batch(described, _parsed(metadata["host"]), read)
+
+
+def _read_tensor(
+    file: FileIO, stored: Mapping[str, Stored], name: str, check: Check | None
+) -> torch.Tensor:
+    """Read a tensor into memory of its own, and check it as it comes."""
+    (dtype, shape), place, num_bytes = stored[name]
+    try:
+        raw = np.empty(num_bytes, np.uint8)
+    except MemoryError:
+        raise ValueError(f"{name} needs {num_bytes:,} bytes of memory") from None
+    if not num_bytes:  # which torch does not view as another dtype
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    tensor = torch.from_numpy(raw).view(dtype).reshape(shape)
+    row_bytes = num_bytes // len(tensor)
+    step = PIECE if check else len(tensor)
+    for begin in range(0, len(tensor), step):
+        rows = slice(begin, min(begin + step, len(tensor)))
+        first, end = row_bytes * rows.start, row_bytes * rows.stop
+        _fill(file, place + first, raw[first:end], name=name)
+        if check:
+            check(tensor.numpy(), rows)
+    return tensor
 
 
 def _read_header(file: FileIO, size: int) -> tuple[dict[str, Any], int]:

@@ -17,7 +17,31 @@ from trajpack.kernels.gather_fields import FieldLayout
 from trajpack.packing.conversion import host_tensor, shown
 
 Bytes = npt.NDArray[np.uint8]
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+        torch.int64,
+        torch.float8_e5m2,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2fnuz,
+        torch.float8_e4m3fnuz,
+        torch.float8_e8m0fnu,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
+}
+"""Those a field may have, by the names that files have for them."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +79,10 @@ class TokenField:
             raise TypeError(f"field name must be a str that is not empty, got {self.name!r}")
         if self.name in FIELD_DTYPES:
             raise ValueError(f"field {self.name!r}: a packed batch has a field of that name")
-        if not isinstance(self.dtype, torch.dtype) or self.dtype.itemsize > 8:
+        if self.dtype not in DTYPES.values():
             raise TypeError(
-                f"field {self.name!r}: dtype must be a torch dtype of at most 8 bytes, "
-                f"got {self.dtype!r}"
+                f"field {self.name!r}: dtype must be a torch dtype of at most 8 bytes, one of "
+                f"{', '.join(DTYPES)}, got {shown(self.dtype)}"
             )
         if not isinstance(self.shape, (tuple, list, torch.Size)):
             raise TypeError(f"field {self.name!r}: shape must be a tuple, got {self.shape!r}")
@@ -105,7 +129,7 @@ class TokenField:
         name, fill = described["dtype"], described["fill"]
         dtype = DTYPES.get(name) if isinstance(name, str) else None
         if dtype is None:
-            raise ValueError(f"dtype must be the name of a torch dtype, got {shown(name)}")
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(name)}")
         raw = bytearray.fromhex(fill) if isinstance(fill, str) else b""
         if len(raw) != dtype.itemsize:
             raise ValueError(f"fill must be {dtype.itemsize} bytes of {dtype}, got {shown(fill)}")

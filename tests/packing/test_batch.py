@@ -184,9 +184,9 @@ def other_tensor(name, change):
         ),
         (
             other_tensor("turn_version_start", lambda v: v * 0),
-            "policy_versions of turns must run from",
+            "policy_versions must be from|must run from",
         ),
-        (other_tensor("policy_versions", lambda v: v + 1), "policy_versions must be in its turn's"),
+        (other_tensor("policy_versions", lambda v: v + 1), "policy_versions must be from"),
         (
             other_tensor("cu_generated", lambda bounds: bounds * 2),
             "cu_generated must be .*spans say",

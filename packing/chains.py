@@ -18,6 +18,7 @@ from trajpack.packing.conversion import (
     as_integer,
     as_number,
     as_version_runs,
+    is_bool,
     narrow_ids,
     narrow_logprobs,
     not_packed,
@@ -323,8 +324,15 @@ def checked_labels(trajectory: Trajectory) -> Labels:
         birth_time_ms = as_integer("birth_time_ms", birth_time_ms)
     discount = trajectory.turn_discount
     if type(discount) is not float or not -FLOAT32_MAX <= discount <= FLOAT32_MAX:
-        discount = as_number("turn_discount", discount)
+        discount = _as_number("turn_discount", discount)
     return Labels(name, group, task_id, birth_time_ms, discount)
+
+
+def _as_number(name: str, value: Any) -> float:
+    """Convert a number, which a bool is not here: those of tokens are no bools either."""
+    if is_bool(value):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return as_number(name, value)
 
 
 def _take_turn(intake: Intake, tips: list[Tip], turn: Turn, *, alone: bool) -> None:
@@ -381,7 +389,7 @@ def take_numbers(intake: Intake, turn: Turn, begin: int, size: int) -> None:
     if truncated is not True and truncated is not False and not isinstance(truncated, np.bool_):
         raise TypeError(f"truncated must be a bool, got {type(truncated).__name__}")
     if type(reward) is not float or not -FLOAT32_MAX <= reward <= FLOAT32_MAX:
-        reward = as_number("reward", reward)
+        reward = _as_number("reward", reward)
     start, end, spans = turn.version_start, turn.version_end, turn.version_spans
     plain = spans is None and type(start) is int and type(end) is int
     if not plain or not 0 <= start <= end <= INT32_MAX:

@@ -104,8 +104,8 @@ def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Convert a reward or a discount to a float that is finite as float32 too."""
-    if isinstance(value, str) or _is_bool(value) or not hasattr(value, "__float__"):
+    """Convert a reward or a discount to a float that is finite as float32 too; True is 1."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
         number = float(value)
@@ -120,7 +120,7 @@ def as_number(name: str, value: Any) -> float:
 
 def as_integer(name: str, value: Any) -> int:
     """Convert a version, an id or a count to a Python int that fits int64."""
-    if _is_bool(value) or not hasattr(value, "__index__"):
+    if is_bool(value) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     try:
         number = operator.index(value)
@@ -326,7 +326,7 @@ def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeEr
     }[typecode]
     value = refused.value
     got = f"got {shown(value)} at index {refused.index}"
-    if _is_bool(value) or not hasattr(type(value), "__index__" if typecode == "i" else "__float__"):
+    if is_bool(value) or not hasattr(type(value), "__index__" if typecode == "i" else "__float__"):
         return TypeError(f"{name} must be {kinds}, {got}")
     try:
         [number] = struct.unpack(typecode, struct.pack(typecode, value))
@@ -342,7 +342,7 @@ def _first_bool(piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any]) -
     places = np.flatnonzero((numbers == 0) | (numbers == 1)).tolist()
     if set(map(type, map(piece.__getitem__, places))) <= {int, float}:
         return None
-    return next((place for place in places if _is_bool(piece[place])), None)
+    return next((place for place in places if is_bool(piece[place])), None)
 
 
 def _first_refused(
@@ -362,7 +362,7 @@ def _first_refused(
     return foreign[0] if foreign else begin  # one that can be read now
 
 
-def _is_bool(value: Any) -> bool:
+def is_bool(value: Any) -> bool:
     """Tell whether a value is a bool of Python, numpy or torch."""
     if isinstance(value, (bool, np.bool_)):
         return True

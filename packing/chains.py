@@ -298,10 +298,14 @@ def _labelled(intake: Intake, turn: int) -> str:
 def placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueError:
     """Say where an error happened."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
-    if not isinstance(trajectory, Trajectory) or not isinstance(trajectory.id, str):
+    try:
+        name = str.__str__(trajectory.id) if isinstance(trajectory, Trajectory) else None
+    except Exception:  # noqa: BLE001 - no text, or that of a subclass
+        name = None
+    if name is None:
         return kind(str(error))
     turn = f", turn {index}" if index >= 0 else ""
-    return kind(f"trajectory {str.__str__(trajectory.id)!r}{turn}: {error}")
+    return kind(f"trajectory {name!r}{turn}: {error}")
 
 
 def checked_labels(trajectory: Trajectory) -> Labels:

@@ -202,7 +202,7 @@ def _check_described(
             "add it with PackedBatch.with_field" if is_field else "",
         )
     for name in (*FIELD_DTYPES, *TABLES, *fields):
-        _require(name in described, f"{_named(name)} is missing")
+        _require(name in described, f"{called(name)} is missing")
     turns = described["turn_rewards"].shape
     _require(len(turns) == 1, f"turn_rewards must have shape [turns], got {list(turns)}")
     [num_turns], num_tokens = turns, sum(host["seqlens"])
@@ -219,16 +219,16 @@ def _check_described(
     for name, (dtype, shape) in described.items():
         wanted = dtypes[name]
         remedy = f"convert it with .to({wanted})"
-        _require(dtype == wanted, f"{_named(name)} must be {wanted}, got {dtype}", remedy)
+        _require(dtype == wanted, f"{called(name)} must be {wanted}, got {dtype}", remedy)
         expected = list(sizes[name])
-        got = f"{_named(name)} must have shape {expected}, got {list(shape)}"
+        got = f"{called(name)} must have shape {expected}, got {list(shape)}"
         _require(list(shape) == expected, got)
     _require(
         "metrics" in described or not num_metrics, "metric_names must be empty without metrics"
     )
 
 
-def _named(name: str) -> str:
+def called(name: str) -> str:
     """Return what an error calls a tensor."""
     is_field = name.startswith(FIELD_PREFIX)
     return f"field {name.removeprefix(FIELD_PREFIX)!r}" if is_field else name

@@ -200,9 +200,29 @@ def as_version_runs(
     return merged, first, last
 
 
+def check_memory(tensor: torch.Tensor) -> None:
+    """Raise where a tensor's memory was given back, or made smaller than its shape needs.
+
+    Torch and numpy would read what is there now.
+
+    Raises:
+        ValueError: That says so.
+    """
+    size = tensor.numel()
+    if not size or tensor.layout is not torch.strided:
+        return
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        size = 1 + sum((length - 1) * step for length, step in steps)
+    end = tensor.storage_offset() + size
+    if tensor.untyped_storage().nbytes() < end * tensor.itemsize:
+        raise ValueError("the tensor's memory was freed")
+
+
 def host_tensor(values: Any) -> torch.Tensor:
     """Return an array of any kind as a tensor on the host; Python numbers keep their 64 bits."""
     if isinstance(values, torch.Tensor):
+        check_memory(values)
         return values.detach().cpu()
     array = np.asarray(values)
     plain = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
@@ -377,6 +397,7 @@ def _entry(piece: Sequence[Any], index: int) -> Any:
 def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
     """Return an array of any kind as numpy has it; what is on a device is read back."""
     if isinstance(values, torch.Tensor):
+        check_memory(values)
         values = values.detach().cpu()
         if values.dtype == torch.bfloat16:
             values = values.float()

@@ -32,9 +32,10 @@ from trajpack.packing.consistency import (
     Check,
     Described,
     InconsistentBatch,
+    called,
     checked_batch,
 )
-from trajpack.packing.conversion import shown
+from trajpack.packing.conversion import check_memory, shown
 from trajpack.packing.token_fields import TokenField
 
 FORMAT = "trajpack.PackedBatch"
@@ -64,6 +65,8 @@ CODES = {
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors writes and reads at most."""
 MAX_DIMENSIONS = 64
+MAX_REASON = 1000
+"""Characters that an error says of a file."""
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -121,7 +124,10 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
             _check_kind(os.fstat(descriptor).st_mode, "it")
             return _read_batch(file, os.fstat(descriptor).st_size)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{os.fsdecode(name)} is not a readable packed batch: {error}") from error
+        reason = str(error)
+        if len(reason) > MAX_REASON:  # a text of the file, quoted
+            reason = f"{reason[:MAX_REASON]} ..."
+        raise ValueError(f"{os.fsdecode(name)} is not a readable packed batch: {reason}") from error
 
 
 def _check_kind(mode: int, what: str) -> None:
@@ -134,28 +140,37 @@ def _host_of(batch: PackedBatch) -> dict[str, Any]:
     """Return what is no tensor of a batch, as JSON will have it."""
     host = {name: getattr(batch, name) for name in HOST}
     host = {name: list(v) if isinstance(v, tuple) else v for name, v in host.items()}
-    for field in host["token_fields"]:
+    declared = host["token_fields"]
+    for field in declared if isinstance(declared, list) else [declared]:
         if not isinstance(field, TokenField):
             raise InconsistentBatch(f"token_fields must be TokenField, got {shown(field)}")
     return host | {"token_fields": [field.as_json() for field in host["token_fields"]]}
 
 
-def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, Any]]:
     """Return the names that a batch's tensors have in a file, and the tensors."""
     for name in DTYPES:
         tensor = getattr(batch, name)
         if tensor is not None or name not in LATER_DTYPES:
             yield name, tensor
+    if not isinstance(batch.fields, Mapping):
+        raise InconsistentBatch(f"fields must be a mapping, got {type(batch.fields).__name__}")
     for name, tensor in batch.fields.items():
         yield f"{FIELD_PREFIX}{name}", tensor
 
 
 def _on_host(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
-        raise InconsistentBatch(f"{name} must be a tensor, got {type(tensor).__name__}")
+        got = type(tensor).__name__
+        raise InconsistentBatch(f"{called(name)} must be a tensor, got {got}")
     if tensor.is_meta or tensor.layout != torch.strided:
         kind = "meta" if tensor.is_meta else str(tensor.layout)
-        raise InconsistentBatch(f"{name} must be a dense tensor with values, got a {kind} one")
+        told = f"must be a dense tensor with values, got a {kind} one"
+        raise InconsistentBatch(f"{called(name)} {told}")
+    try:
+        check_memory(tensor)
+    except ValueError as error:
+        raise InconsistentBatch(f"{called(name)} cannot be read: {error}") from error
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -216,7 +231,7 @@ def _read_tensor(
     try:
         raw = np.empty(num_bytes, np.uint8)
     except MemoryError:
-        raise ValueError(f"{name} needs {num_bytes:,} bytes of memory") from None
+        raise ValueError(f"{called(name)} needs {num_bytes:,} bytes of memory") from None
     if not num_bytes:  # which torch does not view as another dtype
         return torch.empty(shape, dtype=dtype, device="cpu")
     tensor = torch.from_numpy(raw).view(dtype).reshape(shape)
@@ -225,7 +240,7 @@ def _read_tensor(
     for begin in range(0, len(tensor), step):
         rows = slice(begin, min(begin + step, len(tensor)))
         first, end = row_bytes * rows.start, row_bytes * rows.stop
-        _fill(file, place + first, raw[first:end], name=name)
+        _fill(file, place + first, raw[first:end], name=called(name))
         if check:
             check(tensor.numpy(), rows)
     return tensor

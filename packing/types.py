@@ -34,7 +34,8 @@ class Turn:
     are kept as given; `TrajectoryBuffer.add` converts and checks them once. Two turns
     are equal when they hold the same values, whatever arrays hold them: ids compare as
     integers, log-probabilities as float32, version spans as versions per token, rows of
-    extra fields in the narrower of their two dtypes.
+    extra fields in the narrower of their two dtypes. A turn with values that cannot be read
+    as numbers equals itself alone.
 
     Example:
         >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))

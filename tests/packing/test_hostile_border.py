@@ -289,6 +289,18 @@ def test_what_a_subclass_of_an_array_says_of_itself_is_not_asked() -> None:
         assert trajectory.turns[0] == Turn([1, 2], [3], [0.5])
 
 
+def test_a_trajectory_without_a_readable_name_is_refused() -> None:
+    class Odd(Trajectory):
+        @property
+        def id(self) -> str:  # type: ignore[override]
+            raise ZeroDivisionError("odd")
+
+        def __init__(self) -> None:
+            object.__setattr__(self, "turns", (GOOD,))
+
+    refused([Odd()], r"^it cannot be read: ZeroDivisionError\('odd'\)")
+
+
 def test_errors_of_the_callers_classes_are_named() -> None:
     class Odd(Listed):
         def __iter__(self) -> Iterator[int]:
@@ -324,6 +336,30 @@ def test_errors_of_the_callers_classes_are_named() -> None:
     refused([Trajectory("it", [bad])], "'it', turn 0: version_spans must be .* triples, got 7")
     bad = dataclasses.replace(GOOD, version_spans={(0, 0, 2): 1})
     refused([Trajectory("it", [bad])], "'it', turn 0: version_spans must be an array or a seq")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 11])
+def test_tensors_whose_memory_is_gone_are_refused(num_bytes: int) -> None:
+    def freed(dtype: torch.dtype, first: int = 0, step: int = 1) -> torch.Tensor:
+        tensor = torch.zeros(3, dtype=dtype)
+        view = tensor[first::step]
+        tensor.untyped_storage().resize_(num_bytes)
+        return view
+
+    field = TokenField("v", torch.int32, generated_only=False)
+    for change in (
+        {"prompt_ids": freed(torch.int32)},
+        {"prompt_ids": freed(torch.int64)},
+        {"completion_ids": freed(torch.int32, first=1)},
+        {"completion_logprobs": freed(torch.float32, step=2)},
+    ):
+        bad = dataclasses.replace(GOOD, **change)
+        message = (
+            f"^trajectory 'it', turn 1: {next(iter(change))} cannot be read .*memory was freed"
+        )
+        refused([Trajectory("it", [GOOD, bad])], message)
+    bad = dataclasses.replace(GOOD, fields={"v": freed(torch.int32)})
+    refused([Trajectory("it", [bad])], "'it', turn 0: field 'v' cannot be read", [field])
 
 
 def test_labels_are_plain_texts() -> None:

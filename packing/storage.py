@@ -209,10 +209,11 @@ def _read_batch(file: FileIO, size: int) -> PackedBatch:
         metadata = {}
     if metadata.get("format") != FORMAT:
         raise ValueError(f"its format is {shown(metadata.get('format'))}, expected {FORMAT!r}")
-    if metadata.get("schema_version") != str(SCHEMA_VERSION):
+    version = metadata.get("schema_version")
+    if version != str(SCHEMA_VERSION):
+        got = version if isinstance(version, str) and version.isdecimal() else shown(version)
         raise ValueError(
-            f"it has schema version {metadata.get('schema_version')}, "
-            f"this release reads version {SCHEMA_VERSION}"
+            f"it has schema version {got}, this release reads version {SCHEMA_VERSION}"
         )
     if not isinstance(metadata.get("host"), str):
         raise ValueError(f"its metadata must have a text as host, got {shown(metadata)}")

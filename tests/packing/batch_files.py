@@ -166,10 +166,9 @@ def use(batch: PackedBatch, path: Path) -> None:
         again = pack(trajectories, layout, fields=batch.token_fields)
         assert again.unpack() == trajectories
         assert again.groups == batch.groups
-    console = Console(file=io.StringIO(), width=80)
-    console.print(inspection.summary(inspection.describe(batch), "title", 80))
-    for sequence in range(len(batch)):
-        console.print(inspection.sequence_panel(batch, sequence))
+    inspection.summary(inspection.describe(batch), "title", 80)
+    panels = [inspection.sequence_panel(batch, sequence) for sequence in range(len(batch))]
+    Console(file=io.StringIO(), width=80).print(*panels[:1])
     for aggregation in ("token_mean", "sequence_mean_token_mean", "prompt_mean"):
         batch.loss_weights(aggregation)
     batch.with_advantages(GRPO())

@@ -213,6 +213,14 @@ def test_advantages_may_need_a_gradient_and_be_a_view(path: Path) -> None:
     assert not PackedBatch.load(path).advantages.requires_grad
 
 
+def test_labels_of_any_text_are_saved_and_loaded(path: Path) -> None:
+    texts = ["", "\x00\x1b[31m", "\ud800", '"}],', "数学", "a" * 100_000]
+    turn = Turn([1], [2], [0.0])
+    batch = pack([Trajectory(text, [turn], group=text) for text in texts])
+    batch.save(path)
+    assert_batches_equal(PackedBatch.load(path), batch)
+
+
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 def test_a_field_added_later_is_saved_and_unpacked(layout: Layout, path: Path) -> None:
     batch = pack(some_trajectories(), layout)
@@ -499,6 +507,12 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (with_host(lambda host: host.replace('ps": 3', 'ps": ' + "9" * 4000)), "num_groups must be 3"),
     (changed("__metadata__", host=3), "its metadata must have a text as host"),
     (changed("__metadata__", schema_version="9"), "it has schema version 9, this release reads"),
+    (changed("__metadata__", schema_version="\x1b"), r"it has schema version '\\x1b', this"),
+    (changed("__metadata__", format="x" * 10**6), "its format is 'xxx"),
+    (
+        lambda header: {**header, "y" * 10**6: header["input_ids"]},
+        "'yyy.* begins|'input_ids' begins",
+    ),
     (changed("input_ids", dtype="I32"), "'input_ids' must have data_offsets of"),
     (changed("input_ids", dtype="Q7"), "'input_ids' must be of a known dtype, got 'Q7'"),
     (changed("input_ids", dtype=["I64"]), "'input_ids' must be of a known dtype, got .'I64'."),
@@ -529,8 +543,11 @@ def test_a_header_that_lies_is_refused(
     pack(some_trajectories()).save(path)
     header, data = parts_of(path.read_bytes())
     path.write_bytes(put_together(change(header), data))
-    with pytest.raises(ValueError, match=f"^{path} is not a readable packed batch: .*({message})"):
+    with pytest.raises(
+        ValueError, match=f"^{path} is not a readable packed batch: .*({message})"
+    ) as e:
         PackedBatch.load(path)
+    assert len(str(e.value)) < 2000
     assert "is not a readable packed batch" in refusal("inspect", path)
 
 

@@ -216,12 +216,10 @@ def _as_arrays(intake: Intake, typecode: Typecode, pieces: Sequence[Any]) -> lis
         ValueError: If a number does not fit, or a piece has no longer the length that was checked.
     """
     arrays: list[Any] = []
-    joined: list[Any] = []
-    first = total = 0  # piece that `joined` begins with, and how many numbers it should have
+    joined: list[Any] = []  # of the pieces from `first` on, which have `total` numbers
+    first = total = 0
     for number, (piece, size) in enumerate(zip(pieces, intake.sizes(typecode), strict=True)):
         if type(piece) is list and size < TINY:
-            if not joined:
-                first, total = number, 0
             joined += piece
             total += size
             if len(joined) != total:
@@ -230,6 +228,7 @@ def _as_arrays(intake: Intake, typecode: Typecode, pieces: Sequence[Any]) -> lis
         if joined:
             arrays.append(_packed(intake, typecode, first, numbers=joined))
             joined = []
+        first, total = number + 1, 0
         is_list = type(piece) is list
         arrays.append(_packed(intake, typecode, number, numbers=piece) if is_list else piece)
         if len(arrays[-1]) != size:

@@ -204,19 +204,19 @@ def _read_batch(file: FileIO, size: int) -> PackedBatch:
     if size > memory:
         raise ValueError(f"it needs {size:,} bytes of memory, this machine has {memory:,}")
     header, begin = _read_header(file, size)
-    metadata = header.pop("__metadata__", None)
-    if not isinstance(metadata, dict):
-        metadata = {}
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"its metadata must be texts by name, got {shown(metadata)}")
     if metadata.get("format") != FORMAT:
         raise ValueError(f"its format is {shown(metadata.get('format'))}, expected {FORMAT!r}")
     version = metadata.get("schema_version")
     if version != str(SCHEMA_VERSION):
-        got = version if isinstance(version, str) and version.isdecimal() else shown(version)
+        got = version if version and version.isdecimal() else shown(version)
         raise ValueError(
             f"it has schema version {got}, this release reads version {SCHEMA_VERSION}"
         )
-    if not isinstance(metadata.get("host"), str):
-        raise ValueError(f"its metadata must have a text as host, got {shown(metadata)}")
+    if "host" not in metadata:
+        raise ValueError("its metadata must have a host")
     stored = _stored(header, begin, size)
 
     described = {name: one.described for name, one in stored.items()}

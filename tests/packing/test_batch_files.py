@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 
@@ -30,6 +31,7 @@ from tests.packing.batch_files import (
 )
 from trajpack import PackedBatch, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing import storage
+from trajpack.packing.token_fields import DTYPES
 from trajpack.testing import assert_batches_equal, random_trajectory, trajectory_lists
 
 Layout = Any
@@ -211,6 +213,30 @@ def test_advantages_may_need_a_gradient_and_be_a_view(path: Path) -> None:
     wide = torch.zeros(batch.num_tokens, 2, requires_grad=True)
     dataclasses.replace(batch, advantages=wide[:, 1]).save(path)
     assert not PackedBatch.load(path).advantages.requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_field_of_every_dtype_is_saved_and_loaded(dtype: str, path: Path) -> None:
+    field = TokenField("v", DTYPES[dtype], (2, 1), fill=1, generated_only=False)
+    batch = pack(some_trajectories())
+    rows = (torch.arange(2 * batch.num_tokens) % 2).to(field.dtype).reshape(-1, 2, 1)
+    batch = batch.with_field(field, rows)
+    batch = batch.with_field(dataclasses.replace(field, name="w", generated_only=True), rows)
+    batch.save(path)
+    loaded = PackedBatch.load(path)
+    assert_batches_equal(loaded, batch)
+    assert loaded.token_fields == batch.token_fields
+    by_library = dict(safetensors.deserialize(path.read_bytes()))["fields.v"]
+    assert bytes(by_library["data"]) == bytes(rows.view(torch.uint8).numpy())
+    assert by_library["shape"] == list(rows.shape)
+
+
+def test_a_field_may_have_the_dtypes_that_a_file_has() -> None:
+    assert set(storage.CODES.values()) == set(DTYPES.values())
+    others = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    for dtype in others - set(DTYPES.values()):
+        with pytest.raises(TypeError, match="field 'v': dtype must be a torch dtype"):
+            TokenField("v", dtype)
 
 
 def test_labels_of_any_text_are_saved_and_loaded(path: Path) -> None:
@@ -497,7 +523,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (raw('{"a": "\xff"}'), "'utf-8' codec can't decode byte 0xff"),
     (raw('{"a": NaN}'), "its header has NaN, which is no JSON"),
     (raw("{}"), "its format is None"),
-    (raw('{"__metadata__": 3}'), "its format is None"),
+    (raw('{"__metadata__": 3}'), "its metadata must be texts by name, got 3"),
     (twice, "its header has a key twice"),
     (with_host(lambda host: host.replace('"groups"', '"ids"')), "its header has a key twice"),
     (with_host(lambda host: "[" * 100_000), "maximum recursion depth exceeded"),
@@ -505,7 +531,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (with_host(lambda host: host.replace("0.5", "1e400")), "turn_discounts must be finite"),
     (with_host(lambda host: host.replace("0.5", "9" * 5000)), "Exceeds the limit"),
     (with_host(lambda host: host.replace('ps": 3', 'ps": ' + "9" * 4000)), "num_groups must be 3"),
-    (changed("__metadata__", host=3), "its metadata must have a text as host"),
+    (changed("__metadata__", host=3), "its metadata must be texts by name, got"),
     (changed("__metadata__", schema_version="9"), "it has schema version 9, this release reads"),
     (changed("__metadata__", schema_version="\x1b"), r"it has schema version '\\x1b', this"),
     (changed("__metadata__", format="x" * 10**6), "its format is 'xxx"),

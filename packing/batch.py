@@ -275,9 +275,10 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
         fields are free, and so are `returns` where there are `advantages`.
 
         Raises:
-            OSError: If it cannot be written; what was at ``path`` stays as it was.
-            ValueError: If the batch is padded, or its parts do not fit together, or ``path`` is
-                something else than a file. It names the field and what can be done.
+            OSError: If it cannot be written, or ``path`` is a folder, a pipe or a device; what was
+                there stays as it was.
+            ValueError: If the batch is padded, or its parts do not fit together. It names the
+                field and what can be done.
 
         Cost: copies the batch to the host (synchronises), checks every value there, and takes
             twice its memory until it is written.

@@ -7,6 +7,7 @@ place in the file into memory of its own.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -92,8 +93,8 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
 
     batch.check_unpadded()
     place = Path(os.path.realpath(path))
-    if place.exists():
-        _check_kind(place.stat().st_mode, f"{place} cannot be replaced: it")
+    if place.exists() and (kind := _other_kind(place.stat().st_mode)):
+        raise FileExistsError(errno.EEXIST, f"it is {kind}, not a file", str(place))
     try:
         host = _host_of(batch)
         tensors = {name: _on_host(name, tensor) for name, tensor in _tensors_of(batch)}
@@ -118,22 +119,25 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
     """Read a batch from ``path``; see `PackedBatch.load`."""
     name = os.fspath(path)
     try:
-        _check_kind(os.stat(name).st_mode, "it")  # to open a pipe or a device may wait, or act
+        if kind := _other_kind(os.stat(name).st_mode):  # which to open may wait, or act
+            raise ValueError(f"it is {kind}, not a file")
         descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
-            _check_kind(os.fstat(descriptor).st_mode, "it")
-            return _read_batch(file, os.fstat(descriptor).st_size)
-    except (ValueError, RecursionError) as error:
-        reason = str(error)
+            found = os.fstat(descriptor)
+            if kind := _other_kind(found.st_mode):  # put there since
+                raise ValueError(f"it is {kind}, not a file")
+            return _read_batch(file, found.st_size)
+    except (ValueError, RecursionError, MemoryError) as error:
+        reason = str(error) or "it takes more memory than there is"
         if len(reason) > MAX_REASON:  # a text of the file, quoted
             reason = f"{reason[:MAX_REASON]} ..."
         raise ValueError(f"{os.fsdecode(name)} is not a readable packed batch: {reason}") from error
 
 
-def _check_kind(mode: int, what: str) -> None:
+def _other_kind(mode: int) -> str | None:
+    """Return what else than a file it is."""
     kind = stat.S_IFMT(mode)
-    if kind != stat.S_IFREG:
-        raise ValueError(f"{what} is {KINDS.get(kind, 'of an unknown kind')}, not a file")
+    return None if kind == stat.S_IFREG else KINDS.get(kind, "of an unknown kind")
 
 
 def _host_of(batch: PackedBatch) -> dict[str, Any]:
@@ -185,13 +189,13 @@ def _examined(tensors: Mapping[str, torch.Tensor], name: str, check: Check | Non
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that share memory with others, which safetensors refuses."""
-    unshared: dict[int, tuple[str, torch.Tensor]] = {}
-    copies = {}
+    taken: set[int] = set()
+    unshared = {}
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        copies[name] = tensor.clone() if memory in unshared else tensor
-        unshared[memory] = name, tensor
-    return copies
+        unshared[name] = tensor.clone() if memory in taken else tensor
+        taken.add(memory)
+    return unshared
 
 
 def _read_batch(file: FileIO, size: int) -> PackedBatch:
@@ -218,7 +222,6 @@ def _read_batch(file: FileIO, size: int) -> PackedBatch:
     if "host" not in metadata:
         raise ValueError("its metadata must have a host")
     stored = _stored(header, begin, size)
-
     described = {name: one.described for name, one in stored.items()}
     read = partial(_read_tensor, file, stored)
     return checked_batch(described, _parsed(metadata["host"]), read)

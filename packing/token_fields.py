@@ -51,7 +51,8 @@ class TokenField:
     Routed experts, values, log-probabilities of a reference model, temperatures: whatever an
     engine or a scorer says of single tokens. Declared once, at the buffer, it goes through
     `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save`; a turn brings its
-    rows in `Turn.fields`.
+    rows in `Turn.fields`. Rows that are computed after packing join the batch by
+    `PackedBatch.with_field`.
 
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import socket
 import struct
 import tracemalloc
@@ -343,7 +344,7 @@ def test_what_is_no_file_is_refused_at_once(kind: str, path: Path) -> None:
 @pytest.mark.parametrize("make", [fifo, bound_socket, folder])
 def test_what_is_no_file_is_not_written_over(make: Callable[[Path], Path], path: Path) -> None:
     before = make(path).stat()
-    with pytest.raises(ValueError, match=f"{path} cannot be replaced: it is a .*, not a file"):
+    with pytest.raises(FileExistsError, match=f"it is a .*, not a file: '{path}'"):
         pack([]).save(path)
     assert path.stat().st_ino == before.st_ino
 
@@ -482,6 +483,18 @@ def test_a_file_of_holes_is_refused_before_much_of_it_is_read(path: Path) -> Non
         with pytest.raises(ValueError, match="position_ids must be 1 at index 1, as seqlens say"):
             PackedBatch.load(path)
     assert read < 9 * storage.PIECE
+
+
+def test_memory_that_cannot_be_had_is_named(path: Path) -> None:
+    sparse(path, 100_000_000)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**28, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="position_ids needs 800,000,000 bytes of memory"):
+            PackedBatch.load(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_file_larger_than_the_machines_memory_is_refused(path: Path) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trajpack.kernels.gather_fields import UNITS
 from trajpack.packing.credit_methods import CreditMethods
 from trajpack.packing.label_methods import LabelMethods
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batch import record_storages
 from trajpack.packing.micro_batch_methods import MicroBatchMethods
 from trajpack.packing.model_inputs import model_inputs
-from trajpack.packing.token_fields import TokenField
+from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
 
@@ -263,12 +265,65 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
 
         return unpack(self)
 
+    def with_field(self, field: TokenField, rows: torch.Tensor) -> PackedBatch:
+        """Return the batch with an extra field that was computed after packing.
+
+        Such as log-probabilities of a teacher. The field is declared, so that `save` and `unpack`
+        take it along. All other tensors are shared with this batch.
+
+        Args:
+            field: Its name is not that of a field the batch has.
+            rows: ``[tokens, *field.shape]`` of ``field.dtype``, on the batch's device. Where
+                ``field.generated_only``, tokens that were not generated get ``field.fill``.
+
+        Raises:
+            TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
+            ValueError: If the name is taken, or the shape or the device is another.
+
+        Cost: one launch where ``field.generated_only``, else nothing. No synchronisation.
+
+        Example:
+            >>> from trajpack import TokenField, Trajectory, Turn, pack
+            >>> batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
+            >>> teacher = TokenField("teacher_logprobs", torch.float32)
+            >>> batch = batch.with_field(teacher, torch.tensor([-1.0, -2.0, -3.0]))
+            >>> batch.fields["teacher_logprobs"]
+            tensor([ 0.,  0., -3.])
+        """
+        declared = check_fields([*self.token_fields, field])
+        if not isinstance(rows, torch.Tensor) or rows.dtype != field.dtype:
+            got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise TypeError(f"field {field.name!r}: rows must be {field.dtype}, got {got}")
+        expected = (self.num_tokens, *field.shape)
+        if tuple(rows.shape) != expected or rows.device != self.device:
+            raise ValueError(
+                f"field {field.name!r}: rows must have shape {list(expected)} on {self.device}, "
+                f"got {list(rows.shape)} on {rows.device}"
+            )
+        if field.generated_only:
+            is_context = self.prompt_mask.reshape(-1, *[1] * len(field.shape))
+            bits = rows.detach().view(UNITS[field.dtype.itemsize])  # torch fills few dtypes
+            fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
+            rows = bits.masked_fill(is_context, fill).view(field.dtype)
+        fields = {**self.fields, field.name: rows}
+        return dataclasses.replace(self, fields=fields, token_fields=declared)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to a ``.safetensors`` file, whole or not at all.
 
+        What `load` would refuse is refused here: a tensor of another dtype or shape than this
+        class says, a narrowed `loss_mask`, returns that are not those of the rewards, an extra
+        field that is not declared (see `with_field`). Values of `advantages`, `metrics` and extra
+        fields are free, and so are `returns` where there are `advantages`.
+
         Raises:
-            OSError: If it cannot be written; what was at ``path`` stays as it was.
-            ValueError: If the batch is padded.
+            OSError: If it cannot be written, or ``path`` is a folder, a pipe or a device; what was
+                there stays as it was.
+            ValueError: If the batch is padded, or its parts do not fit together. It names the
+                field and what can be done.
+
+        Cost: copies the batch to the host (synchronises), checks every value there, and takes
+            twice its memory until it is written.
         """
         from trajpack.packing.storage import save
 
@@ -278,9 +333,17 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
     def load(cls, path: str | os.PathLike[str]) -> PackedBatch:
         """Read a batch that `save` wrote, to the host.
 
+        The tensors are copies: what happens to the file afterwards does not change them. They are
+        checked as `save` checks them, so that a file which was damaged, or made by others, is
+        either refused or a batch whose parts fit together.
+
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is not a packed batch, or one of an unknown schema.
+            ValueError: If it is not a packed batch, one of an unknown schema, or one whose parts
+                contradict each other. It names the file and the field.
+
+        Cost: reads the file once and checks every value. Memory: that of the tensors, some MB to
+            work in, and for names and lengths, 100 MB of a file at most, a few times their size.
         """
         from trajpack.packing.storage import load
 

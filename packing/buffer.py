@@ -140,19 +140,23 @@ class TrajectoryBuffer:
                 not fit the capacity. Every error names trajectory, turn, what was expected
                 and what came; nothing of the call stays behind.
 
-        Cost: compares each prompt with the chain it extends (with several, where their last
-            tokens agree) and copies what is new, both at memory speed, beside about 30
-            microseconds a call and 3 a turn. Arrays of int32 and float32 are read where they
-            are; others are converted first. Reads CUDA tensors back (one synchronisation each;
-            see `pack_resident`). After `pack`, and without `clear`, waits for that pack's copy.
+        Each number is read once, and what was read is checked and stored: an array that another
+        thread writes meanwhile may be refused, but never leaves a value behind that was not
+        checked.
+
+        Cost: copies what is new and, where a trajectory has several turns, each prompt, and
+            compares the prompt with the chain it extends (with several, where their ends agree),
+            at memory speed, beside about 30 microseconds a call and 3 a turn. Arrays of int32
+            and float32 are read where they are; others are converted first. Reads CUDA tensors
+            back (one synchronisation each; see `pack_resident`). After `pack`, and without
+            `clear`, waits for that pack's copy.
         """
         if not isinstance(trajectories, Iterable):
             kind = type(trajectories).__name__
             raise TypeError(f"trajectories must be several of Trajectory, got {kind}")
-        given = trajectories if isinstance(trajectories, (list, tuple)) else list(trajectories)
-        if not given:
-            return
-        self._store.extend(given)
+        given = tuple(trajectories)
+        if given:
+            self._store.extend(given)
 
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,10 +23,19 @@ INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
 PACKED = {"i": INT32, "f": FLOAT32}
 Typecode: TypeAlias = Literal["i", "f"]
-NOT_PACKED = (struct.error, OverflowError, TypeError, ValueError)
-"""What `packed_numbers` raises for what is no such number."""
+LEAST, GREATEST = np.minimum.reduce, np.maximum.reduce
+SEVERAL = (Sequence, np.ndarray, torch.Tensor)
 PIECE = 8192
 """Numbers that leave a list at once."""
+
+
+class NotPackedError(Exception):
+    """An entry of a list that `packed_numbers` cannot convert, or a list that changed meanwhile."""
+
+    def __init__(self, index: int, value: Any) -> None:
+        super().__init__(index, value)
+        self.index = index
+        self.value = value
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
@@ -45,6 +56,8 @@ def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
     if type(values) is np.ndarray and values.dtype is INT32 and values.ndim == 1:
         return values
     ids = _as_array(name, values, "i")
+    if ids.dtype is INT32 and ids.ndim == 1:
+        return ids
     if ids.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(ids.shape)}")
     if ids.size == 0:
@@ -52,11 +65,11 @@ def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
     if not np.can_cast(ids.dtype, np.int32):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0:
-            raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
-        if high > INT32_MAX:
-            raise ValueError(f"{name} must fit int32, got {high} at index {ids.argmax()}")
+        ids = ids.copy()  # the caller's may change between check and conversion
+        if not 0 <= int(np.bitwise_or.reduce(ids)) <= INT32_MAX:
+            if (low := int(ids.min())) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
+            raise ValueError(f"{name} must fit int32, got {ids.max()} at index {ids.argmax()}")
     return ids.astype(np.int32, copy=False)
 
 
@@ -71,8 +84,7 @@ def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
     finite = np.isfinite(narrow)
     if not finite.all():
         where = int(finite.argmin())
-        given = values[where] if isinstance(values, Sequence) else host_array(values)[where]
-        raise ValueError(f"{name} must be finite float32, got {given} at index {where}")
+        raise ValueError(f"{name} must be finite float32, got {narrow[where]} at index {where}")
     return narrow
 
 
@@ -81,6 +93,8 @@ def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
     if type(values) is np.ndarray and values.dtype is FLOAT32 and values.ndim == 1:
         return values
     logprobs = _as_array(name, values, "f")
+    if logprobs.dtype is FLOAT32 and logprobs.ndim == 1:
+        return logprobs
     if logprobs.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(logprobs.shape)}")
     if logprobs.size and logprobs.dtype.kind not in "fiu":
@@ -90,15 +104,15 @@ def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Convert a reward or a discount to a float that is finite as float32 too."""
+    """Convert a reward or a discount to a float that is finite as float32 too; True is 1."""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be a number, got {value!r}") from error
+    except Exception as error:
+        raise TypeError(f"{name} must be a number, got {shown(value)}") from error
     if not abs(number) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite float32, got {number}")
     return number
@@ -106,15 +120,24 @@ def as_number(name: str, value: Any) -> float:
 
 def as_integer(name: str, value: Any) -> int:
     """Convert a version, an id or a count to a Python int that fits int64."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if is_bool(value) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     try:
-        number = int(value.__index__())
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from error
+        number = operator.index(value)
+    except Exception as error:
+        raise TypeError(f"{name} must be an integer, got {shown(value)}") from error
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} must fit int64, got {number}")
+        raise ValueError(f"{name} must fit int64, got {shown(number)}")
     return number
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error message quotes it: at most 100 characters of its ``repr``."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a class of the caller's may raise anything
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def merge_spans(
@@ -154,7 +177,7 @@ def as_version_runs(
     first = as_integer(f"{name}version_start", version_start)
     last = as_integer(f"{name}version_end", version_end)
     if spans is not None:
-        spans = [_as_span(name, span) for span in spans]
+        spans = [_as_span(name, span) for span in _entries(f"{name}version_spans", spans)]
         _check_cover(name, spans, num_tokens)
     merged, first, last = merge_spans(spans, first, last)
     if not 0 <= first <= INT32_MAX or not 0 <= last <= INT32_MAX:
@@ -177,9 +200,29 @@ def as_version_runs(
     return merged, first, last
 
 
+def check_memory(tensor: torch.Tensor) -> None:
+    """Raise where a tensor's memory was given back, or made smaller than its shape needs.
+
+    Torch and numpy would read what is there now.
+
+    Raises:
+        ValueError: That says so.
+    """
+    size = tensor.numel()
+    if not size or tensor.layout is not torch.strided:
+        return
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        size = 1 + sum((length - 1) * step for length, step in steps)
+    end = tensor.storage_offset() + size
+    if tensor.untyped_storage().nbytes() < end * tensor.itemsize:
+        raise ValueError("the tensor's memory was freed")
+
+
 def host_tensor(values: Any) -> torch.Tensor:
     """Return an array of any kind as a tensor on the host; Python numbers keep their 64 bits."""
     if isinstance(values, torch.Tensor):
+        check_memory(values)
         return values.detach().cpu()
     array = np.asarray(values)
     plain = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
@@ -190,10 +233,10 @@ def host_tensor(values: Any) -> torch.Tensor:
 def _as_span(name: str, span: Any) -> tuple[int, int, int]:
     try:
         version, start, end = span
-    except (TypeError, ValueError):
+    except Exception as error:
         raise TypeError(
-            f"{name}version_spans must be (version, start, end) triples, got {span!r}"
-        ) from None
+            f"{name}version_spans must be (version, start, end) triples, got {shown(span)}"
+        ) from error
     field = f"{name}version_spans"
     return as_integer(field, version), as_integer(field, start), as_integer(field, end)
 
@@ -214,60 +257,147 @@ def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: i
 
 
 def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
-    if isinstance(values, torch.Tensor):
-        try:
-            return host_array(values)
-        except (RuntimeError, TypeError) as error:  # sparse, meta, a dtype that numpy lacks
-            raise TypeError(f"{name} cannot be read as an array: {error}") from error
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array: its mask would be lost")
-    if isinstance(values, np.ndarray):
-        return values
-    if isinstance(values, array):
-        return np.frombuffer(values, values.typecode) if len(values) else np.empty(0, np.int32)
-    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
-        raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
+    """Return numbers of any container as a numpy array of no subclass, whose length is true."""
+    kind = type(values)
+    if kind is not list and kind is not tuple:
+        if isinstance(values, (torch.Tensor, np.ndarray, array, memoryview)):
+            return _read_array(name, values)
+        values = _entries(name, values)
     try:
         return packed_numbers(values, typecode)
-    except NOT_PACKED:
-        raise _refusal(name, values, typecode) from None
+    except NotPackedError as error:
+        raise not_packed(name, error, typecode) from error.__cause__
 
 
-def packed_numbers(values: Sequence[Any], typecode: Typecode) -> npt.NDArray[Any]:
+def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
+    """Return an array as numpy has it, without what a subclass makes of it.
+
+    Raises:
+        TypeError: If it cannot be read.
+        ValueError: If it has not as many entries as it says.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: its mask would be lost")
+    try:
+        read = host_array(memoryview(values) if isinstance(values, array) else values)
+        told = len(values) if read.ndim == 1 else None
+    except Exception as error:  # sparse, meta, a dtype that numpy lacks
+        raise TypeError(f"{name} cannot be read as an array: {shown(error)}") from error
+    if told is not None and told != len(read):
+        raise ValueError(f"{name} changed while it was read: its length is not {told}")
+    return read
+
+
+def _entries(name: str, values: Any) -> list[Any] | tuple[Any, ...]:
+    """Return what a sequence holds; a list or a tuple itself, any other read once.
+
+    Raises:
+        TypeError: If it is no sequence, or cannot be read.
+        ValueError: If it has not as many entries as it says.
+    """
+    if type(values) is list or type(values) is tuple:
+        return values
+    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, SEVERAL):
+        raise TypeError(f"{name} must be an array or a sequence, got {type(values).__name__}")
+    try:
+        count = len(values)
+        entries = list(islice(iter(values), count + 1))
+    except Exception as error:
+        raise TypeError(f"{name} cannot be read as a sequence: {shown(error)}") from error
+    if len(entries) != count:
+        raise ValueError(f"{name} changed while it was read: its length is not {count}")
+    return entries
+
+
+def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> npt.NDArray[Any]:
     """Return a list's numbers as 4-byte ones: struct refuses what numpy would quietly round.
 
     It is the fastest way out of a list, as long as what it makes of its arguments stays in cache.
+
+    Raises:
+        NotPackedError: If an entry is a bool, no number, or does not fit, or if the list changes.
     """
     count = len(values)
     numbers: Any = np.empty(count, PACKED[typecode])  # a buffer, which its type does not say
-    if count <= PIECE:
-        struct.pack_into(f"{count}{typecode}", numbers, 0, *values)
-        return np.asarray(numbers)
     for begin in range(0, count, PIECE):
-        piece = values[begin : begin + PIECE]
-        struct.pack_into(f"{len(piece)}{typecode}", numbers, 4 * begin, *piece)
-    return np.asarray(numbers)
+        if count <= PIECE:
+            piece, written = values, numbers
+        else:
+            piece, written = values[begin : begin + PIECE], numbers[begin : begin + PIECE]
+        try:
+            struct.pack_into(f"{len(written)}{typecode}", numbers, 4 * begin, *piece)
+            # only a 0 or a 1 can have been a bool: few ids are, and few log-probabilities
+            doubtful = LEAST(written) <= 1 if typecode == "i" else GREATEST(written) >= 0
+            odd = _first_bool(piece, written) if doubtful else None
+        except Exception as error:  # of the number itself, too
+            odd = _first_refused(piece, written, typecode)
+            raise NotPackedError(begin + odd, _entry(piece, odd)) from error
+        if odd is not None:
+            raise NotPackedError(begin + odd, _entry(piece, odd))
+    packed: npt.NDArray[Any] = numbers
+    return packed
 
 
-def _refusal(name: str, values: Sequence[Any], typecode: Typecode) -> TypeError | ValueError:
-    """Say what is wrong with the first value that has no place among 4-byte numbers."""
+def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeError | ValueError:
+    """Say what is wrong with a value that has no place among 4-byte numbers."""
     kinds, bound = {
         "i": ("integers", f"in [0, {INT32_MAX}]"),
         "f": ("floats", "finite float32"),
     }[typecode]
-    for index, value in enumerate(values):
+    value = refused.value
+    got = f"got {shown(value)} at index {refused.index}"
+    if is_bool(value) or not hasattr(type(value), "__index__" if typecode == "i" else "__float__"):
+        return TypeError(f"{name} must be {kinds}, {got}")
+    try:
+        [number] = struct.unpack(typecode, struct.pack(typecode, value))
+    except Exception:  # noqa: BLE001 - the number's own, too
+        return ValueError(f"{name} must be {bound}, {got}")
+    if number < 0 if typecode == "i" else not math.isfinite(number):
+        return ValueError(f"{name} must be {bound}, {got}")
+    return ValueError(f"{name} changed while it was read, {got}")
+
+
+def _first_bool(piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any]) -> int | None:
+    """Return the index of the first bool among numbers that were converted to ``numbers``."""
+    places = np.flatnonzero((numbers == 0) | (numbers == 1)).tolist()
+    if set(map(type, map(piece.__getitem__, places))) <= {int, float}:
+        return None
+    return next((place for place in places if is_bool(piece[place])), None)
+
+
+def _first_refused(
+    piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any], typecode: Typecode
+) -> int:
+    """Return the index of the entry that struct refused; the numbers from there on are 0."""
+    written = np.flatnonzero(numbers.view(INT32))
+    begin = int(written[-1]) + 1 if written.size else 0
+    foreign = []
+    for index, value in enumerate(piece[begin:], begin):
         try:
             struct.pack(typecode, value)
-        except NOT_PACKED:
-            if hasattr(value, "__index__" if typecode == "i" else "__float__"):
-                return ValueError(f"{name} must be {bound}, got {value!r} at index {index}")
-            return TypeError(f"{name} must be {kinds}, got {value!r} at index {index}")
-    return ValueError(f"{name} changed while it was read")  # pragma: no cover
+        except Exception:  # noqa: BLE001 - the number's own, too
+            return index
+        if type(value) not in (int, float):
+            foreign.append(index)
+    return foreign[0] if foreign else begin  # one that can be read now
+
+
+def is_bool(value: Any) -> bool:
+    """Tell whether a value is a bool of Python, numpy or torch."""
+    if isinstance(value, (bool, np.bool_)):
+        return True
+    return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def _entry(piece: Sequence[Any], index: int) -> Any:
+    """Return an entry of a list, ``None`` where it has become shorter."""
+    return piece[index] if index < len(piece) else None
 
 
 def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
     """Return an array of any kind as numpy has it; what is on a device is read back."""
     if isinstance(values, torch.Tensor):
+        check_memory(values)
         values = values.detach().cpu()
         if values.dtype == torch.bfloat16:
             values = values.float()

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.chains import Intake, Labels, name_fault, take_in
-from trajpack.packing.conversion import narrow_ids, narrow_logprobs
+from trajpack.packing.chains import Intake, Labels, copy_numbers, take_in
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
@@ -87,14 +86,8 @@ def row_of_episode(
     Cost: as `TrajectoryBuffer.extend`.
     """
     intake = take_in(trajectories, fields)
-    try:
-        ids = _joined([narrow_ids("ids", piece) for piece in intake.ids], I32)
-        logprobs = _joined([narrow_logprobs("logprobs", piece) for piece in intake.logprobs], F32)
-    except (TypeError, ValueError):
-        name_fault(trajectories)  # which names trajectory and turn, too
-        raise
-    if (ids.size and ids.min() < 0) or not np.isfinite(logprobs).all():
-        name_fault(trajectories)
+    ids, logprobs = np.empty(intake.num_tokens, I32), np.empty(intake.num_generated, F32)
+    copy_numbers(intake, ids, logprobs)
     numbers = _tables(intake) | {"token_ids": ids, "rollout_logprobs": logprobs}
     rows = [
         _joined([piece.reshape(-1) for piece in pieces], np.dtype(np.uint8))

@@ -10,16 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.chains import Intake, Labels, name_fault, take_in
-from trajpack.packing.conversion import INT32_MAX, NOT_PACKED, Typecode, packed_numbers
+from trajpack.packing.chains import Intake, Labels, copy_numbers, named, take_in
+from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.layout import Layout
 from trajpack.packing.staging import Staging
 from trajpack.packing.tables import BatchTables, Block, Counts, columns_for
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
-
-TINY = 256
-"""Numbers below which a list is worth joining with the next, before both are converted."""
 
 SETTLED = 64
 """Turns that may wait until their tables are worked out: as many as cost what a call does."""
@@ -64,17 +61,17 @@ class Store:
         num_new = intake.num_tokens
         if self.capacity is not None and state.num_tokens + num_new > self.capacity:
             raise ValueError(
-                f"{_named(given)} needs {num_new} tokens, but "
+                f"{named(intake.labels)} needs {num_new} tokens, but "
                 f"{self.capacity - state.num_tokens} of the buffer's {self.capacity} are left; "
                 "pack and clear it, or give it more capacity"
             )
-        block, end = self._write(intake, given)
+        block, end = self._write(intake)
         new = state._replace(
             num_words=end,
             num_tokens=state.num_tokens + num_new,
             num_turns=state.num_turns + len(intake.turn_size),
             num_generated=state.num_generated + intake.num_generated,
-            num_trajectories=state.num_trajectories + len(given),
+            num_trajectories=state.num_trajectories + len(intake.labels),
             waiting=(*state.waiting, block),
         )
         if new.num_turns - state.settled.turns >= SETTLED:
@@ -102,7 +99,7 @@ class Store:
         """Return what makes the host values of a batch, when they are first asked for."""
         return host_columns(self.labels, self.tables, self.state.settled)
 
-    def _write(self, intake: Intake, given: Sequence[Trajectory]) -> tuple[Block, int]:
+    def _write(self, intake: Intake) -> tuple[Block, int]:
         """Write a block behind the stream; return where it lies and where it ends."""
         used = self.state.num_words
         logprobs = used + intake.num_tokens
@@ -117,14 +114,12 @@ class Store:
         self.staging.reserve(end, 0, words_used=used)
         stream = self.staging.stream
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
-        fits = _put(intake.ids, "i", stream[used:logprobs]) and _put(intake.logprobs, "f", floats)
-        if not fits or stream[used:logprobs].min() < 0 or not _all_finite(floats):
-            name_fault(given)
+        copy_numbers(intake, stream[used:logprobs], floats)
         for begin, pieces in zip(rows, intake.rows, strict=True):
             flat = [piece.reshape(-1) for piece in pieces]
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
-        intake.ids, intake.logprobs, intake.rows = [], [], []  # the caller's arrays are not held
+        intake.rows = []  # the caller's arrays are not held
         return Block(intake, used, logprobs, tuple(rows)), end
 
     def _settled(self, state: State) -> State:
@@ -160,36 +155,3 @@ def host_columns(
         "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
         "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
     }
-
-
-def _put(pieces: Sequence[Any], typecode: Typecode, out: npt.NDArray[Any]) -> bool:
-    """Put arrays and lists behind each other; tell whether all entries are numbers that fit."""
-    arrays: list[npt.NDArray[Any]] = []
-    numbers: list[Any] = []  # of tiny lists that follow each other: one conversion for all
-    try:
-        for piece in pieces:
-            if type(piece) is list and len(piece) < TINY:
-                numbers += piece
-                continue
-            if numbers:
-                arrays.append(packed_numbers(numbers, typecode))
-                numbers = []
-            arrays.append(packed_numbers(piece, typecode) if type(piece) is list else piece)
-        if numbers:
-            arrays.append(packed_numbers(numbers, typecode))
-    except NOT_PACKED:
-        return False
-    if arrays:
-        np.concatenate(arrays, out=out)
-    return True
-
-
-def _all_finite(values: npt.NDArray[np.float32]) -> bool:
-    with np.errstate(all="ignore"):
-        # a sum is cheaper than a look at each; it may pass float32 though all are finite
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
-
-
-def _named(trajectories: Sequence[Trajectory]) -> str:
-    first = f"trajectory {trajectories[0].id!r}"
-    return first if len(trajectories) == 1 else f"{first} with {len(trajectories) - 1} more"

@@ -14,9 +14,34 @@ import torch
 
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.kernels.gather_fields import FieldLayout
-from trajpack.packing.conversion import host_tensor
+from trajpack.packing.conversion import host_tensor, shown
 
 Bytes = npt.NDArray[np.uint8]
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+        torch.int64,
+        torch.float8_e5m2,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2fnuz,
+        torch.float8_e4m3fnuz,
+        torch.float8_e8m0fnu,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    )
+}
+"""Those a field may have, by the names that files have for them."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +51,8 @@ class TokenField:
     Routed experts, values, log-probabilities of a reference model, temperatures: whatever an
     engine or a scorer says of single tokens. Declared once, at the buffer, it goes through
     `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save`; a turn brings its
-    rows in `Turn.fields`.
+    rows in `Turn.fields`. Rows that are computed after packing join the batch by
+    `PackedBatch.with_field`.
 
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack
@@ -54,16 +80,19 @@ class TokenField:
             raise TypeError(f"field name must be a str that is not empty, got {self.name!r}")
         if self.name in FIELD_DTYPES:
             raise ValueError(f"field {self.name!r}: a packed batch has a field of that name")
-        if not isinstance(self.dtype, torch.dtype) or self.dtype.itemsize > 8:
+        if self.dtype not in DTYPES.values():
             raise TypeError(
-                f"field {self.name!r}: dtype must be a torch dtype of at most 8 bytes, "
-                f"got {self.dtype!r}"
+                f"field {self.name!r}: dtype must be a torch dtype of at most 8 bytes, one of "
+                f"{', '.join(DTYPES)}, got {shown(self.dtype)}"
             )
         if not isinstance(self.shape, (tuple, list, torch.Size)):
             raise TypeError(f"field {self.name!r}: shape must be a tuple, got {self.shape!r}")
         object.__setattr__(self, "shape", tuple(self.shape))
         if any(type(size) is not int or size < 1 for size in self.shape):
             raise ValueError(f"field {self.name!r}: shape must hold sizes >= 1, got {self.shape}")
+        if type(self.generated_only) is not bool:
+            got = shown(self.generated_only)
+            raise TypeError(f"field {self.name!r}: generated_only must be a bool, got {got}")
         filled = self._converted([self.fill])  # refuses one that does not fit
         object.__setattr__(self, "fill", filled.item())
         fill = filled.view(torch.uint8).numpy().tobytes()
@@ -88,11 +117,27 @@ class TokenField:
         return dataclasses.asdict(self) | described
 
     @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> TokenField:
-        """Return the field that `as_json` described."""
-        dtype = getattr(torch, described["dtype"])
-        fill = torch.frombuffer(bytearray.fromhex(described["fill"]), dtype=dtype).item()
-        return cls(**{**described, "dtype": dtype, "fill": fill})
+    def from_json(cls, described: Any) -> TokenField:
+        """Return the field that `as_json` described.
+
+        Raises:
+            TypeError: If a value is of the wrong kind.
+            ValueError: If one does not describe a field.
+        """
+        keys = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(described, dict) or set(described) != keys:
+            raise ValueError(f"a field must have {sorted(keys)}, got {shown(described)}")
+        name, fill = described["dtype"], described["fill"]
+        dtype = DTYPES.get(name) if isinstance(name, str) else None
+        if dtype is None:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(name)}")
+        raw = bytearray.fromhex(fill) if isinstance(fill, str) else b""
+        if len(raw) != dtype.itemsize:
+            raise ValueError(f"fill must be {dtype.itemsize} bytes of {dtype}, got {shown(fill)}")
+        if dtype == torch.bool and raw[0] > 1:
+            raise ValueError(f"fill must be a byte of 0 or 1, got {shown(fill)}")
+        value = torch.frombuffer(raw, dtype=dtype).item()
+        return cls(**{**described, "dtype": dtype, "fill": value})
 
     def as_bytes(self, values: Any, num_rows: int) -> Bytes:
         """Convert the rows of a turn to ``[num_rows, row_bytes]``.
@@ -109,8 +154,12 @@ class TokenField:
             )
         if not num_rows:
             return np.empty((0, self.row_bytes), np.uint8)
-        flat = rows.contiguous().as_strided((rows.numel(),), (1,))  # one entry may have stride 0
-        return flat.view(torch.uint8).numpy().reshape(num_rows, -1)
+        try:
+            flat = rows.contiguous().as_strided((rows.numel(),), (1,))  # an entry may have stride 0
+            raw = np.asarray(flat.view(torch.uint8).numpy()).reshape(num_rows, self.row_bytes)
+        except Exception as error:  # a tensor that is not of its shape
+            raise TypeError(f"field {self.name!r} cannot be read: {shown(error)}") from error
+        return raw if self.dtype != torch.bool else (raw != 0).view(np.uint8)
 
     def _converted(self, values: Any) -> torch.Tensor:
         try:
@@ -118,7 +167,7 @@ class TokenField:
                 warnings.simplefilter("error")  # an imaginary part that would be dropped
                 given = host_tensor(values)
                 rows = given.to(self.dtype)
-        except (TypeError, ValueError, RuntimeError, OverflowError, Warning) as error:
+        except Exception as error:  # Warning, too
             raise TypeError(f"field {self.name!r} cannot be read as numbers: {error}") from error
         exact = rows.dtype.is_floating_point or rows.dtype.is_complex
         if not exact and given.dtype != rows.dtype and not torch.equal(rows.to(given.dtype), given):
@@ -148,23 +197,35 @@ def check_fields(fields: Iterable[TokenField]) -> tuple[TokenField, ...]:
 def rows_of_turn(
     declared: tuple[TokenField, ...],
     given: Mapping[str, Any] | None,
-    num_prompt: int,
-    num_completion: int,
+    sizes: tuple[int, int],
+    *,
+    compared: bool,
 ) -> list[Bytes]:
     """Convert what a turn brings of each declared field.
+
+    Args:
+        declared: The fields.
+        given: Rows by name. They are read once.
+        sizes: Tokens of the prompt and of the completion.
+        compared: Whether rows of prompts are compared with other turns'. They are copied then, so
+            that what is compared is what is stored.
 
     Raises:
         TypeError, ValueError: As `TokenField.as_bytes`; also where a field is missing or was
             not declared.
     """
-    names = set(given or ())
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"fields must be a mapping, got {type(given).__name__}")
+    rows = dict(given or {})
     expected = {field.name for field in declared}
-    if names != expected:
-        raise ValueError(f"fields must be those declared, {sorted(expected)}, got {sorted(names)}")
-    return [
-        field.as_bytes(
-            (given or {})[field.name],
-            num_completion if field.generated_only else num_prompt + num_completion,
-        )
-        for field in declared
-    ]
+    if set(rows) != expected:
+        got = sorted(map(str, rows))
+        raise ValueError(f"fields must be those declared, {sorted(expected)}, got {got}")
+    num_prompt, num_completion = sizes
+    converted = []
+    for field in declared:
+        num_rows = num_completion if field.generated_only else num_prompt + num_completion
+        row_bytes = field.as_bytes(rows[field.name], num_rows)
+        copied = compared and not field.generated_only
+        converted.append(row_bytes.copy() if copied else row_bytes)
+    return converted

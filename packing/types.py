@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +34,8 @@ class Turn:
     are kept as given; `TrajectoryBuffer.add` converts and checks them once. Two turns
     are equal when they hold the same values, whatever arrays hold them: ids compare as
     integers, log-probabilities as float32, version spans as versions per token, rows of
-    extra fields in the narrower of their two dtypes.
+    extra fields in the narrower of their two dtypes. A turn with values that cannot be read
+    as numbers equals itself alone.
 
     Example:
         >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))
@@ -62,13 +64,18 @@ class Turn:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
-        return (
-            self._scalars() == other._scalars()
-            and same_values(self.prompt_ids, other.prompt_ids)
-            and same_values(self.completion_ids, other.completion_ids)
-            and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
-            and self._same_fields(other)
-        )
+        if self is other:
+            return True
+        try:
+            return (
+                self._scalars() == other._scalars()
+                and same_values(self.prompt_ids, other.prompt_ids)
+                and same_values(self.completion_ids, other.completion_ids)
+                and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
+                and self._same_fields(other)
+            )
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            return False  # values that no buffer takes: nothing says what they hold
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -77,8 +84,10 @@ class Turn:
         return set(mine) == set(theirs) and all(same_rows(mine[n], theirs[n]) for n in mine)
 
     def _scalars(self) -> tuple[Any, ...]:
-        versions = merge_spans(self.version_spans, self.version_start, self.version_end)
-        return self.reward, self.truncated, versions
+        start, end = operator.index(self.version_start), operator.index(self.version_end)
+        given = () if self.version_spans is None else self.version_spans
+        spans = [tuple(map(operator.index, span)) for span in given]
+        return float(self.reward), bool(self.truncated), merge_spans(spans, start, end)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ def inspect_file(
 
 def _load(file: Path) -> PackedBatch:
     try:
-        file.open("rb").close()  # its errors are the clearer ones
         return PackedBatch.load(file)
     except OSError as error:
         raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import os
 import pickle
 
@@ -103,53 +104,166 @@ def tampered(path, change):
     return path
 
 
+def odd_bools(mask):
+    """Bytes that are no bools, but count as True."""
+    return (mask.byte() * 0 + 90).view(torch.bool)
+
+
 def other_host(**changes):
     return lambda tensors, host: (tensors, {**host, **changes})
 
 
 def other_tensor(name, change):
+    if change is None:
+        return lambda tensors, host: ({**tensors, name: torch.zeros(1)}, host)
     return lambda tensors, host: ({**tensors, name: change(tensors[name])}, host)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors, host: ({}, host), "its tensors are not those"),
-        (lambda tensors, host: (tensors, [1]), "its metadata is not that of a batch"),
-        (other_host(token_fields=[{"name": "v"}]), "token_fields do not describe"),
+        (lambda tensors, host: ({}, host), "input_ids is missing"),
+        (lambda tensors, host: (tensors | {"x": torch.zeros(1)}, host), "'x' is no tensor of a"),
+        (lambda tensors, host: (tensors, [1]), "its metadata must be a JSON object"),
         (
-            other_host(token_fields=[TokenField("v", torch.int8).as_json()]),
-            "its extra fields are not those it",
+            other_host(token_fields=[{"name": "v"}]),
+            "token_fields must describe fields: a field must",
         ),
-        (other_host(more=1), "its metadata is not that of a batch"),
-        (other_host(layout="tree"), "its layout is unknown"),
-        (other_host(seqlens="abc"), "seqlens is not a list of the right"),
-        (other_host(seqlens=[1]), "has shape"),
-        (other_host(ids=[]), "groups has a wrong length"),
-        (other_host(num_generated=1), "num_generated is not what"),
-        (other_host(num_generated="many"), "num_generated is not an int"),
-        (other_tensor("loss_mask", torch.Tensor.float), "loss_mask is not torch.bool"),
-        (other_tensor("returns", lambda returns: returns[:3].clone()), r"returns has shape \[3\]"),
-        (other_tensor("cu_seqlens", lambda bounds: bounds * 100), "cu_seqlens and seqlens"),
-        (other_tensor("cu_turns", torch.ones_like), "cu_turns does not run"),
-        (other_tensor("turn_sequence", lambda index: index + 99), "turn_sequence is out"),
-        (other_tensor("turn_spans", torch.zeros_like), "turn_spans leave their"),
-        (other_tensor("turn_begin", lambda begin: begin + 9), "turn_begin leaves its"),
-        (other_tensor("turn_begin", torch.zeros_like), "turn_begin leaves its"),
-        (other_tensor("cu_generated", lambda bounds: bounds * 2), "cu_generated and turn_spans"),
-        (other_tensor("cu_generated", lambda bounds: bounds + 1), "cu_generated and turn_spans"),
-        (other_tensor("cu_generated", lambda b: b[1:].clone()), r"cu_generated has shape"),
-        (other_tensor("group_ids", torch.zeros_like), "group_ids do not number groups"),
-        (other_tensor("group_ids", lambda ids: ids[1:].clone()), "group_ids has shape"),
-        (other_host(num_groups=3), "num_groups is not what"),
-        (other_host(num_groups=4.0), "num_groups is not an int"),
-        (other_tensor("advantages", torch.Tensor.double), "advantages is not torch.float32"),
-        (other_tensor("metrics", lambda m: m[1:].clone()), r"metrics has shape \[1\], expected"),
-        (other_host(metric_names=["kl"]), r"metrics has shape \[2\], expected \[1\]"),
-        (other_host(metric_names=[1, 2]), "metric_names is not a list of the right"),
+        (other_host(token_fields=3), "token_fields must be a list, got 3"),
+        (other_host(token_fields=[TokenField("v", torch.int8).as_json()]), "'v' is missing"),
+        (other_tensor("fields.v", None), "field 'v' is not declared in token_fields"),
+        (other_host(more=1), "its metadata must be .*, got .*'more'"),
+        (other_host(layout="tree"), "layout must be one of .*, got 'tree'"),
+        (other_host(layout=["merged"]), "layout must be one of"),
+        (other_host(seqlens="abc"), "seqlens must be a list, got 'abc'"),
+        (other_host(seqlens=[1, 2.0]), "seqlens must be int, got 2.0 at index 1"),
+        (other_host(seqlens=[1, True]), "seqlens must be int, got True at index 1"),
+        (other_host(seqlens=[1, 0]), "seqlens must be at least 1, got 0 at index 1"),
+        (other_host(seqlens=[2**31]), "seqlens must come to at most"),
+        (other_host(seqlens=[1]), r"must have shape \[1\], got"),
+        (other_host(ids=[]), "groups must have 0 entries as ids has, got 4"),
+        (other_host(ids=[1, "a", "b", "c"]), "ids must be str, got 1 at index 0"),
+        (other_host(task_ids=[None, 2**70, 1, 1]), "task_ids must fit int64, got .* at index 1"),
+        (other_host(task_ids=[None, [1], 1, 1]), r"task_ids must be int or NoneType, got \[1\] at"),
+        (other_host(birth_times_ms=[-(2**63) - 1] * 4), "birth_times_ms must fit int64"),
+        (other_host(turn_discounts=[1.0, 1e39, 1.0, 1.0]), "turn_discounts must be finite float32"),
+        (other_host(turn_discounts=[1.0, 1, 1.0, 1.0]), "turn_discounts must be float, got 1 at"),
+        (other_host(turn_discounts=[1.0] * 4), "turn_returns must be turn_rewards discounted"),
+        (other_host(num_generated=1), "num_generated must be .*, as turn_spans say, got 1"),
+        (other_host(num_generated="many"), "num_generated must be an integer, got 'many'"),
+        (
+            other_tensor("loss_mask", torch.Tensor.float),
+            "loss_mask must be torch.bool, got torch.f",
+        ),
+        (other_tensor("returns", lambda returns: returns[:3].clone()), r"returns must have shape"),
+        (
+            other_tensor("cu_seqlens", lambda bounds: bounds * 100),
+            "cu_seqlens must be .*seqlens say",
+        ),
+        (other_tensor("cu_turns", torch.ones_like), "cu_turns must grow from 0 to the"),
+        (other_tensor("turn_sequence", lambda index: index + 99), "turn_sequence must number"),
+        (other_tensor("turn_sequence", lambda index: -index), "turn_sequence must number"),
+        (other_tensor("turn_spans", torch.zeros_like), "turn_spans must leave a prompt before it"),
+        (other_tensor("turn_begin", lambda begin: begin + 9), "turn_begin must be 0 at index 0"),
+        (other_tensor("turn_begin", torch.zeros_like), "turn_begin must be .*, as turn_spans say"),
+        (
+            other_tensor("turn_rewards", lambda r: r * math.inf),
+            "turn_rewards must be finite float32",
+        ),
+        (
+            other_tensor("turn_rewards", lambda rewards: -rewards),
+            "turn_returns must be turn_rewards",
+        ),
+        (
+            other_tensor("turn_version_start", lambda v: v - 9),
+            "turn_version_start must be 0 or more",
+        ),
+        (
+            other_tensor("turn_version_end", lambda v: v - 9),
+            "turn_version_end must be no less than",
+        ),
+        (
+            other_tensor("turn_version_start", lambda v: v * 0),
+            "policy_versions must be from|must run from",
+        ),
+        (other_tensor("policy_versions", lambda v: v + 1), "policy_versions must be from"),
+        (
+            other_tensor("cu_generated", lambda bounds: bounds * 2),
+            "cu_generated must be .*spans say",
+        ),
+        (
+            other_tensor("cu_generated", lambda bounds: bounds + 1),
+            "cu_generated must be 0 at index 0",
+        ),
+        (other_tensor("cu_generated", lambda b: b[1:].clone()), r"cu_generated must have shape"),
+        (
+            other_tensor("group_ids", torch.zeros_like),
+            "group_ids must be 1 at index 1, as groups say",
+        ),
+        (other_tensor("group_ids", lambda ids: ids[1:].clone()), "group_ids must have shape"),
+        (other_host(num_groups=3), "num_groups must be 4, as groups say, got 3"),
+        (other_host(num_groups=4.0), "num_groups must be an integer, got 4.0"),
+        (
+            other_tensor("advantages", torch.Tensor.double),
+            "advantages must be torch.float32, got to",
+        ),
+        (
+            other_tensor("metrics", lambda m: m[1:].clone()),
+            r"metrics must have shape \[2\], got \[1\]",
+        ),
+        (other_host(metric_names=["kl"]), r"metrics must have shape \[1\], got \[2\]"),
+        (other_host(metric_names=[1, 2]), "metric_names must be str, got 1 at index 0"),
         (
             lambda tensors, host: ({n: t for n, t in tensors.items() if n != "metrics"}, host),
-            "metric_names name nothing",
+            "metric_names must be empty without metrics",
+        ),
+        (
+            other_tensor("input_ids", lambda ids: ids - 2**40),
+            "input_ids must be in .*, got -.* at in",
+        ),
+        (
+            other_tensor("input_ids", lambda ids: ids + 2**40),
+            "input_ids must be in .*, got 1.* at in",
+        ),
+        (
+            other_tensor("position_ids", lambda ids: ids + 1),
+            "position_ids must be 0 at index 0, as se",
+        ),
+        (
+            other_tensor("sequence_ids", lambda ids: ids + 1),
+            "sequence_ids must be 0 at index 0, as se",
+        ),
+        (
+            other_tensor("turn_ids", lambda ids: ids * 0),
+            "turn_ids must be -1 at index 0, as turn_spa",
+        ),
+        (
+            other_tensor("loss_mask", lambda mask: mask & False),
+            "loss_mask must be 1 at index .*, as t",
+        ),
+        (
+            other_tensor("prompt_mask", lambda mask: ~mask),
+            "prompt_mask must be 1 at index 0, as turn",
+        ),
+        (
+            other_tensor("prompt_mask", lambda m: (m.byte() * 90).view(torch.bool)),
+            "prompt_mask must",
+        ),
+        (
+            other_tensor("turn_truncated", odd_bools),
+            "turn_truncated must be bytes of 0 or 1, got 90",
+        ),
+        (
+            other_tensor("rollout_logprobs", lambda p: p - 1),
+            "rollout_logprobs must be 0.0 at index 0",
+        ),
+        (
+            other_tensor("rollout_logprobs", lambda p: -p.abs()),
+            "rollout_logprobs must be 0.0 at index",
+        ),
+        (
+            other_tensor("rollout_logprobs", lambda p: p / 0),
+            "rollout_logprobs must be finite, got nan",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan
+from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
 from trajpack.packing import store as store_module
 from trajpack.packing.staging import Staging
 from trajpack.packing.tables import GrowingArray
@@ -23,6 +23,17 @@ REFUSED = [
     ({"prompt_ids": np.array([1.0])}, TypeError, "prompt_ids must be integers, got float64"),
     ({"prompt_ids": torch.tensor([1.0])}, TypeError, "prompt_ids must be integers, got float32"),
     ({"prompt_ids": np.array([True])}, TypeError, "prompt_ids must be integers, got bool"),
+    ({"prompt_ids": [1, True]}, TypeError, "prompt_ids must be integers, got True at index 1"),
+    ({"prompt_ids": [0, np.False_]}, TypeError, "must be integers, got np.False_ at index 1"),
+    ({"completion_logprobs": [0.0, True]}, TypeError, "must be floats, got True at index 1"),
+    (
+        {"completion_logprobs": [0.0, np.True_]},
+        TypeError,
+        "must be floats, got np.True_ at index 1",
+    ),
+    ({"completion_logprobs": np.ones(2, bool)}, TypeError, "must be floats, got bool"),
+    ({"reward": True}, TypeError, "reward must be a number, got bool"),
+    ({"reward": np.True_}, TypeError, "reward must be a number, got bool"),
     ({"prompt_ids": "12"}, TypeError, "prompt_ids must be an array or a sequence, got str"),
     ({"prompt_ids": b"12"}, TypeError, "prompt_ids must be an array or a sequence, got bytes"),
     ({"prompt_ids": None}, TypeError, "prompt_ids must be an array or a sequence, got NoneType"),
@@ -169,3 +180,69 @@ def test_turns_are_equal_when_their_spans_say_the_same():
 def test_trajectories_compare_their_turns_whatever_sequence_holds_them():
     assert Trajectory("a", [GOOD]) == Trajectory("a", (GOOD,))
     assert Trajectory("a", [GOOD]) != Trajectory("b", [GOOD])
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        np.array([[3, 0, 1], [4, 1, 2]]),
+        torch.tensor([[3, 0, 1], [4, 1, 2]]),
+        ((np.int64(3), 0, 1), [4, 1, torch.tensor(2)]),
+        (VersionSpan(3, 0, 1), np.array([4, 1, 2])),
+    ],
+)
+def test_spans_are_equal_whatever_holds_them(spans):
+    plain = dataclasses.replace(GOOD, version_spans=[(3, 0, 1), (4, 1, 2)])
+    other = dataclasses.replace(GOOD, version_spans=np.array([[3, 0, 2]]))
+    turn = dataclasses.replace(GOOD, version_spans=spans)
+    assert (turn == plain) is (plain == turn) is (turn == turn) is True  # noqa: PLR0124
+    assert (turn == other) is (other == turn) is (turn == GOOD) is False
+    assert (Trajectory("a", [turn]) == Trajectory("a", [plain])) is True
+    assert (Trajectory("a", [turn]) == Trajectory("a", [other])) is False
+    trajectory = Trajectory("a", [turn, other])
+    assert pack([trajectory]).unpack() == [trajectory]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": np.float32(0.5)},
+        {"reward": np.array([0.5])[0]},
+        {"reward": torch.tensor(0.5)},
+        {"truncated": np.False_, "reward": np.array(0.5)},
+        {"version_start": np.int64(0), "version_end": torch.tensor(0), "reward": 0.5},
+    ],
+)
+def test_numbers_of_other_kinds_compare_as_numbers(change):
+    plain = dataclasses.replace(GOOD, reward=0.5)
+    assert (dataclasses.replace(GOOD, **change) == plain) is True
+    assert (dataclasses.replace(GOOD, **change) == GOOD) is False
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_ids": [[1], [2, 3]]},
+        {"prompt_ids": "12"},
+        {"prompt_ids": torch.ones(2, device="meta")},
+        {"prompt_ids": torch.eye(2).to_sparse()},
+        {"completion_logprobs": ["a"]},
+        {"reward": np.ones(2)},
+        {"reward": "a"},
+        {"reward": 10**400},
+        {"reward": None},
+        {"truncated": np.ones(2)},
+        {"version_spans": np.ones(3)},
+        {"version_spans": np.ones((2, 3))},
+        {"version_spans": [(1, 2)]},
+        {"version_spans": 7},
+        {"version_start": 0.5},
+        {"fields": {"v": ["a"]}},
+    ],
+)
+def test_turns_that_no_buffer_takes_can_be_compared(change):
+    bad = dataclasses.replace(GOOD, **change)
+    assert (bad == bad) is True  # noqa: PLR0124
+    assert (bad == GOOD) is GOOD.__eq__(bad) is False
+    assert (Trajectory("a", [bad]) == Trajectory("a", [GOOD])) is False
+    assert bad in [GOOD, bad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout_files import tokenizer_folder
+from trajpack.agent.rollout_policy import RolloutPolicy
 from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.transformers_engine import TransformersEngine
 from trajpack.cli import main, run
 
 pytestmark = pytest.mark.usefixtures("warm_judge")
@@ -492,6 +496,29 @@ def test_answers_that_cannot_be_logged_are_one_line(
     assert done.status == 0
     (line,) = (line for line in done.stderr.splitlines() if "No space left" in line)
     assert line.endswith("(and 3 more like it)")
+
+
+def test_an_engine_that_keeps_a_rollout_waiting_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, said = TransformersEngine._take, io.StringIO()
+
+    async def late(engine: TransformersEngine, *observation: Any) -> None:
+        while "has not replied" not in said.getvalue():  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+        answer(engine, *observation)
+
+    def take(engine: TransformersEngine, *observation: Any) -> None:
+        tasks.append(asyncio.ensure_future(late(engine, *observation)))
+
+    tasks: list[Any] = []
+    monkeypatch.setattr(TransformersEngine, "_take", take)
+    impatient = partial(RolloutPolicy, silence_warning_s=0.01)
+    monkeypatch.setattr("trajpack.agent.rollout.RolloutPolicy", impatient)
+    out = tmp_path / "batch.safetensors"
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        assert run(["rollout", *map(str, SMALL), "--out", str(out)]) == 0
+    assert "trajpack: engine TransformersEngine has not replied for 0 s" in said.getvalue()
 
 
 def test_values_are_shown_on_a_narrow_terminal(

@@ -81,14 +81,20 @@ async def _left_server() -> Engine:
         return engine
 
 
-@pytest.mark.parametrize("leave", [_left_transformers, _left_server])
+async def _left_workers() -> Engine:
+    workers = RolloutWorkers(_no_worker, 1)
+    await workers.__aexit__()
+    return workers
+
+
+@pytest.mark.parametrize("leave", [_left_transformers, _left_server, _left_workers])
 def test_an_engine_that_was_left_is_an_error_when_the_run_begins(leave: Any) -> None:
     async def body() -> None:
         engine = await leave()
         async with asyncio.timeout(5):
             await anext(runner(engine, TwoTurns()).run(prompts(2)))
 
-    with pytest.raises(RuntimeError, match=r"the context of this \w+Engine has ended: use a new"):
+    with pytest.raises(RuntimeError, match=r"the context of this \w+ has ended: use a new"):
         asyncio.run(body())
 
 

@@ -19,6 +19,7 @@ from trajpack.packing.adapters.packed import (
     num_kept_of,
     places_of,
 )
+from trajpack.packing.adapters.row_arrays import reward_for_missing
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.types import Trajectory
@@ -175,6 +176,7 @@ def from_training_samples(
     rewards: Sequence[float] | None = None,
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or whatever has its fields.
 
@@ -189,10 +191,12 @@ def from_training_samples(
         samples: Objects or mappings with ``token_ids``, ``mask``, ``logprobs``.
         ids: Names of the trajectories; their numbers if ``None``.
         groups: Their groups.
-        rewards: Their rewards, which the last turn gets; 0 if ``None``.
+        rewards: Their rewards, which the last turn gets.
         versions: Policy versions that sampled them; 0 if ``None``.
         fields: Per-token lists that turns take over as `Turn.fields`, of the tokens they
             generated: such as ``["temperatures"]``, for a `TokenField` of that name.
+        missing_reward: The reward of all samples where ``rewards`` is ``None``; samples without
+            rewards are refused if this is ``None`` too.
 
     Raises:
         TypeError: If lists hold no numbers.
@@ -213,6 +217,10 @@ def from_training_samples(
             raise ValueError(
                 f"from_training_samples: {name} must be of {len(samples)} samples, got {len(given)}"
             )
+    reward = 0.0
+    if rewards is None and len(samples):
+        expected = "the argument rewards, since a sample has none"
+        reward = reward_for_missing("from_training_samples", missing_reward, expected=expected)
     trajectories = []
     for index, sample in enumerate(samples):
         version = 0 if versions is None else versions[index]
@@ -221,7 +229,7 @@ def from_training_samples(
             _field_of(sample, "mask"),
             _field_of(sample, "logprobs"),
             version_range=(version, version),
-            reward=0.0 if rewards is None else rewards[index],
+            reward=reward if rewards is None else rewards[index],
         )
         trajectory = masked.trajectory(
             str(index) if ids is None else ids[index],

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trajpack.kernels.pad import Number, pad
+from trajpack.packing.adapters.row_arrays import reward_for_missing
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import check_field_names, row_groups
 from trajpack.packing.batch import PackedBatch
@@ -159,7 +160,9 @@ def to_training_input(
     return found
 
 
-def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
+def from_generator_output(
+    output: Mapping[str, Any], *, missing_reward: float | None = None
+) -> list[Trajectory]:
     """Return the trajectories of a ``GeneratorOutput``.
 
     Entries of one ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
@@ -171,8 +174,13 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
     What is not in it cannot come back: turns that generated nothing or had no observation
     between them, policy versions.
 
+    Args:
+        output: Of a generator.
+        missing_reward: The reward of an entry whose reward is ``None``; such an entry is refused
+            if this is ``None`` too.
+
     Raises:
-        ValueError: If a key is missing or lengths disagree.
+        ValueError: If a key or a reward is missing or lengths disagree.
     """
     needed = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
     for key in needed:
@@ -190,7 +198,8 @@ def from_generator_output(output: Mapping[str, Any]) -> list[Trajectory]:
     found: dict[str, Trajectory] = {}
     for row, name in enumerate(names):
         group = None if labels is None else str(labels[row].instance_id)
-        trajectory = _masked(output, row, name).trajectory(name, group=group)
+        masked = _masked(output, row, name, missing_reward=missing_reward)
+        trajectory = masked.trajectory(name, group=group)
         before = found[name].turns if name in found else ()
         found[name] = Trajectory(name, [*before, *trajectory.turns], group)
     return list(found.values())
@@ -204,8 +213,15 @@ def _name(label: Any) -> str:
     return str(label.to_string())
 
 
-def _masked(output: Mapping[str, Any], row: int, name: str) -> MaskedTokens:
+def _masked(
+    output: Mapping[str, Any], row: int, name: str, *, missing_reward: float | None
+) -> MaskedTokens:
     reward = output["rewards"][row]
+    if reward is None:
+        expected, of = f"rewards[{row}]", f"trajectory {name!r}"
+        reward = reward_for_missing(
+            "from_generator_output", missing_reward, expected=expected, of=of
+        )
     by_token = host_array(reward).ndim > 0
     reasons = output.get("stop_reasons")
     return MaskedTokens.of_response(

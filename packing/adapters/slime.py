@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trajpack.packing.adapters.row_arrays import reward_for_missing
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import row_ids
 from trajpack.packing.batch import PackedBatch
@@ -142,7 +143,12 @@ def to_train_data(
     return found
 
 
-def from_samples(samples: Iterable[Any], ids: Iterable[str] | None = None) -> list[Trajectory]:
+def from_samples(
+    samples: Iterable[Any],
+    ids: Iterable[str] | None = None,
+    *,
+    missing_reward: float | None = None,
+) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
     A sample is a trajectory: each run of its ``loss_mask`` a turn, with all before it as
@@ -158,22 +164,27 @@ def from_samples(samples: Iterable[Any], ids: Iterable[str] | None = None) -> li
     Args:
         samples: Those of a rollout, in order.
         ids: Names of the trajectories; the group and a number if ``None``.
+        missing_reward: The reward of a sample whose ``reward`` is missing or ``None``; such a
+            sample is refused if ``None``.
 
     Raises:
-        ValueError: If tokens or log-probabilities are missing, lengths disagree, or the reward
-            is no number.
+        ValueError: If tokens, log-probabilities or a reward are missing, lengths disagree, or the
+            reward is no number.
     """
     given = [sample if isinstance(sample, Mapping) else vars(sample) for sample in samples]
     groups = [None if (of := sample.get("group_index")) is None else str(of) for sample in given]
     names = row_ids("from_samples", ids, groups)
     return [
-        _trajectory(sample, name, group)
+        _trajectory(sample, name, group, missing_reward=missing_reward)
         for sample, name, group in zip(given, names, groups, strict=True)
     ]
 
 
 def from_train_data(
-    train_data: Mapping[str, Sequence[Any]], ids: Iterable[str] | None = None
+    train_data: Mapping[str, Sequence[Any]],
+    ids: Iterable[str] | None = None,
+    *,
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of the lists that slime's trainer is given.
 
@@ -200,10 +211,12 @@ def from_train_data(
     samples = [dict(zip(keys, row, strict=True)) for row in columns]
     for sample in samples:
         sample["status"] = "truncated" if sample["status"] else "completed"
-    return from_samples(samples, ids)
+    return from_samples(samples, ids, missing_reward=missing_reward)
 
 
-def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Trajectory:
+def _trajectory(
+    sample: Mapping[str, Any], name: str, group: str | None, *, missing_reward: float | None
+) -> Trajectory:
     for key in ("tokens", "response_length", "rollout_log_probs"):
         if sample.get(key) is None:
             raise ValueError(f"trajectory {name!r}: {key} are missing")
@@ -213,7 +226,10 @@ def _trajectory(sample: Mapping[str, Any], name: str, group: str | None) -> Traj
         raise ValueError(
             f"trajectory {name!r}: response_length must be in [0, {len(tokens)}], got {length}"
         )
-    reward = 0.0 if sample.get("reward") is None else sample["reward"]
+    reward = sample.get("reward")
+    if reward is None:
+        expected, of = "reward (raw_reward in train data)", f"trajectory {name!r}"
+        reward = reward_for_missing("from_samples", missing_reward, expected=expected, of=of)
     if isinstance(reward, Mapping):
         raise ValueError(f"trajectory {name!r}: reward must be a number, got {reward!r}")
     if sample.get("remove_sample"):  # slime keeps its reward in the group

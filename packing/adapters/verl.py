@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajpack.packing.adapters.row_arrays import reward_for_missing
 from trajpack.packing.adapters.row_names import (
     check_field_names,
     given_groups,
@@ -178,13 +179,15 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     return found
 
 
-def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajectory]:
+def from_data_proto(
+    proto: Any, ids: Iterable[str] | None = None, *, missing_reward: float | None = None
+) -> list[Trajectory]:
     """Return the trajectories of a padded ``DataProto``, or of its dictionary form.
 
     A row is a trajectory: each run of its ``response_mask`` a turn, with all before it as
     prompt. Log-probabilities are ``rollout_log_probs``; rewards ``token_level_scores``, else
-    ``rm_scores``, else 0, each given to the turn in which it stands; groups are the ``uid``;
-    versions go from ``min_global_steps`` to ``max_global_steps`` where these are there.
+    ``rm_scores``, each given to the turn in which it stands; groups are the ``uid``; versions go
+    from ``min_global_steps`` to ``max_global_steps`` where these are there.
 
     What is not in it cannot come back: turns between which nothing was observed are one, turns
     that generated nothing are gone, and so is which were truncated, which version sampled which
@@ -193,6 +196,8 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
     Args:
         proto: A ``DataProto``, or what `to_data_proto_dict` returns.
         ids: Names of the trajectories; the uid and a number if ``None``.
+        missing_reward: The reward of each row's last turn where the proto has neither
+            ``token_level_scores`` nor ``rm_scores``; such a proto is refused if ``None``.
 
     Raises:
         TypeError: If it is neither.
@@ -201,6 +206,10 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
     Cost: copies the tensors to the host, which synchronises a device.
     """
     (prompts, responses, attention, mask, logprobs, *scores), labels = proto_arrays(proto)
+    reward = 0.0
+    if not scores and len(prompts):
+        expected = "token_level_scores or rm_scores"
+        reward = reward_for_missing("from_data_proto", missing_reward, expected=expected)
     in_prompt, in_response = np.split(attention != 0, [prompts.shape[1]], axis=1)
     uids = labels.get("uid", [None] * len(prompts))
     found = []
@@ -208,8 +217,8 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
         of = in_response[row]
         masked = MaskedTokens.of_response(
             prompts[row][in_prompt[row]], responses[row][of], mask[row][of], logprobs[row][of],
-            scores[0][row][of] if scores else None, version_range=version_range(labels, row),
-            name=name,
+            scores[0][row][of] if scores else None, reward=reward,
+            version_range=version_range(labels, row), name=name,
         )  # fmt: skip
         group = None if uids[row] is None else str(uids[row])
         found.append(masked.trajectory(name, group=group))
@@ -217,7 +226,11 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
 
 
 def from_agent_loop_outputs(
-    outputs: Iterable[Any], ids: Iterable[str] | None = None, groups: Iterable[str] | None = None
+    outputs: Iterable[Any],
+    ids: Iterable[str] | None = None,
+    groups: Iterable[str] | None = None,
+    *,
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of ``AgentLoopOutput``, or of dictionaries with its fields.
 
@@ -228,9 +241,12 @@ def from_agent_loop_outputs(
         outputs: One for each trajectory.
         ids: Names of the trajectories; their group and a number if ``None``.
         groups: Their groups; none if ``None``.
+        missing_reward: The reward of an output whose ``reward_score`` is missing or ``None``; such
+            an output is refused if ``None``.
 
     Raises:
-        ValueError: If tokens, a mask or log-probabilities are missing, or lengths disagree.
+        ValueError: If tokens, a mask, log-probabilities or a reward are missing, or lengths
+            disagree.
     """
     given = [output if isinstance(output, Mapping) else vars(output) for output in outputs]
     uids = given_groups("from_agent_loop_outputs", groups, len(given))
@@ -241,12 +257,17 @@ def from_agent_loop_outputs(
         for key in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
             if output.get(key) is None:
                 raise ValueError(f"from_agent_loop_outputs: {name!r} has no {key}")
+        reward = output.get("reward_score")
+        if reward is None:
+            reward = reward_for_missing(
+                "from_agent_loop_outputs", missing_reward, expected="reward_score", of=repr(name)
+            )
         masked = MaskedTokens.of_response(
             output["prompt_ids"],
             output["response_ids"],
             output["response_mask"],
             output["response_logprobs"],
-            reward=float(output.get("reward_score") or 0.0),
+            reward=float(reward),
             version_range=version_range(output.get("extra_fields") or {}),
             name=name,
         )

@@ -205,7 +205,8 @@ def test_what_comes_back_from_samples_packs_to_the_same_sequences(as_mapping):
     if not as_mapping:
         samples = [sent(TrainingSample, sample) for sample in samples]
     fields = ["temperatures", "ref_logprobs"]
-    back = pack(from_training_samples(samples, fields=fields), device="cpu", fields=FIELDS[:2])
+    trajectories = from_training_samples(samples, fields=fields, missing_reward=0.0)
+    back = pack(trajectories, device="cpu", fields=FIELDS[:2])
     assert_same_sequences(back, batch)
     for name in fields:
         assert_same_bits(back.fields[name], batch.fields[name], name)
@@ -234,7 +235,7 @@ def test_labels_that_samples_lack_are_given():
 def test_turns_come_back_where_tokens_stand_between_them():
     first = some_trajectories()[0]
     batch = pack([first], device="cpu", fields=FIELDS)
-    (back,) = from_training_samples(to_training_samples(batch), ids=["1"])
+    (back,) = from_training_samples(to_training_samples(batch), ids=["1"], rewards=[0.0])
     for ours, theirs in zip(back.turns, first.turns, strict=True):
         assert list(ours.prompt_ids) == list(theirs.prompt_ids)
         assert list(ours.completion_ids) == list(theirs.completion_ids)
@@ -246,9 +247,9 @@ def test_wrong_samples_and_labels_are_refused():
     with pytest.raises(ValueError, match="rewards must be of 1 samples, got 2"):
         from_training_samples([sample], rewards=[1.0, 2.0])
     with pytest.raises(ValueError, match="trajectory 'a': the first token must not be a generated"):
-        from_training_samples([sample | {"mask": [True, True]}], ids=["a"])
+        from_training_samples([sample | {"mask": [True, True]}], ids=["a"], rewards=[1.0])
     with pytest.raises(ValueError, match="trajectory '0': mask must have shape"):
-        from_training_samples([sample | {"mask": [True]}])
+        from_training_samples([sample | {"mask": [True]}], rewards=[1.0])
     batch = some_batch()
     with pytest.raises(ValueError, match="env_names must be of 6 sequences, got 1"):
         to_tensor_micro_batch(batch, env_names=["one"])

@@ -14,11 +14,18 @@ _VOCABULARY_SIZE = 384
 _PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 _CHAT_TEMPLATE = (
+    "{% set system = messages[0] if messages and messages[0]['role'] == 'system' %}"
+    "{% if tools %}"
+    "{{ '<|im_start|>system\n' }}{{ system['content'] + '\n\n' if system }}"
+    '{{ \'Call a function as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.\n\' }}'
+    "{% for tool in tools %}{{ tool['function'] | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
     "{{ '<|im_start|>assistant\n' }}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}"
+    "{% elif not (tools and system and loop.first) %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endif %}"
     "{% endfor %}"
@@ -44,9 +51,9 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
 
     The model has 2 layers of width 64 and 384 tokens of vocabulary. The tokenizer is a
     byte-pair encoding that every Unicode string survives, with a ChatML chat template
-    that marks what the assistant said (``return_assistant_tokens_mask``); a message ends
-    with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both can
-    be written with their ``save_pretrained``.
+    that declares tools and marks what the assistant said (``return_assistant_tokens_mask``); a
+    message ends with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both
+    can be written with their ``save_pretrained``.
 
     Args:
         seed: Of the weights. Equal seeds give equal weights; the tokenizer is always the

@@ -15,6 +15,7 @@ from trajpack.agent.ray_rank import MakeTrainer, RankOptions, TrainerRank
 from trajpack.agent.ray_room import describe_room, lacking_room
 from trajpack.agent.ray_weights import Weights
 from trajpack.agent.safe_text import one_line
+from trajpack.packing.optional import require
 
 _logger = logging.getLogger(__name__)
 _CULPRIT_S = 2.0
@@ -62,6 +63,7 @@ class TrainerRanks:
         self.pids: tuple[int, ...] = ()
         """Processes of the ranks."""
         self._make_trainer = make_trainer
+        require("ray")
         self._options = options or RankOptions()
         self.lost: asyncio.Future[RankLostError]
         """Done with the reason as soon as a rank of the present group is lost."""

@@ -20,6 +20,7 @@ from trajpack.agent.ray_worker import EpisodeReply, WorkerStatus
 from trajpack.agent.runner import RolloutRunner
 from trajpack.agent.safe_text import one_line
 from trajpack.agent.transformers_requests import End, check_entered
+from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class RolloutWorkers:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        require("anyio", "ray")
         self.options = options or WorkerOptions()
         """How the workers are run."""
         self.num_workers = num_workers

@@ -18,6 +18,7 @@ from trajpack.agent.rollout_results import EpisodeResult, GroupResult, Progress
 from trajpack.agent.run_outcome import RunOutcome
 from trajpack.agent.staleness import StalenessGate
 from trajpack.agent.watchdog import Watchdog
+from trajpack.packing.optional import require
 
 __all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner", "has_engine_ended"]
 
@@ -71,6 +72,7 @@ class RolloutRunner:
         for name, value in (("concurrency", concurrency), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        require("anyio")
         self._gate = GenerationGate()
         staleness = None if policy.staleness is None else StalenessGate(policy.staleness)
         self._watchdog = Watchdog(

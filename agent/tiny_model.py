@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trajpack.packing.optional import require
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -63,10 +65,11 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
         The model, in evaluation mode and float32 on the CPU, and its tokenizer.
 
     Raises:
-        ImportError: If transformers is not installed.
+        ModuleNotFoundError: If transformers is not installed.
 
     Cost: under a second once transformers is imported.
     """
+    require("tokenizers", "transformers")
     from tokenizers import pre_tokenizers
 
     tokenizer = train_tokenizer(
@@ -84,6 +87,7 @@ def build_qwen3(
     tokenizer: PreTrainedTokenizerBase, seed: int, *, max_positions: int, initializer_range: float
 ) -> PreTrainedModel:
     """Build a Qwen3 of 2 layers of width 64 for a tokenizer, with random weights on the CPU."""
+    require("transformers")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -126,6 +130,7 @@ def train_tokenizer(
         vocab_size: Tokens at most.
         chat_template: Of conversations.
     """
+    require("tokenizers", "transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -30,6 +30,7 @@ from trajpack.agent.transformers_requests import (
     Request,
     check_entered,
 )
+from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,6 +81,7 @@ class TransformersEngine:
         seed: int = 0,
         version: int = 0,
     ) -> None:
+        require("transformers")
         self._model: Any = model
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
         self._build = partial(

@@ -34,7 +34,6 @@ OPTIONAL = {
     "pydantic_settings",
     "ray",
     "reasoning_gym",
-    "rich",
     "stamina",
     "tensordict",
     "tinker",
@@ -42,9 +41,10 @@ OPTIONAL = {
     "transformers",
     "triton",
     "trl",
-    "typer",
     "verl",
 }
+LATE = {"numpy", "rich", "torch", "typer"}
+"""What importing the package alone does not load, though every installation has it."""
 
 
 def imported_modules(tree):

@@ -22,6 +22,7 @@ from trajpack.agent.servers.server_url import ServerURL
 from trajpack.agent.transformers_batching import Limits, read_prompt, read_sampling
 from trajpack.agent.transformers_requests import End, ObservationQueue, check_entered
 from trajpack.packing.conversion import INT32_MAX
+from trajpack.packing.optional import require
 
 _logger = logging.getLogger(__name__)
 _Self = TypeVar("_Self", bound="ServerEngine")
@@ -60,6 +61,7 @@ class ServerEngine:
         given = [urls] if isinstance(urls, str) else list(urls)
         if not given:
             raise ValueError("urls: expected the address of one server at least, got none")
+        require("httpx", "sniffio", "stamina")
         self._urls = [ServerURL.parse(url) for url in given]
         if len({url.base for url in self._urls}) < len(self._urls):
             raise ValueError("urls: one server is named twice")

@@ -18,6 +18,7 @@ from trajpack.packing.adapters.row_names import (
 from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.masked_tokens import MaskedTokens
+from trajpack.packing.optional import require
 from trajpack.packing.row_scores import Place, placed_scores
 from trajpack.packing.rows import prompt_lengths_of, row_turns, rows_of
 from trajpack.packing.types import Trajectory
@@ -114,6 +115,7 @@ def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
     Raises:
         ModuleNotFoundError: If verl is not installed.
     """
+    require("verl")
     from verl import DataProto
 
     return DataProto.from_dict(**to_data_proto_dict(batch, **options))
@@ -148,6 +150,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     Cost: what is of whole sequences is views of the batch; each other key is gathered. Reads
     lengths and tables of turns back to the host, which synchronises a device.
     """
+    require("tensordict")
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     batch.check_unpadded()

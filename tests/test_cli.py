@@ -411,8 +411,8 @@ def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("occupy_closed_descriptors", "run"):
-        monkeypatch.setattr(f"trajpack.cli.{name}", interrupted)
+    for name in ("terminal.occupy_closed_descriptors", "cli.run"):
+        monkeypatch.setattr(f"trajpack.{name}", interrupted)
         with pytest.raises(SystemExit) as exit:
             main()
         assert exit.value.code == 130

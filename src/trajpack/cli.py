@@ -11,22 +11,21 @@ A rollout that ends with 2 or by a signal says what it left on disk. Standard er
 closed, full or a broken pipe: what is said there is lost, and the work goes on.
 
 Importing this module loads next to nothing, so that Ctrl-C finds the command in charge almost at
-once; `trajpack.commands` has the options.
+once: what it needs is imported by its functions, and its options are in `trajpack.commands`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from types import FrameType
 
-from trajpack.agent.errors import SetupError
-from trajpack.packing.optional import explained
-from trajpack.terminal import occupy_closed_descriptors, outlets, say
+TYPE_CHECKING = False  # typing itself takes longer to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from trajpack.commands import Work
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -34,56 +33,74 @@ INTERRUPTED = 130
 
 def main() -> None:
     """Run the command with the arguments of this program and exit with its status."""
-    status = INTERRUPTED
-    with contextlib.suppress(KeyboardInterrupt):
+    ends = _end_on_interrupt()
+    from trajpack.terminal import occupy_closed_descriptors
+
+    try:
         occupy_closed_descriptors()
         status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
+    from trajpack.agent.errors import SetupError
+    from trajpack.packing.optional import explained
+    from trajpack.terminal import outlets, say
+
+    def refuse(message: str) -> int:
+        say(f"error: {' '.join(message.split())}")
+        return REFUSED
+
     with outlets():
         try:
-            with _ending_at_once():
-                from trajpack.commands import read
-
-                work = read(arguments)
+            work = _read(arguments)
             return work if isinstance(work, int) else work()
         except SetupError as error:
-            return _refuse(str(error))
+            return refuse(str(error))
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("trajpack"):
                 raise
-            return _refuse(str(explained(error)))
+            return refuse(str(explained(error)))
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED
 
 
-def _refuse(message: str) -> int:
-    say(f"error: {' '.join(message.split())}")
-    return REFUSED
-
-
-@contextlib.contextmanager
-def _ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the program without raising anything while it imports what it needs.
-
-    Extension modules turn an exception that comes in the middle of their import into others.
-    """
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_default or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
+def _read(arguments: Sequence[str]) -> Work | int:
+    """Return what the arguments ask for, with all that it needs imported."""
+    ends = _end_on_interrupt()
     try:
-        yield
+        from trajpack.commands import read
+
+        return read(arguments)
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if ends:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_on_interrupt() -> bool:
+    """Let Ctrl-C end the program without raising anything; return whether it does.
+
+    So it is while modules are imported: extension modules turn an exception that comes in the
+    middle of their import into others. Another handler, or being ignored, stays as it is.
+    """
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end):
+        return False
+    try:
+        signal.signal(signal.SIGINT, _end)
+    except ValueError:  # not the main thread
+        return False
+    return True
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, b"trajpack: interrupted\n")  # nothing is imported here
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, b"trajpack: interrupted\n")  # what else there is may be half imported
+    finally:
+        os._exit(INTERRUPTED)

@@ -214,12 +214,14 @@ class EpisodeRun:
             from anyio import move_on_after
 
             async with waiting("staleness"):
-                while gate.capacity(version := self._rules.stage.engine.version) < 1:
-                    self._changed.clear()
-                    self._want_weights(None if self._num_units else version)
-                    with move_on_after(_VERSION_INTERVAL_S):
-                        await self._changed.wait()
-                self._want_weights(None)
+                try:
+                    while gate.capacity(version := self._rules.stage.engine.version) < 1:
+                        self._changed.clear()
+                        self._want_weights(None if self._num_units else version)
+                        with move_on_after(_VERSION_INTERVAL_S):
+                            await self._changed.wait()
+                finally:
+                    self._want_weights(None)
         async with waiting("slot"), self._places.slots:
             pass
         self._num_waits += 1

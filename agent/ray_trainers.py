@@ -62,8 +62,8 @@ class TrainerRanks:
         """Of the group."""
         self.pids: tuple[int, ...] = ()
         """Processes of the ranks."""
-        self._make_trainer = make_trainer
         require("ray")
+        self._make_trainer = make_trainer
         self._options = options or RankOptions()
         self.lost: asyncio.Future[RankLostError]
         """Done with the reason as soon as a rank of the present group is lost."""

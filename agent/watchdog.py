@@ -20,7 +20,9 @@ PATIENCE_S = 10.0
 _LONGEST_PATIENCE_S = 100_000.0
 """A silence that would have to last longer for its next warning is watched no more."""
 _EARLY_S = 0.001
-"""A timer may fire by so much before its time."""
+"""Rounding must not let a look come before its time, and be planned again for the same time."""
+_LATE_S = 1.0
+"""A timer that fires later than this after its time shows that the event loop stood still."""
 _FACTORS = {"engine": 1, "environment": 1, "agent": 1, "weights": 6}
 """Patience with each subject, in units of the given one. New weights take a training step."""
 
@@ -136,14 +138,31 @@ class Watchdog:
 
     def _look(self) -> None:
         assert self._loop is not None
-        self._timer, now = None, self._loop.time()
+        assert self._timer is not None
+        now = self._loop.time()
+        if now - self._timer.when() > _LATE_S:
+            self._forgive(now)
+        self._timer = None
         due: list[float] = []
+        self._look_at_parties(now, due)
+        if self._wanted is not None:
+            version, since = self._wanted
+            if self._is_late("weights", now - since, due):
+                _logger.warning(
+                    "no episode may begin for %.0f s: all results were taken, and the policy's "
+                    "staleness waits for weights newer than version %d",
+                    now - since, version,
+                )  # fmt: skip
+        if due and min(due) <= _LONGEST_PATIENCE_S:
+            self._look_at(now + min(due), self._loop)
+
+    def _look_at_parties(self, now: float, due: list[float]) -> None:
         if num_open := self._num_unanswered(now):
             silent_s = now - self._engine_sign_at
             if self._is_late("engine", silent_s, due):
                 _logger.warning(
-                    "%s has not replied for %.0f s (requests open: %d); slow generation is no "
-                    "error, but an engine must be entered (async with engine:) and must serve",
+                    "%s has not replied for %.0f s (requests open: %d); generation may be slow, "
+                    "but an engine must be entered (async with engine:), and its tasks must run",
                     one_line(self._name("engine")), silent_s, num_open,
                 )  # fmt: skip
         if self._num_calls:
@@ -164,22 +183,17 @@ class Watchdog:
                     "request under the episode's own qid, and to nothing else",
                     one_line(self._name("agent")), silent_s, one_line(first.qid), len(alone),
                 )  # fmt: skip
-        if self._wanted is not None:
-            version, since = self._wanted
-            if self._is_late("weights", now - since, due):
-                _logger.warning(
-                    "no episode may begin for %.0f s: all results were taken, and the policy's "
-                    "staleness waits for weights newer than version %d",
-                    now - since, version,
-                )  # fmt: skip
-        if due and min(due) <= _LONGEST_PATIENCE_S:
-            self._look_at(now + min(due), self._loop)
+
+    def _forgive(self, now: float) -> None:
+        """Begin all waits anew, since the event loop stood still: no sign could be noticed."""
+        self._engine_sign_at = self._environment_sign_at = now
+        for attempt in self._attempts:
+            attempt.sign_at = now
 
     def _is_late(self, subject: str, silent_s: float, due: list[float]) -> bool:
         """Return whether to warn; add the seconds until the next warning about it to ``due``."""
-        silent_s += _EARLY_S
-        is_late = silent_s >= self._patience_s[subject]
-        while silent_s >= self._patience_s[subject]:
+        is_late = silent_s + _EARLY_S >= self._patience_s[subject]
+        while silent_s + _EARLY_S >= self._patience_s[subject]:
             self._patience_s[subject] *= 2
         due.append(self._patience_s[subject] - silent_s)
         return is_late

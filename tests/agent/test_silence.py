@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 
-from tests.agent.chaos_cases import run_skipping
+from tests.agent.chaos_cases import SkippingLoop, run_skipping
 from tests.agent.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts, runner
 from tests.agent.servers.loopback import Loopback, say_vllm
 from trajpack.agent.errors import EngineEndedError, EpisodeError
@@ -265,6 +267,35 @@ def test_an_agent_that_waits_for_a_reply_that_cannot_come_is_named(
     assert first.startswith("agent Waits has done nothing for 10 s in episode q0@0, which has no ")
 
 
+def test_an_event_loop_that_stood_still_is_no_silence_of_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Hops(EchoEngine):
+        """Takes some turns of the event loop for a reply, as what comes over a network does."""
+
+        def answer(self, item: Observation) -> None:
+            asyncio.get_running_loop().call_later(0.1, self.hop, item, 9)
+
+        def hop(self, item: Observation, left: int) -> None:
+            if left:
+                asyncio.get_running_loop().call_soon(self.hop, item, left - 1)
+            else:
+                super().answer(item)
+
+    async def body() -> None:
+        async with Hops() as engine:
+            policy = RolloutPolicy(silence_warning_s=0.5)
+            rolling = asyncio.ensure_future(
+                anext(runner(engine, TwoTurns(), policy=policy).run(prompts(1)))
+            )
+            await asyncio.sleep(0.05)
+            time.sleep(2.0)  # noqa: ASYNC251 - a training step in the way
+            assert (await rolling).error is None
+
+    asyncio.run(body())
+    assert lines(caplog) == []
+
+
 def test_a_pause_is_no_silence(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         async with Slow(1.0) as engine:
@@ -321,6 +352,26 @@ def test_weights_that_do_not_come_are_told_once_nothing_else_is_waited_for(
 
     run_skipping(body())
     assert len(lines(caplog)) == 1
+
+
+def test_a_run_that_was_left_wants_no_weights(caplog: pytest.LogCaptureFixture) -> None:
+    async def read(engine: EchoEngine) -> None:
+        policy = RolloutPolicy(staleness=StalenessPolicy(max_staleness=0, batch_size=1))
+        async with aclosing(runner(engine, TwoTurns(), policy=policy).run(prompts(2))) as results:
+            async for _ in results:
+                pass
+
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            reading = asyncio.create_task(read(engine))
+            await asyncio.sleep(30.0)
+            reading.cancel()
+            await asyncio.wait({reading})
+            await asyncio.sleep(300.0)
+
+    with asyncio.Runner(loop_factory=lambda: SkippingLoop(20.0)) as skipping:
+        skipping.run(body())
+    assert lines(caplog) == []
 
 
 # requests of another episode
@@ -386,6 +437,21 @@ def test_a_run_in_which_all_has_failed_says_so_once(
         "all 6 episodes failed, by cause: agent 6; the first: episode 'q0@0': ZeroDivisionError: "
         "no such luck\\nforged line; see result.error of each, and its __cause__"
     )
+
+
+def test_a_run_without_an_end_in_which_all_fails_says_so_early(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            endless = (Prompt(f"q{k}", [k]) for k in itertools.count())
+            async with aclosing(runner(engine, failing()).run(endless)) as results:
+                for _ in range(250):
+                    await anext(results)
+
+    asyncio.run(body())
+    (line,) = lines(caplog)
+    assert line.startswith("all 100 episodes failed, by cause: agent 100; the first: ")
 
 
 def test_a_run_in_which_some_have_failed_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

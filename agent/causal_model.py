@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from trajpack.agent.errors import SetupError
 from trajpack.packing.inspection import counted
+from trajpack.packing.optional import require
 
 
 def first_line(error: BaseException) -> str:
@@ -32,6 +33,7 @@ def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
 
     Cost: some seconds to import transformers, and reading the weights.
     """
+    require("transformers")
     from transformers import AutoModelForCausalLM
 
     folder = _check_folder(folder, "config.json", "model")
@@ -58,6 +60,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 
     Cost: some seconds to import transformers.
     """
+    require("transformers")
     from transformers import AutoTokenizer
 
     folder = _check_folder(folder, "tokenizer_config.json", "tokenizer")
@@ -90,6 +93,7 @@ class ModelLimits(NamedTuple):
             SetupError: If there is a model's configuration and it cannot be read.
             ModuleNotFoundError: If transformers is not installed.
         """
+        require("transformers")
         from transformers import AutoConfig
 
         if not (Path(folder) / "config.json").is_file():

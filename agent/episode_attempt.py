@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trajpack.agent.episode_watch import (
     Audience,
@@ -25,6 +26,7 @@ from trajpack.agent.errors import (
 from trajpack.agent.generation_gate import GenerationGate
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt, Reply
 from trajpack.agent.trajectory_check import check_trajectories
+from trajpack.agent.watchdog import Watchdog
 from trajpack.packing.types import Trajectory
 
 _MAX_REASON_CHARS = 1000
@@ -46,6 +48,15 @@ class Stage:
     """Every request to the engine passes it."""
     timeout_s: float | None
     """Seconds of an attempt at most."""
+    watchdog: Watchdog | None = None
+    """Warns where attempts wait for long."""
+
+
+def check_serving(engine: Engine) -> None:
+    """Raise what an engine raises that knows that it does not serve."""
+    check = getattr(engine, "check_serving", None)
+    if check is not None:
+        check()
 
 
 async def attempt_episode(
@@ -59,7 +70,9 @@ async def attempt_episode(
         EpisodeError: Whatever went wrong, with the original exception as its cause.
         asyncio.CancelledError: If the task is being cancelled.
     """
-    watch = EpisodeWatch(prompt.id, stage.audience, stage.gate, count_reply)
+    watch = EpisodeWatch(
+        prompt.id, stage.audience, stage.gate, count_reply, watchdog=stage.watchdog
+    )
     if stage.timeout_s is None:
         return await _collect(stage, prompt, group, watch)
     failure: EpisodeError | None = None
@@ -104,6 +117,7 @@ def surviving_cancel(qid: str | None = None) -> Iterator[None]:
 async def _collect(
     stage: Stage, prompt: Prompt, group: str, watch: EpisodeWatch
 ) -> tuple[Trajectory, ...]:
+    task = asyncio.current_task()
     try:
         replies = WatchedReplies(stage.engine.open_episode(prompt.id), watch)
         try:
@@ -122,7 +136,6 @@ async def _collect(
             for trajectory in given
         )
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         reason = "something the agent awaited was cancelled"
@@ -130,15 +143,25 @@ async def _collect(
     except BaseException as error:  # of any kind: it must not end the other episodes
         if _ends_the_program(error) or (isinstance(error, EpisodeError) and error.qid == prompt.id):
             raise
+        if isinstance(error, GeneratorExit) and not _is_running(task):
+            raise  # the interpreter closes this coroutine
         raise _kind_of(error, watch)(prompt.id, reason_of(error)) from error
 
 
 def _ends_the_program(error: BaseException) -> bool:
     """Return whether this is no failure: signals raise the first two wherever the program is."""
-    ends = (KeyboardInterrupt, SystemExit, GeneratorExit)
+    ends = (KeyboardInterrupt, SystemExit)
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(ends) is not None
     return isinstance(error, ends)
+
+
+def _is_running(task: asyncio.Task[Any] | None) -> bool:
+    """Return whether this is a step of the task, and not the end of its coroutine's memory."""
+    try:
+        return task is not None and asyncio.current_task() is task
+    except RuntimeError:  # no event loop runs
+        return False
 
 
 def _kind_of(error: BaseException, watch: EpisodeWatch) -> type[EpisodeError]:

@@ -56,7 +56,13 @@ class EpisodeRun:
         self._num_units = 0  # that are under way for the staleness gate, and so not settled
         self.is_stopping = False
         """Whether no more episodes begin."""
-        self._is_cancelling = False
+        self.is_cancelling = False
+        """Whether those in flight were cancelled."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts taken so far."""
+        return self._tally.num_prompts
 
     def stop(self, *, drain: bool) -> None:
         """Begin no more episodes; cancel those in flight, unless they are to ``drain``."""
@@ -64,7 +70,7 @@ class EpisodeRun:
         if self._taking is not None:
             self._taking.cancel()
         if not drain:
-            self._is_cancelling = True
+            self.is_cancelling = True
             for scope in list(self._scopes.values()):
                 scope.cancel()
 
@@ -208,15 +214,23 @@ class EpisodeRun:
             from anyio import move_on_after
 
             async with waiting("staleness"):
-                while gate.capacity(self._rules.stage.engine.version) < 1:
-                    self._changed.clear()
-                    with move_on_after(_VERSION_INTERVAL_S):
-                        await self._changed.wait()
+                try:
+                    while gate.capacity(version := self._rules.stage.engine.version) < 1:
+                        self._changed.clear()
+                        self._want_weights(None if self._num_units else version)
+                        with move_on_after(_VERSION_INTERVAL_S):
+                            await self._changed.wait()
+                finally:
+                    self._want_weights(None)
         async with waiting("slot"), self._places.slots:
             pass
         self._num_waits += 1
         if self._num_waits % _BEGUN_AT_ONCE == 0:
             await asyncio.sleep(0)
+
+    def _want_weights(self, version: int | None) -> None:
+        if self._rules.stage.watchdog is not None:
+            self._rules.stage.watchdog.want_weights(version)
 
     def _begin_unit(self) -> None:
         self._num_units += 1
@@ -229,7 +243,7 @@ class EpisodeRun:
         outcome: Outcome = EpisodeCancelledError(ticket.qid, "it was stopped")
         with surviving_cancel(), CancelScope() as scope:
             self._scopes[ticket] = scope
-            if self._is_cancelling:
+            if self.is_cancelling:
                 scope.cancel()
             try:
                 outcome = await self._outcome(ticket)

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from trajpack.agent.errors import EpisodeError
 from trajpack.agent.generation_gate import GenerationGate
 from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import Environment, Observation, Reply
 from trajpack.agent.safe_text import one_line
+from trajpack.agent.watchdog import Watchdog
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class EpisodeWatch:
         audience: Told of what happens.
         gate: Every request passes it.
         count_reply: Called with each reply before the agent gets it, if given.
+        watchdog: Warns where the attempt waits for long, if given.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class EpisodeWatch:
         audience: Audience,
         gate: GenerationGate,
         count_reply: Callable[[Reply], None] | None = None,
+        *,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.qid = qid
         """Name of the episode."""
@@ -83,24 +88,44 @@ class EpisodeWatch:
         """Whether the attempt has ended; what its agent left running may ask no more."""
         self.environment_errors: list[BaseException] = []
         """What the environment raised."""
+        self.watchdog = watchdog
+        """Warns where the attempt waits for long."""
+        self.sign_at = 0.0
+        """When something last happened in it, on the event loop's clock."""
+        self.num_waits = 0
+        """Calls of the environment and waits at the gate that are under way."""
         self._num_asked = 0
         self._num_replied = 0
         self._num_in_flight = 0
         self._replies: asyncio.Queue[Reply] | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it waits for its agent alone: not for engine, environment or gate."""
+        return not self._num_in_flight and not self.num_waits
+
     def follow(self, replies: asyncio.Queue[Reply]) -> None:
         """Take note of where the engine puts its replies."""
         self._replies = replies
         self.gate.untaken.add(self._num_untaken)
+        if self.watchdog is not None:
+            self.watchdog.begin(self)
 
     def asked(self, observation: Any) -> None:
         """Take note of a request that is about to be sent.
 
         Raises:
             RuntimeError: If the attempt is over.
+            EpisodeError: If the request is of another episode.
         """
         if self.is_over:
             raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
+        if isinstance(observation, tuple) and observation and observation[0] != self.qid:
+            # no reply to it would ever come here
+            reason = f"the agent put a request with the qid {observation[0]!r}"
+            raise EpisodeError(self.qid, f"{reason}: it must be its prompt's id, {self.qid!r}")
+        if self.watchdog is not None:
+            self.watchdog.asked(self)
         turn = self._num_asked
         self._num_asked += 1
         self._num_in_flight += 1
@@ -119,10 +144,28 @@ class EpisodeWatch:
         if self._num_in_flight:
             self._num_in_flight -= 1
             self.gate.land()
+        if self.watchdog is not None:
+            self.watchdog.replied(self)
         if self.count_reply is not None:
             self.count_reply(reply)
         if self.audience:
             self.audience.tell("generation_ended", self.qid, turn, reply)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Take note of a call of the environment, and of what it raises."""
+        self.num_waits += 1
+        if self.watchdog is not None:
+            self.watchdog.called(self)
+        try:
+            yield
+        except BaseException as raised:
+            self.environment_errors.append(raised)
+            raise
+        finally:
+            self.num_waits -= 1
+            if self.watchdog is not None:
+                self.watchdog.answered(self)
 
     async def judged(self, step: Callable[..., Any], *values: Any, **named: Any) -> Any:
         """Call the environment's ``step``, and tell of it."""
@@ -131,10 +174,10 @@ class EpisodeWatch:
             self.audience.tell("verification_started", self.qid, turn)
         error: BaseException | None = None
         try:
-            return await step(*values, **named)
+            with self.calling():
+                return await step(*values, **named)
         except BaseException as raised:
             error = raised
-            self.environment_errors.append(raised)
             raise
         finally:
             if self.audience:
@@ -143,6 +186,8 @@ class EpisodeWatch:
     def close(self) -> None:
         """End it; requests that were not answered are given up."""
         self.is_over = True
+        if self.watchdog is not None:
+            self.watchdog.end(self)
         self.gate.untaken.discard(self._num_untaken)
         if self._num_in_flight:
             self.gate.land(self._num_in_flight)
@@ -169,8 +214,14 @@ class WatchedRequests(asyncio.Queue[Observation]):
     async def wait_open(self) -> None:
         """Wait until generation is not paused."""
         if self._watch.gate.is_closed:
-            async with self._watch.audience.waiting("pause"):
-                await self._watch.gate.wait_open()
+            self._watch.num_waits += 1
+            try:
+                async with self._watch.audience.waiting("pause"):
+                    await self._watch.gate.wait_open()
+            finally:
+                self._watch.num_waits -= 1
+                if self._watch.watchdog is not None:
+                    self._watch.watchdog.sign(self._watch)
 
     def put_nowait(self, item: Observation) -> None:
         """Put an observation; while generation is paused the queue counts as full.
@@ -266,11 +317,8 @@ class WatchedEnvironment:
 
     async def reset(self, *values: Any, **named: Any) -> Any:
         """Start an episode."""
-        try:
+        with self._watch.calling():
             return await self._environment.reset(*values, **named)
-        except BaseException as error:
-            self._watch.environment_errors.append(error)
-            raise
 
     async def step(self, *values: Any, **named: Any) -> Any:
         """Take an action."""

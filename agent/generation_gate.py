@@ -40,6 +40,11 @@ class GenerationGate:
         """Whether requests have to wait."""
         return self._num_closings > 0
 
+    @property
+    def is_still(self) -> bool:
+        """Whether time limits stand still."""
+        return self._num_standstills > 0
+
     def close(self) -> None:
         """Let no request pass, until it was opened as often as closed."""
         self._num_closings += 1

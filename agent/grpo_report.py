@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.grpo_records import StepRecord
 from trajpack.agent.grpo_settings import TrainSettings
+from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,9 +28,6 @@ class TrainBoard:
         settings: Of the training.
         console: Where the bar is drawn, if it is a terminal.
         say: Writes a line, if it is not.
-
-    Raises:
-        ModuleNotFoundError: If rich is not installed.
     """
 
     def __init__(
@@ -145,6 +143,7 @@ def write_page(records: Sequence[StepRecord], title: str) -> str:
 
     Cost: about 5 MB, nearly all of it the code that draws.
     """
+    require("plotly")
     from plotly.subplots import make_subplots
 
     panels = _panels(records)

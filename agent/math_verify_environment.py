@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import queue
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 from trajpack.agent.answer_checking import AnswerWorker, Verdict
 from trajpack.agent.questions import Question
+from trajpack.packing.optional import require
 
 _MAX_ANSWER_CHARS = 16_384
 _MAX_DEFAULT_WORKERS = 4
@@ -69,9 +69,7 @@ class MathVerifyEnvironment:
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
         self._questions = _by_id(questions)
         needs_gym = any(question.gym_task for question in self._questions.values())
-        for module in ("math_verify", *(["reasoning_gym"] if needs_gym else [])):
-            if importlib.util.find_spec(module) is None:
-                raise ModuleNotFoundError(f"{module} is needed: pip install 'trajpack[agent]'")
+        require("math_verify", *(["reasoning_gym"] if needs_gym else []))
         self._timeout_s = timeout_s
         self._closed = threading.Event()
         self._workers = [AnswerWorker(needs_gym, self._closed) for _ in range(workers)]

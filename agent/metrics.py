@@ -27,6 +27,7 @@ from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import GenerationOutput, Reply
 from trajpack.agent.recent_values import RecentValues
 from trajpack.packing.conversion import merge_spans
+from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter
@@ -89,6 +90,7 @@ class RolloutMetrics(RolloutObserver):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        require("prometheus_client")
         from prometheus_client import CollectorRegistry
 
         self.registry = CollectorRegistry() if registry is None else registry

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from trajpack.packing.optional import require
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
@@ -90,7 +92,7 @@ def serve_metrics(
         ...     b"trajpack_turns_total 0.0" in page.read()
         True
     """
-    import prometheus_client  # noqa: F401 - so that its absence is told now, not to a scraper
+    require("prometheus_client")  # rather now than when a scraper asks
 
     if not 0 <= port < 1 << 16:
         raise ValueError(f"port must be from 0 to 65535, got {port}")

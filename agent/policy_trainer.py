@@ -156,6 +156,7 @@ class PolicyTrainer:
 
     def _take_epoch(self, pieces: list[MicroBatch]) -> torch.Tensor:
         """Take one step of the optimizer; return sums, the largest gap and the norm, ``[5]``."""
+        self._optimizer.zero_grad()  # a step that failed halfway has left some
         rows = torch.stack([self._learn(piece) for piece in pieces])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_gradient_norm)
         self._optimizer.step()

@@ -2,7 +2,8 @@
 
 An agent puts ``(qid, token_ids, sampling)`` on its observation queue and takes exactly one
 reply from its action queue for each: a `GenerationOutput`, or a `GenerationError` where the
-engine could not generate.
+engine could not generate. The ``qid`` of every request is the id of the agent's own prompt; a
+runner refuses another one, to which no reply would come here.
 """
 
 from __future__ import annotations
@@ -171,6 +172,12 @@ class Agent(Protocol):
     ) -> list[Trajectory]:
         """Run one episode and return what it produced.
 
+        Args:
+            prompt: The opening. Its id is the ``qid`` of each request.
+            env: Judges what the model says.
+            obs_queue: Takes the requests, ``(prompt.id, token_ids, sampling)``.
+            act_queue: Gives one reply to each request, and nothing else.
+
         Raises:
             EpisodeError: With the prompt's id, if the episode cannot be finished.
         """
@@ -178,7 +185,12 @@ class Agent(Protocol):
 
 
 class Engine(Protocol):
-    """Turns token ids into sampled completions, for many episodes at once."""
+    """Turns token ids into sampled completions, for many episodes at once.
+
+    An engine may also have a method ``check_serving()`` that raises where it has not been entered
+    or was left; a run that begins calls it. Without it, a watchdog warns of an engine that does
+    not reply.
+    """
 
     @property
     def version(self) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from trajpack.packing.optional import require
+
 Message: TypeAlias = Mapping[str, str]
 """One message of a chat: its ``role`` and its ``content``."""
 
@@ -109,6 +111,7 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
 
     Cost: the first call imports reasoning-gym, about a second.
     """
+    require("reasoning_gym")
     from reasoning_gym import create_dataset
 
     if size < 1:

@@ -17,6 +17,9 @@ class RemoteAgent:
         roll_out: Runs one there.
     """
 
+    is_remote = True
+    """Whether episodes run in another process: a `Watchdog` there warns of long waits."""
+
     def __init__(self, roll_out: Callable[[Prompt], Awaitable[list[Trajectory]]]) -> None:
         self._roll_out = roll_out
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from trajpack.packing.optional import require
+
 
 @contextmanager
 def local_cluster(
@@ -34,6 +36,7 @@ def local_cluster(
 
     Cost: some seconds and some 650 MB of memory for Ray's own processes.
     """
+    require("ray")
     if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

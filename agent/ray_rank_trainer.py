@@ -142,6 +142,7 @@ class PackedRankTrainer:
             raise ValueError("step: the trajectories have no generated tokens to learn from")
         plan = plan_ranks(batch.seqlens, num_ranks, rules.capacity).plan(rank)
         weights = {"loss_weights": batch.loss_weights("token_mean")}
+        self._optimizer.zero_grad()  # a step that failed halfway has left some
         losses = [self._learn(piece) for piece in batch.split(plan, tensors=weights)]
         loss = torch.stack(losses).sum()
         self._sum_over_ranks(loss, num_ranks)

@@ -15,6 +15,7 @@ from trajpack.agent.ray_rank import MakeTrainer, RankOptions, TrainerRank
 from trajpack.agent.ray_room import describe_room, lacking_room
 from trajpack.agent.ray_weights import Weights
 from trajpack.agent.safe_text import one_line
+from trajpack.packing.optional import require
 
 _logger = logging.getLogger(__name__)
 _CULPRIT_S = 2.0
@@ -61,6 +62,7 @@ class TrainerRanks:
         """Of the group."""
         self.pids: tuple[int, ...] = ()
         """Processes of the ranks."""
+        require("ray")
         self._make_trainer = make_trainer
         self._options = options or RankOptions()
         self.lost: asyncio.Future[RankLostError]

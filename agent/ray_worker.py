@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from trajpack.agent import errors
-from trajpack.agent.episode_attempt import Stage, attempt_episode, has_engine_ended, reason_of
+from trajpack.agent.episode_attempt import (
+    Stage,
+    attempt_episode,
+    check_serving,
+    has_engine_ended,
+    reason_of,
+)
 from trajpack.agent.episode_watch import Audience
 from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.generation_gate import GenerationGate
@@ -18,6 +24,7 @@ from trajpack.agent.protocols import Engine, Prompt
 from trajpack.agent.ray_options import MakeWorker, WorkerOptions
 from trajpack.agent.ray_payload import TrajectoryArrays
 from trajpack.agent.ray_weights import Weights
+from trajpack.agent.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,10 @@ class RolloutWorker:
         """Enter and leave the parts in one task: cancel scopes demand it."""
         assert self._stopped is not None
         async with self._make_worker(self._number) as (engine, agent, environment):
+            check_serving(engine)
             gate = GenerationGate()
-            self._stage = Stage(engine, agent, environment, Audience(), gate, timeout_s=None)
+            watchdog = Watchdog(engine, environment, agent, gate=gate)
+            self._stage = Stage(engine, agent, environment, Audience(), gate, None, watchdog)
             started.set_result(None)
             await self._stopped.wait()
 
@@ -90,7 +99,8 @@ class RolloutWorker:
                 stage.gate.close()
                 await stage.gate.wait_drained()
             try:
-                await self._load(stage.engine, weights)
+                with stage.gate.standstill():  # an engine may not reply while it loads them
+                    await self._load(stage.engine, weights)
             finally:
                 if self._options.drain:
                     stage.gate.open()

@@ -19,6 +19,8 @@ from trajpack.agent.ray_weights import Weights
 from trajpack.agent.ray_worker import EpisodeReply, WorkerStatus
 from trajpack.agent.runner import RolloutRunner
 from trajpack.agent.safe_text import one_line
+from trajpack.agent.transformers_requests import End, check_entered
+from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class RolloutWorkers:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+        require("anyio", "ray")
         self.options = options or WorkerOptions()
         """How the workers are run."""
         self.num_workers = num_workers
@@ -83,7 +86,9 @@ class RolloutWorkers:
         self._dispatch = Dispatch()
         self._publishing = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
+        self._left: End | None = None
         self._num_kept = num_workers
+        self._last_lost = ""
         self._news: asyncio.Future[None] | None = None
         self._taken = asyncio.Event()
 
@@ -110,6 +115,15 @@ class RolloutWorkers:
     def obs_queue(self) -> asyncio.Queue[Observation]:
         """Nobody reads it: agents ask the engines of their own workers."""
         return self._obs_queue
+
+    def check_serving(self) -> None:
+        """Raise unless the workers were entered and not left.
+
+        Raises:
+            RuntimeError: If they have not been entered, were left, or were entered in another
+                event loop.
+        """
+        check_entered(self, self._left, self._keepers[0].get_loop() if self._keepers else None)
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
         """Return a queue on which nothing will come.
@@ -166,6 +180,8 @@ class RolloutWorkers:
         self._news = loop.create_future()
         started = [loop.create_future() for _ in range(self.num_workers)]
         self._keepers = [asyncio.create_task(self._keep(n, told)) for n, told in enumerate(started)]
+        for keeper in self._keepers:
+            keeper.add_done_callback(self._give_up)
         try:
             await asyncio.gather(*started)
         except BaseException:
@@ -177,7 +193,8 @@ class RolloutWorkers:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._dispatch.finish("the workers were shut down")
+        self._left = End("the workers were shut down", has_left=True)
+        self._dispatch.finish(self._left.reason)
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -196,7 +213,7 @@ class RolloutWorkers:
                     return started.set_exception(await self._explained(error))
                 life.lose(told_by(error))
                 self.num_lost += 1
-                lost = life.lost.result()
+                self._last_lost = lost = life.lost.result()
                 _logger.warning("a rollout worker was lost: %s", one_line(lost))
             finally:
                 self._dispatch.dismiss(life)
@@ -207,10 +224,18 @@ class RolloutWorkers:
         _logger.error("a rollout worker is given up after %d failures in a row", num_failures)
         if not started.done():
             return started.set_exception(WorkerLostError(lost))
+        return None
+
+    def _give_up(self, keeper: asyncio.Task[None]) -> None:
+        """Count a worker that is kept no more; without any, no episode is waited for."""
+        if keeper.cancelled():
+            self._last_lost = "the task that kept it was cancelled"
+        elif (error := keeper.exception()) is not None:
+            self._last_lost = told_by(error)
         self._num_kept -= 1
         if not self._num_kept:
-            self._dispatch.finish(f"no rollout worker is left, the last was lost: {lost}")
-        return None
+            reason = f"no rollout worker is left, the last was lost: {self._last_lost}"
+            self._dispatch.finish(reason)
 
     async def _explained(self, error: Exception) -> Exception:
         """Return an error of a worker's start; one that waited in vain says for what."""

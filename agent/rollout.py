@@ -29,6 +29,7 @@ from trajpack.agent.rollout_policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.rollout_settings import RolloutSettings
 from trajpack.agent.runner import EpisodeResult, Progress, RolloutRunner
 from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.packing.optional import require
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
 
     Cost: imports transformers, some seconds, and loads the model.
     """
+    require("anyio", "jinja2", "math_verify", "transformers")
     questions = _choose_questions(settings)
     device = _check_device(settings.device)
     model, tokenizer, limits = _load(settings)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from trajpack.agent.group_filters import GroupFilter
 from trajpack.agent.seeding import derive_seed
+from trajpack.agent.watchdog import PATIENCE_S
 from trajpack.packing.conversion import as_integer
 
 CAUSES = frozenset(
@@ -166,7 +167,7 @@ class RolloutPolicy:
 
     Raises:
         TypeError: If ``seed`` is no integer.
-        ValueError: If ``episode_timeout_s`` is not positive.
+        ValueError: If ``episode_timeout_s`` or ``silence_warning_s`` is not positive.
     """
 
     retries: RetryPolicy = field(default_factory=RetryPolicy)
@@ -180,8 +181,13 @@ class RolloutPolicy:
     """What makes a group worth training on."""
     seed: int = 0
     """Of all episodes: each one's `Prompt.seed` is derived from it and the episode's name."""
+    silence_warning_s: float | None = PATIENCE_S
+    """Seconds without a reply of the engine, an answer of the environment or a step of an agent
+    after which a warning is logged, and again after twice as long; ``None`` logs none."""
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)
+        if self.silence_warning_s is not None and not self.silence_warning_s > 0:
+            raise ValueError(f"silence_warning_s must be positive, got {self.silence_warning_s}")
         if self.episode_timeout_s is not None and not self.episode_timeout_s > 0:
             raise ValueError(f"episode_timeout_s must be positive, got {self.episode_timeout_s}")

@@ -29,9 +29,6 @@ class ProgressBoard:
         num_episodes: Episodes of the whole rollout.
         console: Where the bar is drawn, if it is a terminal.
         say: Writes a line, if it is not.
-
-    Raises:
-        ModuleNotFoundError: If rich is not installed.
     """
 
     def __init__(self, num_episodes: int, console: Console, say: Callable[[str], None]) -> None:

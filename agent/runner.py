@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 
-from trajpack.agent.episode_attempt import Stage, has_engine_ended
+from trajpack.agent.episode_attempt import Stage, check_serving, has_engine_ended
 from trajpack.agent.episode_run import EpisodeRun
 from trajpack.agent.episode_ticket import Prompts, Rules, Ticket
 from trajpack.agent.episode_watch import Audience
@@ -15,7 +15,10 @@ from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import Agent, Engine, Environment
 from trajpack.agent.rollout_policy import GroupPolicy, RolloutPolicy
 from trajpack.agent.rollout_results import EpisodeResult, GroupResult, Progress
+from trajpack.agent.run_outcome import RunOutcome
 from trajpack.agent.staleness import StalenessGate
+from trajpack.agent.watchdog import Watchdog
+from trajpack.packing.optional import require
 
 __all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner", "has_engine_ended"]
 
@@ -69,11 +72,22 @@ class RolloutRunner:
         for name, value in (("concurrency", concurrency), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        require("anyio")
         self._gate = GenerationGate()
         staleness = None if policy.staleness is None else StalenessGate(policy.staleness)
-        audience = Audience(observers)
+        self._watchdog = Watchdog(
+            engine, environment, agent, gate=self._gate, patience_s=policy.silence_warning_s
+        )
         self._rules = Rules(
-            Stage(engine, agent, environment, audience, self._gate, policy.episode_timeout_s),
+            Stage(
+                engine,
+                agent,
+                environment,
+                Audience(observers),
+                self._gate,
+                policy.episode_timeout_s,
+                self._watchdog,
+            ),
             policy,
             concurrency,
             group_size,
@@ -98,9 +112,11 @@ class RolloutRunner:
         `contextlib.aclosing` where that must have happened before the next statement.
 
         Once an episode has failed because the engine ended, no new ones begin; those in
-        flight still give their results.
+        flight still give their results. A run that ends without a single success logs an error.
 
         Raises:
+            RuntimeError: If the engine knows that it does not serve: it has not been entered, or
+                was left.
             ValueError: If the policy has rules for groups: those are for `run_groups`.
             Exception: What iterating ``prompts`` or ``on_progress`` raised; episodes in
                 flight are cancelled.
@@ -108,12 +124,15 @@ class RolloutRunner:
         if self._rules.policy.groups != GroupPolicy():
             raise ValueError("the policy has rules for groups, which run does not look at")
         async with self._running(prompts, by_group=False) as (run, events):
+            outcome = RunOutcome()
             async for event in events:
                 assert isinstance(event, tuple)
                 result = event[1]
                 run.settle(accepted=result.error is None)
+                outcome.count(result)
                 self._tell_accepted(result)
                 yield result
+            self._log_outcome(run, outcome)
 
     async def run_groups(self, prompts: Prompts) -> AsyncGenerator[GroupResult, None]:
         """Yield a group for each prompt, in the order in which they are complete.
@@ -127,6 +146,7 @@ class RolloutRunner:
                 in flight are cancelled.
         """
         async with self._running(prompts, by_group=True) as (run, events):
+            outcome = RunOutcome()
             tickets: dict[tuple[OpenGroup, int], Ticket] = {}
             async for event in events:
                 if isinstance(event, tuple):
@@ -143,8 +163,10 @@ class RolloutRunner:
                     del tickets[group, result.sample]
                 judged = group.judge(self._rules.policy.groups)
                 run.settle(accepted=judged.rejected is None)
+                outcome.count_group(judged)
                 self._tell_group(judged)
                 yield judged
+            self._log_outcome(run, outcome)
 
     def stop(self, *, drain: bool = True) -> None:
         """Have the runs of this moment begin no more episodes, and then end.
@@ -185,6 +207,9 @@ class RolloutRunner:
     ) -> AsyncIterator[
         tuple[EpisodeRun, AsyncGenerator[tuple[Ticket, EpisodeResult] | OpenGroup, None]]
     ]:
+        check_serving(self._rules.stage.engine)
+        if not self._runs:
+            self._watchdog.reset()
         run = EpisodeRun(self._rules, prompts, by_group=by_group)
         self._runs.add(run)
         try:
@@ -210,6 +235,11 @@ class RolloutRunner:
             for sample in group.refill(self._rules.policy.groups):
                 run.begin(Ticket(group.prompt, sample, group))
         return not group.is_complete
+
+    def _log_outcome(self, run: EpisodeRun, outcome: RunOutcome) -> None:
+        if not run.is_cancelling:
+            had_prompts = run.num_prompts > 0 or run.is_stopping
+            outcome.log(had_prompts=had_prompts, group_size=self._rules.group_size)
 
     def _tell_accepted(self, result: EpisodeResult) -> None:
         stage = self._rules.stage

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trajpack.packing.optional import require
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,11 +16,18 @@ _VOCABULARY_SIZE = 384
 _PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 _CHAT_TEMPLATE = (
+    "{% set system = messages[0] if messages and messages[0]['role'] == 'system' %}"
+    "{% if tools %}"
+    "{{ '<|im_start|>system\n' }}{{ system['content'] + '\n\n' if system }}"
+    '{{ \'Call a function as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.\n\' }}'
+    "{% for tool in tools %}{{ tool['function'] | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
     "{{ '<|im_start|>assistant\n' }}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}"
+    "{% elif not (tools and system and loop.first) %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endif %}"
     "{% endfor %}"
@@ -44,9 +53,9 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
 
     The model has 2 layers of width 64 and 384 tokens of vocabulary. The tokenizer is a
     byte-pair encoding that every Unicode string survives, with a ChatML chat template
-    that marks what the assistant said (``return_assistant_tokens_mask``); a message ends
-    with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both can
-    be written with their ``save_pretrained``.
+    that declares tools and marks what the assistant said (``return_assistant_tokens_mask``); a
+    message ends with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both
+    can be written with their ``save_pretrained``.
 
     Args:
         seed: Of the weights. Equal seeds give equal weights; the tokenizer is always the
@@ -56,10 +65,11 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
         The model, in evaluation mode and float32 on the CPU, and its tokenizer.
 
     Raises:
-        ImportError: If transformers is not installed.
+        ModuleNotFoundError: If transformers is not installed.
 
     Cost: under a second once transformers is imported.
     """
+    require("tokenizers", "transformers")
     from tokenizers import pre_tokenizers
 
     tokenizer = train_tokenizer(
@@ -77,6 +87,7 @@ def build_qwen3(
     tokenizer: PreTrainedTokenizerBase, seed: int, *, max_positions: int, initializer_range: float
 ) -> PreTrainedModel:
     """Build a Qwen3 of 2 layers of width 64 for a tokenizer, with random weights on the CPU."""
+    require("transformers")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -119,6 +130,7 @@ def train_tokenizer(
         vocab_size: Tokens at most.
         chat_template: Of conversations.
     """
+    require("tokenizers", "transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

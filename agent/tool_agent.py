@@ -8,9 +8,12 @@ from typing import Any
 
 from trajpack.agent.chat_agent import ChatAgent, ConversationLimits
 from trajpack.agent.episode import Episode, Exchange
+from trajpack.agent.episode_attempt import reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.agent.tool_calls import BEGIN, END, tool_calls
 from trajpack.agent.tools import Tool
+
+_GREETING = ({"role": "user", "content": "Hello"},)
 
 
 class ToolAgent(ChatAgent):
@@ -29,10 +32,12 @@ class ToolAgent(ChatAgent):
         limits: Of each conversation; None takes the default ones.
         turn_discount: Discount from one turn to the next, handed on in the trajectory.
         max_calls: In one turn.
+        own_declaration: Whether prompts tell the model of the tools by themselves, for example in
+            a system message. Otherwise the chat template must.
 
     Raises:
-        ValueError: If two tools have one name, an option is out of range, or the tokenizer leaves
-            the marks of a call out of texts.
+        ValueError: If two tools have one name, an option is out of range, the tokenizer leaves
+            the marks of a call out of texts, or its chat template ignores tools.
 
     Example:
         A tool and an agent that may use it: see ``examples/calculator.py``.
@@ -47,6 +52,7 @@ class ToolAgent(ChatAgent):
         limits: ConversationLimits | None = None,
         turn_discount: float = 1.0,
         max_calls: int = 8,
+        own_declaration: bool = False,
     ) -> None:
         super().__init__(gconfig, tokenizer, limits=limits, turn_discount=turn_discount)
         self.tools = {tool.name: tool for tool in tools}
@@ -62,15 +68,44 @@ class ToolAgent(ChatAgent):
                 f"the tokenizer has {' and '.join(sorted(hidden))} as special tokens, which are "
                 "left out of texts: no call would ever be seen"
             )
+        self._declared = None if own_declaration else self._declarations()
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return a prompt's tokens: a chat, with the tools as the chat template declares them."""
+    def _declarations(self) -> list[dict[str, Any]]:
+        """Return the tools as a chat template takes them, after checking that it shows them.
+
+        Raises:
+            ValueError: If a conversation looks the same with and without them, or has no form.
+        """
+        declared = [tool.declaration for tool in self.tools.values()]
+        name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        try:
+            with_tools, without = (self._render(_GREETING, tools) for tools in (declared, None))
+        except Exception as error:  # templates raise what they like
+            reason = reason_of(error)
+            raise ValueError(f"the chat template of {name} cannot show tools: {reason}") from error
+        if declared and with_tools == without:
+            raise ValueError(
+                f"the chat template of {name} ignores tools: the model would not be told of "
+                f"{', '.join(self.tools)}; take a tokenizer whose template declares tools, or "
+                "declare them in the prompts and say own_declaration=True"
+            )
+        return declared
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         text: str = self.tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            tools=[tool.declaration for tool in self.tools.values()],
+            tools=tools,
             tokenize=False,
             add_generation_prompt=True,
         )
+        return text
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a prompt's tokens: a chat, with the tools as the chat template declares them.
+
+        With ``own_declaration`` it is the chat as it is.
+        """
+        text = self._render(messages, self._declared)
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 

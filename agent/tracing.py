@@ -11,6 +11,7 @@ from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import GenerationOutput, Reply
 from trajpack.agent.recent_values import RecentValues
 from trajpack.agent.safe_text import one_line
+from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -88,6 +89,7 @@ class RolloutTracer(RolloutObserver):
     def __init__(
         self, provider: TracerProvider | None = None, *, records_messages: bool = False
     ) -> None:
+        require("opentelemetry")
         from opentelemetry import trace
         from opentelemetry.context import Context
 

@@ -23,7 +23,14 @@ from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import Observation, Reply
 from trajpack.agent.safe_text import one_line
-from trajpack.agent.transformers_requests import End, ObservationQueue, OpenEpisode, Request
+from trajpack.agent.transformers_requests import (
+    End,
+    ObservationQueue,
+    OpenEpisode,
+    Request,
+    check_entered,
+)
+from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,6 +81,7 @@ class TransformersEngine:
         seed: int = 0,
         version: int = 0,
     ) -> None:
+        require("transformers")
         self._model: Any = model
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
         self._build = partial(
@@ -116,6 +124,15 @@ class TransformersEngine:
         if self._batching is None:
             raise RuntimeError("max_request_tokens: the engine is not running")
         return self._limits.max_request_tokens
+
+    def check_serving(self) -> None:
+        """Raise unless the engine serves requests, or has died while it did so.
+
+        Raises:
+            RuntimeError: If the engine has not been entered, was left, or was entered in another
+                event loop.
+        """
+        check_entered(self, self._end, self._tasks[0].get_loop() if self._tasks else None)
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
         """Return the queue on which replies to ``qid`` will come.
@@ -171,16 +188,19 @@ class TransformersEngine:
             await run_to_end(self._stop)
             raise
         self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._has_ended)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         for task in self._tasks:
             task.cancel()
-        self._finish(End("the engine was shut down"))
+        self._finish(End("the engine was shut down", has_left=True))
         try:
             await run_to_end(self._stop)
         finally:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            left = [task for task in self._tasks if not task.done()]
+            await asyncio.gather(*left, return_exceptions=True)
 
     def _start(self) -> None:
         self._batching = self._build()
@@ -221,6 +241,15 @@ class TransformersEngine:
         cause = self._batching.background_thread_status.fatal_error
         _logger.error("generation has died: %s", one_line(repr(cause)))
         self._finish(End(f"generation has died: {cause!r}", cause))
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        """Reply to all requests if a task of the engine was ended by something else than it."""
+        if self._end is not None:
+            return
+        error = None if task.cancelled() else task.exception()
+        how = "was cancelled" if task.cancelled() else f"has failed: {error!r}"
+        _logger.error("the engine's task %s", one_line(how))
+        self._finish(End(f"the engine's task {how}", error))
 
     def _finish(self, end: End) -> None:
         """Refuse what waits, what is in flight and whatever comes later."""

@@ -43,12 +43,36 @@ class End:
     """For a person to read."""
     cause: BaseException | None = None
     """The exception behind it, if there was one."""
+    has_left: bool = False
+    """Whether this is the end of the engine's context."""
 
     def as_error(self, qid: str) -> EngineEndedError:
         """Return the reply to a request that can no longer be honoured."""
         error = EngineEndedError(qid, self.reason)
         error.__cause__ = self.cause
         return error
+
+
+def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise where an engine is used outside of its context.
+
+    An engine that has died within its context is not refused: it replies with its `End`.
+
+    Args:
+        engine: Named by its type.
+        end: Its end, if it has ended.
+        loop: Where it was entered, if it was.
+
+    Raises:
+        RuntimeError: If the engine has not been entered, was left, or was entered elsewhere.
+    """
+    name, within = type(engine).__name__, "within `async with engine:`"
+    if end is not None and end.has_left:
+        raise RuntimeError(f"the context of this {name} has ended: use a new one {within}")
+    if end is None and loop is None:
+        raise RuntimeError(f"this {name} has not been entered: use it {within}")
+    if loop is not None and loop is not asyncio.get_running_loop():
+        raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
 
 
 @dataclass

@@ -26,6 +26,7 @@ from trajpack.agent.trl_prompts import (
     questions_by_prompt,
 )
 from trajpack.agent.trl_rows import Row, masked_row, rows_of_episodes
+from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -146,6 +147,7 @@ class TRLRollout:
     def _generate(
         self, prompts: list[Prompt], samples: list[tuple[str, int]], trainer: GRPOTrainer
     ) -> list[EpisodeResult]:
+        require("trl")
         from trl.models import unwrap_model_for_generation
 
         accelerator, step = trainer.accelerator, int(trainer.state.global_step)

@@ -51,6 +51,7 @@ def warm_up(
         weights = {"loss_weights": batch.loss_weights("token_mean")}
         plan = plan_micro_batches(batch.seqlens, capacity)
         total = 0.0
+        optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=weights):
             loss = -(token_logprobs(model, piece) * piece.fields["loss_weights"]).sum()
             loss.backward()

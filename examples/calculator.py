@@ -64,7 +64,7 @@ CALCULATOR = Tool(
 
 
 class ScriptedEngine:
-    """Says what a model would that knows the tool; its first call has a mistake in it."""
+    """Says what a model would that reads of a tool; its first call has a mistake in it."""
 
     version = 0
 
@@ -104,8 +104,9 @@ class ScriptedEngine:
         if answers and not answers[-1].startswith("error"):
             return answers[-1]
         (question,) = re.findall(r"What is (.*?)\?", conversation)
+        (tool,) = re.findall(r'"name": "(\w+)"', conversation.partition("<|im_end|>")[0])
         key = "expression" if answers else "text"
-        call = f'{{"name": "calculate", "arguments": {{"{key}": "{question}"}}}}'
+        call = f'{{"name": "{tool}", "arguments": {{"{key}": "{question}"}}}}'
         return f"<tool_call>\n{call}\n</tool_call>"
 
 

@@ -48,6 +48,7 @@ def train(model, optimizer, batch, version):
         "is_on_policy": batch.loss_mask & began_now,
     }
     for epoch in range(EPOCHS):
+        optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=extra):
             logprobs = token_logprobs(model, piece)
             distance = torch.where(piece.loss_mask, logprobs - piece.rollout_logprobs, 0.0)
@@ -60,7 +61,6 @@ def train(model, optimizer, batch, version):
             (-(objective * piece.fields["loss_weights"]).sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
     return plan.fill
 
 

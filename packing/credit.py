@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ def with_advantages(
     if isinstance(estimator, estimators.TokenEstimator):
         credit = _of_tokens(batch, estimator, inputs, all_reduce, chosen)
     elif isinstance(estimator, group_estimators.GroupEstimator):
+        _warn_of_singletons(batch, estimator)
         credit = _of_groups(batch, estimator, inputs, all_reduce, chosen)
     elif isinstance(estimator, estimators.TurnReturns):
         credit = _of_turn_returns(batch, estimator, all_reduce, chosen)
@@ -120,6 +122,27 @@ def _of_tokens(
         advantages = torch.where(counted, advantages, 0.0)
     found = advantages, returns, batch.loss_mask
     return _finish(found, counted, estimator.whitening, all_reduce, impl)
+
+
+def _warn_of_singletons(batch: PackedBatch, estimator: group_estimators.GroupEstimator) -> None:
+    """Warn where no trajectory has another one to be compared with; the host knows the groups."""
+    num_trajectories = batch.cu_turns.shape[0] - 1
+    if batch.is_padded or num_trajectories < 2 or batch.num_groups < num_trajectories:
+        return
+    unnamed = [
+        task for group, task in zip(batch.groups, batch.task_ids, strict=True) if group is None
+    ]
+    tasks = [task for task in unnamed if task is not None]
+    if len(set(tasks)) < len(tasks):
+        remedy = "pass group=... to Trajectory; several have the same task_id and no group"
+    elif unnamed:
+        remedy = "pass group=... to Trajectory, the same for all trajectories of a task"
+    else:
+        remedy = "all of Trajectory.group differ; name them alike within a task"
+    warnings.warn(
+        f"{OP}: every group has one member, so {estimator.name} compares nothing: {remedy}",
+        stacklevel=4,  # the caller of PackedBatch.with_advantages
+    )
 
 
 def _of_groups(

@@ -70,6 +70,10 @@ class CreditMethods:
             ValueError: If one has a wrong shape or device, is missing, or would go unnoticed;
                 ``values`` and ``logprobs`` may be given to all.
 
+        Warns:
+            UserWarning: If the estimator compares trajectories, there are several of them, and
+                every group has one member.
+
         Cost: three or four launches, metrics included, and six with ``scores``; up to seven where
         tokens between generated ones are steps, five or six more where cut-off trajectories are
         masked, three or four more with ``all_reduce``, 26 for `GiGPO`, which numbers its states by

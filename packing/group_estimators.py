@@ -23,7 +23,7 @@ class GroupEstimator(Estimator):
 
     A trajectory's score is the sum of its turns' rewards, undiscounted; each of its generated
     tokens is given the trajectory's advantage. Its group is `Trajectory.group`; without one it is
-    a group of one.
+    a group of one. Where every group of a batch has one member, `with_advantages` warns.
     """
 
     def __post_init__(self) -> None:

@@ -146,11 +146,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def as_table(rows: Iterable[tuple[str, str]], title: str) -> Table:
-    """Return pairs of a name and a value as a table for a rich console. Text is never markup.
-
-    Raises:
-        ModuleNotFoundError: If rich is not installed.
-    """
+    """Return pairs of a name and a value as a table for a rich console. Text is never markup."""
     from rich.table import Table
     from rich.text import Text
 
@@ -163,11 +159,7 @@ def as_table(rows: Iterable[tuple[str, str]], title: str) -> Table:
 
 
 def as_lines(rows: Iterable[tuple[str, str]], title: str) -> Text:
-    """Return what `as_table` does where a table would be too wide: a line for each pair.
-
-    Raises:
-        ModuleNotFoundError: If rich is not installed.
-    """
+    """Return what `as_table` does where a table would be too wide: a line for each pair."""
     from rich.text import Text
 
     lines = [Text(printable(title), "italic")]
@@ -176,11 +168,7 @@ def as_lines(rows: Iterable[tuple[str, str]], title: str) -> Text:
 
 
 def summary(rows: Iterable[tuple[str, str]], title: str, width: int) -> Table | Text:
-    """Return `as_table`, or `as_lines` where ``width`` columns leave no room for a table.
-
-    Raises:
-        ModuleNotFoundError: If rich is not installed.
-    """
+    """Return `as_table`, or `as_lines` where ``width`` columns leave no room for a table."""
     return as_lines(rows, title) if width < _NARROW else as_table(rows, title)
 
 
@@ -217,7 +205,6 @@ def sequence_panel(
 
     Raises:
         IndexError: If there is no such sequence.
-        ModuleNotFoundError: If rich is not installed.
     """
     from rich.panel import Panel
     from rich.table import Table

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from trajpack.packing.chains import Labels
 from trajpack.packing.log_options import DamagedLogError
 from trajpack.packing.log_rows import NUMBERS, EpisodeRow
+from trajpack.packing.optional import require
 from trajpack.packing.token_fields import TokenField
 
 if TYPE_CHECKING:
@@ -28,10 +29,9 @@ READ_ERRORS = (KeyError, IndexError, OSError, UnicodeError, json.JSONDecodeError
 
 def load_parquet() -> None:
     """Import what is needed, so that who lacks it learns so at once, and no one waits later."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError("a trajectory log needs pyarrow: pip install 'trajpack[log]'") from error
+    require("pyarrow")
+    import pyarrow.parquet
+
     pyarrow.array([0]).to_numpy()  # it looks for pandas once: half a second where there is one
 
 

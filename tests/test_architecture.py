@@ -35,7 +35,6 @@ OPTIONAL = {
     "pydantic_settings",
     "ray",
     "reasoning_gym",
-    "rich",
     "stamina",
     "tensordict",
     "tinker",
@@ -43,9 +42,10 @@ OPTIONAL = {
     "transformers",
     "triton",
     "trl",
-    "typer",
     "verl",
 }
+LATE = {"numpy", "rich", "torch", "typer"}
+"""What importing the package alone does not load, though every installation has it."""
 
 
 def imported_modules(tree):

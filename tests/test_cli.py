@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from trajpack.agent.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.math_verify_environment import MathVerifyEnvironment
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout_files import tokenizer_folder
+from trajpack.agent.rollout_policy import RolloutPolicy
 from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.transformers_engine import TransformersEngine
 from trajpack.cli import main, run
 
 pytestmark = pytest.mark.usefixtures("warm_judge")
@@ -376,7 +380,7 @@ for module in sys.argv[2:]:
 
 
 def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path) -> None:
-    modules = ["typer", "rich"]
+    modules = ["anyio", "math_verify"]
     done = subprocess.run(
         [sys.executable, "-P", "-c", WITHOUT_EACH, str(tmp_path), *modules],
         capture_output=True,
@@ -407,26 +411,11 @@ def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("occupy_closed_descriptors", "run"):
-        monkeypatch.setattr(f"trajpack.cli.{name}", interrupted)
+    for name in ("terminal.occupy_closed_descriptors", "cli.run"):
+        monkeypatch.setattr(f"trajpack.{name}", interrupted)
         with pytest.raises(SystemExit) as exit:
             main()
         assert exit.value.code == 130
-
-
-def test_help_and_options_need_no_heavy_module() -> None:
-    code = (
-        "import sys, trajpack; before = set(sys.modules); from trajpack.cli import run; "
-        "assert run(['--help']) == run(['rollout', '--help']) == 0; "
-        "print(*(set(sys.modules) - before), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
-    )
-    loaded = set(done.stderr.split())
-    heavy = {"transformers", "trajpack.agent.rollout", "trajpack.agent.transformers_engine"}
-    assert "typer" in loaded
-    assert not loaded & heavy
 
 
 def test_foreign_files_in_the_tokenizers_place_are_refused_before_the_rollout(
@@ -492,6 +481,29 @@ def test_answers_that_cannot_be_logged_are_one_line(
     assert done.status == 0
     (line,) = (line for line in done.stderr.splitlines() if "No space left" in line)
     assert line.endswith("(and 3 more like it)")
+
+
+def test_an_engine_that_keeps_a_rollout_waiting_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, said = TransformersEngine._take, io.StringIO()
+
+    async def late(engine: TransformersEngine, *observation: Any) -> None:
+        while "has not replied" not in said.getvalue():  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+        answer(engine, *observation)
+
+    def take(engine: TransformersEngine, *observation: Any) -> None:
+        tasks.append(asyncio.ensure_future(late(engine, *observation)))
+
+    tasks: list[Any] = []
+    monkeypatch.setattr(TransformersEngine, "_take", take)
+    impatient = partial(RolloutPolicy, silence_warning_s=0.01)
+    monkeypatch.setattr("trajpack.agent.rollout.RolloutPolicy", impatient)
+    out = tmp_path / "batch.safetensors"
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        assert run(["rollout", *map(str, SMALL), "--out", str(out)]) == 0
+    assert "trajpack: engine TransformersEngine has not replied for 0 s" in said.getvalue()
 
 
 def test_values_are_shown_on_a_narrow_terminal(

@@ -30,6 +30,7 @@ WARM = {"calculator.py", "grpo.py", "rewritten_history.py", "trl_grpo.py"}
 """Scripts that import much: a process that has done so already runs them."""
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_run(module):
     result = doctest.testmod(importlib.import_module(module))
@@ -37,6 +38,7 @@ def test_docstring_examples_run(module):
     assert not result.failed
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_of_a_page_run(page):

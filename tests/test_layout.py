@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_copy import copy_source
+
 ROOT = Path(__file__).parents[1]
 LAYERS = ["kernels", "packing", "agent"]
 
@@ -57,20 +59,7 @@ def built(tmp_path_factory):
         "import setuptools.build_meta as backend, sys; out = sys.argv[1]\n"
         "backend.build_wheel(out); backend.build_sdist(out)"
     )
-    copy = tmp_path_factory.mktemp("tree") / "trajpack"
-    names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    ).stdout.split("\0")  # fmt: skip
-    if names == [""]:
-        pytest.skip("not a git checkout: there is no list of the files to build from")
-    for name in filter(None, names):
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            target.symlink_to(os.readlink(ROOT / name))
-        elif (ROOT / name).exists():
-            target.write_bytes((ROOT / name).read_bytes())
+    copy = copy_source(tmp_path_factory.mktemp("tree") / "trajpack")
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, str(out)],
         cwd=copy, check=True, capture_output=True,

@@ -3,6 +3,10 @@
 import ast
 import importlib
 import inspect
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,9 +18,7 @@ LAYERS = ["agent", "kernels", "packing"]
 
 
 def test_the_facade_exports_what_users_were_promised():
-    assert trajpack.__all__ == sorted(
-        trajpack.__all__, key=lambda name: (not name.isupper(), name.islower(), name)
-    )
+    assert trajpack.__all__ == sorted(trajpack.__all__)
     assert set(trajpack.__all__) >= {
         "PackedBatch",
         "Trajectory",
@@ -65,19 +67,42 @@ def test_every_name_of_a_layer_can_be_imported_and_is_documented(layer, name):
     assert inspect.getdoc(exported)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", ["", *LAYERS])
 def test_type_checkers_are_told_the_same_names(layer):
-    stub = ast.parse((ROOT / layer / "__init__.pyi").read_text())
+    stub = ast.parse((ROOT / (layer or "src/trajpack") / "__init__.pyi").read_text())
     told = {
         alias.asname: node.module
         for node in stub.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and node.module != "trajpack"
         for alias in node.names
     }
-    module = importlib.import_module(f"trajpack.{layer}")
+    module = importlib.import_module(f"trajpack.{layer}".rstrip("."))
     assert sorted(told) == module.__all__
     for name, source in told.items():
         assert getattr(importlib.import_module(source), name) is getattr(module, name)
+
+
+@pytest.mark.parametrize("module", [trajpack, trajpack.agent, trajpack.kernels, trajpack.packing])
+def test_completion_is_shown_every_name(module):
+    assert {*module.__all__} <= {*dir(module)}
+    assert len(dir(module)) == len({*dir(module)})
+
+
+def test_the_version_is_that_of_the_distribution():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "trajpack.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", trajpack.__version__)
+
+
+def test_a_module_of_a_layer_is_found_by_its_name_alone():
+    code = "import trajpack; assert trajpack.packing.row_scores.row_scores; trajpack.kernels.runs"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'trajpack' has no attribute 'unpacked'"):
+        trajpack.unpacked  # noqa: B018
+    assert not hasattr(trajpack, "_private")
 
 
 def test_an_unknown_name_of_a_layer_is_an_attribute_error():

@@ -22,6 +22,7 @@ def preload():
 
     import trajpack.agent.rollout
     import trajpack.cli
+    import trajpack.commands
     import trajpack.inspect_command
     import trajpack.rollout_command
     import trajpack.train_command  # noqa: F401

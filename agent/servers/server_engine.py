@@ -20,8 +20,9 @@ from trajpack.agent.servers.routing import Router, Server
 from trajpack.agent.servers.server_client import ServerClient
 from trajpack.agent.servers.server_url import ServerURL
 from trajpack.agent.transformers_batching import Limits, read_prompt, read_sampling
-from trajpack.agent.transformers_requests import End, ObservationQueue
+from trajpack.agent.transformers_requests import End, ObservationQueue, check_entered
 from trajpack.packing.conversion import INT32_MAX
+from trajpack.packing.optional import require
 
 _logger = logging.getLogger(__name__)
 _Self = TypeVar("_Self", bound="ServerEngine")
@@ -60,6 +61,7 @@ class ServerEngine:
         given = [urls] if isinstance(urls, str) else list(urls)
         if not given:
             raise ValueError("urls: expected the address of one server at least, got none")
+        require("httpx", "httpcore", "sniffio", "stamina")
         self._urls = [ServerURL.parse(url) for url in given]
         if len({url.base for url in self._urls}) < len(self._urls):
             raise ValueError("urls: one server is named twice")
@@ -74,6 +76,7 @@ class ServerEngine:
         self._requester: Requester | None = None
         self._router: Router | None = None
         self._control: Control | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._end: End | None = None
 
     @property
@@ -85,6 +88,15 @@ class ServerEngine:
     def obs_queue(self) -> asyncio.Queue[Observation]:
         """Where agents put what they ask."""
         return self._obs_queue
+
+    def check_serving(self) -> None:
+        """Raise unless the engine serves requests.
+
+        Raises:
+            RuntimeError: If the engine has not been entered, was left, or was entered in another
+                event loop.
+        """
+        check_entered(self, self._end, self._loop)
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
         """Return the queue on which replies to ``qid`` will come.
@@ -161,13 +173,13 @@ class ServerEngine:
             self._end = End("the engine could not be started")
             await self._close()
             raise
-        self._requester = requester
+        self._requester, self._loop = requester, asyncio.get_running_loop()
         while not self._obs_queue.empty():
             self._take(self._obs_queue.get_nowait())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._end = End("the engine was shut down")
+        self._end = End("the engine was shut down", has_left=True)
         for task in self._tasks:
             task.cancel()
         await self._close()

@@ -11,6 +11,7 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.servers.options import LogprobSemantics, ServerOptions, TimeLimits
 from trajpack.agent.servers.server_engine import ServerEngine
 from trajpack.agent.servers.server_url import ServerURL
+from trajpack.packing.optional import require
 
 PREFIX = "TRAJPACK_SERVER_"
 """Of the environment's variables."""
@@ -67,6 +68,7 @@ class ServerSettings:
             SetupError: If there is no address, or a value is not what it must be. The message
                 names the variable and does not repeat its value.
         """
+        require("pydantic", "pydantic_settings")
         from pydantic import ValidationError
 
         try:

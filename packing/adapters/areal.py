@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trajpack.kernels.pad import pad
-from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays
+from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays, reward_for_missing
 from trajpack.packing.adapters.row_names import check_field_names, given_groups, row_ids
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.masked_tokens import MaskedTokens
@@ -130,6 +130,8 @@ def from_padded_dict(
     dicts: Mapping[str, Any] | Iterable[Mapping[str, Any]],
     ids: Iterable[str] | None = None,
     groups: Iterable[str] | None = None,
+    *,
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of padded dictionaries, as workflows return them.
 
@@ -145,6 +147,8 @@ def from_padded_dict(
         dicts: A dictionary of ``B`` rows, or several.
         ids: Names of the trajectories; their group and a number if ``None``.
         groups: Their groups; none if ``None``.
+        missing_reward: The reward of each row of a dictionary without ``rewards``; such a
+            dictionary is refused if ``None``.
 
     Raises:
         ValueError: If a key is missing, shapes disagree, or a row's first token was generated.
@@ -152,7 +156,7 @@ def from_padded_dict(
     Cost: copies the tensors to the host, which synchronises a device.
     """
     given = [dicts] if isinstance(dicts, Mapping) else list(dicts)
-    rows = [row for one in given for row in _rows(one)]
+    rows = [row for one in given for row in _rows(one, missing_reward)]
     of = given_groups("from_padded_dict", groups, len(rows))
     names = row_ids("from_padded_dict", ids, of)
     return [
@@ -276,9 +280,14 @@ def _turns_of_trajectories(batch: PackedBatch) -> torch.Tensor:
     return within[batch.turn_ids.long()]
 
 
-def _rows(padded: Mapping[str, Any]) -> list[MaskedTokens]:
+def _rows(padded: Mapping[str, Any], missing_reward: float | None) -> list[MaskedTokens]:
     needed = ("input_ids", "attention_mask", "loss_mask", "logprobs")
-    optional = ("versions", "turn_ids", "rewards")
+    optional = ["versions", "turn_ids"]
+    reward = 0.0
+    if padded.get("rewards") is not None:
+        optional.append("rewards")
+    else:
+        reward = reward_for_missing("from_padded_dict", missing_reward, expected="rewards [B]")
     arrays = host_arrays("from_padded_dict", padded, needed, optional)
     shape = arrays["input_ids"].shape
     expected = dict.fromkeys((*needed, "versions", "turn_ids"), shape)
@@ -289,6 +298,6 @@ def _rows(padded: Mapping[str, Any]) -> list[MaskedTokens]:
         ids, mask, logprobs, *rest = (values[row][of] for values in arrays.values())
         names = [*arrays][3:]
         given = dict(zip(names, rest, strict=True))
-        reward = 0.0 if rewards is None else float(rewards[row])
+        reward = reward if rewards is None else float(rewards[row])
         found.append(MaskedTokens(ids, mask, logprobs, reward=reward, **given))
     return found

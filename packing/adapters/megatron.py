@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from trajpack.packing.adapters.packed import Packed, places_of
+from trajpack.packing.optional import require
 
 Lengths = Literal["both", "padded"]
 
@@ -80,6 +81,7 @@ def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
     Cost: views. No synchronisation: where the class would derive ``seq_idx`` itself, which
     reads the device, it is set afterwards to what the batch has.
     """
+    require("megatron")
     from megatron.core.packed_seq_params import PackedSeqParams
 
     fields = {field.name for field in dataclasses.fields(PackedSeqParams)}

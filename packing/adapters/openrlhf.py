@@ -9,6 +9,7 @@ import torch
 from trajpack.kernels.pad import Number, pad
 from trajpack.packing.adapters.row_names import row_groups
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.optional import require
 from trajpack.packing.row_scores import Score, row_scores
 from trajpack.packing.rows import prompt_lengths_of
 
@@ -91,6 +92,7 @@ def to_experience(batch: PackedBatch, **options: Any) -> Any:
     Raises:
         ModuleNotFoundError: If OpenRLHF is not installed.
     """
+    require("openrlhf")
     from openrlhf.trainer.ppo_utils.experience import Experience
 
     return Experience(**to_experience_dict(batch, **options))

@@ -19,6 +19,7 @@ from trajpack.packing.adapters.packed import (
     num_kept_of,
     places_of,
 )
+from trajpack.packing.adapters.row_arrays import reward_for_missing
 from trajpack.packing.adapters.sampling_mask import (
     RaggedMask,
     as_integers,
@@ -206,6 +207,7 @@ def from_training_samples(
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
     sampling_mask_width: int | None = None,
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or whatever has its fields.
 
@@ -220,7 +222,7 @@ def from_training_samples(
         samples: Objects or mappings with ``token_ids``, ``mask``, ``logprobs``.
         ids: Names of the trajectories; their numbers if ``None``.
         groups: Their groups.
-        rewards: Their rewards, which the last turn gets; 0 if ``None``.
+        rewards: Their rewards, which the last turn gets.
         versions: Policy versions that sampled them; 0 if ``None``.
         fields: What turns take over as `Turn.fields`, for a `TokenField` of that name: per-token
             lists such as ``"temperatures"``, and ``"sampling_mask"``, of the tokens they generated;
@@ -228,6 +230,8 @@ def from_training_samples(
             ``generated_only=False``. Streams and routes are left out where they are not named.
         sampling_mask_width: Tokens that a row of ``"sampling_mask"`` holds; as many as the longest
             of these samples has if ``None``.
+        missing_reward: The reward of all samples where ``rewards`` is ``None``; samples without
+            rewards are refused if this is ``None`` too.
 
     Raises:
         TypeError: If lists hold no numbers.
@@ -249,6 +253,10 @@ def from_training_samples(
             raise ValueError(
                 f"from_training_samples: {name} must be of {len(samples)} samples, got {len(given)}"
             )
+    reward = 0.0
+    if rewards is None and len(samples):
+        expected = "the argument rewards, since a sample has none"
+        reward = reward_for_missing("from_training_samples", missing_reward, expected=expected)
     names = [str(index) for index in range(len(samples))] if ids is None else ids
     for sample, name in zip(samples, names, strict=True):
         _check_carried(sample, name, fields)
@@ -265,7 +273,7 @@ def from_training_samples(
             _field_of(sample, "mask"),
             _field_of(sample, "logprobs"),
             version_range=(version, version),
-            reward=0.0 if rewards is None else rewards[index],
+            reward=reward if rewards is None else rewards[index],
             fields=rows,
         )
         group = None if groups is None else groups[index]

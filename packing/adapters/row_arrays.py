@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.conversion import host_array
+from trajpack.packing.conversion import as_number, host_array
 
 
 def host_arrays(
@@ -26,6 +26,29 @@ def host_arrays(
         raise ValueError(f"{op}: {missing} are missing, got {sorted(tensors)}")
     there = (key for key in (*needed, *optional) if key in tensors)
     return {key: host_array(tensors[key]) for key in there}
+
+
+def reward_for_missing(
+    op: str, missing_reward: float | None, *, expected: str, of: str = ""
+) -> float:
+    """Return the reward that the caller agreed to where there is none.
+
+    Args:
+        op: Named by errors.
+        missing_reward: As the caller gave it.
+        expected: Where a reward is looked for.
+        of: The row that lacks it, if it is one of several.
+
+    Raises:
+        ValueError: If the caller agreed to none: a reward of 0 would be trained on.
+    """
+    if missing_reward is None:
+        whose = f" of {of}" if of else ""
+        raise ValueError(
+            f"{op}: the reward{whose} is missing, expected {expected}; pass missing_reward=0.0 "
+            "to take 0 instead"
+        )
+    return as_number("missing_reward", missing_reward)
 
 
 def check_shapes(

@@ -9,13 +9,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trajpack.kernels.pad import Number, pad
-from trajpack.packing.adapters.row_arrays import routes_of_all
+from trajpack.packing.adapters.row_arrays import reward_for_missing, routes_of_all
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import check_field_names, row_groups
 from trajpack.packing.adapters.sampling_mask import mask_rows
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
+from trajpack.packing.optional import require
 from trajpack.packing.row_scores import row_scores, token_scores
 from trajpack.packing.rows import prompt_lengths_of, widths_of
 from trajpack.packing.types import Trajectory
@@ -191,6 +192,7 @@ def to_training_input(
             found[name] = response(torch.where(kept, values, 0))
     if not CARRIED.keys() & batch.fields.keys():
         return found
+    require("skyrl")
     from skyrl.backends.skyrl_train.utils.packed_tensor import PackedTensor
 
     if not len(batch):
@@ -210,7 +212,10 @@ def to_training_input(
 
 
 def from_generator_output(
-    output: Mapping[str, Any], *, fields: Sequence[str] = ()
+    output: Mapping[str, Any],
+    *,
+    fields: Sequence[str] = (),
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of a ``GeneratorOutput``.
 
@@ -229,10 +234,13 @@ def from_generator_output(
             completion, 0, 1, 2, ... where no route was captured; declare the `TokenField` with
             ``generated_only=False``), ``"sampling_mask"`` (rows of the completion, int32, -1
             behind the last token). Routes are left out where they are not named.
+        missing_reward: The reward of an entry whose reward is ``None``; such an entry is refused
+            if this is ``None`` too.
 
     Raises:
-        ValueError: If a key is missing or lengths disagree, one of ``fields`` is missing or
-            another name; if there are images, or sample support that ``fields`` does not name.
+        ValueError: If a key or a reward is missing or lengths disagree, one of ``fields`` is
+            missing or another name; if there are images, or sample support that ``fields`` does
+            not name.
     """
     unknown = sorted(set(fields) - CARRIED.keys())
     if unknown:
@@ -264,7 +272,8 @@ def from_generator_output(
     found: dict[str, Trajectory] = {}
     for row, name in enumerate(names):
         group = None if labels is None else str(labels[row].instance_id)
-        trajectory = _masked(output, row, name, fields=fields).trajectory(name, group=group)
+        masked = _masked(output, row, name, fields=fields, missing_reward=missing_reward)
+        trajectory = masked.trajectory(name, group=group)
         before = found[name].turns if name in found else ()
         found[name] = Trajectory(name, [*before, *trajectory.turns], group)
     return list(found.values())
@@ -279,9 +288,19 @@ def _name(label: Any) -> str:
 
 
 def _masked(
-    output: Mapping[str, Any], row: int, name: str, *, fields: Sequence[str]
+    output: Mapping[str, Any],
+    row: int,
+    name: str,
+    *,
+    fields: Sequence[str],
+    missing_reward: float | None,
 ) -> MaskedTokens:
     reward = output["rewards"][row]
+    if reward is None:
+        expected, of = f"rewards[{row}]", f"trajectory {name!r}"
+        reward = reward_for_missing(
+            "from_generator_output", missing_reward, expected=expected, of=of
+        )
     by_token = host_array(reward).ndim > 0
     reasons = output.get("stop_reasons")
     rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.adapters.row_arrays import routes_of_all
+from trajpack.packing.adapters.row_arrays import reward_for_missing, routes_of_all
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import row_ids
 from trajpack.packing.adapters.sampling_mask import (
@@ -193,6 +193,7 @@ def from_samples(
     *,
     fields: Sequence[str] = (),
     sampling_mask_width: int | None = None,
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
@@ -215,11 +216,13 @@ def from_samples(
             Routes are left out where they are not named.
         sampling_mask_width: Tokens that a row of ``"sampling_mask"`` holds; as many as the longest
             of these samples has if ``None``.
+        missing_reward: The reward of a sample whose ``reward`` is missing or ``None``; such a
+            sample is refused if ``None``.
 
     Raises:
-        ValueError: If tokens or log-probabilities are missing, lengths disagree, or the reward
-            is no number; if one of ``fields`` is missing or another name, or a sample has images,
-            or teacher's log-probabilities or top-p tokens that ``fields`` does not name.
+        ValueError: If tokens, log-probabilities or a reward are missing, lengths disagree, or the
+            reward is no number; if one of ``fields`` is missing or another name, or a sample has
+            images, or teacher's log-probabilities or top-p tokens that ``fields`` does not name.
     """
     unknown = sorted(set(fields) - {"routed_experts", "sampling_mask", "teacher_log_probs"})
     if unknown:
@@ -239,7 +242,7 @@ def from_samples(
         rows = {field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields}
         if masks:
             rows["sampling_mask"] = padded(f"trajectory {name!r}", masks[number], width)
-        found.append(_trajectory(sample, name, group, fields=rows))
+        found.append(_trajectory(sample, name, group, fields=rows, missing_reward=missing_reward))
     return found
 
 
@@ -321,7 +324,12 @@ def _mask(sample: Mapping[str, Any]) -> RaggedMask:
 
 
 def _trajectory(
-    sample: Mapping[str, Any], name: str, group: str | None, *, fields: dict[str, Any]
+    sample: Mapping[str, Any],
+    name: str,
+    group: str | None,
+    *,
+    fields: dict[str, Any],
+    missing_reward: float | None,
 ) -> Trajectory:
     for key in ("tokens", "response_length", "rollout_log_probs"):
         if sample.get(key) is None:
@@ -332,7 +340,10 @@ def _trajectory(
         raise ValueError(
             f"trajectory {name!r}: response_length must be in [0, {len(tokens)}], got {length}"
         )
-    reward = 0.0 if sample.get("reward") is None else sample["reward"]
+    reward = sample.get("reward")
+    if reward is None:
+        expected, of = "reward (raw_reward in train data)", f"trajectory {name!r}"
+        reward = reward_for_missing("from_samples", missing_reward, expected=expected, of=of)
     if isinstance(reward, Mapping):
         raise ValueError(f"trajectory {name!r}: reward must be a number, got {reward!r}")
     if sample.get("remove_sample"):  # slime keeps its reward in the group

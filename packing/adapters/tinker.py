@@ -6,6 +6,7 @@ from typing import Any
 
 from trajpack.packing.adapters.packed import advantages_of, at_trained, check_whole
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.optional import require
 
 
 def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:
@@ -71,6 +72,7 @@ def to_datums(batch: PackedBatch, *, mask: bool = True) -> list[Any]:
 
     Cost: that of `to_datum_kwargs`, and the objects.
     """
+    require("tinker")
     from tinker.types import Datum, ModelInput, TensorData
 
     return [

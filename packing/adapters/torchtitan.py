@@ -63,7 +63,8 @@ def to_training_microbatch(
 
     Example:
         >>> from trajpack import DrGRPO, Trajectory, Turn, pack
-        >>> batch = pack([Trajectory(name, [Turn([1, 2], [3], [-0.5])]) for name in "ab"])
+        >>> turn = Turn([1, 2], [3], [-0.5])
+        >>> batch = pack([Trajectory(name, [turn], group="g") for name in "ab"])
         >>> to_training_microbatch(batch.with_advantages(DrGRPO()))["labels"]
         tensor([[2, 3, 2, 3]])
     """

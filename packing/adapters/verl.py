@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.adapters.row_arrays import filled_up
+from trajpack.packing.adapters.row_arrays import filled_up, reward_for_missing
 from trajpack.packing.adapters.row_names import (
     check_field_names,
     given_groups,
@@ -21,6 +21,7 @@ from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
+from trajpack.packing.optional import require
 from trajpack.packing.row_scores import Place, placed_scores
 from trajpack.packing.rows import prompt_lengths_of, row_turns, rows_of
 from trajpack.packing.types import Trajectory
@@ -114,6 +115,7 @@ def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
     Raises:
         ModuleNotFoundError: If verl is not installed.
     """
+    require("verl")
     from verl import DataProto
 
     return DataProto.from_dict(**to_data_proto_dict(batch, **options))
@@ -150,6 +152,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     Cost: what is of whole sequences is views of the batch; each other key is gathered. Reads
     lengths and tables of turns back to the host, which synchronises a device.
     """
+    require("tensordict")
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     batch.check_unpadded()
@@ -192,13 +195,15 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     return found
 
 
-def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajectory]:
+def from_data_proto(
+    proto: Any, ids: Iterable[str] | None = None, *, missing_reward: float | None = None
+) -> list[Trajectory]:
     """Return the trajectories of a padded ``DataProto``, or of its dictionary form.
 
     A row is a trajectory: each run of its ``response_mask`` a turn, with all before it as
     prompt. Log-probabilities are ``rollout_log_probs``; rewards ``token_level_scores``, else
-    ``rm_scores``, else 0, each given to the turn in which it stands; groups are the ``uid``;
-    versions go from ``min_global_steps`` to ``max_global_steps`` where these are there.
+    ``rm_scores``, each given to the turn in which it stands; groups are the ``uid``; versions go
+    from ``min_global_steps`` to ``max_global_steps`` where these are there.
 
     What is not in it cannot come back: turns between which nothing was observed are one, turns
     that generated nothing are gone, and so is which were truncated, which version sampled which
@@ -207,6 +212,8 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
     Args:
         proto: A ``DataProto``, or what `to_data_proto_dict` returns.
         ids: Names of the trajectories; the uid and a number if ``None``.
+        missing_reward: The reward of each row's last turn where the proto has neither
+            ``token_level_scores`` nor ``rm_scores``; such a proto is refused if ``None``.
 
     Raises:
         TypeError: If it is neither.
@@ -215,6 +222,10 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
     Cost: copies the tensors to the host, which synchronises a device.
     """
     (prompts, responses, attention, mask, logprobs, *scores), labels = proto_arrays(proto)
+    reward = 0.0
+    if not scores and len(prompts):
+        expected = "token_level_scores or rm_scores"
+        reward = reward_for_missing("from_data_proto", missing_reward, expected=expected)
     in_prompt, in_response = np.split(attention != 0, [prompts.shape[1]], axis=1)
     uids = labels.get("uid", [None] * len(prompts))
     found = []
@@ -222,8 +233,8 @@ def from_data_proto(proto: Any, ids: Iterable[str] | None = None) -> list[Trajec
         of = in_response[row]
         masked = MaskedTokens.of_response(
             prompts[row][in_prompt[row]], responses[row][of], mask[row][of], logprobs[row][of],
-            scores[0][row][of] if scores else None, version_range=version_range(labels, row),
-            name=name,
+            scores[0][row][of] if scores else None, reward=reward,
+            version_range=version_range(labels, row), name=name,
         )  # fmt: skip
         group = None if uids[row] is None else str(uids[row])
         found.append(masked.trajectory(name, group=group))
@@ -236,6 +247,7 @@ def from_agent_loop_outputs(
     groups: Iterable[str] | None = None,
     *,
     fields: Sequence[str] = (),
+    missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of ``AgentLoopOutput``, or of dictionaries with its fields.
 
@@ -253,11 +265,14 @@ def from_agent_loop_outputs(
             ``"teacher_logprobs"``, each with a row for every token of prompt and response. Declare
             a `TokenField` of that name with ``generated_only=False``. Tokens behind the last
             recorded route have rows of zeros, as in verl.
+        missing_reward: The reward of an output, or of the last output of a session, whose
+            ``reward_score`` is missing or ``None``; such an output is refused if ``None``.
 
     Raises:
-        ValueError: If tokens, a mask or log-probabilities are missing, lengths disagree, a list
-            of outputs is empty, one of ``fields`` is missing or another name; if an output has
-            images, videos or audio, or a teacher's log-probabilities that ``fields`` does not name.
+        ValueError: If tokens, a mask, log-probabilities or a reward are missing, lengths disagree,
+            a list of outputs is empty, one of ``fields`` is missing or another name; if an output
+            has images, videos or audio, or a teacher's log-probabilities that ``fields`` does not
+            name.
     """
     unknown = sorted(set(fields) - WHOLE_SEQUENCE_FIELDS)
     if unknown:
@@ -273,10 +288,17 @@ def from_agent_loop_outputs(
     ):
         if not session:
             raise ValueError(f"from_agent_loop_outputs: {name!r} is an empty list of outputs")
+        given = [output if isinstance(output, Mapping) else vars(output) for output in session]
+        reward = given[-1].get("reward_score")
+        if reward is None:
+            reward = reward_for_missing(
+                "from_agent_loop_outputs", missing_reward, expected="reward_score", of=repr(name)
+            )
+        rewards = [0.0] * (len(given) - 1) + [float(reward)]
         turns = [
             turn
-            for output in session
-            for turn in _masked_output(output, name, fields, rewarded=output is session[-1])
+            for output, of_output in zip(given, rewards, strict=True)
+            for turn in _masked_output(output, name, fields, reward=of_output)
             .trajectory(name)
             .turns
         ]
@@ -285,10 +307,9 @@ def from_agent_loop_outputs(
 
 
 def _masked_output(
-    output: Any, name: str, fields: Sequence[str], *, rewarded: bool
+    given: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: float
 ) -> MaskedTokens:
-    """Return the tokens of an ``AgentLoopOutput``, and its reward if it is that of the session."""
-    given = output if isinstance(output, Mapping) else vars(output)
+    """Return the tokens of an ``AgentLoopOutput``, and the reward of its last turn."""
     extra = given.get("extra_fields") or {}
     for key in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
         if given.get(key) is None:
@@ -310,7 +331,7 @@ def _masked_output(
         given["response_ids"],
         given["response_mask"],
         given["response_logprobs"],
-        reward=float(given.get("reward_score") or 0.0) if rewarded else 0.0,
+        reward=reward,
         version_range=version_range(extra),
         fields={key: _rows_of_all(name, key, values[key], length=length) for key in fields},
         name=name,

@@ -1,87 +1,24 @@
 """Turns of LLM agents, packed into training batches on the device."""
 
+import sys as _sys
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 
-import trajpack.agent
-import trajpack.kernels
-import trajpack.packing
-from trajpack.kernels.importance_rules import Correction, Rejection
-from trajpack.packing.alignment import Alignment
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.buffer import TrajectoryBuffer, pack
-from trajpack.packing.estimators import (
-    GAE,
-    KLPenalty,
-    ReinforcePlusPlus,
-    TurnGAE,
-    TurnReturns,
-    VTrace,
-)
-from trajpack.packing.group_estimators import (
-    GPG,
-    GRPO,
-    OPO,
-    RLOO,
-    DrGRPO,
-    GiGPO,
-    MaxRL,
-    PassAtK,
-    ReinforcePlusPlusBaseline,
-)
-from trajpack.packing.log_options import DamagedLogError, LogInUseError, LogOptions
-from trajpack.packing.micro_batch import MicroBatch
-from trajpack.packing.plan import Plan, plan_micro_batches
-from trajpack.packing.plan_costs import TransformerCost
-from trajpack.packing.plan_ranks import RankPlan, plan_ranks
-from trajpack.packing.resident import pack_resident
-from trajpack.packing.static_batch import StaticBatch
-from trajpack.packing.token_fields import TokenField
-from trajpack.packing.trajectory_log import LoggedEpisode, TrajectoryLog
-from trajpack.packing.types import Trajectory, Turn, VersionSpan
-from trajpack.packing.unpack import unpack
+try:
+    import trajpack.agent
+    import trajpack.kernels
+    import trajpack.packing
+except ModuleNotFoundError as _error:
+    if _error.name not in ("trajpack.agent", "trajpack.kernels", "trajpack.packing"):
+        raise
+    raise ImportError(
+        f"{_error.name} is not there: this copy of the source has lost the symbolic links "
+        "src/trajpack/kernels, src/trajpack/packing and src/trajpack/agent to the folders "
+        "kernels, packing and agent; clone it with git (on Windows after `git config --global "
+        "core.symlinks true`), or unpack it with tar"
+    ) from None
 
-__all__ = [
-    "GAE",
-    "GPG",
-    "GRPO",
-    "OPO",
-    "RLOO",
-    "Alignment",
-    "Correction",
-    "DamagedLogError",
-    "DrGRPO",
-    "GiGPO",
-    "KLPenalty",
-    "LogInUseError",
-    "LogOptions",
-    "LoggedEpisode",
-    "MaxRL",
-    "MicroBatch",
-    "PackedBatch",
-    "PassAtK",
-    "Plan",
-    "RankPlan",
-    "ReinforcePlusPlus",
-    "ReinforcePlusPlusBaseline",
-    "Rejection",
-    "StaticBatch",
-    "TokenField",
-    "Trajectory",
-    "TrajectoryBuffer",
-    "TrajectoryLog",
-    "TransformerCost",
-    "Turn",
-    "TurnGAE",
-    "TurnReturns",
-    "VTrace",
-    "VersionSpan",
-    "pack",
-    "pack_resident",
-    "plan_micro_batches",
-    "plan_ranks",
-    "unpack",
-]
+__version__ = "0.1.0"
 
 
 class _Layer(_ModuleType):
@@ -92,14 +29,29 @@ class _Layer(_ModuleType):
             value = getattr(value, name, value)
         super().__setattr__(name, value)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *self.__all__})
+
 
 def _export(layer: _ModuleType, names: dict[str, str]) -> None:
-    """Let a layer, which has no ``__init__`` of its own, hand out names of its modules."""
+    """Let a module hand out names of modules below it, which are imported when they are asked for.
+
+    Args:
+        layer: Gets ``__all__``.
+        names: For each name the module that defines it, without that of the layer.
+    """
 
     def get(name: str) -> object:
-        if name not in names:
-            raise AttributeError(f"module {layer.__name__!r} has no attribute {name!r}")
-        return getattr(_import_module(f"{layer.__name__}.{names[name]}"), name)
+        if name in names:
+            return getattr(_import_module(f"{layer.__name__}.{names[name]}"), name)
+        if not name.startswith("_"):
+            path = f"{layer.__name__}.{name}"
+            try:
+                return _import_module(path)
+            except ModuleNotFoundError as error:
+                if error.name != path:
+                    raise
+        raise AttributeError(f"module {layer.__name__!r} has no attribute {name!r}")
 
     layer.__dict__.update(__all__=sorted(names), __getattr__=get)
     layer.__class__ = _Layer
@@ -155,48 +107,46 @@ _export(
         "drop_tokens": "shift",
     },
 )
-_export(
-    trajpack.packing,
-    {
-        "Alignment": "alignment",
-        "DamagedLogError": "log_options",
-        "DrGRPO": "group_estimators",
-        "GAE": "estimators",
-        "GPG": "group_estimators",
-        "GRPO": "group_estimators",
-        "GiGPO": "group_estimators",
-        "KLPenalty": "estimators",
-        "LogInUseError": "log_options",
-        "LogOptions": "log_options",
-        "LoggedEpisode": "trajectory_log",
-        "MaxRL": "group_estimators",
-        "MicroBatch": "micro_batch",
-        "OPO": "group_estimators",
-        "PackedBatch": "batch",
-        "PassAtK": "group_estimators",
-        "Plan": "plan",
-        "RLOO": "group_estimators",
-        "RankPlan": "plan_ranks",
-        "ReinforcePlusPlus": "estimators",
-        "ReinforcePlusPlusBaseline": "group_estimators",
-        "StaticBatch": "static_batch",
-        "TokenField": "token_fields",
-        "Trajectory": "types",
-        "TrajectoryBuffer": "buffer",
-        "TrajectoryLog": "trajectory_log",
-        "TransformerCost": "plan_costs",
-        "Turn": "types",
-        "TurnGAE": "estimators",
-        "TurnReturns": "estimators",
-        "VTrace": "estimators",
-        "VersionSpan": "types",
-        "pack": "buffer",
-        "pack_resident": "resident",
-        "plan_micro_batches": "plan",
-        "plan_ranks": "plan_ranks",
-        "unpack": "unpack",
-    },
-)
+_PACKING = {
+    "Alignment": "alignment",
+    "DamagedLogError": "log_options",
+    "DrGRPO": "group_estimators",
+    "GAE": "estimators",
+    "GPG": "group_estimators",
+    "GRPO": "group_estimators",
+    "GiGPO": "group_estimators",
+    "KLPenalty": "estimators",
+    "LogInUseError": "log_options",
+    "LogOptions": "log_options",
+    "LoggedEpisode": "trajectory_log",
+    "MaxRL": "group_estimators",
+    "MicroBatch": "micro_batch",
+    "OPO": "group_estimators",
+    "PackedBatch": "batch",
+    "PassAtK": "group_estimators",
+    "Plan": "plan",
+    "RLOO": "group_estimators",
+    "RankPlan": "plan_ranks",
+    "ReinforcePlusPlus": "estimators",
+    "ReinforcePlusPlusBaseline": "group_estimators",
+    "StaticBatch": "static_batch",
+    "TokenField": "token_fields",
+    "Trajectory": "types",
+    "TrajectoryBuffer": "buffer",
+    "TrajectoryLog": "trajectory_log",
+    "TransformerCost": "plan_costs",
+    "Turn": "types",
+    "TurnGAE": "estimators",
+    "TurnReturns": "estimators",
+    "VTrace": "estimators",
+    "VersionSpan": "types",
+    "pack": "buffer",
+    "pack_resident": "resident",
+    "plan_micro_batches": "plan",
+    "plan_ranks": "plan_ranks",
+    "unpack": "unpack",
+}
+_export(trajpack.packing, _PACKING)
 _export(
     trajpack.agent,
     {
@@ -267,4 +217,9 @@ _export(
         "trl_dataset_rows": "trl_prompts",
         "watch_pack": "pack_watch",
     },
+)
+_export(
+    _sys.modules[__name__],
+    {name: f"packing.{module}" for name, module in _PACKING.items()}
+    | {"Correction": "kernels.importance_rules", "Rejection": "kernels.importance_rules"},
 )

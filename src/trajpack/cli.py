@@ -1,4 +1,4 @@
-"""The command: options and exit statuses.
+"""The command: its streams, signals and exit statuses.
 
 The status is
 
@@ -9,244 +9,98 @@ The status is
 
 A rollout that ends with 2 or by a signal says what it left on disk. Standard error may be
 closed, full or a broken pipe: what is said there is lost, and the work goes on.
+
+Importing this module loads next to nothing, so that Ctrl-C finds the command in charge almost at
+once: what it needs is imported by its functions, and its options are in `trajpack.commands`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias
 
-from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout_settings import MAX_COUNT, EngineName, RolloutSettings
-from trajpack.packing.layout import Layout
-from trajpack.terminal import occupy_closed_descriptors, outlets, results, say
+TYPE_CHECKING = False  # typing itself takes longer to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
 
-with contextlib.suppress(ModuleNotFoundError):  # the user is told when the command runs
-    import typer
+    from trajpack.commands import Work
 
 REFUSED = 2
 INTERRUPTED = 130
-_COUNT: Any = {"min": 1, "max": MAX_COUNT}
-
-Work: TypeAlias = Callable[[], int]
-"""What a command does once its options are read; returns the exit status."""
 
 
 def main() -> None:
     """Run the command with the arguments of this program and exit with its status."""
-    status = INTERRUPTED
-    with contextlib.suppress(KeyboardInterrupt):
+    ends = _end_on_interrupt()
+    from trajpack.terminal import occupy_closed_descriptors
+
+    try:
         occupy_closed_descriptors()
         status = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
+    from trajpack.agent.errors import SetupError
+    from trajpack.packing.optional import explained
+    from trajpack.terminal import outlets, say
+
+    def refuse(message: str) -> int:
+        say(f"error: {' '.join(message.split())}")
+        return REFUSED
+
     with outlets():
         try:
             work = _read(arguments)
             return work if isinstance(work, int) else work()
         except SetupError as error:
-            return _refuse(str(error))
+            return refuse(str(error))
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("trajpack"):
                 raise
-            return _refuse(f"{error}; install trajpack[{_extra_of(error.name)}]")
+            return refuse(str(explained(error)))
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED
 
 
-def _extra_of(package: str | None) -> str:
-    """Return the extra that brings a package that is missing."""
-    name = (package or "").partition(".")[0]
-    return next((extra for extra, brought in _EXTRAS.items() if name in brought), "agent")
-
-
-_EXTRAS = {
-    "log": {"pyarrow"},
-    "metrics": {"prometheus_client"},
-    "ray": {"ray"},
-    "servers": {"httpcore", "httpx", "pydantic_settings", "sniffio", "stamina"},
-}
-
-
-def _refuse(message: str) -> int:
-    say(f"error: {' '.join(message.split())}")
-    return REFUSED
-
-
 def _read(arguments: Sequence[str]) -> Work | int:
-    """Return what is to be done, or the exit status where only help was asked for."""
-    import rich  # noqa: F401 - missing as often as typer is
-    import typer
-
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.callback(invoke_without_command=True)(_top)
-    app.command("rollout")(rollout)
-    app.command("replay")(replay)
-    app.command("inspect")(inspect_batch)
-    app.command("train")(train)
-    usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
-    work: Work | int | None
+    """Return what the arguments ask for, with all that it needs imported."""
+    ends = _end_on_interrupt()
     try:
-        with results():  # of help
-            work = app(list(arguments), prog_name="trajpack", standalone_mode=False)
-    except usage_error as error:
-        command = "trajpack" if error.ctx is None else error.ctx.command_path
-        raise SetupError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
-    return work or 0
+        from trajpack.commands import read
+
+        return read(arguments)
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _top(
-    context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-) -> None:
-    """Turns of LLM agents, packed into training batches.
+def _end_on_interrupt() -> bool:
+    """Let Ctrl-C end the program without raising anything; return whether it does.
 
-    Try: trajpack rollout --out demo/batch.safetensors
-
-    and: trajpack inspect demo/batch.safetensors
-
-    and: trajpack train --out demo/train.html
+    So it is while modules are imported: extension modules turn an exception that comes in the
+    middle of their import into others. Another handler, or being ignored, stays as it is.
     """
-    if show_version:
-        typer.echo(f"trajpack {version('trajpack')}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(REFUSED)
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end):
+        return False
+    try:
+        signal.signal(signal.SIGINT, _end)
+    except ValueError:  # not the main thread
+        return False
+    return True
 
 
-def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
-    dataset: Annotated[Path | None, typer.Option(help=_DATASET, show_default=False)] = None,
-    model: Annotated[Path | None, typer.Option(help=_MODEL, show_default=False)] = None,
-    num_prompts: Annotated[int, typer.Option(**_COUNT, help="Questions to ask.")] = 16,
-    num_turns: Annotated[int, typer.Option("--turns", **_COUNT, help=_TURNS)] = 3,
-    group_size: Annotated[int, typer.Option(**_COUNT, help="Episodes for each question.")] = 2,
-    concurrency: Annotated[int, typer.Option(**_COUNT, help=_CONCURRENCY)] = 16,
-    max_new_tokens: Annotated[int, typer.Option(**_COUNT, help="Tokens of a completion.")] = 32,
-    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
-    turn_discount: Annotated[float, typer.Option(help="Discount from turn to turn.")] = 1.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=_SEED)] = 0,
-    out: Annotated[Path, typer.Option(help=_OUT)] = Path("trajpack-rollout/batch.safetensors"),
-    answers: Annotated[Path | None, typer.Option(help=_ANSWERS, show_default=False)] = None,
-    engine: Annotated[EngineName, typer.Option(help=_ENGINE)] = "transformers",
-    server: Annotated[list[str] | None, typer.Option(metavar="<url>", **_SERVER)] = None,
-    log: Annotated[Path | None, typer.Option(help=_LOG, show_default=False)] = None,
-    num_workers: Annotated[int, typer.Option("--ray", min=0, max=MAX_COUNT, help=_RAY)] = 0,
-    max_attempts: Annotated[int, typer.Option("--attempts", **_COUNT, help=_ATTEMPTS)] = 1,
-    metrics_port: Annotated[int | None, typer.Option(help=_METRICS, show_default=False)] = None,
-) -> Work:
-    """Let a model answer questions over several turns, and pack the turns into a batch.
-
-    Ctrl-C or SIGTERM stops early and keeps what has finished; a second one gives up at once.
-
-    Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B --log run
-    """
-    chosen: dict[str, Any] = dict(locals())  # an option is called as its setting is
-    del chosen["layout"], chosen["out"], chosen["server"]
-    from trajpack.agent.rollout_files import answers_folder
-    from trajpack.rollout_command import roll_out
-
-    chosen["answers"] = answers_folder(out) if answers is None else answers
-    chosen["servers"] = tuple(server or ())
-    return partial(roll_out, RolloutSettings(**chosen), layout, out)
-
-
-_DATASET = "JSONL file of questions and answers. [default: sums made by reasoning-gym]"
-_MODEL = "Folder of a transformers causal LM. [default: a tiny Qwen3, random weights]"
-_TURNS = "Turns of an episode."
-_CONCURRENCY = "Episodes at the same time; with 1 the seed decides every token."
-_LAYOUT = "A sequence is a whole conversation (merged) or one turn (turns)."
-_SEED = "Of tiny model, questions and sampling."
-_OUT = "Where the batch goes; its tokenizer goes beside it."
-_ANSWERS = "Folder of the answers in plain text. [default: beside the batch]"
-_ENGINE = "The model in this process, or servers; then --model is the folder of the tokenizer."
-_SERVER: Any = {"help": "Address of a server; more than once for several.", "show_default": False}
-_LOG = "Folder that keeps each episode; the same command goes on from it after a crash."
-_RAY = "Workers on Ray, each with an engine of its own; 0 stays in this process."
-_ATTEMPTS = "Times an episode that fails is begun."
-_METRICS = "Port on this machine for Prometheus; 0 takes any. [default: no metrics]"
-
-
-def replay(
-    folder: Annotated[Path, typer.Argument(help="A log that rollout --log or a program wrote.")],
-    out: Annotated[Path | None, typer.Option(help=_REPLAYED, show_default=False)] = None,
-    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
-    device: Annotated[str, typer.Option(help="Where the batch is packed.")] = "cpu",
-) -> Work:
-    """Read a log of trajectories back, pack it into a batch, and say what is in it.
-
-    Example: trajpack replay run --out again.safetensors
-    """
-    from trajpack.replay_command import replay_log
-
-    return partial(replay_log, folder, out, layout, device)
-
-
-_REPLAYED = "Where to write the batch. [default: nowhere]"
-
-
-def inspect_batch(
-    file: Annotated[Path, typer.Argument(help="A batch that rollout or PackedBatch.save wrote.")],
-    tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
-    sequences: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Sequences to show.")] = 3,
-    width: Annotated[
-        int | None, typer.Option(min=20, max=10_000, help=_WIDTH, show_default=False)
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
-) -> Work:
-    """Show a packed batch: what is in it, and who said what in its first sequences.
-
-    Example: trajpack inspect batch.safetensors --sequences 1
-    """
-    from trajpack.inspect_command import inspect_file
-
-    return partial(inspect_file, file, tokenizer, sequences, width, full=full)
-
-
-_TOKENIZER = "Folder of a tokenizer. [default: the one beside FILE, if rollout left one]"
-_FULL = "Leave nothing out of a sequence that is shown."
-_WIDTH = "Columns to use. [default: those of the terminal]"
-
-
-def train(
-    steps: Annotated[int, typer.Option(help="Steps of policy gradients.")] = 30,
-    num_prompts: Annotated[int, typer.Option(help="Questions for each step.")] = 16,
-    group_size: Annotated[int, typer.Option(help="Episodes for each question.")] = 8,
-    turns: Annotated[int, typer.Option(help="Answers of an episode at most.")] = 3,
-    warm_up_steps: Annotated[int, typer.Option(help="Supervised steps before.")] = 120,
-    learning_rate: Annotated[float, typer.Option(help="Of policy gradients.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = 0,
-    out: Annotated[Path, typer.Option(help=_CURVES)] = Path("trajpack-train/train.html"),
-) -> Work:
-    """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
-
-    Ctrl-C or SIGTERM stops early and writes the curves so far; a second one gives up at once.
-
-    Example: trajpack train --out demo/train.html
-    """
-    from trajpack.agent.grpo_settings import TrainSettings
-    from trajpack.train_command import train
-
-    settings = TrainSettings(
-        num_steps=steps,
-        num_prompts=num_prompts,
-        group_size=group_size,
-        num_turns=turns,
-        warm_up_steps=warm_up_steps,
-        learning_rate=learning_rate,
-        seed=seed,
-    )
-    return partial(train, settings, out)
-
-
-_CURVES = "HTML page for the curves of success, speed, fill and staleness."
+def _end(number: int, frame: FrameType | None) -> None:
+    try:
+        os.write(2, b"trajpack: interrupted\n")  # what else there is may be half imported
+    finally:
+        os._exit(INTERRUPTED)

@@ -24,7 +24,14 @@ def inspect_file(
     batch = _load(file)
     beside = tokenizer_folder(file)
     folder = beside if tokenizer is None and beside.is_dir() else tokenizer
-    decode = None if folder is None or not num_sequences else _decoder(folder, batch)
+    decode = None
+    if folder is not None and num_sequences:
+        try:
+            decode = _decoder(folder, batch)
+        except ModuleNotFoundError as error:
+            if tokenizer is not None:
+                raise
+            say(f"token ids in place of text: {error}")
     num_shown = min(num_sequences, len(batch))
     rows = inspection.describe(batch)
     with results():

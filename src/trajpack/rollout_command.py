@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trajpack.agent import watchdog
 from trajpack.agent.errors import SetupError
 from trajpack.agent.pack_watch import watch_pack
 from trajpack.agent.rollout import Rollout, prepare_rollout
@@ -101,7 +102,8 @@ def _go_on(
         there = f"{len(collected.earlier):,} of {prepared.num_episodes:,} episodes"
         say(f"{log.folder} has {there}: going on from there")
     console = make_console(stderr=True)
-    with _summarised_warnings(), ProgressBoard(num_left, console, say) as board:
+    with _summarised_warnings() as warnings, ProgressBoard(num_left, console, say) as board:
+        warnings.say_now = board.say
         if num_left:
             asyncio.run(collected.gather(board, interruption))
     outcome = prepared.outcome(collected.results())
@@ -250,20 +252,24 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 class _Warnings(logging.Handler):
-    """Keeps the first warning of each kind and counts the others."""
+    """Keeps the first warning of each kind and counts the others; says at once what is awaited."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.say_now: Callable[[str], None] = say
         self.firsts: dict[str, str] = {}
         self.counts: dict[str, int] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == watchdog.__name__:
+            self.say_now(record.getMessage())
+            return
         self.firsts.setdefault(record.msg, record.getMessage())
         self.counts[record.msg] = self.counts.get(record.msg, 0) + 1
 
 
 @contextlib.contextmanager
-def _summarised_warnings() -> Iterator[None]:
+def _summarised_warnings() -> Iterator[_Warnings]:
     """Say one line at the end for each kind of warning; errors come with the episodes."""
     logger = logging.getLogger("trajpack.agent")
     warnings, was_propagating = _Warnings(), logger.propagate
@@ -271,7 +277,7 @@ def _summarised_warnings() -> Iterator[None]:
     logger.addHandler(warnings)
     logger.propagate = False
     try:
-        yield
+        yield warnings
     finally:
         logger.removeHandler(warnings)
         logger.propagate = was_propagating

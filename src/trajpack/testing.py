@@ -14,6 +14,7 @@ import torch
 
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.packing.batch import PackedBatch
+from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def random_trajectory(
 
 def trajectories(name: str | None = None) -> st.SearchStrategy[Trajectory]:
     """Draw trajectories with prefix breaks, branches, empty completions and version changes."""
+    require("hypothesis")
     from hypothesis import strategies as st
 
     return st.composite(_draw_trajectory)(name)
@@ -154,6 +156,7 @@ def trajectories(name: str | None = None) -> st.SearchStrategy[Trajectory]:
 
 def trajectory_lists(max_size: int = 4) -> st.SearchStrategy[list[Trajectory]]:
     """Draw lists of trajectories, maybe empty."""
+    require("hypothesis")
     from hypothesis import strategies as st
 
     return st.lists(trajectories(), max_size=max_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from trajpack.agent.grpo_settings import TrainSettings
 from trajpack.agent.rollout_files import check_writable
 from trajpack.interruption import Interruption
 from trajpack.packing.inspection import summary
+from trajpack.packing.optional import require
 from trajpack.terminal import make_console, results, say, tell
 
 _TITLE = "trajpack train: sums, by GRPO"
@@ -49,7 +49,7 @@ def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> No
         raise SetupError(f"--out must be an .html file, got {out}")
     with _writing(out.parent):
         check_writable(out.parent)
-    importlib.import_module("plotly")  # rather now than when all is done
+    require("plotly")  # rather now than when all is done
     _silence_transformers()
     records: list[StepRecord] = []
     with _single_threaded(), TrainBoard(settings, make_console(stderr=True), say) as board:

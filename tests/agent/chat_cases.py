@@ -22,10 +22,12 @@ class Characters:
         *,
         tokenize: bool,
         add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
         **_: Any,
     ) -> str:
         assert not tokenize
-        text = "".join(f"<{m['role']}>{m['content']}{END}\n" for m in messages)
+        text = "" if tools is None else f"<tools>{len(tools)}{END}\n"
+        text += "".join(f"<{m['role']}>{m['content']}{END}\n" for m in messages)
         return text + "<assistant>" * add_generation_prompt
 
     def get_added_vocab(self) -> dict[str, int]:

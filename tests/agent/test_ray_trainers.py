@@ -24,6 +24,16 @@ def test_a_state_goes_on_as_the_trainer_that_it_was_taken_from():
     assert all(torch.equal(v, later.weights()[name]) for name, v in trainer.weights().items())
 
 
+def test_gradients_of_a_step_that_failed_are_no_part_of_the_next() -> None:
+    norms = []
+    for has_gradients in (False, True):
+        trainer = make_trainer()
+        for value in trainer.model.parameters():
+            value.grad = torch.full_like(value, 3.0) if has_gradients else None
+        norms.append(trainer.step(random_paths(8), 0, 1)["gradient_norm"])
+    assert norms[0] == norms[1]
+
+
 def test_nothing_to_learn_from_is_refused_by_name():
     with pytest.raises(ValueError, match="no generated tokens to learn from"):
         make_trainer().step([Trajectory("a", [Turn([1], [], [])], group="g")], 0, 1)

@@ -7,16 +7,25 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.agent.ray_cases import MakeScripted, make_trainer, prompts
+from tests.agent.chaos_cases import run_skipping
+from tests.agent.ray_cases import (
+    MakeScripted,
+    NotingAgent,
+    RightAnswers,
+    ScriptedEngine,
+    make_trainer,
+    prompts,
+)
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
     RankLostError,
@@ -29,7 +38,8 @@ from trajpack.agent.ray import (
 )
 from trajpack.agent.ray_life import is_loss, told_by
 from trajpack.agent.ray_worker import RolloutWorker
-from trajpack.agent.runner import EpisodeResult
+from trajpack.agent.runner import EpisodeResult, has_engine_ended
+from trajpack.agent.servers.vllm import VLLMEngine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2, hang_timeout_s=3.0)
@@ -277,3 +287,69 @@ def test_a_worker_that_hangs_is_given_up_and_its_episodes_are_redone(loop, worke
     assert all(result.error is None for result in results)
     assert workers.num_lost == num_lost + 1
     assert workers.num_redone > num_redone
+
+
+def test_workers_that_nobody_keeps_any_more_end_the_run(
+    loop: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def body() -> list[EpisodeResult]:
+        workers = RolloutWorkers(MakeScripted(tmp_path / "notes"), 1, options=OPTIONS)
+        async with workers, asyncio.timeout(60):
+            for keeper in workers._keepers:
+                keeper.cancel()
+            return [result async for result in workers.runner().run(prompts(2))]
+
+    results = loop.run(body())
+    assert results
+    for result in results:
+        assert has_engine_ended(result.error)
+        assert "no rollout worker is left, the last was lost: the task that" in str(result.error)
+
+
+class _Idle:
+    """An engine that replies after half a minute."""
+
+    def __init__(self, *, knows: bool) -> None:
+        self.engine = ScriptedEngine(30.0)
+        if knows:
+            self.check_serving = VLLMEngine("http://127.0.0.1:9").check_serving
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def _worker(engine: _Idle, notes: Path) -> RolloutWorker:
+    @asynccontextmanager
+    async def make(number: int) -> AsyncIterator[Any]:
+        async with engine.engine:
+            yield engine, NotingAgent(notes), RightAnswers()
+
+    return RolloutWorker(make, 0, OPTIONS)
+
+
+def test_an_engine_that_a_worker_has_not_entered_is_an_error_at_its_start(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(20):
+            await _worker(_Idle(knows=True), tmp_path / "notes").start(None)
+
+    with pytest.raises(RuntimeError, match="this VLLMEngine has not been entered: use it within"):
+        asyncio.run(body())
+
+
+def test_a_worker_warns_of_an_engine_that_does_not_reply(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        worker = _worker(_Idle(knows=False), tmp_path / "notes")
+        worker._stopped = asyncio.Event()
+        started = asyncio.get_running_loop().create_future()
+        worker._life = asyncio.create_task(worker._live(started))
+        await started
+        reply = await worker.roll_out(prompts(1)[0])
+        assert reply.error is None
+        await worker.stop()
+
+    run_skipping(body())
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        f"engine _Idle has not replied for {seconds} s" for seconds in (10, 20)
+    ]

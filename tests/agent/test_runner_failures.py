@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.agent.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts
+from trajpack.agent.episode_attempt import Stage, attempt_episode
+from trajpack.agent.episode_watch import Audience
 from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.generation_gate import GenerationGate
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner import Progress, RolloutRunner
+from trajpack.agent.watchdog import Watchdog
 from trajpack.packing.types import Trajectory
 
 
@@ -125,6 +132,73 @@ def test_whatever_is_raised_fails_its_episode_or_ends_the_program(
     errors = asyncio.run(body())
     assert [errors["q0"], errors["q2"]] == [None, None]
     assert isinstance(errors["q1"], EpisodeError)
+
+
+@pytest.mark.parametrize(
+    "raised", [GeneratorExit("by the agent"), BaseExceptionGroup("several", [GeneratorExit()])]
+)
+def test_a_generator_exit_of_an_agent_is_a_failure_like_others(raised: BaseException) -> None:
+    async def leave(prompt: Prompt) -> None:
+        if prompt.id == "q1@0":
+            raise raised
+
+    results = {r.prompt.id: r for r in asyncio.run(collect(TwoTurns(before=leave), prompts(3)))}
+    assert [results[qid].error for qid in ("q0", "q2")] == [None, None]
+    error = results["q1"].error
+    assert isinstance(error, EpisodeError)
+    assert error.cause == "agent"
+    assert error.__cause__ is raised
+
+
+def test_a_generator_exit_of_an_environment_is_its_failure() -> None:
+    class Leaves(NoEnvironment):
+        async def step(self, action: Any) -> Any:
+            raise GeneratorExit
+
+    class Steps(TwoTurns):
+        async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
+            await env.step(None)
+
+    async def body() -> list[str]:
+        async with EchoEngine() as engine:
+            results = RolloutRunner(engine, Steps(), Leaves()).run(prompts(2))
+            return [result.error.cause async for result in results if result.error]
+
+    assert asyncio.run(body()) == ["environment", "environment"]
+
+
+def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    closed: list[str] = []
+
+    async def wait(prompt: Prompt) -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except GeneratorExit:
+            closed.append(prompt.id)
+            raise
+
+    loop = asyncio.new_event_loop()
+    gate = GenerationGate()
+    engine, agent, environment = EchoEngine(), TwoTurns(before=wait), NoEnvironment()
+    watchdog = Watchdog(engine, environment, agent, gate=gate)
+    stage = Stage(engine, agent, environment, Audience(), gate, None, watchdog)
+    task = loop.create_task(attempt_episode(stage, Prompt("q0@0", [1]), "q0", None))
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    with contextlib.suppress(AttributeError):
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    coroutine = task.get_coro()
+    assert coroutine is not None
+    coroutine.close()
+    del task, coroutine
+    gc.collect()
+    assert closed == ["q0@0"]
+    assert unraisable == []
 
 
 def test_what_is_no_list_of_trajectories_is_a_failure() -> None:

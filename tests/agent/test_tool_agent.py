@@ -239,6 +239,64 @@ def test_tools_are_declared_to_the_chat_template() -> None:
     assert declared["function"]["parameters"] == {"type": "object", **NUMBERS}
 
 
+class _IgnoresTools(Characters):
+    name_or_path = "mistral/7B"
+
+    def apply_chat_template(self, messages: Any, *, tools: Any = None, **options: Any) -> str:
+        return super().apply_chat_template(messages, **options)
+
+
+class _HasNoRoleForTools(Characters):
+    def apply_chat_template(self, messages: Any, *, tools: Any = None, **options: Any) -> str:
+        if tools:
+            raise KeyError("tools")
+        return super().apply_chat_template(messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "error"),
+    [
+        (_IgnoresTools(), "the chat template of mistral/7B ignores tools: .* be told of add;"),
+        (_HasNoRoleForTools(), "of _HasNoRoleForTools cannot show tools: KeyError: 'tools'"),
+    ],
+)
+def test_a_template_that_does_not_show_tools_is_refused(tokenizer: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        ToolAgent(SamplingParams(), tokenizer, [tool(max)])
+
+
+def test_a_real_template_that_ignores_tools_is_refused() -> None:
+    _, tokenizer = build_tiny_model()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"the chat template of .* ignores tools"):
+        ToolAgent(SamplingParams(), tokenizer, [tool(max)])
+
+
+def test_prompts_may_declare_tools_themselves() -> None:
+    agent = make()
+    told = ToolAgent(SamplingParams(), _IgnoresTools(), [tool(max)], own_declaration=True)
+    messages = [{"role": "user", "content": "go"}]
+    assert "".join(map(chr, told.prompt_ids(messages))) == PROMPT
+    assert "".join(map(chr, agent.prompt_ids(messages))) == f"<tools>1{END}\n{PROMPT}"
+
+
+def test_an_agent_without_tools_needs_no_template_for_them() -> None:
+    agent = ToolAgent(SamplingParams(), _IgnoresTools(), [])
+    assert "".join(map(chr, agent.prompt_ids([{"role": "user", "content": "go"}]))) == PROMPT
+
+
+def test_the_tiny_models_template_tells_of_each_tool_in_one_system_message() -> None:
+    _, tokenizer = build_tiny_model()
+    agent = ToolAgent(SamplingParams(), tokenizer, [tool(max)])
+    for system in ([], [{"role": "system", "content": "Be brief."}]):
+        messages = [*system, {"role": "user", "content": "go"}]
+        text = tokenizer.decode(agent.prompt_ids(messages))
+        first, second, last = text.split("<|im_end|>\n")
+        assert first.startswith("<|im_start|>system\n" + "Be brief.\n\n" * len(system))
+        assert json.loads(first.splitlines()[-1]) == agent.tools["add"].declaration["function"]
+        assert (second, last) == ("<|im_start|>user\ngo", "<|im_start|>assistant\n")
+
+
 class _HidesCalls(Characters):
     all_special_tokens = (END, "<tool_call>")
 

@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,6 +17,8 @@ from trajpack.packing.adapters.prime_rl import (
 )
 from trajpack.packing.alignment import Alignment
 from trajpack.testing import assert_same_bits
+
+unrewarded = partial(from_training_samples, missing_reward=0.0)
 
 
 class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
@@ -247,33 +250,33 @@ def test_masks_and_routes_come_back_where_they_are_named(as_mapping):
     if not as_mapping:
         samples = [sent(TrainingSample, sample) for sample in samples]
     names = ["sampling_mask", "routed_experts"]
-    given = from_training_samples(samples, fields=names, sampling_mask_width=4)
+    given = unrewarded(samples, fields=names, sampling_mask_width=4)
     again = pack(given, fields=[MASK, routes])
     assert_same_sequences(again, batch)
     for name in names:
         assert_same_bits(again.fields[name], batch.fields[name], name)
     with pytest.raises(ValueError, match="a sampling_mask is there: name it in fields, or take it"):
-        from_training_samples(samples)
+        unrewarded(samples)
     with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 2"):
-        from_training_samples(samples, fields=names, sampling_mask_width=2)
+        unrewarded(samples, fields=names, sampling_mask_width=2)
 
 
 def test_what_a_trajectory_cannot_have_is_refused():
     sample = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
     for key in ("mm_kwargs", "mm_refs", "payload"):
         with pytest.raises(ValueError, match=f"'0': {key} is there, which is not carried"):
-            from_training_samples([sample | {key: {"images": []}}])
-        assert len(from_training_samples([sample | {key: None}])) == 1
+            unrewarded([sample | {key: {"images": []}}])
+        assert len(unrewarded([sample | {key: None}])) == 1
     mask = {"ids": b"", "counts": bytes(8), "logprobs": b""}
     with pytest.raises(ValueError, match="'0': logprobs of a sampling_mask are not carried"):
-        from_training_samples([sample | {"sampling_mask": mask}], fields=["sampling_mask"])
+        unrewarded([sample | {"sampling_mask": mask}], fields=["sampling_mask"])
     for key in sample:
         with pytest.raises(ValueError, match=f"'0': {key} is missing"):
-            from_training_samples([{name: of for name, of in sample.items() if name != key}])
+            unrewarded([{name: of for name, of in sample.items() if name != key}])
     with pytest.raises(ValueError, match="'0': temperatures is missing"):
-        from_training_samples([sample], fields=["temperatures"])
+        unrewarded([sample], fields=["temperatures"])
     with pytest.raises(ValueError, match=r"'0': temperatures must have 2 rows, one for each token"):
-        from_training_samples([sample | {"temperatures": [1.0]}], fields=["temperatures"])
+        unrewarded([sample | {"temperatures": [1.0]}], fields=["temperatures"])
 
 
 def assert_same_sequences(ours, theirs):
@@ -288,7 +291,8 @@ def test_what_comes_back_from_samples_packs_to_the_same_sequences(as_mapping):
     if not as_mapping:
         samples = [sent(TrainingSample, sample) for sample in samples]
     fields = ["temperatures", "ref_logprobs"]
-    back = pack(from_training_samples(samples, fields=fields), device="cpu", fields=FIELDS[:2])
+    trajectories = from_training_samples(samples, fields=fields, missing_reward=0.0)
+    back = pack(trajectories, device="cpu", fields=FIELDS[:2])
     assert_same_sequences(back, batch)
     for name in fields:
         assert_same_bits(back.fields[name], batch.fields[name], name)
@@ -317,7 +321,7 @@ def test_labels_that_samples_lack_are_given():
 def test_turns_come_back_where_tokens_stand_between_them():
     first = some_trajectories()[0]
     batch = pack([first], device="cpu", fields=FIELDS)
-    (back,) = from_training_samples(to_training_samples(batch), ids=["1"])
+    (back,) = from_training_samples(to_training_samples(batch), ids=["1"], rewards=[0.0])
     for ours, theirs in zip(back.turns, first.turns, strict=True):
         assert list(ours.prompt_ids) == list(theirs.prompt_ids)
         assert list(ours.completion_ids) == list(theirs.completion_ids)
@@ -329,9 +333,9 @@ def test_wrong_samples_and_labels_are_refused():
     with pytest.raises(ValueError, match="rewards must be of 1 samples, got 2"):
         from_training_samples([sample], rewards=[1.0, 2.0])
     with pytest.raises(ValueError, match="trajectory 'a': the first token must not be a generated"):
-        from_training_samples([sample | {"mask": [True, True]}], ids=["a"])
+        from_training_samples([sample | {"mask": [True, True]}], ids=["a"], rewards=[1.0])
     with pytest.raises(ValueError, match="trajectory '0': mask must have shape"):
-        from_training_samples([sample | {"mask": [True]}])
+        from_training_samples([sample | {"mask": [True]}], rewards=[1.0])
     batch = some_batch()
     with pytest.raises(ValueError, match="env_names must be of 6 sequences, got 1"):
         to_tensor_micro_batch(batch, env_names=["one"])

@@ -261,9 +261,8 @@ def test_objects_are_read_too_and_all_of_a_response_without_a_mask_is_one_turn()
     assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], True)]
     assert (turn.version_start, turn.version_end, turn.reward) == (7, 8, 0.5)
     assert (trajectory.id, trajectory.group) == ("4_0", "4")
-    (unnumbered,) = from_samples([sample_object(weight_versions=["default"], reward=None)])
+    (unnumbered,) = from_samples([sample_object(weight_versions=["default"])])
     assert unnumbered.turns[0].version_end == 0
-    assert unnumbered.turns[0].reward == 0.0
 
 
 def test_what_is_no_rollout_is_refused():

@@ -1,0 +1,522 @@
+"""What keeps a run waiting, or makes it produce nothing, is said: by an error or in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from tests.agent.chaos_cases import SkippingLoop, run_skipping
+from tests.agent.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts, runner
+from tests.agent.servers.loopback import Loopback, say_vllm
+from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.group_filters import not_all_equal
+from trajpack.agent.protocols import Engine, Observation, Prompt
+from trajpack.agent.ray_workers import RolloutWorkers
+from trajpack.agent.rollout_policy import GroupPolicy, RolloutPolicy, StalenessPolicy
+from trajpack.agent.runner import EpisodeResult, RolloutRunner
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
+from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.transformers_engine import TransformersEngine
+from trajpack.packing.types import Trajectory, Turn
+
+LOGGER = "trajpack.agent"
+
+
+def transformers_engine() -> TransformersEngine:
+    return TransformersEngine(build_tiny_model()[0], num_blocks=64, page_size=16)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith(LOGGER)]
+
+
+# engines that do not serve
+
+
+@asynccontextmanager
+async def _no_worker(number: int) -> AsyncIterator[Any]:
+    yield
+
+
+BUNDLED = {
+    "transformers": transformers_engine,
+    "vllm": lambda: VLLMEngine("http://127.0.0.1:9"),
+    "sglang": lambda: SGLangEngine("http://127.0.0.1:9"),
+    "ray": lambda: RolloutWorkers(_no_worker, 1),
+}
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("kind", BUNDLED)
+def test_an_engine_that_was_never_entered_is_an_error_when_the_run_begins(
+    kind: str, by_group: bool
+) -> None:
+    engine = BUNDLED[kind]()  # type: ignore[operator]
+
+    async def body() -> None:
+        rolling = RolloutRunner(engine, TwoTurns(), NoEnvironment())
+        async with asyncio.timeout(5):
+            await anext(rolling.run_groups(prompts(2)) if by_group else rolling.run(prompts(2)))
+
+    name = type(engine).__name__
+    expected = f"this {name} has not been entered: use it within `async with engine:`"
+    with pytest.raises(RuntimeError, match=expected):
+        asyncio.run(body())
+
+
+async def _left_transformers() -> Engine:
+    async with transformers_engine() as engine:
+        return engine
+
+
+async def _left_server() -> Engine:
+    async with Loopback(say_vllm) as server, VLLMEngine(server.url) as engine:
+        return engine
+
+
+async def _left_workers() -> Engine:
+    workers = RolloutWorkers(_no_worker, 1)
+    await workers.__aexit__()
+    return workers
+
+
+@pytest.mark.parametrize("leave", [_left_transformers, _left_server, _left_workers])
+def test_an_engine_that_was_left_is_an_error_when_the_run_begins(leave: Any) -> None:
+    async def body() -> None:
+        engine = await leave()
+        async with asyncio.timeout(5):
+            await anext(runner(engine, TwoTurns()).run(prompts(2)))
+
+    with pytest.raises(RuntimeError, match=r"the context of this \w+ has ended: use a new"):
+        asyncio.run(body())
+
+
+def test_an_engine_that_was_entered_in_another_event_loop_is_an_error() -> None:
+    async def enter() -> Engine:
+        return await transformers_engine().__aenter__()
+
+    async def body() -> None:
+        async with asyncio.timeout(5):
+            await anext(runner(engine, TwoTurns()).run(prompts(2)))
+
+    engine = asyncio.run(enter())
+    with pytest.raises(RuntimeError, match="was entered in another event loop"):
+        asyncio.run(body())
+    asyncio.run(engine.__aexit__())
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_serving_task_that_has_ended_ends_the_run(
+    place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> list[EpisodeResult]:
+        async with transformers_engine() as engine, asyncio.timeout(5):
+            engine._tasks[place].cancel()
+            return [result async for result in runner(engine, TwoTurns()).run(prompts(2))]
+
+    results = asyncio.run(body())
+    assert results
+    for result in results:
+        assert isinstance(result.error, EngineEndedError)
+        assert "the engine's task was cancelled" in str(result.error)
+    assert "the engine's task was cancelled" in lines(caplog)
+
+
+# engines, environments and agents that do not answer
+
+
+class Slow(EchoEngine):
+    """Answers after some seconds, or never."""
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self.wait_s = wait_s
+
+    def answer(self, item: Observation) -> None:
+        if self.wait_s < 1e9:
+            asyncio.get_running_loop().call_later(self.wait_s, super().answer, item)
+
+
+async def roll(
+    engine: EchoEngine, agent: Any, environment: Any = None, **options: Any
+) -> list[EpisodeResult]:
+    async with engine:
+        rolling = RolloutRunner(engine, agent, environment or NoEnvironment(), **options)
+        return [result async for result in rolling.run(prompts(3))]
+
+
+def test_an_engine_that_does_not_reply_is_named_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    results = run_skipping(roll(Slow(35.0), TwoTurns()))
+    assert all(result.error is None for result in results)
+    said = lines(caplog)
+    assert [line.split(";")[0] for line in said] == [
+        f"engine Slow has not replied for {seconds} s (requests open: 3)" for seconds in (10, 20)
+    ]
+    assert "async with engine:" in said[0]
+
+
+def test_each_run_is_warned_of_silence_anew(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with Slow(15.0) as engine:
+            rolling = runner(engine, TwoTurns())
+            for _ in range(2):
+                assert [result async for result in rolling.run(prompts(1))]
+
+    run_skipping(body())
+    assert len(lines(caplog)) == 2  # of four requests, two in each run
+
+
+def test_an_engine_that_never_replies_is_told_of_more_and_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = RolloutPolicy(episode_timeout_s=3600.0)
+    results = run_skipping(roll(Slow(1e9), TwoTurns(), policy=policy))
+    assert {result.error.cause for result in results if result.error} == {"timeout"}
+    seconds = [int(line.split(" s (")[0].split()[-1]) for line in lines(caplog)[:-1]]
+    assert seconds == [10 * 2**k for k in range(9)]
+    assert lines(caplog)[-1].startswith("all 3 episodes failed, by cause: timeout 3")
+
+
+@pytest.mark.parametrize(("wait_s", "patience_s"), [(9.0, 10.0), (50.0, None), (50.0, 60.0)])
+def test_an_engine_that_is_slow_but_not_too_slow_is_let_be(
+    wait_s: float, patience_s: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RolloutPolicy(silence_warning_s=patience_s)
+    assert len(run_skipping(roll(Slow(wait_s), TwoTurns(), policy=policy))) == 3
+    assert lines(caplog) == []
+
+
+def test_no_patience_is_refused() -> None:
+    with pytest.raises(ValueError, match="silence_warning_s must be positive, got 0"):
+        RolloutPolicy(silence_warning_s=0)
+
+
+class SlowEnvironment(NoEnvironment):
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    async def reset(self) -> None:
+        await asyncio.sleep(25.0 if self.place == "reset" else 0.0)
+
+    async def step(self, action: Any) -> Any:
+        await asyncio.sleep(25.0 if self.place == "step" else 0.0)
+        return await super().step(action)
+
+
+class Steps(TwoTurns):
+    async def collect_trajectory(
+        self, prompt: Prompt, env: Any, requests: Any, replies: Any
+    ) -> Any:
+        await env.reset()
+        await env.step((prompt.id, ["2"]))
+        return await super().collect_trajectory(prompt, env, requests, replies)
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_an_environment_that_does_not_answer_is_named(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = run_skipping(roll(EchoEngine(), Steps(), SlowEnvironment(place)))
+    assert all(result.error is None for result in results)
+    assert [line.split(";")[0] for line in lines(caplog)] == [
+        f"environment SlowEnvironment has not answered for {seconds} s (calls of reset or step "
+        "open: 3)"
+        for seconds in (10, 20)
+    ]
+
+
+class Waits:
+    """Waits for a reply to nothing, or to what somebody else should have put."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def collect_trajectory(
+        self, prompt: Prompt, env: Any, requests: Any, replies: Any
+    ) -> list[Trajectory]:
+        if self.how == "a request that was refused":
+            task = asyncio.create_task(requests.put((f"{prompt.id}-1", [1], None)))
+            with contextlib.suppress(EpisodeError):
+                await task
+        elif self.how == "one reply too many":
+            await requests.put((prompt.id, [1], None))
+            await replies.get()
+        await replies.get()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("how", ["nothing", "one reply too many", "a request that was refused"])
+def test_an_agent_that_waits_for_a_reply_that_cannot_come_is_named(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RolloutPolicy(episode_timeout_s=15.0)
+    results = run_skipping(roll(EchoEngine(), Waits(how), policy=policy))
+    assert {result.error.cause for result in results if result.error} == {"timeout"}
+    first, *_ = lines(caplog)
+    assert first.startswith("agent Waits has done nothing for 10 s in episode q0@0, which has no ")
+
+
+def test_an_event_loop_that_stood_still_is_no_silence_of_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Hops(EchoEngine):
+        """Takes some turns of the event loop for a reply, as what comes over a network does."""
+
+        def answer(self, item: Observation) -> None:
+            asyncio.get_running_loop().call_later(0.1, self.hop, item, 9)
+
+        def hop(self, item: Observation, left: int) -> None:
+            if left:
+                asyncio.get_running_loop().call_soon(self.hop, item, left - 1)
+            else:
+                super().answer(item)
+
+    async def body() -> None:
+        async with Hops() as engine:
+            policy = RolloutPolicy(silence_warning_s=0.5)
+            rolling = asyncio.ensure_future(
+                anext(runner(engine, TwoTurns(), policy=policy).run(prompts(1)))
+            )
+            await asyncio.sleep(0.05)
+            time.sleep(2.0)  # noqa: ASYNC251 - a training step in the way
+            assert (await rolling).error is None
+
+    asyncio.run(body())
+    assert lines(caplog) == []
+
+
+def test_a_pause_is_no_silence(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with Slow(1.0) as engine:
+            rolling = runner(engine, TwoTurns())
+            results = rolling.run(prompts(2))
+            first = asyncio.ensure_future(anext(results))
+            await asyncio.sleep(0.5)
+            async with rolling.paused():
+                await asyncio.sleep(100.0)
+            assert (await first).error is None
+            assert len([result async for result in results]) == 1
+
+    run_skipping(body())
+    assert lines(caplog) == []
+
+
+def test_a_pause_that_waits_for_an_engine_in_vain_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with Slow(1e9) as engine:
+            policy = RolloutPolicy(episode_timeout_s=15.0)
+            rolling = runner(engine, TwoTurns(), policy=policy)
+            async with aclosing(rolling.run(prompts(1))) as results:
+                first = asyncio.ensure_future(anext(results))
+                await asyncio.sleep(0.5)
+                async with rolling.paused(drain=True):
+                    pass
+                await first
+
+    run_skipping(body())
+    assert lines(caplog)[0].startswith("engine Slow has not replied for 10 s")
+
+
+def test_weights_that_do_not_come_are_told_once_nothing_else_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        policy = RolloutPolicy(staleness=StalenessPolicy(max_staleness=0, batch_size=2))
+        async with EchoEngine() as engine:
+            run = runner(engine, TwoTurns(), policy=policy).run(prompts(3))
+            async with aclosing(run) as results:
+                for _ in range(2):
+                    await anext(results)
+                third = asyncio.ensure_future(anext(results))
+                await asyncio.sleep(59.0)
+                assert lines(caplog) == []
+                await asyncio.sleep(2.0)
+                (line,) = lines(caplog)
+                assert line.startswith("no episode may begin for 60 s")
+                assert line.endswith("waits for weights newer than version 0")
+                engine.version = 1
+                assert (await third).error is None
+
+    run_skipping(body())
+    assert len(lines(caplog)) == 1
+
+
+def test_a_run_that_was_left_wants_no_weights(caplog: pytest.LogCaptureFixture) -> None:
+    async def read(engine: EchoEngine) -> None:
+        policy = RolloutPolicy(staleness=StalenessPolicy(max_staleness=0, batch_size=1))
+        async with aclosing(runner(engine, TwoTurns(), policy=policy).run(prompts(2))) as results:
+            async for _ in results:
+                pass
+
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            reading = asyncio.create_task(read(engine))
+            await asyncio.sleep(30.0)
+            reading.cancel()
+            await asyncio.wait({reading})
+            await asyncio.sleep(300.0)
+
+    with asyncio.Runner(loop_factory=lambda: SkippingLoop(20.0)) as skipping:
+        skipping.run(body())
+    assert lines(caplog) == []
+
+
+# requests of another episode
+
+
+class Strays(TwoTurns):
+    def __init__(self, name: Callable[[str], Any], *, at_once: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.at_once = at_once
+
+    async def collect_trajectory(
+        self, prompt: Prompt, env: Any, requests: Any, replies: Any
+    ) -> Any:
+        if prompt.id == "q1@0":
+            request = (self.name(prompt.id), [1], None)
+            requests.put_nowait(request) if self.at_once else await requests.put(request)
+            await replies.get()
+        return await super().collect_trajectory(prompt, env, requests, replies)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("name", ["q0@0", "q1", "q1@0-1", "q1@1", 7, None])
+def test_a_request_with_another_qid_fails_its_episode_alone(name: Any, at_once: bool) -> None:
+    agent = Strays(lambda _: name, at_once=at_once)
+    results = {r.qid: r for r in run_skipping(roll(EchoEngine(), agent))}
+    assert [results[qid].error for qid in ("q0@0", "q2@0")] == [None, None]
+    error = results["q1@0"].error
+    assert isinstance(error, EpisodeError)
+    assert error.cause == "agent"
+    assert str(error) == (
+        f"episode 'q1@0': the agent put a request with the qid {name!r}: it must be its prompt's "
+        "id, 'q1@0'"
+    )
+
+
+# runs that give nothing
+
+
+def failing(cause: str | None = None) -> TwoTurns:
+    async def fail(prompt: Prompt) -> None:
+        if cause is None or prompt.id.endswith("@0"):
+            raise ZeroDivisionError("no such luck\nforged line")
+
+    return TwoTurns(before=fail)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_a_run_in_which_all_has_failed_says_so_once(
+    by_group: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            rolling = runner(engine, failing(), group_size=2)
+            run = rolling.run_groups(prompts(3)) if by_group else rolling.run(prompts(3))
+            async for _ in run:
+                assert lines(caplog) == []
+
+    asyncio.run(body())
+    (line,) = lines(caplog)
+    assert caplog.records[-1].levelno == logging.ERROR
+    assert line == (
+        "all 6 episodes failed, by cause: agent 6; the first: episode 'q0@0': ZeroDivisionError: "
+        "no such luck\\nforged line; see result.error of each, and its __cause__"
+    )
+
+
+def test_a_run_without_an_end_in_which_all_fails_says_so_early(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            endless = (Prompt(f"q{k}", [k]) for k in itertools.count())
+            async with aclosing(runner(engine, failing()).run(endless)) as results:
+                for _ in range(250):
+                    await anext(results)
+
+    asyncio.run(body())
+    (line,) = lines(caplog)
+    assert line.startswith("all 100 episodes failed, by cause: agent 100; the first: ")
+
+
+def test_a_run_in_which_some_have_failed_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(collect(failing("some"), prompts(3), group_size=2))
+    assert lines(caplog) == []
+
+
+def test_a_run_whose_episodes_were_finished_before_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asyncio.run(collect(TwoTurns(), prompts(2), finished=["q0@0", "q1@0"]))
+    assert lines(caplog) == []
+
+
+def test_a_run_without_prompts_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    once = iter(prompts(2))
+    asyncio.run(collect(TwoTurns(), once))
+    assert lines(caplog) == []
+    asyncio.run(collect(TwoTurns(), once))
+    assert lines(caplog) == ["the run was given no prompts: is their iterator used up?"]
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_a_run_that_was_stopped_says_nothing(drain: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            rolling = runner(engine, TwoTurns(before=lambda _: asyncio.sleep(0.01)))
+            results = rolling.run(prompts(3))
+            first = asyncio.ensure_future(anext(results))
+            await asyncio.sleep(0)
+            rolling.stop(drain=drain)
+            with contextlib.suppress(StopAsyncIteration):
+                await first
+            async for _ in results:
+                pass
+
+    asyncio.run(body())
+    assert lines(caplog) == []
+
+
+def test_a_run_of_which_all_groups_are_rejected_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        policy = RolloutPolicy(groups=GroupPolicy(filters=[not_all_equal]))
+        async with EchoEngine() as engine:
+            rolling = runner(engine, TwoTurns(), group_size=2, policy=policy)
+            assert len([group async for group in rolling.run_groups(prompts(3))]) == 3
+
+    asyncio.run(body())
+    (line,) = lines(caplog)
+    assert line.startswith("all 3 groups were rejected: filtered: ")
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_run_in_which_all_earn_the_same_informs(
+    differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Earns:
+        async def collect_trajectory(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
+            reward = float(differs and prompt.id == "q2@1")
+            return [Trajectory(prompt.id, [Turn([1], [2], [-1.0], reward)])]
+
+    with caplog.at_level(logging.INFO, LOGGER):
+        asyncio.run(collect(Earns(), prompts(3), group_size=2))
+    assert [line.split(":")[0] for line in lines(caplog)] == (
+        [] if differs else ["all 6 episodes without an error earned the same reward, 0"]
+    )

@@ -1,0 +1,111 @@
+"""A rollout that comes without rewards is refused, unless the caller names the reward it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trajpack import Trajectory, Turn, pack
+from trajpack.packing.adapters import areal, prime_rl, skyrl, slime, verl
+
+TURNS = [Turn([1, 2], [3], [-1.0]), Turn([1, 2, 3, 4], [5], [-1.0], 2.5)]
+
+
+def batch() -> Any:
+    turns = TURNS
+    return pack([Trajectory("a", turns, group="g"), Trajectory("b", turns, group="g")])
+
+
+def without(given: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in keys}
+
+
+def proto(*keys: str) -> dict[str, Any]:
+    found = verl.to_data_proto_dict(batch())
+    return found | {"tensors": without(found["tensors"], *keys)}
+
+
+OUTPUT = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4, 5],
+    "response_mask": [1, 0, 1],
+    "response_logprobs": [-1.0, 0.0, -1.0],
+}
+SAMPLES = slime.to_samples(batch())
+TRAIN = slime.to_train_data(batch())
+GENERATED = skyrl.to_generator_output(batch(), rewards="rows")
+PRIME = prime_rl.to_training_samples(batch())
+MISSING = [
+    pytest.param(
+        areal.from_padded_dict, without(areal.to_padded_dict(batch()), "rewards"), "rewards",
+        id="areal",
+    ),
+    pytest.param(
+        areal.from_padded_dict,
+        [areal.to_padded_dict(batch()), areal.to_padded_dict(batch()) | {"rewards": None}],
+        "rewards", id="areal, one of two",
+    ),
+    pytest.param(
+        verl.from_data_proto, proto("rm_scores"), "token_level_scores or rm_scores", id="verl"
+    ),
+    pytest.param(verl.from_agent_loop_outputs, [OUTPUT], "reward_score", id="agent loop"),
+    pytest.param(
+        verl.from_agent_loop_outputs,
+        [OUTPUT | {"reward_score": 1.0}, OUTPUT | {"reward_score": None}],
+        "reward_score", id="agent loop, one of two",
+    ),
+    pytest.param(
+        slime.from_samples, [SAMPLES[0], without(SAMPLES[1], "reward")], "reward", id="slime"
+    ),
+    pytest.param(
+        slime.from_samples, [SAMPLES[0] | {"reward": None}], "reward", id="slime, none"
+    ),
+    pytest.param(
+        slime.from_train_data, TRAIN | {"raw_reward": [1.0, None]}, "raw_reward", id="slime, train"
+    ),
+    pytest.param(prime_rl.from_training_samples, PRIME, "the argument rewards", id="prime-rl"),
+    pytest.param(
+        skyrl.from_generator_output, GENERATED | {"rewards": [1.0, None]}, r"rewards\[1\]",
+        id="skyrl",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "given", "expected"), MISSING)
+def test_missing_rewards_are_refused_and_what_is_expected_is_named(
+    read: Any, given: Any, expected: str
+) -> None:
+    with pytest.raises(
+        ValueError, match=rf"is missing, expected .*{expected}.*missing_reward=0\.0"
+    ):
+        read(given)
+
+
+@pytest.mark.parametrize(("read", "given", "expected"), MISSING)
+def test_a_caller_may_say_what_a_missing_reward_is(read: Any, given: Any, expected: str) -> None:
+    *_, last = read(given, missing_reward=-0.5)
+    assert [turn.reward for turn in last.turns] == [0.0, -0.5]
+    *_, last = read(given, missing_reward=0.0)
+    assert [turn.reward for turn in last.turns] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        pytest.param(areal.from_padded_dict, areal.to_padded_dict(batch()), id="areal"),
+        pytest.param(verl.from_data_proto, proto(), id="verl"),
+        pytest.param(verl.from_agent_loop_outputs, [OUTPUT | {"reward_score": 0.0}], id="loop"),
+        pytest.param(slime.from_samples, SAMPLES, id="slime"),
+        pytest.param(slime.from_train_data, TRAIN, id="slime, train"),
+        pytest.param(skyrl.from_generator_output, GENERATED, id="skyrl"),
+        pytest.param(prime_rl.from_training_samples, [], id="prime-rl, none"),
+    ],
+)
+def test_rewards_that_are_there_are_not_replaced(read: Any, given: Any) -> None:
+    assert read(given, missing_reward=9.0) == read(given)
+
+
+def test_what_is_no_number_is_refused() -> None:
+    with pytest.raises(TypeError, match="missing_reward must be a number"):
+        verl.from_agent_loop_outputs([OUTPUT], missing_reward="0")  # type: ignore[arg-type]

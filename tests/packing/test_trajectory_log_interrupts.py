@@ -1,0 +1,194 @@
+"""A signal handler that raises inside any method of a log loses nothing and locks nobody out."""
+
+import dis
+import itertools
+import random
+import signal
+import statistics
+import sys
+import time
+
+import pytest
+
+from tests.packing.log_cases import BY_HAND, read, turn
+from trajpack import Trajectory
+from trajpack.packing import log_writer, trajectory_log
+from trajpack.packing.log_options import LogOptions
+from trajpack.packing.trajectory_log import TrajectoryLog
+
+SMALL = [Trajectory("a", [turn()])]
+FILES = {log_writer.__file__, trajectory_log.__file__}
+ROOM_FOR_TWO = LogOptions(max_pending_bytes=800, flush_seconds=3600)
+
+
+class Stop(BaseException):
+    """Raised by the handler."""
+
+
+class InterruptedAt:
+    """Raises where the interpreter looks for signals: after calls, in loops, before a lock.
+
+    It counts these moments in the log's own files, and raises in the one of the given number.
+    """
+
+    def __init__(self, moment):
+        self.left = moment
+        self.is_over = False
+        self._before = {}
+
+    def __enter__(self):
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _enter(self, frame, event, _):
+        if frame.f_code.co_filename not in FILES or self.is_over:
+            return None
+        frame.f_trace_opcodes = True
+        self._before[id(frame)] = ""
+        return self._look
+
+    def _look(self, frame, event, _):
+        if event != "opcode" or self.is_over:
+            return self._look
+        code = frame.f_code.co_code
+        now = dis.opname[code[frame.f_lasti]]
+        before, self._before[id(frame)] = self._before[id(frame)], now
+        is_asked = before.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+        if is_asked or now == "BEFORE_WITH":
+            self.left -= 1
+            if self.left < 0:
+                self.is_over = True
+                raise Stop
+        return self._look
+
+
+def moments(work):
+    """Call ``work`` with a context that raises at the first moment, the second, up to the last."""
+    for moment in itertools.count():
+        interruption = InterruptedAt(moment)
+        work(moment, interruption)
+        if not interruption.is_over:
+            assert moment > 5
+            return
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("options", [BY_HAND, ROOM_FOR_TWO], ids=["room", "none"])
+def test_an_append_that_is_interrupted_is_in_the_log_or_not(tmp_path, options):
+    log = TrajectoryLog.open(tmp_path, options=options)
+    log.append("failed", [], error="once")
+
+    def work(moment, interruption):
+        for name in (f"e{moment}", "failed" if moment == 20 else f"f{moment}"):
+            try:
+                with interruption:
+                    log.append(name, SMALL)
+            except Stop:
+                continue
+            assert name in log
+        log.append(f"after{moment}", SMALL)
+
+    moments(work)
+    assert_whole(log, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_flush_that_is_interrupted_leaves_the_log_as_good_as_before(tmp_path):
+    log = TrajectoryLog.open(tmp_path, options=BY_HAND)
+
+    def work(moment, interruption):
+        log.append(f"e{moment}", SMALL)
+        try:
+            with interruption:
+                log.flush()
+        except Stop:
+            pass
+        log.append(f"f{moment}", SMALL)
+        log.flush()
+        assert not log.num_pending
+
+    moments(work)
+    assert_whole(log, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_close_that_is_interrupted_can_be_repeated(tmp_path):
+    def work(moment, interruption):
+        folder = tmp_path / str(moment)
+        log = TrajectoryLog.open(folder, options=BY_HAND)
+        log.append("e", SMALL)
+        try:
+            with interruption:
+                log.close()
+        except Stop:
+            pass
+        assert_whole(log, folder)
+
+    moments(work)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")
+@pytest.mark.timeout(300)
+def test_an_open_that_is_interrupted_locks_nobody_out(tmp_path):
+    def work(moment, interruption):
+        folder = tmp_path / str(moment)
+        log = None
+        try:
+            with interruption:
+                log = TrajectoryLog.open(folder, options=BY_HAND)
+        except Stop:
+            assert log is None
+        else:
+            log.close()
+        with TrajectoryLog.open(folder) as log:
+            log.append("e", SMALL)
+        assert len(read(folder)) == 1
+
+    moments(work)
+
+
+def assert_whole(log, folder):
+    """Raise unless a log can be closed, and then holds all that it names."""
+    names = log.episodes
+    log.close()
+    with TrajectoryLog.open(folder, options=BY_HAND) as again:
+        assert again.episodes == names
+        again.append("at last", SMALL)
+    assert {one.episode for one in read(folder)} == {*names, "at last"}
+
+
+@pytest.mark.attack
+@pytest.mark.timeout(600)
+def test_signals_at_random_moments_lose_no_episode(tmp_path, tries):
+    def handler(*_):
+        raise Stop
+
+    def seconds(work):
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    rng, before = random.Random(0), signal.signal(signal.SIGALRM, handler)
+    options = LogOptions(segment_episodes=50, max_pending_bytes=100_000, flush_seconds=0.01)
+    log, interrupted, names = TrajectoryLog.open(tmp_path, options=options), 0, itertools.count()
+    try:
+        usual = statistics.median(
+            seconds(lambda name=f"warm{number}": log.append(name, SMALL)) for number in range(50)
+        )
+        while interrupted < tries(10015):
+            name, delay = f"e{next(names)}", rng.uniform(0.1, 1.2) * usual
+            work = log.flush if rng.random() < 0.02 else lambda name=name: log.append(name, SMALL)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
+                work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Stop:
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    log.flush()
+    assert_whole(log, tmp_path)

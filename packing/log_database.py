@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import struct
+import threading
 import uuid
 import warnings
 import zlib
@@ -46,6 +47,7 @@ _PRAGMAS = (
     "cell_size_check = ON",
     "trusted_schema = OFF",
     "mmap_size = 0",
+    "fullfsync = ON",  # where fsync alone leaves it to the disk, as on macOS
 )
 _TABLES = {
     "log": "CREATE TABLE log (num_episodes INTEGER NOT NULL, checksum INTEGER NOT NULL, "
@@ -122,21 +124,16 @@ class State(NamedTuple):
     checksum: int
     """CRC-32 of the log's description and of all rows of ``episodes``, in order."""
 
-    def extended(self, entries: Iterable[Entry]) -> State:
+    def extended(self, entries: Sequence[Entry]) -> State:
         """Return the state after these entries were appended.
 
         Raises:
-            DamagedLogError: If a value is of the wrong type.
+            struct.error, TypeError: If a value is of the wrong type.
         """
-        num_episodes, checksum = self
+        checksum, pack, crc32 = self.checksum, _NUMBERS.pack, zlib.crc32
         for number, name, *numbers in entries:
-            try:
-                row = _NUMBERS.pack(number, len(name), *numbers)
-                checksum = zlib.crc32(name, zlib.crc32(row, checksum))
-            except (struct.error, TypeError) as error:
-                raise DamagedLogError(f"row {num_episodes} is no entry: {error}") from error
-            num_episodes += 1
-        return State(num_episodes, checksum)
+            checksum = crc32(name, crc32(pack(number, len(name), *numbers), checksum))
+        return State(self.num_episodes + len(entries), checksum)
 
 
 class LogFile:
@@ -162,12 +159,12 @@ class LogFile:
         self._described: bytes | None = None
         with self._connection() as db:
             db.execute("BEGIN")
-            described, self.state, num_sessions = self._read_header(db)
+            described, self.state = self._read_header(db)
+            self._session = self._num_tables(db) + 1
             self._identity = os.stat(path)
             if to_append:
                 self._check_structure(db)
         self._described = described
-        self._session = num_sessions + 1
         self.fields = declared_fields(path, described)
         """Extra per-token fields of every turn."""
         self.start = State(0, zlib.crc32(described))
@@ -220,24 +217,29 @@ class LogFile:
                 unfinished.unlink(missing_ok=True)
             raise
 
-    def entries(self, begin: int, end: int) -> Iterator[list[Entry]]:
-        """Yield the entries of episodes ``[begin, end)``, some thousand at a time.
+    def entries(self, state: State, end: int) -> Iterator[tuple[list[Entry], State]]:
+        """Yield the entries of episodes from ``state`` to ``end``, and the states behind them.
 
         Raises:
             DamagedLogError: If one is missing or no entry.
         """
         columns = ", ".join(Entry._fields)
-        query = f"SELECT {columns} FROM episodes WHERE number >= ? AND number < ? ORDER BY number"
-        for first in range(begin, end, _BATCH_ENTRIES):
-            numbers = range(first, min(first + _BATCH_ENTRIES, end))
+        query = f"SELECT {columns} FROM episodes WHERE number >= ? ORDER BY number LIMIT ?"
+        while state.num_episodes < end:
+            numbers = range(state.num_episodes, min(state.num_episodes + _BATCH_ENTRIES, end))
             with self._connection() as db:
-                found = db.execute(query, (numbers.start, numbers.stop)).fetchall()
-            if [row[0] for row in found] != list(numbers) or not all(map(_is_entry, found)):
+                found = db.execute(query, (numbers.start, len(numbers))).fetchall()
+            entries = [Entry(*row) for row in found]
+            try:
+                state = state.extended(entries)
+                names = [entry.text for entry in entries]  # noqa: F841 - which are texts
+            except (struct.error, TypeError, UnicodeDecodeError) as error:
+                raise DamagedLogError(f"{self.path} is damaged: {error} among its rows") from error
+            if [entry.number for entry in entries] != list(numbers):
                 raise DamagedLogError(
-                    f"{self.path} is damaged: of its rows {first} to {numbers[-1]} one is missing "
-                    "or has a value of a wrong type"
+                    f"{self.path} is damaged: a row behind {numbers[0]} is missing"
                 )
-            yield [Entry(*row) for row in found]
+            yield entries, state
 
     def rows(
         self, entries: Iterable[Entry]
@@ -261,7 +263,7 @@ class LogFile:
             DamagedLogError: If one is not as it was written.
         """
         EpisodeIndex.read(self, "raise")
-        for entries in self.entries(0, self.state.num_episodes):
+        for entries, _ in self.entries(self.start, self.state.num_episodes):
             for _, row in self.rows(entries):
                 if isinstance(row, DamagedLogError):
                     raise row
@@ -292,14 +294,14 @@ class LogFile:
             if not os.path.samestat(os.stat(self.path), self._identity):
                 raise LogInUseError(f"log {self.path} was replaced by another file")
             db.execute("BEGIN IMMEDIATE")
-            _, state, num_sessions = self._read_header(db)
+            _, state = self._read_header(db)
             if state not in (before, after):
                 raise LogInUseError(
                     f"another writer has appended to log {self.path}: it has "
                     f"{state.num_episodes} rows, expected {before.num_episodes}"
                 )
             if state != after:
-                if num_sessions < self._session:
+                if self._num_tables(db) < self._session:
                     db.execute(_CONTENTS.format(self._session))
                 contents = [content for _, content in episodes]
                 _insert(db, list(zip(entries, contents, strict=True)))
@@ -326,49 +328,65 @@ class LogFile:
             (mode,) = db.execute("PRAGMA journal_mode = TRUNCATE").fetchone()
             if mode != b"truncate":
                 raise OSError(errno.EBUSY, f"its journal mode is {mode!r}", str(self.path))
-            if self._described is not None:
-                (described,) = db.execute("SELECT described FROM log").fetchone()
-                if described != self._described:
-                    raise OSError(errno.ESTALE, "another log lies at its path", str(self.path))
+            self._num_tables(db)
+            described = db.execute("SELECT described FROM log").fetchone()
+            if self._described is not None and described != (self._described,):
+                raise OSError(errno.ESTALE, "another log lies at its path", str(self.path))
             yield db
 
-    def _read_header(self, db: sqlite3.Connection) -> tuple[bytes, State, int]:
-        """Check what SQLite trusts blindly; return description, state and number of sessions."""
+    def _num_tables(self, db: sqlite3.Connection) -> int:
+        """Check that the file is a log of this form; return how many tables of contents it has.
 
-        def pragma(name: str) -> Any:
-            return db.execute(f"PRAGMA {name}").fetchone()[0]
-
-        version, name = pragma("user_version"), f"{self.path} is damaged or no log"
-        if pragma("application_id") != _APPLICATION_ID:
-            raise DamagedLogError(f"{name}: its application_id is {pragma('application_id'):#x}")
-        rows = db.execute("SELECT num_episodes, checksum, described FROM log").fetchall()
-        if len(rows) != 1:
-            raise DamagedLogError(f"{name}: its table log has {len(rows)} rows")
-        *numbers, described = rows[0]
-        _check_version(self.path, version, described)
+        Nothing else may be asked of it before: a table might be a view that never ends.
+        """
+        application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
+        name = f"{self.path} is damaged or no log"
+        if application != _APPLICATION_ID:
+            raise DamagedLogError(f"{name}: its application_id is {application:#x}")
         found = db.execute("SELECT name, tbl_name, sql FROM sqlite_master").fetchall()
-        num_sessions = len(found) - len(_TABLES)
-        tables = _TABLES | {
-            f"contents_{n}": _CONTENTS.format(n) for n in range(1, num_sessions + 1)
-        }
+        if version != SCHEMA_VERSION:
+            self._refuse_version(db, version, found)
+        num_tables = len(found) - len(_TABLES)
+        tables = _TABLES | {f"contents_{n}": _CONTENTS.format(n) for n in range(1, num_tables + 1)}
         if set(found) != {(t.encode(), t.encode(), sql.encode()) for t, sql in tables.items()}:
             raise DamagedLogError(f"{name}: its tables are not those of a log")
+        return num_tables
+
+    def _refuse_version(self, db: sqlite3.Connection, version: int, found: Sequence[Any]) -> None:
+        """Raise for a later release if the log says so in two places, else for a changed bit."""
+        told = None
+        if any(sql.startswith(b"CREATE TABLE log (") for *_, sql in found if sql is not None):
+            with suppress(KeyError, TypeError, ValueError, RecursionError):
+                told = json.loads(*db.execute("SELECT described FROM log").fetchone())
+                told = told["schema_version"]
+        if told != version:
+            raise DamagedLogError(f"{self.path} is damaged: its version is {version}, not {told!r}")
+        raise ValueError(
+            f"{self.path} has schema version {version}, this release reads version {SCHEMA_VERSION}"
+        )
+
+    def _read_header(self, db: sqlite3.Connection) -> tuple[bytes, State]:
+        """Check what SQLite trusts blindly; return description and state of the log."""
+        rows = db.execute("SELECT described, num_episodes, checksum FROM log LIMIT 2").fetchall()
+        if len(rows) != 1 or [type(value) for value in rows[0]] != [bytes, int, int]:
+            raise DamagedLogError(f"{self.path} is damaged: its table log makes no sense")
+        described, state = rows[0][0], State(*rows[0][1:])
         # a page that SQLite takes for free, or for its own, is written over
-        size, used = os.stat(self.path).st_size, pragma("page_count") * pragma("page_size")
+        size = os.stat(self.path).st_size
+        used = _pragma(db, "page_count") * _pragma(db, "page_size")
         if size != used:
             raise DamagedLogError(f"{self.path} is damaged: {size} bytes instead of {used}")
-        if pragma("freelist_count") or pragma("auto_vacuum"):
-            raise DamagedLogError(f"{name}: its header names free pages")
-        if any(type(number) is not int for number in numbers):
-            raise DamagedLogError(f"{name}: its table log holds {numbers}")
-        state = State(*numbers)
+        if _pragma(db, "freelist_count") or _pragma(db, "auto_vacuum"):
+            raise DamagedLogError(f"{self.path} is damaged: its header names free pages")
         ends = tuple(  # one by one: so each is looked up in the index, and not all rows are read
             db.execute(f"SELECT {end}(number) FROM episodes").fetchone()[0]
             for end in ("min", "max")
         )
         if ends != ((0, state.num_episodes - 1) if state.num_episodes else (None, None)):
-            raise DamagedLogError(f"{name}: it has rows {ends} of {state.num_episodes} episodes")
-        return described, state, num_sessions
+            raise DamagedLogError(
+                f"{self.path} is damaged: rows {ends} of {state.num_episodes} are there"
+            )
+        return described, state
 
     def _check_structure(self, db: sqlite3.Connection) -> None:
         """Check every page that an append may change: those of all tables but old contents."""
@@ -380,10 +398,14 @@ class LogFile:
 
     def _content(self, db: sqlite3.Connection, entry: Entry) -> Any:
         """Return the content of an episode, ``None`` if there is none, or a `DamagedLogError`."""
-        query = f"SELECT content FROM contents_{int(entry.session)} WHERE number = ?"
+        # one that is longer than its row says is not read: it might be as long as the file
+        query = (
+            "SELECT CASE length(content) WHEN ? THEN content END "
+            f"FROM contents_{entry.session} WHERE number = ?"
+        )
         try:
             with _translated(self.path):
-                row = db.execute(query, (entry.number,)).fetchone()
+                row = db.execute(query, (entry.num_bytes, entry.number)).fetchone()
         except DamagedLogError as error:
             return error
         return None if row is None else row[0]
@@ -403,25 +425,22 @@ class LogFile:
 
 
 class EpisodeIndex:
-    """Names and counts of the episodes in a log, and which of its rows count.
+    """Names and counts of the episodes in a log.
 
     Of several rows with one name the last one counts, but a failure never replaces a success.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: LogFile) -> None:
+        self._file = file
+        self._changing = threading.Lock()
         self.finished: dict[str, int] = {}
         """Row of each episode that succeeded, by name."""
         self.failed: dict[str, int] = {}
         """Row of each episode that failed, by name."""
-        self.num_rows = 0
-        """Rows of the log, also of those that do not count."""
+        self._num_rows = 0
         self.num_trajectories = 0
         self.num_turns = 0
         self.num_tokens = 0
-        self._superseded: dict[int, int] = {}
-        """Row that took the place of a row."""
-        self._lost: set[int] = set()
-        """Rows that are skipped since their content is damaged."""
 
     @classmethod
     def read(cls, file: LogFile, damaged: Damaged) -> EpisodeIndex:
@@ -435,72 +454,57 @@ class EpisodeIndex:
         Raises:
             DamagedLogError: If the table ``episodes`` is not as it was written.
         """
-        index, state, replaced = cls(), file.start, list[int]()
-        faults = list[DamagedLogError]()
-        for entries in file.entries(0, file.state.num_episodes):
-            state = state.extended(entries)
+        index, faults, state = cls(file), dict[int, DamagedLogError](), file.start
+        for entries, state in file.entries(file.start, file.state.num_episodes):  # noqa: B007
             for entry, row in file.rows(entries if damaged == "skip" else ()):
                 if isinstance(row, DamagedLogError):
-                    index._lost.add(entry.number)
-                    faults.append(row)
-            good = [entry for entry in entries if entry.number not in index._lost]
-            replaced += [old for entry in good if (old := index.add(entry)) is not None]
-            index.num_rows = state.num_episodes
+                    faults[entry.number] = row
+            for entry in entries:
+                if entry.number not in faults:
+                    index.add(entry)
+        index._num_rows = state.num_episodes
         if state != file.state:
             raise DamagedLogError(f"{file.path} is damaged: its rows have another checksum")
-        for fault in faults:
+        for fault in faults.values():
             warnings.warn(f"1 episode skipped: {fault}", stacklevel=4)
-        for number in replaced:
-            for (entry,) in file.entries(number, number + 1):
-                index._count(entry, -1)
         return index
 
-    def add(self, entry: Entry) -> int | None:
-        """Add a row behind the others; return the row of a success that it takes the place of."""
+    def add(self, entry: Entry) -> None:
+        """Add a row behind the others; a row that is there already is not added again."""
         name, number = entry.text, entry.number
         old = self.finished.get(name)
-        if old is not None and entry.failed:
-            self._superseded[number] = number
-        elif old is not None:
-            self._superseded[old] = number
-            self.finished[name] = number
-        else:
-            if name in self.failed:
-                self._superseded[self.failed[name]] = number
+        if number in (old, self.failed.get(name)):
+            return
+        with self._changing:
+            self._num_rows = number + 1
+            if old is not None and entry.failed:
+                return
             if entry.failed:
                 self.failed[name] = number
             else:
-                self.finished[name] = number  # before it leaves the others: it is always in one
+                self.finished[name] = number  # before it leaves `failed`: it is always in one
                 self.failed.pop(name, None)
         self._count(entry, 1)
-        self.num_rows = number + 1
-        return None if entry.failed else old
+        if old is not None:  # damaged, skipped and logged again
+            ((replaced,), _) = next(self._file.entries(State(old, 0), old + 1))
+            self._count(replaced, -1)
+
+    def counting(self) -> tuple[int, set[int]]:
+        """Return the number of rows of the log, and those of them that count."""
+        with self._changing:
+            return self._num_rows, {*self.failed.values(), *self.finished.values()}
 
     def lose(self, entry: Entry) -> None:
         """Forget a row whose content is damaged."""
         for names in (self.finished, self.failed):
             if names.get(entry.text) == entry.number:
                 del names[entry.text]
-        self._lost.add(entry.number)
-        self._count(entry, -1)
-
-    def counts(self, number: int, num_rows: int) -> bool:
-        """Tell whether a row counts among the first ``num_rows`` of the log."""
-        return number not in self._lost and self._superseded.get(number, num_rows) >= num_rows
+                self._count(entry, -1)
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.num_trajectories += sign * entry.num_trajectories
         self.num_turns += sign * entry.num_turns
         self.num_tokens += sign * entry.num_tokens
-
-
-def _is_entry(row: Sequence[Any]) -> bool:
-    _, name, *numbers = row
-    try:
-        decoded_text(name)
-    except (AttributeError, UnicodeDecodeError):
-        return False
-    return all(type(number) is int for number in numbers)
 
 
 def _insert(db: sqlite3.Connection, episodes: Sequence[tuple[Entry, bytes]]) -> None:
@@ -537,20 +541,6 @@ def _described(fields: Sequence[TokenField]) -> bytes:
     return json.dumps(described).encode()
 
 
-def _check_version(path: Path, version: Any, described: Any) -> None:
-    """Raise unless this release wrote the log, or an earlier one in the same form."""
-    try:
-        told = json.loads(described)["schema_version"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedLogError(f"{path} does not say what it holds: {error!r}") from error
-    if version != told:
-        raise DamagedLogError(f"{path} is damaged: its versions are {version} and {told!r}")
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema version {version}, this release reads version {SCHEMA_VERSION}"
-        )
-
-
 def declared_fields(path: Path, described: bytes) -> tuple[TokenField, ...]:
     """Return the extra fields of a log, from what it says of itself."""
     try:
@@ -558,8 +548,12 @@ def declared_fields(path: Path, described: bytes) -> tuple[TokenField, ...]:
         if told["format"] != FORMAT:
             raise ValueError(f"its format is {told['format']!r}")
         return check_fields(TokenField.from_json(field) for field in told["fields"])
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise DamagedLogError(f"{path} does not say what it holds: {error}") from error
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> Any:
+    return db.execute(f"PRAGMA {name}").fetchone()[0]
 
 
 def _check_journal(path: Path) -> None:

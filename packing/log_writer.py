@@ -129,7 +129,7 @@ class LogWriter:
         if self._has_ended or not self.is_ours:
             return
         if _held_back or threading.current_thread() is self._thread:
-            self._inbox.put((None, True))  # garbage is collected there, where no one can wait
+            self._inbox.put((None, True))  # called by the garbage collector, which may not wait
             return
         self._raise(self._ask(close=True))
 
@@ -167,7 +167,7 @@ class LogWriter:
                 if closing:
                     with self._changing:
                         self.is_closed = True
-                if asked or self._seconds_left() <= 0:
+                if asked or closing or self._seconds_left() <= 0:
                     self._write_all()
                 while asked and not closing:
                     asked.pop().put(self._failure)
@@ -180,13 +180,14 @@ class LogWriter:
             self.is_closed = True
             failure = self._failure if self.pending else None
             self.pending.clear()
+            self._num_bytes = 0
         self._lock.close()
         self._has_ended = True
         self._wait(asked)
         for reply in asked:
             reply.put(failure)
         if failure is not None and not asked:
-            raise failure  # no one else says it
+            raise failure  # to threading.excepthook, since no caller waits
 
     def _wait(self, asked: list[Reply]) -> bool:
         """Sleep until there may be something to do; return whether to close."""
@@ -260,14 +261,14 @@ class LogWriter:
                     f"log {self._folder} may have another writer: {error}"
                 ) from error
             written = [(one.entry, one.content) for one in batch]
-            self._state, entries = self._file.append(self._state, written)
+            state, entries = self._file.append(self._state, written)
             with self._changing:
                 for one, entry in zip(batch, entries, strict=True):
-                    self._index.add(entry)  # before it leaves the others: it is always in one
+                    self._index.add(entry)  # before it leaves `pending`: it is always in one
                     if self.pending.get(one.name) is one:
                         del self.pending[one.name]
                 self._num_bytes = sum(len(one.content) for one in self.pending.values())
-                self._batch = []
+                self._state, self._batch = state, []  # together: else it would be written twice
 
 
 _writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()

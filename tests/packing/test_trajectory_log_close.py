@@ -21,7 +21,7 @@ import pytest
 from tests.packing.log_cases import BY_HAND, assert_holds, episode, read, turn, wait_until, write
 from tests.packing.sqlite_calls import SQLiteCalls, needs_sqlite_calls
 from trajpack import Trajectory
-from trajpack.packing.log_database import LogFile
+from trajpack.packing.log_database import EpisodeIndex, LogFile
 from trajpack.packing.log_options import LogInUseError, LogOptions
 from trajpack.packing.trajectory_log import TrajectoryLog
 
@@ -74,6 +74,48 @@ def test_a_forgotten_log_that_its_own_thread_collects_is_written_first(tmp_path,
         gc.enable()
     assert_holds(tmp_path, [0, 1])
     TrajectoryLog.open(tmp_path).close()
+
+
+@pytest.mark.parametrize("who", ["a fork", "its own thread"])
+def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path, monkeypatch, who):
+    log = TrajectoryLog.open(tmp_path, options=BY_HAND)
+    log.append("e0", [episode(0)])
+    writer = log._writer
+    if who == "a fork":
+        monkeypatch.setattr("trajpack.packing.log_writer._held_back", [writer])
+    else:
+        monkeypatch.setattr(writer, "_thread", threading.current_thread())
+    del log  # which does not wait
+    wait_until(lambda: writer._has_ended)
+    assert_holds(tmp_path, [0])
+    TrajectoryLog.open(tmp_path).close()
+
+
+def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_path, monkeypatch):
+    failing = [2, 0, 4]
+
+    def add(index, entry, really=EpisodeIndex.add):
+        if entry.number in failing[:1]:
+            del failing[0]
+            raise MemoryError
+        return really(index, entry)
+
+    monkeypatch.setattr(EpisodeIndex, "add", add)
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        for number in range(3):
+            log.append(f"e{number}", [episode(number)])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cannot be written"):
+                log.flush()
+        log.flush()
+        assert log.num_trajectories == 3
+        for number in range(3, 6):
+            log.append(f"e{number}", [episode(number)])
+        with pytest.raises(RuntimeError, match="cannot be written"):
+            log.flush()
+        log.flush()
+        assert (len(log), log.num_trajectories, failing) == (6, 6, [])
+    assert_holds(tmp_path, range(6))
 
 
 def test_an_interrupted_close_keeps_others_out_until_all_is_written(tmp_path, slow_disk):

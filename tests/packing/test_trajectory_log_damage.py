@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import sqlite3
+import tracemalloc
 import warnings
 import zlib
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def deep(tmp_path_factory):
     """Return a log whose tables have inner pages, and episodes that need several pages."""
     folder = tmp_path_factory.mktemp("deep")
     with TrajectoryLog.open(folder, options=BY_HAND) as log:
-        for number in range(460):
+        for number in range(560):
             log.append(f"small{number}", [Trajectory("s", [turn()])])
         for number in range(10):
             log.append(f"long{number}", long_episode(number))
@@ -448,6 +449,61 @@ def test_a_log_of_a_later_release_is_refused_by_name(tmp_path):
     for mode in ("read", "append"):
         with pytest.raises(ValueError, match="has schema version 3, this release reads version 2"):
             TrajectoryLog.open(tmp_path, mode=mode)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i FROM n) SELECT i AS {} FROM n"
+
+
+@pytest.mark.timeout(60)
+def test_a_table_that_never_ends_is_not_read(tmp_path):
+    for table, column in (("log", "described"), ("episodes", "number"), ("contents_1", "content")):
+        for version in (2, 3):
+            folder = tmp_path / f"{table}-{version}"
+            write(folder, [0])
+            with sqlite3.connect(folder / "log.sqlite") as db:
+                db.execute(f"DROP TABLE {table}")
+                db.execute(f"CREATE VIEW {table} AS {ENDLESS.format(column)}")
+                db.execute(f"PRAGMA user_version = {version}")
+            db.close()
+            for mode in ("read", "append"):
+                with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged"):
+                    TrajectoryLog.open(folder, mode=mode)
+
+
+@pytest.mark.timeout(60)
+def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path):
+    """Or else some pages hold a billion rows."""
+    folder = shutil.copytree(deep, tmp_path / "log")
+    content = bytearray((folder / "log.sqlite").read_bytes())
+    root = 2 * 16384  # of the table episodes
+    assert content[root] == 5  # an inner page
+    first = int.from_bytes(content[root + 12 : root + 14])
+    child = content[root + first : root + first + 4]
+    content[root + 3 : root + 5] = (2000).to_bytes(2)
+    content[root + 5 : root + 7] = (16384 - 5 * 2000).to_bytes(2)
+    for cell in range(2000):
+        place = 16384 - 5 * (cell + 1)
+        content[root + 12 + 2 * cell : root + 14 + 2 * cell] = place.to_bytes(2)
+        content[root + place : root + place + 5] = child + b"\x01"
+    (folder / "log.sqlite").write_bytes(content)
+    for mode in ("read", "append"):
+        with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged"):
+            TrajectoryLog.open(folder, mode=mode)
+
+
+def test_a_content_that_is_longer_than_its_row_says_is_not_read(tmp_path):
+    write(tmp_path, [0, 1])
+    with sqlite3.connect(tmp_path / "log.sqlite") as db:
+        db.execute("UPDATE contents_1 SET content = zeroblob(100000000) WHERE number = 1")
+    db.close()
+    with TrajectoryLog.open(tmp_path, mode="read") as log:
+        tracemalloc.start()
+        try:
+            with pytest.raises(DamagedLogError, match="episode 'e1'"):
+                list(log.replay())
+            assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_file_of_another_program_is_refused(tmp_path):

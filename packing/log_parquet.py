@@ -74,7 +74,8 @@ def write_parquet(
     if not 1 <= compression_level <= 22:
         raise ValueError(f"compression_level must be in [1, 22], got {compression_level}")
     pa, parquet = _pyarrow()
-    schema = _schema(len(fields))
+    said = json.dumps({"fields": [field.as_json() for field in fields]})
+    schema = _schema(len(fields)).with_metadata({"trajpack": said})
     unfinished = path.with_name(f"{path.name}.tmp")
     options = {"compression": "zstd", "compression_level": compression_level}
     try:
@@ -142,11 +143,12 @@ class OldLog:
         ) as error:
             raise DamagedLogError(f"{path} is damaged: {error}") from error
         found = (_SEGMENT.fullmatch(name) for name in os.listdir(folder))
-        numbers = sorted(int(match[1]) for match in found if match)
-        self._num_segments = max(len(lines) - 1, *(n + 1 for n in (*numbers, *self._listed)), 0)
-        missing = sorted(set(range(self._num_segments)).difference(numbers))
-        if missing:
-            self._lose(DamagedLogError(f"{self._place(missing[0])} is missing"))
+        self._numbers = sorted(int(match[1]) for match in found if match)
+        least = max(len(lines) - 1, *(n + 1 for n in (*self._numbers, *self._listed)), 0)
+        if len(self._numbers) < least:
+            there = set(self._numbers)
+            missing = next(number for number in range(least) if number not in there)
+            self._lose(DamagedLogError(f"{self._place(missing)} is missing"))
 
     def rows(self) -> Iterator[EpisodeRow]:
         """Yield all episodes in the order in which they were appended.
@@ -154,7 +156,7 @@ class OldLog:
         Raises:
             DamagedLogError: If a segment is not as it was written.
         """
-        for number in range(self._num_segments):
+        for number in self._numbers:
             path = self._place(number)
             try:
                 rows = self._segment(path, path.read_bytes(), self._listed.get(number))

@@ -190,13 +190,22 @@ def said_of(folder, number, **changes):
         {"num_bytes": []}, {"episodes": [["a"], {}]}, {"episodes": [1, 2, 3]}, {"episodes": None},
         {"episodes": {"a": 1}}, {"segment_crc32": "x"}, {"segment_crc32": 7}, {"segment": "x"},
         {"segment": 7}, {"num_bytes": 1}, {"episodes": ["a", "late", "b"]}, {"num_tokens": 3},
-        {"num_bytes": "9" * 5000}, {"segment": -1}, {"segment": 1},
+        {"num_bytes": "9" * 5000}, {"segment": -1}, {"segment": 1}, {"segment": 10**15},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_line_with_a_right_checksum_that_makes_no_sense_is_damage(old, changes):
     said_of(old, 1, **changes)
     assert_refused(old, "manifest|segment-0")
+
+
+@pytest.mark.timeout(60)
+def test_a_number_beyond_all_segments_is_skipped_at_once(old):
+    said_of(old, 4, segment=10**15)
+    shutil.copy(segment(old, 3), segment(old, 10**14))
+    with pytest.warns(UserWarning, match=r"00000004\.parquet is missing"):
+        convert(old, SKIP)
+    assert {one.episode for one in read(old)} == {*NAMES}
 
 
 def test_a_header_with_a_right_checksum_that_makes_no_sense_is_damage(old):

@@ -1,5 +1,6 @@
 """What goes into a log comes out of it, bit for bit and once."""
 
+import json
 import sys
 import threading
 
@@ -402,7 +403,9 @@ def test_a_log_is_exported_as_parquet(tmp_path):
         log.append("later", [])
         log.export_parquet(tmp_path / "log.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.parquet"]
-    rows = parquet.read_table(tmp_path / "log.parquet").to_pylist()
+    table = parquet.read_table(tmp_path / "log.parquet")
+    assert json.loads(table.schema.metadata[b"trajpack"]) == {"fields": [field.as_json()]}
+    rows = table.to_pylist()
     assert [row["episode"] for row in rows] == [b"a", b"b", b"waiting"]
     assert rows[0] == {
         "episode": b"a", "error": None, "trajectory_id": [b"\xed\xa0\x80"], "group": [None],

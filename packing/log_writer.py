@@ -68,7 +68,8 @@ class LogWriter:
         self._retry_at = 0.0
         self.is_closed = self._has_ended = False
         """Whether nothing can be appended any more."""
-        self._changing = threading.Lock()
+        self.changing = threading.Lock()
+        """Held while an episode enters `pending`, or leaves it for the index."""
         self._inbox: SimpleQueue[tuple[Reply | None, bool] | None] = SimpleQueue()
         self.transaction = threading.RLock()
         """Held while the file is written: this process does not fork meanwhile."""
@@ -90,7 +91,7 @@ class LogWriter:
         """
         while self._num_bytes >= self._options.max_pending_bytes and self._failure is None:
             self._ask()
-        with self._changing:
+        with self.changing:
             if self.is_closed:
                 raise self.closed_error()
             self._raise(self._failure)
@@ -165,7 +166,7 @@ class LogWriter:
             while not closing:
                 closing = self._wait(asked)
                 if closing:
-                    with self._changing:
+                    with self.changing:
                         self.is_closed = True
                 if asked or closing or self._seconds_left() <= 0:
                     self._write_all()
@@ -176,7 +177,7 @@ class LogWriter:
 
     def _end(self, asked: list[Reply]) -> None:
         """Give up what could not be written, release the lock and answer all who wait."""
-        with self._changing:
+        with self.changing:
             self.is_closed = True
             failure = self._failure if self.pending else None
             self.pending.clear()
@@ -219,7 +220,7 @@ class LogWriter:
 
     def _write_all(self) -> None:
         """Write all that waits now; what fails is kept for the next attempt."""
-        with self._changing:
+        with self.changing:
             waiting = sorted(self.pending.values())
             self._num_bytes = sum(len(one.content) for one in waiting)
         try:
@@ -262,7 +263,7 @@ class LogWriter:
                 ) from error
             written = [(one.entry, one.content) for one in batch]
             state, entries = self._file.append(self._state, written)
-            with self._changing:
+            with self.changing:
                 for one, entry in zip(batch, entries, strict=True):
                     self._index.add(entry)  # before it leaves `pending`: it is always in one
                     if self.pending.get(one.name) is one:

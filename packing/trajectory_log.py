@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -76,8 +77,10 @@ class TrajectoryLog:
         self._index = EpisodeIndex.read(file, options.damaged)
         self._is_closed = False
         self._writer: LogWriter | None = None
+        self._changing = threading.Lock()
         if lock is not None:
             self._writer = LogWriter(file, self._index, lock, options=options)
+            self._changing = self._writer.changing
             weakref.finalize(self, self._writer.close)  # at exit, at the latest
         self.fields = file.fields
         """Extra per-token fields that every turn brings."""
@@ -176,12 +179,17 @@ class TrajectoryLog:
 
     def __len__(self) -> int:
         """Episodes in it, failed ones too."""
-        waiting = self._waiting()  # before the others, so that none is missed on its way
-        return len({*waiting, *self._index.failed.copy(), *self._index.finished.copy()})
+        index = self._index
+        with self._changing:
+            known = len(index.finished) + len(index.failed)
+            return known + sum(
+                name not in index.finished and name not in index.failed for name in self._waiting()
+            )
 
     def __contains__(self, episode: object) -> bool:
         """Tell whether an episode is in it, durable or not, failed or not."""
         index = self._index
+        # in the order in which an episode passes through them, so that none is missed on its way
         return episode in self._waiting() or episode in index.failed or episode in index.finished
 
     def __repr__(self) -> str:
@@ -196,16 +204,12 @@ class TrajectoryLog:
 
         Cost: a copy; ``name in log`` looks one up.
         """
-        waiting = self._waiting().copy()
-        succeeded = [name for name, one in waiting.items() if not one.entry.failed]
-        return frozenset(succeeded).union(self._index.finished.copy())
+        return self._names(self._index.finished, failed=False)
 
     @property
     def failed(self) -> frozenset[str]:
         """Names of the episodes that failed, and were not appended again since. A copy."""
-        waiting = self._waiting().copy()
-        failed = [name for name, one in waiting.items() if one.entry.failed]
-        return frozenset(failed).union(self._index.failed.copy()) - self.finished
+        return self._names(self._index.failed, failed=True)
 
     @property
     def episodes(self) -> frozenset[str]:
@@ -365,12 +369,19 @@ class TrajectoryLog:
                     self._index.lose(entry)
                     warnings.warn(f"1 episode skipped: {row}", stacklevel=3)
 
+    def _names(self, durable: Iterable[str], *, failed: bool) -> frozenset[str]:
+        with self._changing:
+            waiting = self._waiting()
+            own = {name for name, one in waiting.items() if bool(one.entry.failed) == failed}
+            return frozenset(durable).union(own) - (waiting.keys() - own)
+
     def _waiting(self) -> dict[str, PendingEpisode]:
         return {} if self._writer is None else self._writer.pending
 
     def _counted(self, name: str) -> int:
-        waiting = list(self._waiting().values())
-        return int(getattr(self._index, name) + sum(getattr(one.entry, name) for one in waiting))
+        with self._changing:
+            waiting = sum(getattr(one.entry, name) for one in self._waiting().values())
+            return int(getattr(self._index, name) + waiting)
 
     def _opened_writer(self) -> LogWriter:
         if self._is_closed:

@@ -4,6 +4,7 @@ Each line on its input, JSON, starts a writer; on the next line it waits until t
 and says so. What a writer says goes to the same output, a line at a time.
 """
 
+import gc
 import json
 import os
 import random
@@ -80,6 +81,8 @@ def stay(log):
 def main():
     for number in range(100):
         episode(number)  # once, not in each writer
+    gc.collect()
+    gc.freeze()  # what is here is shared by all that is forked
     for line in sys.stdin:
         writer = os.fork()
         if writer == 0:

@@ -229,6 +229,19 @@ def test_threads_append_and_flush_at_once(tmp_path):
     assert sorted(one.episode for one in read(tmp_path)) == sorted(f"e{n}" for n in range(40))
 
 
+def test_what_is_counted_is_right_while_a_thread_writes(tmp_path):
+    options = LogOptions(segment_episodes=2, flush_seconds=0.001)
+    with TrajectoryLog.open(tmp_path, options=options) as log:
+        for number in range(60):
+            log.append(f"e{number}", [], error="once")
+            log.append(f"e{number}", [episode(number)])
+            for _ in range(20):
+                assert len(log) == log.num_trajectories == number + 1
+                assert f"e{number}" in log
+                assert len(log.finished) == number + 1
+                assert not log.failed
+
+
 def test_of_two_that_append_an_episode_at_once_one_is_refused(tmp_path):
     class Rival(list):
         def __iter__(self):

@@ -142,9 +142,9 @@ def flipped(content, rng, page_bytes=16384):
     ("shape", "check", "full"),
     [
         ("small", assert_read_right, 5648),
-        ("deep", assert_read_right, 200),
+        ("deep", assert_read_right, 100),
         ("small", assert_append_keeps, 1854),
-        ("deep", assert_append_keeps, 100),
+        ("deep", assert_append_keeps, 60),
     ],
 )
 def test_a_flipped_bit_is_named_and_makes_nothing_worse(
@@ -550,7 +550,7 @@ def test_a_damaged_log_is_salvaged_but_for_the_pages_that_were_hit(
     deep, memory_path, tries, change
 ):
     content, originals = (deep / "log.sqlite").read_bytes(), held_by(deep)
-    for seed in range(tries(100)):
+    for seed in range(tries(50)):
         rng, new = random.Random(seed), memory_path / "new"
         with trial(deep, memory_path, f"seed {seed}") as work, warnings.catch_warnings():
             warnings.simplefilter("ignore")

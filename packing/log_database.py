@@ -7,9 +7,7 @@ import json
 import os
 import stat
 import struct
-import threading
 import uuid
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trajpack.packing.durable_files import finish_durably
-from trajpack.packing.log_options import Damaged, DamagedLogError, LogInUseError
+from trajpack.packing.log_options import DamagedLogError, LogInUseError
 from trajpack.packing.log_rows import (
     COLUMNS,
     EpisodeRow,
@@ -262,11 +260,17 @@ class LogFile:
         Raises:
             DamagedLogError: If one is not as it was written.
         """
-        EpisodeIndex.read(self, "raise")
-        for entries, _ in self.entries(self.start, self.state.num_episodes):
+        state = self.start
+        for entries, state in self.entries(self.start, self.state.num_episodes):  # noqa: B007
             for _, row in self.rows(entries):
                 if isinstance(row, DamagedLogError):
                     raise row
+        self.check_end(state)
+
+    def check_end(self, state: State) -> None:
+        """Raise a `DamagedLogError` unless the state behind all rows is what the log says."""
+        if state != self.state:
+            raise DamagedLogError(f"{self.path} is damaged: its rows have another checksum")
 
     def append(
         self, before: State, episodes: Sequence[tuple[Entry, bytes]]
@@ -422,89 +426,6 @@ class LogFile:
         except DamagedLogError as error:
             return DamagedLogError(f"{self.path} is damaged: episode {entry.text!r}: {error}")
         return row
-
-
-class EpisodeIndex:
-    """Names and counts of the episodes in a log.
-
-    Of several rows with one name the last one counts, but a failure never replaces a success.
-    """
-
-    def __init__(self, file: LogFile) -> None:
-        self._file = file
-        self._changing = threading.Lock()
-        self.finished: dict[str, int] = {}
-        """Row of each episode that succeeded, by name."""
-        self.failed: dict[str, int] = {}
-        """Row of each episode that failed, by name."""
-        self._num_rows = 0
-        self.num_trajectories = 0
-        self.num_turns = 0
-        self.num_tokens = 0
-
-    @classmethod
-    def read(cls, file: LogFile, damaged: Damaged) -> EpisodeIndex:
-        """Return what is in a log.
-
-        Args:
-            file: Its file.
-            damaged: ``"skip"`` reads all contents, warns of each that is damaged, and leaves its
-                row out; ``"raise"`` reads none.
-
-        Raises:
-            DamagedLogError: If the table ``episodes`` is not as it was written.
-        """
-        index, faults, state = cls(file), dict[int, DamagedLogError](), file.start
-        for entries, state in file.entries(file.start, file.state.num_episodes):  # noqa: B007
-            for entry, row in file.rows(entries if damaged == "skip" else ()):
-                if isinstance(row, DamagedLogError):
-                    faults[entry.number] = row
-            for entry in entries:
-                if entry.number not in faults:
-                    index.add(entry)
-        index._num_rows = state.num_episodes
-        if state != file.state:
-            raise DamagedLogError(f"{file.path} is damaged: its rows have another checksum")
-        for fault in faults.values():
-            warnings.warn(f"1 episode skipped: {fault}", stacklevel=4)
-        return index
-
-    def add(self, entry: Entry) -> None:
-        """Add a row behind the others; a row that is there already is not added again."""
-        name, number = entry.text, entry.number
-        old = self.finished.get(name)
-        if number in (old, self.failed.get(name)):
-            return
-        with self._changing:
-            self._num_rows = number + 1
-            if old is not None and entry.failed:
-                return
-            if entry.failed:
-                self.failed[name] = number
-            else:
-                self.finished[name] = number  # before it leaves `failed`: it is always in one
-                self.failed.pop(name, None)
-        self._count(entry, 1)
-        if old is not None:  # damaged, skipped and logged again
-            ((replaced,), _) = next(self._file.entries(State(old, 0), old + 1))
-            self._count(replaced, -1)
-
-    def counting(self) -> tuple[int, set[int]]:
-        """Return the number of rows of the log, and those of them that count."""
-        with self._changing:
-            return self._num_rows, {*self.failed.values(), *self.finished.values()}
-
-    def lose(self, entry: Entry) -> None:
-        """Forget a row whose content is damaged."""
-        for names in (self.finished, self.failed):
-            if names.get(entry.text) == entry.number:
-                del names[entry.text]
-                self._count(entry, -1)
-
-    def _count(self, entry: Entry, sign: int) -> None:
-        self.num_trajectories += sign * entry.num_trajectories
-        self.num_turns += sign * entry.num_turns
-        self.num_tokens += sign * entry.num_tokens
 
 
 def _insert(db: sqlite3.Connection, episodes: Sequence[tuple[Entry, bytes]]) -> None:

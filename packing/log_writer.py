@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from trajpack.packing.durable_files import LockTakenError, WriterLock
-from trajpack.packing.log_database import Entry, EpisodeIndex, LogFile
+from trajpack.packing.log_database import Entry, LogFile
+from trajpack.packing.log_index import EpisodeIndex, PendingEpisode
 from trajpack.packing.log_options import DamagedLogError, LogInUseError, LogOptions
 
 _NAP_S = 5.0
@@ -22,31 +23,16 @@ _POLL_S = 1.0
 """Seconds after which a caller looks whether the thread still runs."""
 
 
-class PendingEpisode(NamedTuple):
-    """An episode that is not on the disk yet."""
-
-    order: int
-    """Place among all that were appended."""
-    since: float
-    """Moment at which it was appended, by the monotonic clock, in seconds."""
-    name: str
-    """Name of the episode."""
-    entry: Entry
-    """Its row in the table ``episodes``, as far as it is known."""
-    content: bytes
-    """Its record."""
-
-
 Reply: TypeAlias = "SimpleQueue[Exception | None]"
 
 
 class LogWriter:
     """Keeps episodes until they are on the disk; a thread of its own brings them there.
 
-    Signal handlers run in the main thread and may raise there between any two steps. So one
-    assignment to `pending` both names an episode and hands it over, the thread does all else,
-    and a caller waits on a queue of its own, which it may leave at any moment. An episode leaves
-    `pending` when its transaction is complete: a failure loses nothing.
+    Signal handlers run in the main thread, between any two steps, and may raise there. So one
+    step adds an episode to the index, which both names it and hands it over; the thread does all
+    else; and a caller waits on a queue of its own, which it may leave at any moment. An episode
+    is pending until its transaction is complete: a failure loses nothing.
     """
 
     def __init__(
@@ -59,17 +45,11 @@ class LogWriter:
         self._folder = file.path.parent
         self._state = file.state
         self._process = os.getpid()
-        self.pending: dict[str, PendingEpisode] = {}
-        """Episodes that wait, by name; one that is appended again takes its predecessor's place."""
-        self._num_bytes = 0
         self._order = count()
         self._batch: list[PendingEpisode] = []
         self._failure: Exception | None = None
         self._retry_at = 0.0
-        self.is_closed = self._has_ended = False
-        """Whether nothing can be appended any more."""
-        self.changing = threading.Lock()
-        """Held while an episode enters `pending`, or leaves it for the index."""
+        self._has_ended = False
         self._inbox: SimpleQueue[tuple[Reply | None, bool] | None] = SimpleQueue()
         self.transaction = threading.RLock()
         """Held while the file is written: this process does not fork meanwhile."""
@@ -89,25 +69,15 @@ class LogWriter:
             OSError: If what was kept before cannot be written; then the episode is not kept.
             ValueError: If it is in the log already, or the log is closed.
         """
-        while self._num_bytes >= self._options.max_pending_bytes and self._failure is None:
+        index, most = self._index, self._options.max_pending_bytes
+        while index.num_pending_bytes >= most and self._failure is None:
             self._ask()
-        with self.changing:
-            if self.is_closed:
-                raise self.closed_error()
+        if not index.is_closed:
             self._raise(self._failure)
-            self.check_new(name)
-            kept = PendingEpisode(next(self._order), time.monotonic(), name, entry, content)
-            self.pending[name] = kept
-            self._num_bytes += len(content)
-            is_due = len(self.pending) == 1 or self._is_full()
-        if is_due:
+        was_empty = not index.pending
+        index.take(PendingEpisode(next(self._order), time.monotonic(), name, entry, content))
+        if was_empty or self._is_full():
             self._inbox.put(None)
-
-    def check_new(self, episode: str) -> None:
-        """Raise if an episode cannot be appended, for it has succeeded before."""
-        waiting = self.pending.get(episode)
-        if episode in self._index.finished or (waiting and not waiting.entry.failed):
-            raise ValueError(f"episode {episode!r} is in the log already")
 
     def flush(self) -> None:
         """Have the thread write all that was kept before the call, and wait for it.
@@ -116,7 +86,7 @@ class LogWriter:
             OSError: If it cannot be written.
             ValueError: If `close` was called meanwhile, and it could not.
         """
-        if self.pending:
+        if self._index.pending:
             self._raise(self._ask())
 
     def close(self) -> None:
@@ -134,10 +104,6 @@ class LogWriter:
             return
         self._raise(self._ask(close=True))
 
-    def closed_error(self) -> ValueError:
-        """Return what is raised for a closed log."""
-        return ValueError(f"log {self._folder} is closed")
-
     def _raise(self, failure: Exception | None) -> None:
         """Raise an error of the thread as one of the caller's."""
         if isinstance(failure, OSError):
@@ -154,10 +120,12 @@ class LogWriter:
         self._inbox.put((reply, close))
         while True:
             try:
-                return reply.get(timeout=_POLL_S)
+                return reply.get(timeout=0.0 if self._has_ended else _POLL_S)
             except Empty:
                 if self._has_ended:
-                    return self._failure or (self.closed_error() if self.pending else None)
+                    return self._failure or (
+                        self._index.closed_error() if self._index.pending else None
+                    )
 
     def _run(self) -> None:
         asked: list[Reply] = []
@@ -166,8 +134,7 @@ class LogWriter:
             while not closing:
                 closing = self._wait(asked)
                 if closing:
-                    with self.changing:
-                        self.is_closed = True
+                    self._index.close()
                 if asked or closing or self._seconds_left() <= 0:
                     self._write_all()
                 while asked and not closing:
@@ -177,11 +144,9 @@ class LogWriter:
 
     def _end(self, asked: list[Reply]) -> None:
         """Give up what could not be written, release the lock and answer all who wait."""
-        with self.changing:
-            self.is_closed = True
-            failure = self._failure if self.pending else None
-            self.pending.clear()
-            self._num_bytes = 0
+        self._index.close()
+        failure = self._failure if self._index.pending else None
+        self._index.give_up()
         self._lock.close()
         self._has_ended = True
         self._wait(asked)
@@ -205,7 +170,7 @@ class LogWriter:
 
     def _seconds_left(self) -> float:
         """Return how long there is nothing to write."""
-        waiting = list(self.pending.values())
+        waiting = list(self._index.pending.values())
         if not waiting:
             return _NAP_S
         if self._failure is None and self._is_full():
@@ -216,13 +181,12 @@ class LogWriter:
     def _is_full(self) -> bool:
         options = self._options
         enough = min(options.segment_bytes, options.max_pending_bytes)
-        return len(self.pending) >= options.segment_episodes or self._num_bytes >= enough
+        index = self._index
+        return len(index.pending) >= options.segment_episodes or index.num_pending_bytes >= enough
 
     def _write_all(self) -> None:
         """Write all that waits now; what fails is kept for the next attempt."""
-        with self.changing:
-            waiting = sorted(self.pending.values())
-            self._num_bytes = sum(len(one.content) for one in waiting)
+        waiting = sorted(self._index.pending.values())
         try:
             if self._batch:  # the very batch that failed: a part of it may be on the disk
                 self._write(self._batch)
@@ -238,7 +202,7 @@ class LogWriter:
         """Yield what still waits in pieces of one transaction each."""
         options, batch, size = self._options, list[PendingEpisode](), 0
         for one in waiting:
-            if self.pending.get(one.name) is not one:
+            if self._index.pending.get(one.name) is not one:
                 continue  # written with the batch that had failed, or appended again
             if (
                 len(batch) == options.segment_episodes
@@ -263,13 +227,8 @@ class LogWriter:
                 ) from error
             written = [(one.entry, one.content) for one in batch]
             state, entries = self._file.append(self._state, written)
-            with self.changing:
-                for one, entry in zip(batch, entries, strict=True):
-                    self._index.add(entry)  # before it leaves `pending`: it is always in one
-                    if self.pending.get(one.name) is one:
-                        del self.pending[one.name]
-                self._num_bytes = sum(len(one.content) for one in self.pending.values())
-                self._state, self._batch = state, []  # together: else it would be written twice
+            self._index.move(batch, entries)
+            self._state, self._batch = state, []  # together: else it would be written twice
 
 
 _writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()

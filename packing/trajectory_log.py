@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -16,12 +15,13 @@ from typing import Literal, TypeAlias
 
 from trajpack.packing.buffer import TrajectoryBuffer
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
-from trajpack.packing.log_database import LOG, Entry, EpisodeIndex, LogFile
+from trajpack.packing.log_database import LOG, Entry, LogFile
+from trajpack.packing.log_index import EpisodeIndex
 from trajpack.packing.log_options import DamagedLogError, LogInUseError, LogOptions
 from trajpack.packing.log_parquet import MANIFEST, OldLog, write_parquet
 from trajpack.packing.log_rows import EpisodeRow, encoded, row_of_episode, trajectories_of_row
 from trajpack.packing.log_salvage import salvage
-from trajpack.packing.log_writer import LogWriter, PendingEpisode
+from trajpack.packing.log_writer import LogWriter
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
@@ -74,13 +74,11 @@ class TrajectoryLog:
         self._file = file
         self._folder = file.path.parent
         self._options = options
-        self._index = EpisodeIndex.read(file, options.damaged)
+        self._index = EpisodeIndex(file, options.damaged)
         self._is_closed = False
         self._writer: LogWriter | None = None
-        self._changing = threading.Lock()
         if lock is not None:
             self._writer = LogWriter(file, self._index, lock, options=options)
-            self._changing = self._writer.changing
             weakref.finalize(self, self._writer.close)  # at exit, at the latest
         self.fields = file.fields
         """Extra per-token fields that every turn brings."""
@@ -179,18 +177,11 @@ class TrajectoryLog:
 
     def __len__(self) -> int:
         """Episodes in it, failed ones too."""
-        index = self._index
-        with self._changing:
-            known = len(index.finished) + len(index.failed)
-            return known + sum(
-                name not in index.finished and name not in index.failed for name in self._waiting()
-            )
+        return self._index.num_episodes
 
     def __contains__(self, episode: object) -> bool:
         """Tell whether an episode is in it, durable or not, failed or not."""
-        index = self._index
-        # in the order in which an episode passes through them, so that none is missed on its way
-        return episode in self._waiting() or episode in index.failed or episode in index.finished
+        return episode in self._index
 
     def __repr__(self) -> str:
         return (
@@ -204,37 +195,37 @@ class TrajectoryLog:
 
         Cost: a copy; ``name in log`` looks one up.
         """
-        return self._names(self._index.finished, failed=False)
+        return self._index.finished
 
     @property
     def failed(self) -> frozenset[str]:
         """Names of the episodes that failed, and were not appended again since. A copy."""
-        return self._names(self._index.failed, failed=True)
+        return self._index.failed
 
     @property
     def episodes(self) -> frozenset[str]:
         """Names of all episodes, durable or not, failed or not. A copy."""
-        return self.finished | self.failed
+        return self.failed | self.finished  # in this order, in which an episode may change
 
     @property
     def num_trajectories(self) -> int:
         """Trajectories in it."""
-        return self._counted("num_trajectories")
+        return self._index.num_trajectories
 
     @property
     def num_turns(self) -> int:
         """Turns in it."""
-        return self._counted("num_turns")
+        return self._index.num_turns
 
     @property
     def num_tokens(self) -> int:
         """Tokens in it, each counted once, however many turns repeat it."""
-        return self._counted("num_tokens")
+        return self._index.num_tokens
 
     @property
     def num_pending(self) -> int:
         """Episodes that are not durable yet."""
-        return len(self._waiting())
+        return len(self._index.pending)
 
     def append(
         self, episode: str, trajectories: Sequence[Trajectory], *, error: str | None = None
@@ -270,7 +261,7 @@ class TrajectoryLog:
             raise ValueError(
                 f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
             )
-        writer.check_new(name)  # and again when it is kept: another thread may be faster
+        self._index.check_new(name)  # and again when it is kept: another thread may be faster
         row = row_of_episode(name, given, error, fields=self.fields)
         content = encoded(row)
         writer.append(name, Entry.of(row, content), content)
@@ -369,23 +360,9 @@ class TrajectoryLog:
                     self._index.lose(entry)
                     warnings.warn(f"1 episode skipped: {row}", stacklevel=3)
 
-    def _names(self, durable: Iterable[str], *, failed: bool) -> frozenset[str]:
-        with self._changing:
-            waiting = self._waiting()
-            own = {name for name, one in waiting.items() if bool(one.entry.failed) == failed}
-            return frozenset(durable).union(own) - (waiting.keys() - own)
-
-    def _waiting(self) -> dict[str, PendingEpisode]:
-        return {} if self._writer is None else self._writer.pending
-
-    def _counted(self, name: str) -> int:
-        with self._changing:
-            waiting = sum(getattr(one.entry, name) for one in self._waiting().values())
-            return int(getattr(self._index, name) + waiting)
-
     def _opened_writer(self) -> LogWriter:
         if self._is_closed:
-            raise ValueError(f"log {self._folder} is closed")
+            raise self._index.closed_error()
         if self._writer is None:
             raise ValueError(f"log {self._folder} is opened for reading")
         if not self._writer.is_ours:

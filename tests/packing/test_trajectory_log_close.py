@@ -21,7 +21,8 @@ import pytest
 from tests.packing.log_cases import BY_HAND, assert_holds, episode, read, turn, wait_until, write
 from tests.packing.sqlite_calls import SQLiteCalls, needs_sqlite_calls
 from trajpack import Trajectory
-from trajpack.packing.log_database import EpisodeIndex, LogFile
+from trajpack.packing.log_database import LogFile
+from trajpack.packing.log_index import EpisodeIndex
 from trajpack.packing.log_options import LogInUseError, LogOptions
 from trajpack.packing.trajectory_log import TrajectoryLog
 
@@ -94,13 +95,13 @@ def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path
 def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_path, monkeypatch):
     failing = [2, 0, 4]
 
-    def add(index, entry, really=EpisodeIndex.add):
+    def add(index, entry, really=EpisodeIndex._add):
         if entry.number in failing[:1]:
             del failing[0]
             raise MemoryError
         return really(index, entry)
 
-    monkeypatch.setattr(EpisodeIndex, "add", add)
+    monkeypatch.setattr(EpisodeIndex, "_add", add)
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         for number in range(3):
             log.append(f"e{number}", [episode(number)])

@@ -1,4 +1,4 @@
-"""A signal handler that raises inside any method of a log loses nothing and locks nobody out."""
+"""A signal handler that raises inside a log, or uses it, loses no episode and waits for nothing."""
 
 import dis
 import itertools
@@ -12,12 +12,12 @@ import pytest
 
 from tests.packing.log_cases import BY_HAND, read, turn
 from trajpack import Trajectory
-from trajpack.packing import log_writer, trajectory_log
+from trajpack.packing import log_index, log_writer, trajectory_log
 from trajpack.packing.log_options import LogOptions
 from trajpack.packing.trajectory_log import TrajectoryLog
 
 SMALL = [Trajectory("a", [turn()])]
-FILES = {log_writer.__file__, trajectory_log.__file__}
+FILES = {one.__file__ for one in (log_index, log_writer, trajectory_log)}
 ROOM_FOR_TWO = LogOptions(max_pending_bytes=800, flush_seconds=3600)
 
 
@@ -25,14 +25,19 @@ class Stop(BaseException):
     """Raised by the handler."""
 
 
-class InterruptedAt:
-    """Raises where the interpreter looks for signals: after calls, in loops, before a lock.
+def stop():
+    raise Stop
 
-    It counts these moments in the log's own files, and raises in the one of the given number.
+
+class InterruptedAt:
+    """Calls a handler where the interpreter looks for signals: after calls, in loops, at a lock.
+
+    It counts these moments in the log's own files, and calls it in the one of the given number.
     """
 
-    def __init__(self, moment):
+    def __init__(self, moment, handler=stop):
         self.left = moment
+        self._handler = handler
         self.is_over = False
         self._before = {}
 
@@ -61,7 +66,7 @@ class InterruptedAt:
             self.left -= 1
             if self.left < 0:
                 self.is_over = True
-                raise Stop
+                self._handler()
         return self._look
 
 
@@ -150,6 +155,84 @@ def test_an_open_that_is_interrupted_locks_nobody_out(tmp_path):
     moments(work)
 
 
+def look(log):
+    """Ask a log for all that it tells, and for what is in it."""
+    names = log.finished | log.failed | log.episodes
+    assert all(name in log for name in names)
+    assert str(len(log)) in repr(log)
+    assert log.num_tokens >= log.num_turns >= log.num_trajectories >= 0 <= log.num_pending
+    assert {one.episode for one in log.replay()} <= log.episodes
+
+
+def refused(work):
+    """Return whether a log refuses to do something, as the name is known or the log is closed."""
+    try:
+        work()
+    except ValueError as error:
+        assert "is in the log already" in str(error) or "is closed" in str(error)  # noqa: PT017
+        return True
+    return False
+
+
+class Used:
+    """A log of which is known what it took."""
+
+    def __init__(self, folder):
+        options = LogOptions(max_pending_bytes=1000, flush_seconds=3600)
+        self.log, self.folder, self.taken = TrajectoryLog.open(folder, options=options), folder, []
+        self.log.append("again", [], error="once")
+        self.append("first")
+
+    def append(self, name):
+        if not refused(lambda: self.log.append(name, [Trajectory(name, [turn()])])):
+            assert name in self.log
+            self.taken.append(name)
+
+    def flush(self):
+        refused(self.log.flush)
+
+    def look(self):
+        look(self.log)
+
+    def use(self):
+        for name in ("new", "again", "inner"):
+            self.append(name)
+        self.look()
+        self.flush()
+        assert self.log.finished >= {*self.taken}
+
+    def close(self):
+        self.log.close()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("handler", [Used.use, Used.close])
+@pytest.mark.parametrize(
+    "work",
+    [
+        Used.look,
+        lambda used: used.append("new"),
+        lambda used: used.append("again"),
+        Used.flush,
+        Used.close,
+    ],
+    ids=["look", "append", "append again", "flush", "close"],
+)
+def test_a_signal_handler_may_use_the_log_that_it_interrupts(memory_path, work, handler):
+    for moment in itertools.count():
+        used = Used(memory_path / str(moment))
+        with (interruption := InterruptedAt(moment, lambda used=used: handler(used))):
+            work(used)
+        used.close()
+        assert sorted(used.taken) == sorted(used.log.finished)
+        assert sorted(one.episode for one in read(used.folder) if not one.error) == sorted(
+            used.taken
+        )
+        if not interruption.is_over:
+            break
+    assert moment > 5
+
+
 def assert_whole(log, folder):
     """Raise unless a log can be closed, and then holds all that it names."""
     names = log.episodes
@@ -163,22 +246,35 @@ def assert_whole(log, folder):
 @pytest.mark.attack
 @pytest.mark.timeout(600)
 def test_signals_at_random_moments_lose_no_episode(tmp_path, tries):
+    """Some handlers raise, some use the log."""
+    rng, handled, names = random.Random(0), 0, itertools.count()
+
     def handler(*_):
-        raise Stop
+        nonlocal handled
+        handled += 1
+        kind = rng.random()
+        if kind < 0.5:
+            raise Stop
+        if kind < 0.9:
+            log.append(f"inner{next(names)}", SMALL)
+        elif kind < 0.93:
+            log.flush()
+        else:
+            assert log.num_trajectories == len(log.finished) == len(log)
 
     def seconds(work):
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
 
-    rng, before = random.Random(0), signal.signal(signal.SIGALRM, handler)
+    before = signal.signal(signal.SIGALRM, handler)
     options = LogOptions(segment_episodes=50, max_pending_bytes=100_000, flush_seconds=0.01)
-    log, interrupted, names = TrajectoryLog.open(tmp_path, options=options), 0, itertools.count()
+    log = TrajectoryLog.open(tmp_path, options=options)
     try:
         usual = statistics.median(
             seconds(lambda name=f"warm{number}": log.append(name, SMALL)) for number in range(50)
         )
-        while interrupted < tries(10015):
+        while handled < tries(10015):
             name, delay = f"e{next(names)}", rng.uniform(0.1, 1.2) * usual
             work = log.flush if rng.random() < 0.02 else lambda name=name: log.append(name, SMALL)
             try:
@@ -186,9 +282,10 @@ def test_signals_at_random_moments_lose_no_episode(tmp_path, tries):
                 work()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Stop:
-                interrupted += 1
+                pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     log.flush()
+    assert log.num_trajectories == len(log.finished) == len(log)
     assert_whole(log, tmp_path)

@@ -62,7 +62,8 @@ class AnswerLog:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(os.path.abspath(folder))
+        """Where it is; a relative path means the folder that it named when the log was made."""
 
     async def write(self, qid: str, turns: Sequence[LoggedTurn]) -> None:
         """Write one episode, away from the event loop.

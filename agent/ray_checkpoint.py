@@ -7,7 +7,7 @@ import json
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from trajpack.agent.episode_ticket import Prompts, one_by_one
 from trajpack.agent.protocols import Prompt
+from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder, write_durably
 
 _FORMAT = 1
 _STATE = "checkpoint.json"
 _LOCK = "training.lock"
 _TRAINER = "trainer-{}.pt"
-_UNFINISHED = ".{}.unfinished"
 _COUNTS = ("num_steps", "num_groups", "num_settled")
 
 
@@ -137,13 +137,14 @@ class Checkpoints:
     whenever the process is killed, the folder holds one whole checkpoint, the old or the new.
 
     Args:
-        folder: Made if need be.
+        folder: Made if need be. A relative path means the folder that it names now.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = Path(os.path.abspath(folder))
         """Where it is."""
-        folder.mkdir(parents=True, exist_ok=True)
+        self._lock: WriterLock | None = None
+        make_folder(self.folder)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -152,29 +153,37 @@ class Checkpoints:
         Raises:
             RuntimeError: If another training has it.
         """
-        import fcntl  # systems without it have no Ray either
-
-        descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                reason = f"{self.folder}: another training has its checkpoints here"
-                raise RuntimeError(reason) from None
+            lock = WriterLock(self.folder / _LOCK)
+        except LockTakenError as error:
+            raise self._taken(error) from None
+        self._lock = lock
+        try:
             yield
         finally:
-            os.close(descriptor)
+            self._lock = None
+            lock.close()
 
     def save(self, state: TrainingState, trainer: npt.NDArray[np.uint8]) -> None:
         """Write a checkpoint in place of the last one.
 
         Raises:
             OSError: If it cannot be written; the last one is still there then.
+            RuntimeError: If another training has the folder; nothing of it is changed then.
 
         Cost: writes the trainer's state and waits until the disk has it.
         """
+        with self.held() if self._lock is None else nullcontext():
+            self._write(state, trainer)
+
+    def _write(self, state: TrainingState, trainer: npt.NDArray[np.uint8]) -> None:
+        try:
+            assert self._lock is not None
+            self._lock.check()
+        except LockTakenError as error:
+            raise self._taken(error) from None
         name = _TRAINER.format(state.num_steps)
-        _write(self.folder / name, np.ascontiguousarray(trainer).data)
+        write_durably(self.folder / name, np.ascontiguousarray(trainer).data)
         told = {
             "format": _FORMAT,
             **{name: getattr(state, name) for name in _COUNTS},
@@ -182,11 +191,14 @@ class Checkpoints:
             "order": state.order,
             "trainer": {"file": name, "blake2b": _checksum(trainer)},
         }
-        _write(self.folder / _STATE, json.dumps(told, indent=1).encode())
-        for pattern in (_TRAINER.format("*"), _UNFINISHED.format(_TRAINER.format("*"))):
+        write_durably(self.folder / _STATE, json.dumps(told, indent=1).encode())
+        for pattern in (_TRAINER.format("*"), f"{_TRAINER.format('*')}.tmp"):
             for old in self.folder.glob(pattern):
                 if old.name != name:
                     old.unlink(missing_ok=True)
+
+    def _taken(self, error: LockTakenError) -> RuntimeError:
+        return RuntimeError(f"{self.folder}: another training has its checkpoints here: {error}")
 
     def load(self) -> tuple[TrainingState, npt.NDArray[np.uint8]] | None:
         """Return the last checkpoint and the trainer's state in it, or ``None``.
@@ -220,17 +232,3 @@ class Checkpoints:
 
 def _checksum(values: npt.NDArray[np.uint8]) -> str:
     return hashlib.blake2b(np.ascontiguousarray(values).data, digest_size=16).hexdigest()
-
-
-def _write(path: Path, contents: bytes | memoryview) -> None:
-    unfinished = path.with_name(_UNFINISHED.format(path.name))
-    with unfinished.open("wb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -14,7 +14,7 @@ from trajpack.agent.errors import EpisodeCancelledError, SetupError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.rollout import Rollout
 from trajpack.agent.rollout_results import EpisodeResult
-from trajpack.packing.log_files import write_durably
+from trajpack.packing.durable_files import write_durably
 from trajpack.packing.log_options import DamagedLogError, LogInUseError, LogOptions
 from trajpack.packing.trajectory_log import TrajectoryLog
 
@@ -42,7 +42,7 @@ class RolloutLog:
         self.folder = folder
         try:
             self._log = TrajectoryLog.open(folder, options=LogOptions(flush_seconds=2.0))
-        except (DamagedLogError, LogInUseError, ValueError) as error:
+        except (ImportError, LogInUseError, ValueError) as error:
             raise SetupError(str(error)) from error
         except OSError as error:
             raise SetupError(f"cannot write {folder}: {error.strerror or error}") from error
@@ -68,7 +68,7 @@ class RolloutLog:
         """
         try:
             self._log.close()
-        except (OSError, RuntimeError) as error:
+        except (DamagedLogError, OSError, RuntimeError) as error:
             raise self._unwritten(error) from error
 
     def record(self, result: EpisodeResult) -> None:
@@ -82,7 +82,7 @@ class RolloutLog:
         error = None if result.error is None else result.error.reason
         try:
             self._log.append(result.qid, result.trajectories, error=error)
-        except (OSError, RuntimeError) as failure:
+        except (DamagedLogError, OSError, RuntimeError) as failure:
             raise self._unwritten(failure) from failure
 
     def earlier(self, prompts: Sequence[Prompt], group_size: int) -> Iterator[EpisodeResult]:
@@ -91,7 +91,7 @@ class RolloutLog:
         Raises:
             SetupError: If what was written cannot be read.
 
-        Cost: reads the log, a segment at a time.
+        Cost: reads the log, some megabytes at a time.
         """
         samples = {
             f"{prompt.id}@{sample}": (prompt, sample)

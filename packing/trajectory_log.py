@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 from trajpack.packing.buffer import TrajectoryBuffer
-from trajpack.packing.log_contents import LogContents
-from trajpack.packing.log_files import WriterLock, make_folder
-from trajpack.packing.log_folder import LogFolder
-from trajpack.packing.log_options import LogOptions
-from trajpack.packing.log_rows import row_of_episode, trajectories_of_row
-from trajpack.packing.log_segments import load_parquet
-from trajpack.packing.log_writer import LogWriter, end_writing
+from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
+from trajpack.packing.log_database import LOG, Entry, LogFile
+from trajpack.packing.log_index import EpisodeIndex
+from trajpack.packing.log_options import DamagedLogError, LogInUseError, LogOptions
+from trajpack.packing.log_parquet import MANIFEST, OldLog, write_parquet
+from trajpack.packing.log_rows import EpisodeRow, encoded, row_of_episode, trajectories_of_row
+from trajpack.packing.log_salvage import salvage
+from trajpack.packing.log_writer import LogWriter
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
+LOCK = "writer.lock"
+_FILLED_AT_ONCE = 256
+"""Episodes that a buffer is given in one call: one each takes longer, all take much memory."""
 Mode: TypeAlias = Literal["append", "read"]
 
 
@@ -29,23 +36,24 @@ class LoggedEpisode:
     """One episode of a log."""
 
     episode: str
-    """Its name."""
+    """Name of the episode."""
     trajectories: tuple[Trajectory, ...]
-    """What it made; empty where it failed. Arrays are int32 and float32."""
+    """Trajectories of the episode; empty where it failed. Arrays are int32 and float32."""
     error: str | None = None
-    """Why it failed, or ``None``."""
+    """Reason of the failure, or ``None``."""
 
 
 class TrajectoryLog:
     """A folder of episodes, appended and never changed, that survives the death of its writer.
 
     An episode is in the log once: one that succeeded stays as it is, one that failed may be
-    appended again. Trajectories are stored as a buffer stores them, each token once, in
-    Parquet files, and come back bit for bit. `flush` makes what was appended durable; a thread
-    does the same whenever a limit of `LogOptions` is reached. Whoever kills the process, or
-    pulls the plug, loses at most what was not flushed. Methods may be called from any thread.
+    appended again. Trajectories are stored as a buffer stores them, each token once, in one
+    SQLite file, and come back bit for bit. `flush` makes what was appended durable; a thread
+    does the same whenever a limit of `LogOptions` is reached. A process that is killed, or a
+    machine that loses power, loses at most what was not flushed. Methods may be called from any
+    thread, and a signal handler may raise inside any of them.
 
-    Made by `open`. Needs pyarrow: the extra ``[log]``.
+    Made by `open`.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -62,18 +70,17 @@ class TrajectoryLog:
         [None, 'timed out']
     """
 
-    def __init__(
-        self, folder: LogFolder, options: LogOptions, lock: WriterLock | None = None
-    ) -> None:
-        self._folder = folder
+    def __init__(self, file: LogFile, options: LogOptions, lock: WriterLock | None = None) -> None:
+        self._file = file
+        self._folder = file.path.parent
         self._options = options
-        self._lock = lock
-        self._contents = LogContents(folder.entries)
-        self._writer = LogWriter(folder, options, lock) if lock is not None else None
-        self._end = weakref.finalize(
-            self, end_writing, self._writer, lock
-        )  # at exit, at the latest
-        self.fields = folder.fields
+        self._index = EpisodeIndex(file, options.damaged)
+        self._is_closed = False
+        self._writer: LogWriter | None = None
+        if lock is not None:
+            self._writer = LogWriter(file, self._index, lock, options=options)
+            weakref.finalize(self, self._writer.close)  # at exit, at the latest
+        self.fields = file.fields
         """Extra per-token fields that every turn brings."""
 
     @classmethod
@@ -88,9 +95,11 @@ class TrajectoryLog:
         """Open the log in ``folder``.
 
         Args:
-            folder: Made if need be, with ``mode="append"``.
-            mode: ``"append"``: as the only writer. ``"read"``: as one of many readers, of what
-                is durable now; a writer may be at work meanwhile. Nothing is changed then.
+            folder: Made if need be, with ``mode="append"``. A relative path means the folder
+                that it names now.
+            mode: ``"append"``: as the only writer; a log that an earlier release wrote as Parquet
+                segments is converted, and its files stay. ``"read"``: as one of many readers, of
+                what is durable now; a writer may append meanwhile.
             fields: Extra fields of every turn, see `TokenField`. A new log without them has
                 none; one that is there has those it was begun with.
             options: When to write, and what to do about damage.
@@ -98,33 +107,62 @@ class TrajectoryLog:
         Raises:
             FileNotFoundError: If there is no log to read.
             LogInUseError: If another writer has the log open.
-            DamagedLogError: If the manifest or a segment is not as it was written.
+            DamagedLogError: If the log is not as it was written; contents of episodes are read,
+                and checked, by `replay`.
             ValueError: If ``fields`` are not those of the log, the folder holds something else,
-                a later release wrote the log, or ``mode`` is unknown.
+                a later release wrote the log, an earlier one wrote it and it is only to be read,
+                or ``mode`` is unknown.
             OSError: If the folder cannot be read or written.
+            ImportError: If a log is to be converted and pyarrow, the extra ``[log]``, is missing.
 
-        Cost: reads the manifest, about 40 bytes an episode, and no segment.
+        Cost: reads about 60 bytes an episode, and takes about 5 µs for each. With
+            ``LogOptions(damaged="skip")`` it reads and checks all of the log.
         """
-        place = Path(folder)
+        place = Path(os.path.abspath(folder))
         chosen = LogOptions() if options is None else options
         declared = None if fields is None else check_fields(fields)
         if mode == "read":
-            opened = LogFolder(place, chosen.damaged)
-            opened.check_fields(declared)
-            return cls(opened, chosen)
+            _check_readable(place)
+            return cls(_opened(place, declared), chosen)
         if mode != "append":
             raise ValueError(f"mode must be 'append' or 'read', got {mode!r}")
-        load_parquet()
-        make_folder(place)
-        lock = WriterLock(place)
+        lock = _locked(place)
         try:
-            opened = LogFolder.make(place, declared or (), chosen.damaged)
-            opened.check_fields(declared)
-            opened.adopt()
-            return cls(opened, chosen, lock)
+            if not os.path.lexists(place / LOG):
+                _begin(place, declared or (), chosen)
+            return cls(_opened(place, declared, to_append=True), chosen, lock)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
+
+    @classmethod
+    def salvage(
+        cls,
+        damaged: str | os.PathLike[str],
+        folder: str | os.PathLike[str],
+        *,
+        fields: Sequence[TokenField] | None = None,
+    ) -> None:
+        """Write a new log with all whole episodes of a log whose file is damaged.
+
+        Args:
+            damaged: Folder of the damaged log, which is only read.
+            folder: Folder of the new one, new or empty.
+            fields: Extra fields of the log, where its file does not say them any more.
+
+        Raises:
+            DamagedLogError: If ``fields`` is ``None`` and the file does not say them.
+            LogInUseError, OSError, ValueError: As `open`, for ``folder``.
+
+        Warns:
+            UserWarning: For each episode of which the file still has a part.
+
+        Cost: reads the file once, and the new one.
+        """
+        source, place = Path(os.path.abspath(damaged)) / LOG, Path(os.path.abspath(folder))
+        with closing(_locked(place)):
+            _check_empty(place)
+            salvage(source, place / LOG, fields)
 
     def __enter__(self) -> TrajectoryLog:
         return self
@@ -139,11 +177,11 @@ class TrajectoryLog:
 
     def __len__(self) -> int:
         """Episodes in it, failed ones too."""
-        return len(self._contents)
+        return self._index.num_episodes
 
     def __contains__(self, episode: object) -> bool:
         """Tell whether an episode is in it, durable or not, failed or not."""
-        return episode in self._contents
+        return episode in self._index
 
     def __repr__(self) -> str:
         return (
@@ -157,37 +195,37 @@ class TrajectoryLog:
 
         Cost: a copy; ``name in log`` looks one up.
         """
-        return self._contents.finished
+        return self._index.finished
 
     @property
     def failed(self) -> frozenset[str]:
         """Names of the episodes that failed, and were not appended again since. A copy."""
-        return self._contents.failed
+        return self._index.failed
 
     @property
     def episodes(self) -> frozenset[str]:
         """Names of all episodes, durable or not, failed or not. A copy."""
-        return self.finished | self.failed
+        return self.failed | self.finished  # in this order, in which an episode may change
 
     @property
     def num_trajectories(self) -> int:
         """Trajectories in it."""
-        return self._contents.num_trajectories
+        return self._index.num_trajectories
 
     @property
     def num_turns(self) -> int:
         """Turns in it."""
-        return self._contents.num_turns
+        return self._index.num_turns
 
     @property
     def num_tokens(self) -> int:
         """Tokens in it, each counted once, however many turns repeat it."""
-        return self._contents.num_tokens
+        return self._index.num_tokens
 
     @property
     def num_pending(self) -> int:
         """Episodes that are not durable yet."""
-        return 0 if self._writer is None else self._writer.num_pending
+        return len(self._index.pending)
 
     def append(
         self, episode: str, trajectories: Sequence[Trajectory], *, error: str | None = None
@@ -217,14 +255,16 @@ class TrajectoryLog:
             if not isinstance(error, str):
                 raise TypeError(f"error must be a str or None, got {type(error).__name__}")
             error = error[: self._options.max_error_chars]
+        name = str.__str__(episode)  # of a subclass, too, with methods of its own
         given = list(trajectories)
         if error is not None and given:
             raise ValueError(
-                f"episode {episode!r} failed, but comes with {len(given)} trajectories; "
-                "expected none"
+                f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
             )
-        self._contents.check_new(episode)  # and again below: another thread may be faster
-        writer.append(row_of_episode(episode, given, error, self.fields), self._contents.add)
+        self._index.check_new(name)  # and again when it is kept: another thread may be faster
+        row = row_of_episode(name, given, error, fields=self.fields)
+        content = encoded(row)
+        writer.append(name, Entry.of(row, content), content)
 
     def flush(self) -> None:
         """Make all that was appended before the call durable: it survives whatever comes.
@@ -232,12 +272,14 @@ class TrajectoryLog:
         On an event loop, call it in a thread: ``await asyncio.to_thread(log.flush)``.
 
         Raises:
-            OSError: If it cannot be written. Nothing is lost: what is durable stays so, the
-                rest is kept, and is tried again.
+            OSError: If it cannot be written, or the log is no longer at its path. Nothing is
+                lost: what is durable stays so, the rest is kept, and is tried again.
+            LogInUseError: If another writer has the log, since its lock was removed or replaced.
+            DamagedLogError: If the file is not as it was written; it is left as it is.
             ValueError: If the log is closed or opened for reading.
 
-        Cost: compresses and writes what waits, in segments, with three synchronisations of the
-            disk each. Other threads may append meanwhile.
+        Cost: writes what waits, in transactions with four synchronisations of the disk each.
+            Other threads may append meanwhile.
         """
         self._opened_writer().flush()
 
@@ -247,7 +289,9 @@ class TrajectoryLog:
         Raises:
             OSError: If what waits cannot be written. It is lost, then; the log is closed.
         """
-        self._end()
+        self._is_closed = True
+        if self._writer is not None:
+            self._writer.close()
 
     def replay(self) -> Iterator[LoggedEpisode]:
         """Yield the episodes that are durable now, each once, in the order they were appended.
@@ -256,13 +300,14 @@ class TrajectoryLog:
         are those that `TrajectoryBuffer.pack` and `PackedBatch.unpack` would have given back.
 
         Raises:
-            DamagedLogError: If a segment is not as it was written; with ``damaged="skip"`` a
-                `UserWarning` says so, and its episodes are left out.
+            DamagedLogError: If an episode is not as it was written; with ``damaged="skip"`` a
+                `UserWarning` says so, and it is as if it had never been logged.
+            OSError: If the file cannot be read, or is another one.
 
-        Cost: reads a segment at a time, and holds no other. Arrays are views of their
-            episode's own.
+        Cost: reads some megabytes at a time, and holds no others. A writer waits for milliseconds
+            at most. Arrays are views of their episode's own memory.
         """
-        for _, row in self._folder.episodes():
+        for row in self._rows():
             trajectories = trajectories_of_row(row, self.fields)
             yield LoggedEpisode(row.episode, tuple(trajectories), row.error)
 
@@ -275,25 +320,118 @@ class TrajectoryLog:
             How many trajectories were added.
 
         Raises:
-            DamagedLogError: As `replay`.
+            DamagedLogError, OSError: As `replay`.
             ValueError: If the buffer's fields are not the log's, before anything is added, or
-                if it is full: then it holds what fitted of the segments before.
+                if it is full: then it holds some whole episodes, the first ones.
         """
-        self._folder.check_fields(buffer.fields)
-        before, waiting, segment = len(buffer), list[Trajectory](), -1
-        for number, row in self._folder.episodes():
-            if number != segment:
-                buffer.extend(waiting)
-                waiting, segment = [], number
-            waiting += trajectories_of_row(row, self.fields)
-        buffer.extend(waiting)
+        _check_fields(self._file, buffer.fields)
+        before, rows = len(buffer), self._rows()
+        while some := list(islice(rows, _FILLED_AT_ONCE)):
+            buffer.extend([one for row in some for one in trajectories_of_row(row, self.fields)])
         return len(buffer) - before
 
+    def export_parquet(self, path: str | os.PathLike[str], *, compression_level: int = 3) -> None:
+        """Write the episodes that `replay` yields as one Parquet file, for other tools.
+
+        Args:
+            path: Of the file; one that is there is replaced when the new one is whole.
+            compression_level: Level of zstd, 1 to 22.
+
+        Raises:
+            DamagedLogError: As `replay`.
+            ImportError: If pyarrow is missing: the extra ``[log]``.
+            OSError: If the log cannot be read, or the file not be written.
+            ValueError: If ``compression_level`` is out of range.
+
+        Cost: memory for some megabytes of episodes; about 200 ns a token.
+        """
+        write_parquet(Path(path), self._rows(), self.fields, compression_level=compression_level)
+
+    def _rows(self) -> Iterator[EpisodeRow]:
+        """Yield the episodes that count and are durable now."""
+        num_rows, counting = self._index.counting()
+        for entries, _ in self._file.entries(self._file.start, num_rows):
+            for entry, row in self._file.rows(one for one in entries if one.number in counting):
+                if isinstance(row, EpisodeRow):
+                    yield row
+                elif self._options.damaged == "raise":
+                    raise row
+                else:
+                    self._index.lose(entry)
+                    warnings.warn(f"1 episode skipped: {row}", stacklevel=3)
+
     def _opened_writer(self) -> LogWriter:
-        if not self._end.alive:
-            raise ValueError(f"log {self._folder.path} is closed")
-        if self._writer is None or self._lock is None:
-            raise ValueError(f"log {self._folder.path} is opened for reading")
-        if not self._lock.held:
-            raise ValueError(f"log {self._folder.path} belongs to the process that opened it")
+        if self._is_closed:
+            raise self._index.closed_error()
+        if self._writer is None:
+            raise ValueError(f"log {self._folder} is opened for reading")
+        if not self._writer.is_ours:
+            raise ValueError(f"log {self._folder} belongs to the process that opened it")
         return self._writer
+
+
+def _locked(folder: Path) -> WriterLock:
+    """Make a folder if need be, and lock it."""
+    make_folder(folder)
+    try:
+        return WriterLock(folder / LOCK)
+    except LockTakenError as error:
+        raise LogInUseError(
+            f"log {folder} has a writer already: {error}; a log has one at a time"
+        ) from None
+
+
+def _opened(
+    folder: Path, fields: Sequence[TokenField] | None, *, to_append: bool = False
+) -> LogFile:
+    file = LogFile(folder / LOG, to_append=to_append)
+    _check_fields(file, fields)
+    return file
+
+
+def _check_fields(file: LogFile, fields: Sequence[TokenField] | None) -> None:
+    """Raise unless a log of these fields is what this one is; ``None`` takes any."""
+    if fields is None:
+        return
+    given, begun_with = ([field.name for field in some] for some in (fields, file.fields))
+    if [field.as_json() for field in fields] != [field.as_json() for field in file.fields]:
+        raise ValueError(
+            f"log {file.path.parent} was begun with fields {begun_with}, got {given}; names, "
+            "dtypes, shapes, fills and order must be the same"
+        )
+
+
+def _check_readable(folder: Path) -> None:
+    """Raise where there is no log of this form."""
+    if os.path.lexists(folder / LOG):
+        return
+    if (folder / MANIFEST).exists():
+        raise ValueError(
+            f"{folder} holds a log in the form of an earlier release; "
+            f"TrajectoryLog.open({str(folder)!r}).close() converts it"
+        )
+    raise FileNotFoundError(f"{folder} holds no trajectory log: it has no {LOG}")
+
+
+def _begin(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> None:
+    """Write a new log, or one with what a log of the old form holds."""
+    if (folder / MANIFEST).exists() and not os.path.lexists(folder / f"{LOG}-journal"):
+        old = OldLog(folder, options.damaged)
+        LogFile.create(folder / LOG, old.fields, old.rows())
+    else:
+        _check_empty(folder)
+        LogFile.create(folder / LOG, fields)
+
+
+def _check_empty(folder: Path) -> None:
+    """Raise unless a log can begin in a folder."""
+    if os.path.lexists(folder / f"{LOG}-journal"):
+        raise DamagedLogError(
+            f"{folder / LOG} is missing, but {LOG}-journal is there; without it a new log begins"
+        )
+    foreign = sorted(set(os.listdir(folder)) - {LOCK, f"{LOG}.tmp"})
+    if foreign:
+        raise ValueError(
+            f"{folder} is neither empty nor a trajectory log: it has no {LOG}, "
+            f"but holds {foreign[0]!r}"
+        )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +80,17 @@ def tries(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """Give the number of tries of an attack: all of them with ``--full``, else a tenth."""
     is_full = request.config.getoption("--full")
     return lambda full: full if is_full else max(1, full // 10)
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """Give a folder in memory where there is room, for attacks that synchronise files often."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 500 << 20:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -81,7 +81,7 @@ def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
             line = child.stderr.readline()
             assert line, said
             said += line
-        while not list(folder.glob("segment-*.parquet")):
+        while not (folder / "log.sqlite").exists() or not logged(folder):
             assert child.poll() is None, child.stderr.read()
             time.sleep(0.01)
         with urlopen(url[1]) as page:
@@ -208,8 +208,10 @@ def test_a_log_that_cannot_be_used_is_refused_in_one_line(
     (tmp_path / "file").touch()
     assert "cannot write" in refusal(*rollout, tmp_path / "file")
     assert "holds no trajectory log" in refusal("replay", tmp_path / "nowhere")
-    (folder / "manifest.jsonl").write_text("{}\n")
-    assert "manifest" in refusal("replay", folder)
+    for content in (b"", b"x" * 100_000, (folder / "log.sqlite").read_bytes()[:-1]):
+        (folder / "log.sqlite").write_bytes(content)
+        assert "log.sqlite is damaged" in refusal("replay", folder)
+        assert "log.sqlite is damaged" in refusal(*rollout, folder)
 
 
 def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> None:
@@ -221,4 +223,28 @@ def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> N
     assert batch_of(out) == {"q": tokens(trajectory)}
     (tmp_path / "batch.tokenizer").mkdir()
     assert refusal("replay", folder, "--out", out).endswith("is that of another batch")
-    assert json.loads((folder / "manifest.jsonl").read_text().splitlines()[0])
+
+
+def test_a_damaged_log_is_refused_in_one_line_that_no_text_of_it_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    name = "worse\x1b[2J\nline"
+    with TrajectoryLog.open(folder) as log:
+        log.append(name, [Trajectory("q", [Turn([1], [2], [-1.0])])])
+    content = (folder / "log.sqlite").read_bytes()
+    place = content.index(b"tpe1") + 8
+    (folder / "log.sqlite").write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    said = refusal("replay", folder)
+    assert "log.sqlite is damaged: episode" in said
+    assert "\x1b" not in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_log_of_an_earlier_release_is_named_by_replay_and_converted_by_its_next_writer(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "log"
+    shutil.copytree(Path(__file__).parent / "packing" / "old_log", folder)
+    assert "converts it" in refusal("replay", folder)
+    pytest.importorskip("pyarrow")
+    TrajectoryLog.open(folder).close()
+    assert "6, 1 of them failed" in call("replay", folder).stdout

@@ -68,7 +68,7 @@ ENTRIES = {
     "agent.ray.TrainerRanks(None, 1)": ("ray", "trajpack[ray]"),
     "agent.ray.local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
     "agent.TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
-    "packing.TrajectoryLog.open('folder')": ("pyarrow", "trajpack[log]"),
+    "packing.TrajectoryLog.open('log').export_parquet('log.parquet')": ("pyarrow", "trajpack[log]"),
     "adapters.verl.to_data_proto(None)": ("verl", "verl"),
     "adapters.verl.to_tensordict(None)": ("tensordict", "tensordict"),
     "adapters.openrlhf.to_experience(None)": ("openrlhf", "openrlhf"),
@@ -81,12 +81,14 @@ ENTRIES = {
 
 CALL_EACH = """
 import json
+import os
 from importlib import import_module
 import trajpack
 from trajpack import agent, packing, testing
 for name in ("verl", "openrlhf", "megatron", "tinker"):
     import_module(f"trajpack.packing.adapters.{name}")
 adapters, found = packing.adapters, {}
+os.chdir(sys.argv[2])
 for entry in json.loads(sys.argv[1]):
     try:
         eval(entry)
@@ -100,7 +102,7 @@ print(json.dumps(found))
 
 
 def test_whatever_needs_an_optional_package_names_what_to_install(tmp_path: Path) -> None:
-    found = json.loads(core_only(CALL_EACH, json.dumps([*ENTRIES])).stdout)
+    found = json.loads(core_only(CALL_EACH, json.dumps([*ENTRIES]), tmp_path).stdout)
     expected = {
         entry: f"{module}|No module named {module!r}: install {brought_by}"
         for entry, (module, brought_by) in ENTRIES.items()

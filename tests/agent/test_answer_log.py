@@ -66,6 +66,18 @@ def test_the_text_file_shows_prompt_and_answer_of_each_turn(tmp_path: Path) -> N
     )
 
 
+def test_a_relative_folder_is_the_one_it_named_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    log = AnswerLog("answers")
+    monkeypatch.chdir(tmp_path / "b")
+    asyncio.run(log.write("q0", [logged()]))
+    assert files(tmp_path) == ["a/answers/0/q0.jsonl", "a/answers/0/q0.txt"]
+
+
 def test_a_later_episode_of_the_same_id_replaces_the_earlier(tmp_path: Path) -> None:
     write(tmp_path, "q0", logged(0), logged(1))
     write(tmp_path, "q0", logged(0))

@@ -49,20 +49,80 @@ def test_the_last_checkpoint_is_read_back_and_the_only_one(tmp_path: Path):
     assert checkpoints.load() is None
     for step in (1, 2):
         checkpoints.save(TrainingState(step, 2 * step, 5, ("q9", "q7"), "abc"), trainer(step))
-        (checkpoints.folder / f".trainer-{step}.pt.unfinished").touch()  # of a writer long dead
+        (checkpoints.folder / f"trainer-{step}.pt.tmp").touch()  # of a writer long dead
     state, saved = Checkpoints(checkpoints.folder).load()
     assert state == TrainingState(2, 4, 5, ("q7", "q9"), "abc")
     assert saved.tolist() == trainer(2).tolist()
-    names = sorted(path.name for path in checkpoints.folder.iterdir())
-    assert names == [".trainer-2.pt.unfinished", "checkpoint.json", "trainer-2.pt"]
+    assert files(checkpoints.folder) == ["checkpoint.json", "trainer-2.pt", "trainer-2.pt.tmp"]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "training.lock")
+
+
+TAKEN = "another training has its checkpoints here"
 
 
 def test_a_folder_is_one_trainings_at_a_time(tmp_path: Path):
-    taken = pytest.raises(RuntimeError, match="another training has its checkpoints here")
-    with Checkpoints(tmp_path).held(), taken, Checkpoints(tmp_path).held():
-        pytest.fail("it has two")
+    with Checkpoints(tmp_path).held():
+        with pytest.raises(RuntimeError, match=TAKEN), Checkpoints(tmp_path).held():
+            pytest.fail("it has two")
+        with pytest.raises(RuntimeError, match=TAKEN):
+            Checkpoints(tmp_path).save(TrainingState(1), trainer(1))
+    assert files(tmp_path) == []
     with Checkpoints(tmp_path).held():
         pass
+
+
+def test_a_relative_folder_is_the_one_it_named_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    Checkpoints(tmp_path / "b" / "checkpoints").save(TrainingState(900), trainer(1))
+    monkeypatch.chdir(tmp_path / "a")
+    mine = Checkpoints(Path("checkpoints"))
+    with mine.held():
+        monkeypatch.chdir(tmp_path / "b")
+        mine.save(TrainingState(3), trainer(2))
+    assert files(tmp_path / "b" / "checkpoints") == ["checkpoint.json", "trainer-900.pt"]
+    assert files(tmp_path / "a" / "checkpoints") == ["checkpoint.json", "trainer-3.pt"]
+    state, _ = mine.load()
+    assert state.num_steps == 3
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_the_checkpoints_of_another_training_at_the_old_place_are_left_alone(
+    tmp_path: Path, is_held: bool
+):
+    mine, place = Checkpoints(tmp_path / "here"), tmp_path / "here"
+    with mine.held():
+        mine.save(TrainingState(1), trainer(1))
+        place.rename(tmp_path / "moved")
+        other = Checkpoints(place)
+        with other.held():
+            other.save(TrainingState(900), trainer(9))
+            if is_held:
+                with pytest.raises(RuntimeError, match=TAKEN):
+                    mine.save(TrainingState(2), trainer(2))
+        if not is_held:
+            (place / "training.lock").unlink()
+            with pytest.raises(RuntimeError, match=TAKEN):
+                mine.save(TrainingState(2), trainer(2))
+    assert files(place) == ["checkpoint.json", "trainer-900.pt"]
+
+
+def test_a_lock_that_was_removed_is_made_again_unless_another_has_it(tmp_path: Path):
+    mine = Checkpoints(tmp_path)
+    with mine.held():
+        (tmp_path / "training.lock").unlink()
+        mine.save(TrainingState(1), trainer(1))
+        with pytest.raises(RuntimeError, match=TAKEN), Checkpoints(tmp_path).held():
+            pytest.fail("it has two")
+        (tmp_path / "training.lock").unlink()
+        with Checkpoints(tmp_path).held(), pytest.raises(RuntimeError, match=TAKEN):
+            mine.save(TrainingState(2), trainer(2))
+    assert files(tmp_path) == ["checkpoint.json", "trainer-1.pt"]
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path):

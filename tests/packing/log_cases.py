@@ -1,6 +1,7 @@
 """What logs of trajectories are tested with."""
 
 import threading
+from functools import cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ BY_HAND = LogOptions(flush_seconds=3600)
 """Nothing is written until it is asked for."""
 
 
+@cache
 def episode(number):
     """Return the trajectory of an episode that all who know its number know."""
     rng = np.random.default_rng(number)
@@ -34,16 +36,21 @@ def read(folder, **options):
         return list(log.replay())
 
 
-def assert_holds(folder, numbers):
-    """Raise unless a folder holds these episodes, bit for bit and in this order."""
+def assert_holds(folder, numbers=None):
+    """Raise unless a folder holds these episodes, bit for bit and in this order.
+
+    Without ``numbers`` it holds the first ones, however many; return how many.
+    """
     with TrajectoryLog.open(folder, mode="read") as log:
         replayed = list(log.replay())
         buffer = TrajectoryBuffer("cpu")
         assert log.fill(buffer) == len(buffer)
-    assert [one.episode for one in replayed] == [f"e{number}" for number in numbers]
-    expected = pack([episode(number) for number in numbers], device="cpu")
-    assert_batches_equal(buffer.pack(), expected)
+        expected = range(len(log)) if numbers is None else list(numbers)
+    assert [one.episode for one in replayed] == [f"e{number}" for number in expected]
+    originals = pack([episode(number) for number in expected], device="cpu")
+    assert_batches_equal(buffer.pack(), originals)
     assert [len(one.trajectories) for one in replayed] == [1] * len(replayed)
+    return len(replayed)
 
 
 def turn(prompt=(1, 2), completion=(3,), **changes):

@@ -4,6 +4,7 @@ Each line on its input, JSON, starts a writer; on the next line it waits until t
 and says so. What a writer says goes to the same output, a line at a time.
 """
 
+import gc
 import json
 import os
 import random
@@ -11,25 +12,31 @@ import signal
 import sys
 
 from tests.packing.log_cases import episode
+from tests.packing.sqlite_calls import SQLiteCalls
 from trajpack.packing.log_options import LogOptions
-from trajpack.packing.log_segments import load_parquet
 from trajpack.packing.trajectory_log import TrajectoryLog
 
-STEPS = ("fsync", "ftruncate", "pwrite", "unlink", "replace", "open")
+STEPS = ("fsync", "replace", "open", "unlink")
 
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def die_before(step):
-    """Let this process kill itself before one of the calls that change or open a file."""
+def die_before(step, tear):
+    """Let this process kill itself before one of the calls that change or open a file.
+
+    With ``tear``, a call of SQLite that writes does one half of its work before.
+    """
     left = [step]
+
+    def is_last():
+        left[0] -= 1
+        return left[0] < 0
 
     def mortal(call):
         def counted(*args, **kwargs):
-            left[0] -= 1
-            if left[0] < 0:
+            if is_last():
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
@@ -37,13 +44,14 @@ def die_before(step):
 
     for name in STEPS:
         setattr(os, name, mortal(getattr(os, name)))
+    SQLiteCalls(lambda _: ("tear" if tear else "die") if is_last() else None)
 
 
-def write(folder, seed, step=None, episodes=10_000, linger=False):
+def write(folder, seed, step=None, tear=False, episodes=10_000, linger=False):
     """Append what the log lacks, and say what was flushed, until killed."""
     rng = random.Random(seed)
     if step is not None:
-        die_before(step)
+        die_before(step, tear)
     options = LogOptions(segment_episodes=rng.choice([2, 5, 1000]), flush_seconds=3600)
     with TrajectoryLog.open(folder, options=options) as log:
         say("opened", len(log))
@@ -71,8 +79,10 @@ def stay(log):
 
 
 def main():
-    load_parquet()  # once, not in each writer
-    episode(0)
+    for number in range(100):
+        episode(number)  # once, not in each writer
+    gc.collect()
+    gc.freeze()  # what is here is shared by all that is forked
     for line in sys.stdin:
         writer = os.fork()
         if writer == 0:

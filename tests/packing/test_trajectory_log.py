@@ -1,5 +1,7 @@
 """What goes into a log comes out of it, bit for bit and once."""
 
+import json
+import sys
 import threading
 
 import numpy as np
@@ -8,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import trajectory_log as benchmark
 from tests.packing.log_cases import BY_HAND, assert_holds, episode, read, turn, wait_until, write
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
+from trajpack.packing import log_rows
+from trajpack.packing.log_database import LogFile
 from trajpack.packing.log_options import LogOptions
 from trajpack.packing.trajectory_log import TrajectoryLog
 from trajpack.testing import assert_batches_equal, trajectory_lists
@@ -181,12 +186,23 @@ def test_a_thread_writes_when_a_limit_is_reached(tmp_path):
             assert_holds(folder, [0, 1])  # while the writer is at work
 
 
-def test_segments_keep_to_their_limits(tmp_path):
-    write(tmp_path / "a", range(5), options=LogOptions(segment_episodes=2, flush_seconds=3600))
-    assert len(list((tmp_path / "a").glob("*.parquet"))) == 3
-    write(tmp_path / "b", range(5), options=LogOptions(segment_bytes=1, flush_seconds=3600))
-    assert len(list((tmp_path / "b").glob("*.parquet"))) == 5
-    assert_holds(tmp_path / "b", range(5))
+def test_transactions_keep_to_their_limits(tmp_path, monkeypatch):
+    sizes = []
+
+    def append(file, before, episodes, add=LogFile.append):
+        sizes.append(len(episodes))
+        return add(file, before, episodes)
+
+    monkeypatch.setattr(LogFile, "append", append)
+    limits = [
+        (LogOptions(segment_episodes=2, flush_seconds=3600), 2),
+        (LogOptions(segment_bytes=1, flush_seconds=3600), 1),
+    ]
+    for number, (options, most) in enumerate(limits):
+        sizes.clear()
+        write(tmp_path / str(number), range(5), options=options)
+        assert (sum(sizes), max(sizes)) == (5, most)
+        assert_holds(tmp_path / str(number), range(5))
 
 
 def test_threads_append_and_flush_at_once(tmp_path):
@@ -213,6 +229,19 @@ def test_threads_append_and_flush_at_once(tmp_path):
     assert sorted(one.episode for one in read(tmp_path)) == sorted(f"e{n}" for n in range(40))
 
 
+def test_what_is_counted_is_right_while_a_thread_writes(tmp_path):
+    options = LogOptions(segment_episodes=2, flush_seconds=0.001)
+    with TrajectoryLog.open(tmp_path, options=options) as log:
+        for number in range(60):
+            log.append(f"e{number}", [], error="once")
+            log.append(f"e{number}", [episode(number)])
+            for _ in range(20):
+                assert len(log) == log.num_trajectories == number + 1
+                assert f"e{number}" in log
+                assert len(log.finished) == number + 1
+                assert not log.failed
+
+
 def test_of_two_that_append_an_episode_at_once_one_is_refused(tmp_path):
     class Rival(list):
         def __iter__(self):
@@ -236,6 +265,198 @@ def test_a_log_is_closed_once_and_then_takes_nothing(tmp_path):
     with TrajectoryLog.open(tmp_path, mode="read") as log, pytest.raises(ValueError, match="readi"):
         log.flush()
     assert_holds(tmp_path, [0])
+
+
+def test_a_subclass_of_str_is_taken_for_its_text(tmp_path):
+    class Name(str):
+        def __hash__(self):
+            raise AssertionError("asked")
+
+        def encode(self, *_):
+            return b"another"
+
+    with TrajectoryLog.open(tmp_path) as log:
+        log.append(Name("e0"), [Trajectory(Name("t"), [turn()], Name("g"))])
+        log.append(Name("e1"), [], error=Name("why"))
+    one, other = read(tmp_path)
+    assert (one.episode, one.trajectories[0].id, one.trajectories[0].group) == ("e0", "t", "g")
+    assert (other.episode, other.error) == ("e1", "why")
+
+
+def test_a_failure_that_still_waits_is_replaced_by_a_success(tmp_path):
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        log.append("late", [], error="timeout")
+        log.append("e0", [episode(0)])
+        log.append("late", [episode(1)])
+        assert (len(log), log.num_pending) == (2, 2)
+        assert (log.failed, log.finished) == (frozenset(), {"late", "e0"})
+        assert (log.num_trajectories, log.num_turns) == (2, 4)
+        with pytest.raises(ValueError, match="'late' is in the log already"):
+            log.append("late", [], error="once more")
+    assert [one.episode for one in read(tmp_path)] == ["e0", "late"]
+
+
+def test_an_episode_that_a_file_cannot_hold_is_refused_and_harms_no_other(tmp_path, monkeypatch):
+    """Its ids and groups count, which many trajectories may share in memory."""
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        log.append("good", [episode(0)])
+        long = "x" * (2 << 20)
+        for given_trajectories in (
+            [Trajectory(long, [turn()]) for _ in range(450)],
+            [Trajectory("a", [turn()], long) for _ in range(450)],
+        ):
+            with pytest.raises(
+                ValueError, match=r"episode 'big' needs 9\d\d,\d{3},\d{3} bytes with"
+            ):
+                log.append("big", given_trajectories)
+        monkeypatch.setattr(log_rows, "MAX_EPISODE_BYTES", 5000)
+        with pytest.raises(ValueError, match="a log takes at most 5,000 an episode"):
+            log.append("big", [Trajectory("a", [Turn([1] * 2000, [2], [-0.5])])])
+        assert (len(log), log.num_pending) == (1, 1)
+        log.append("also good", [episode(1)])
+    assert [one.episode for one in read(tmp_path)] == ["good", "also good"]
+
+
+def test_ids_and_groups_count_among_what_waits(tmp_path):
+    options = LogOptions(max_pending_bytes=1 << 20, flush_seconds=3600)
+    with TrajectoryLog.open(tmp_path, options=options) as log:
+        for number in range(4):
+            log.append(f"e{number}", [Trajectory("x" * (1 << 20), [turn()])])
+        wait_until(lambda: not log.num_pending)
+
+
+def test_an_array_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    ids, logprobs = np.array([5, 6], np.int32), np.zeros(2, np.float32)
+    changes = {
+        "completion_ids must be 0 or more, got -1 at index 1": (ids, -1),
+        "completion_logprobs must be finite float32, got nan at index 1": (logprobs, np.nan),
+        "completion_logprobs must be finite float32, got -inf at index 1": (logprobs, -np.inf),
+    }
+    with TrajectoryLog.open(tmp_path) as log:
+        for message, (array, value) in changes.items():
+
+            def take_in(*values, take=log_rows.take_in, array=array, value=value):
+                intake = take(*values)
+                array[1] = value
+                return intake
+
+            with monkeypatch.context() as patched:
+                patched.setattr(log_rows, "take_in", take_in)
+                with pytest.raises(ValueError, match=f"^trajectory 'a', turn 0: {message}$"):
+                    log.append("a", [Trajectory("a", [Turn([1], ids, logprobs)])])
+            ids[1], logprobs[1] = 6, 0
+        assert (len(log), log.num_pending) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", ["later", "never"])
+def test_a_number_that_is_another_at_each_look_is_refused_or_kept_as_it_was(tmp_path, fails):
+    class Fickle(int):
+        looks = 0
+
+        def __index__(self):
+            type(self).looks += 1
+            if fails == "later" and type(self).looks % 2:
+                raise ValueError("not now")
+            return 7
+
+    with TrajectoryLog.open(tmp_path) as log:
+        for number in range(6):
+            try:
+                log.append(f"e{number}", [Trajectory("a", [Turn([1, Fickle(7)], [2], [0.0])])])
+            except (TypeError, ValueError) as error:
+                assert "'a'" in str(error) or f"'e{number}'" in str(error)  # noqa: PT017
+    for logged in read(tmp_path):
+        assert logged.trajectories[0].turns[0] == Turn([1, 7], [2], [0.0])
+
+
+@pytest.mark.attack
+def test_arrays_that_threads_write_to_meanwhile_leave_no_bad_number(tmp_path, tries):
+    ids, logprobs = np.arange(2000, dtype=np.int32), np.zeros(1000, np.float32)
+    ids[-1000:] = 7
+    done = threading.Event()
+
+    def write_to_them():
+        while not done.is_set():
+            ids[1500], logprobs[500] = -3, np.nan
+            ids[1500], logprobs[500] = 7, 0.0
+
+    writing = threading.Thread(target=write_to_them)
+    writing.start()
+    refused = 0
+    try:
+        with TrajectoryLog.open(tmp_path) as log:
+            for number in range(tries(300) * 3):
+                try:
+                    log.append(str(number), [Trajectory("a", [Turn(ids, ids[1000:], logprobs)])])
+                except ValueError:
+                    refused += 1
+    finally:
+        done.set()
+        writing.join()
+    logged = read(tmp_path)
+    assert len(logged) + refused == tries(300) * 3
+    for one in logged:
+        (only,) = one.trajectories[0].turns
+        assert min(only.prompt_ids.min(), only.completion_ids.min()) >= 0
+        assert np.isfinite(only.completion_logprobs).all()
+
+
+def test_a_log_is_exported_as_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    field = TokenField("v", torch.float32)
+    spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)]
+    one = Turn([1, 2], [3, 4], [-0.5, -1.0], 0.25, True, 1, 2, spans, {"v": [0.5, 1.5]})
+    other = Turn([1, 2, 3, 4, 5], [6], [-2.0], version_start=2, version_end=2, fields={"v": [2.5]})
+    with TrajectoryLog.open(tmp_path / "log", fields=[field], options=BY_HAND) as log:
+        log.append("a", [Trajectory("\ud800", [one, other], None, 0.5, None, 7)])
+        log.append("b", [], error="gone")
+        log.append("waiting", [])
+        with pytest.raises(ValueError, match=r"compression_level must be in \[1, 22\], got 99"):
+            log.export_parquet(tmp_path / "no", compression_level=99)
+        log.flush()
+        log.append("later", [])
+        log.export_parquet(tmp_path / "log.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.parquet"]
+    table = parquet.read_table(tmp_path / "log.parquet")
+    assert json.loads(table.schema.metadata[b"trajpack"]) == {"fields": [field.as_json()]}
+    rows = table.to_pylist()
+    assert [row["episode"] for row in rows] == [b"a", b"b", b"waiting"]
+    assert rows[0] == {
+        "episode": b"a", "error": None, "trajectory_id": [b"\xed\xa0\x80"], "group": [None],
+        "task_id": [None], "birth_time_ms": [7], "turn_discount": [0.5], "num_turns": [2],
+        "chain_size": [6], "token_ids": [1, 2, 3, 4, 5, 6], "turn_chain": [0, 0],
+        "turn_begin": [2, 5], "turn_size": [2, 1], "turn_reward": [0.25, 0.0],
+        "turn_truncated": [True, False], "turn_version_start": [1, 2],
+        "turn_version_end": [2, 2], "turn_num_spans": [2, 0], "span_version": [1, 2],
+        "span_start": [0, 1], "span_end": [1, 2], "rollout_logprobs": [-0.5, -1.0, -2.0],
+        "field_0": np.array([0.5, 1.5, 2.5], np.float32).tobytes(),
+    }  # fmt: skip
+    assert (rows[1]["error"], rows[1]["token_ids"]) == (b"gone", [])
+
+
+def test_who_exports_without_pyarrow_is_told_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    write(tmp_path / "log", [0])
+    with TrajectoryLog.open(tmp_path / "log", mode="read") as log:
+        assert len(list(log.replay())) == 1
+        with pytest.raises(ImportError, match=r"'pyarrow': install trajpack\[log\]"):
+            log.export_parquet(tmp_path / "log.parquet")
+
+
+def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
+    options = [
+        "--episodes",
+        "20",
+        "--tokens",
+        "64",
+        "--flush-every",
+        "5",
+        "--folder",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(sys, "argv", ["trajectory_log", *options])
+    benchmark.main()
+    assert capsys.readouterr().out.count(" s of the processor") == 4
 
 
 def test_a_log_that_is_forgotten_is_closed(tmp_path):

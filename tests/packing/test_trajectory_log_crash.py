@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.packing.log_cases import assert_holds, episode
+from tests.packing.sqlite_calls import needs_sqlite_calls
 from trajpack.packing.log_options import LogInUseError
 from trajpack.packing.trajectory_log import TrajectoryLog
 
 ROOT = Path(__file__).parents[2]
-KILLS = 30
-STEPS = 34
+EPISODES = 40
 
 
 class Victims:
@@ -80,49 +80,65 @@ def victims(program):
 
 def assert_lost_nothing(folder, flushed):
     """Raise unless the log holds the first episodes, all that were flushed among them."""
-    if not flushed and not (folder / "manifest.jsonl").exists():
+    if not flushed and not (folder / "log.sqlite").exists():
         return 0
-    with TrajectoryLog.open(folder, mode="read") as log:
-        assert log.finished == {f"e{number}" for number in range(len(log))}
-        assert len(log) >= flushed
-        return len(log)
+    held = assert_holds(folder)
+    assert held >= flushed
+    return held
 
 
-def test_killed_at_random_moments_it_keeps_all_that_was_flushed(tmp_path, victims):
+@pytest.mark.attack
+def test_killed_at_random_moments_it_keeps_all_that_was_flushed(memory_path, victims, tries):
+    """A reader looks on in between, as often as there is time for it."""
     rng = random.Random(6)
-    flushed = 0
-    for kill in range(KILLS):
-        victims.start(tmp_path, kill)
+    folder, flushed, num_flushes, num_passes = memory_path / "first", 0, 0, 0
+    for kill in range(tries(1590)):
+        victims.start(folder, kill, episodes=EPISODES)
         for _ in range(rng.randrange(4)):
-            flushed = int(victims.expect("opened", "flushed"))
-        time.sleep(rng.random() * 0.02)  # anywhere between, and within, two flushes
+            flushed = int(victims.expect("opened", "flushed", "closed"))
+            num_flushes += 1
+            if flushed == EPISODES:
+                break
+        moment = time.monotonic() + rng.random() * 0.01  # between, and within, two flushes
+        if flushed and rng.random() < 0.3:
+            flushed = assert_lost_nothing(folder, flushed)
+            num_passes += 1
+        time.sleep(max(0.0, moment - time.monotonic()))
         flushed = max(flushed, victims.kill())
-        held = assert_lost_nothing(tmp_path, flushed)
-        if kill % 10 == 9:
-            assert_holds(tmp_path, range(held))
-    assert flushed > 0
-    with TrajectoryLog.open(tmp_path) as log:
-        count = len(log)
-        assert count >= flushed
-        log.append(f"e{count}", [episode(count)])
-    assert_holds(tmp_path, range(count + 1))
-    assert not list(tmp_path.glob("*.tmp"))
+        if rng.random() < 0.2:
+            flushed = assert_lost_nothing(folder, flushed)
+        if flushed == EPISODES:
+            with TrajectoryLog.open(folder) as log:
+                log.append(f"e{EPISODES}", [episode(EPISODES)])
+            assert_holds(folder, range(EPISODES + 1))
+            folder, flushed = memory_path / str(kill), 0
+    assert num_flushes > 0
+    assert num_passes > 0
 
 
-def test_killed_before_any_of_its_steps_it_keeps_all_that_was_flushed(tmp_path, victims):
+@pytest.mark.attack
+@needs_sqlite_calls
+def test_killed_before_any_of_its_steps_it_keeps_all_that_was_flushed(memory_path, victims, tries):
+    """Also in the middle of a write, and once more in the recovery of the next writer."""
     ended = 0
-    for step in range(STEPS):
-        folder = tmp_path / str(step)
-        victims.start(folder, seed=1, step=step, episodes=4)
+    steps = tries(444)
+    for number in range(steps):
+        folder, tear, again = memory_path / str(number), number % 2 == 1, number % 4 >= 2
+        step = number * 100 // steps
+        victims.start(folder, seed=1, step=step, tear=tear, episodes=4)
         flushed = victims.end()
         ended += flushed == 4
-        assert_lost_nothing(folder, flushed)
+        if again:
+            victims.start(folder, seed=2, step=step % 9, tear=tear, episodes=6)
+            flushed = max(flushed, victims.end())
+        flushed = assert_lost_nothing(folder, flushed)
         with TrajectoryLog.open(folder) as log:
-            for number in range(len(log), 6):
-                log.append(f"e{number}", [episode(number)])
+            assert len(log) == flushed
+            for missing in range(flushed, 6):
+                log.append(f"e{missing}", [episode(missing)])
         assert_holds(folder, range(6))
         assert not list(folder.glob("*.tmp"))
-    assert 0 < ended < STEPS / 2  # else there are more steps than were tried, or hardly any
+    assert 0 < ended < steps / 2  # else there are more steps than were tried, or hardly any
 
 
 def test_a_log_has_one_writer_until_that_is_dead(tmp_path, victims):
@@ -132,13 +148,13 @@ def test_a_log_has_one_writer_until_that_is_dead(tmp_path, victims):
     child, _, error = said.partition(" ")
     try:
         assert error == f"log {tmp_path} belongs to the process that opened it"
-        with pytest.raises(LogInUseError, match=f"has a writer already: process {victims.number};"):
+        with pytest.raises(LogInUseError, match=f"has a writer already: process {victims.number} "):
             TrajectoryLog.open(tmp_path)
         assert_holds(tmp_path, range(3))  # readers need not wait
         victims.kill()
-        with TrajectoryLog.open(tmp_path) as log:  # though what it forked is still there
+        with TrajectoryLog.open(tmp_path) as log:  # though its forked child is still there
             os.kill(int(child), 0)
-            with pytest.raises(LogInUseError, match=f"process {os.getpid()};"):
+            with pytest.raises(LogInUseError, match=f"process {os.getpid()} "):
                 TrajectoryLog.open(tmp_path)
             log.append("e3", [episode(3)])
     finally:

@@ -318,9 +318,8 @@ class LogFile:
     def _connection(self) -> Iterator[sqlite3.Connection]:
         import sqlite3
 
-        if not stat.S_ISREG(os.stat(self.path).st_mode):
-            raise DamagedLogError(f"{self.path} is no regular file")
-        _check_journal(Path(f"{self.path}-journal"))
+        check_regular(self.path)
+        _check_journal(Path(f"{os.path.realpath(self.path)}-journal"))
         url = f"{self.path.as_uri()}?mode=rw"  # also to read: a dead writer's journal is undone
         with (
             _translated(self.path),
@@ -477,11 +476,24 @@ def _pragma(db: sqlite3.Connection, name: str) -> Any:
     return db.execute(f"PRAGMA {name}").fetchone()[0]
 
 
+def check_regular(path: Path) -> None:
+    """Raise a `DamagedLogError` for a pipe, a device or a folder in place of a file.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise DamagedLogError(f"{path} is no regular file")
+
+
 def _check_journal(path: Path) -> None:
     """Raise for a journal that names a second one: SQLite would delete the file of that name.
 
     No log has such a journal, but a hostile one might.
     """
+    if not path.exists():
+        return
+    check_regular(path)
     with suppress(OSError), path.open("rb") as file:
         file.seek(-len(_JOURNAL_MAGIC), os.SEEK_END)
         if file.read() == _JOURNAL_MAGIC:

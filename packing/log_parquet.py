@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from trajpack.packing.chains import Labels
 from trajpack.packing.durable_files import finish_durably
+from trajpack.packing.log_database import check_regular
 from trajpack.packing.log_options import Damaged, DamagedLogError
 from trajpack.packing.log_rows import (
     TURN_COLUMNS,
@@ -123,6 +124,7 @@ class OldLog:
         self._folder = folder
         self._damaged = damaged
         path = folder / MANIFEST
+        check_regular(path)
         first, *lines = path.read_bytes().split(b"\n")
         header: Any = _checked(first) if lines else None
         try:
@@ -160,6 +162,7 @@ class OldLog:
         for number in self._numbers:
             path = self._place(number)
             try:
+                check_regular(path)
                 rows = self._segment(path, path.read_bytes(), self._listed.get(number))
             except (DamagedLogError, OSError) as error:
                 self._lose(error)

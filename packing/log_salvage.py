@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from trajpack.packing.log_database import PAGE_BYTES, LogFile, declared_fields
+from trajpack.packing.log_database import PAGE_BYTES, LogFile, check_regular, declared_fields
 from trajpack.packing.log_options import DamagedLogError
 from trajpack.packing.log_rows import RECORD_MARK, EpisodeRow, decoded
 from trajpack.packing.token_fields import TokenField
@@ -29,9 +29,11 @@ def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> 
         fields: Extra fields of the log, for a file that does not say them any more.
 
     Raises:
-        DamagedLogError: If ``fields`` is ``None`` and the file does not say them.
+        DamagedLogError: If ``fields`` is ``None`` and the file does not say them, or it is no
+            regular file.
         OSError: If the file cannot be read, or the new one not be written.
     """
+    check_regular(source)
     if fields is None:
         described = (one for one in _last_values(source) if one.startswith(b'{"format": '))
         fields = declared_fields(source, next(described, b"null"))

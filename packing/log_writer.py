@@ -99,8 +99,8 @@ class LogWriter:
         """
         if self._has_ended or not self.is_ours:
             return
-        if _held_back or threading.current_thread() is self._thread:
-            self._inbox.put((None, True))  # called by the garbage collector, which may not wait
+        if threading.get_ident() in {*_forking, self._thread.ident}:
+            self._inbox.put((None, True))  # the garbage collector calls, and may not wait
             return
         self._raise(self._ask(close=True))
 
@@ -116,6 +116,8 @@ class LogWriter:
 
     def _ask(self, *, close: bool = False) -> Exception | None:
         """Have all that waits written now; return why it failed, if it did."""
+        if threading.get_ident() in _forking:  # a signal handler calls
+            raise RuntimeError(f"log {self._folder} cannot be written while this process forks")
         reply: Reply = SimpleQueue()
         self._inbox.put((reply, close))
         while True:
@@ -132,7 +134,7 @@ class LogWriter:
         closing = False
         try:
             while not closing:
-                closing = self._wait(asked)
+                closing = self._wait(asked) or not self._lock.held  # an interrupted `open` let go
                 if closing:
                     self._index.close()
                 if asked or closing or self._seconds_left() <= 0:
@@ -232,24 +234,30 @@ class LogWriter:
 
 
 _writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
-_held_back: list[LogWriter] = []
-"""Writers that may not write while this process forks."""
+_forking: dict[int, list[LogWriter]] = {}
+"""Writers that may not write, by the thread that forks this process."""
 
 
 def _before_fork() -> None:
     """Wait for transactions: a child takes locks that its parent holds in SQLite for its own."""
-    _held_back.extend(_writers)
-    for writer in _held_back:
+    held = _forking[threading.get_ident()] = sorted(_writers, key=id)  # all threads in one order
+    for writer in held:
         writer.transaction.acquire()
 
 
 def _after_fork() -> None:
-    while _held_back:
+    for writer in _forking.get(threading.get_ident(), ()):
         with suppress(RuntimeError):  # not acquired: the wait was interrupted
-            _held_back.pop().transaction.release()
+            writer.transaction.release()
+    _forking.pop(threading.get_ident(), None)
+
+
+def _after_fork_in_child() -> None:
+    _after_fork()
+    _forking.clear()  # of threads that are not here
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
     )

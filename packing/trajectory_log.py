@@ -51,7 +51,7 @@ class TrajectoryLog:
     SQLite file, and come back bit for bit. `flush` makes what was appended durable; a thread
     does the same whenever a limit of `LogOptions` is reached. A process that is killed, or a
     machine that loses power, loses at most what was not flushed. Methods may be called from any
-    thread, and a signal handler may raise inside any of them.
+    thread; a signal handler may raise inside any of them, or use the log that it interrupts.
 
     Made by `open`.
 
@@ -278,7 +278,7 @@ class TrajectoryLog:
             DamagedLogError: If the file is not as it was written; it is left as it is.
             ValueError: If the log is closed or opened for reading.
 
-        Cost: writes what waits, in transactions with four synchronisations of the disk each.
+        Cost: writes what waits, in transactions with five synchronisations of the disk each.
             Other threads may append meanwhile.
         """
         self._opened_writer().flush()

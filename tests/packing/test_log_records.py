@@ -1,6 +1,7 @@
 """Records of episodes: whatever bytes stand in one, an error names it or a buffer takes it."""
 
 import random
+import tracemalloc
 import zlib
 from dataclasses import replace
 
@@ -201,3 +202,25 @@ def test_a_log_whose_checksums_are_right_names_the_episode_that_makes_no_sense(
         log.fill(TrajectoryBuffer("cpu", fields=FIELDS))
     with pytest.warns(UserWarning, match="1 episode skipped: .*'name'"):
         assert [one.episode for one in read(tmp_path, damaged="skip")] == ["good"]
+
+
+@pytest.mark.parametrize("shape", ["turns", "trajectories", "version spans"])
+def test_a_record_takes_at_most_twenty_times_its_bytes_while_it_is_read(shape):
+    count, spans = 2_000, None
+    turns = [Turn([1000], [1001], [-0.5], 1.5, version_start=2000, version_end=2000)] * count
+    trajectories = [Trajectory("a", turns)]
+    if shape == "trajectories":
+        trajectories = [Trajectory("a", turns[:1], task_id=3000, birth_time_ms=4000)] * count
+    elif shape == "version spans":
+        spans = [VersionSpan(2000 + k, k, k + 1) for k in range(count)]
+        long = Turn([1], [2] * count, [-0.5] * count, 1.5, False, 2000, 1999 + count, spans)
+        trajectories = [Trajectory("a", [long])]
+    content = encoded(row_of_episode("e", trajectories, None, fields=()))
+    tracemalloc.start()
+    try:
+        held = trajectories_of_row(decoded(content, ()), ())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held == trajectories
+    assert peak <= 20 * len(content)

@@ -21,6 +21,7 @@ import pytest
 from tests.packing.log_cases import BY_HAND, assert_holds, episode, read, turn, wait_until, write
 from tests.packing.sqlite_calls import SQLiteCalls, needs_sqlite_calls
 from trajpack import Trajectory
+from trajpack.packing import log_writer
 from trajpack.packing.log_database import LogFile
 from trajpack.packing.log_index import EpisodeIndex
 from trajpack.packing.log_options import LogInUseError, LogOptions
@@ -83,7 +84,8 @@ def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path
     log.append("e0", [episode(0)])
     writer = log._writer
     if who == "a fork":
-        monkeypatch.setattr("trajpack.packing.log_writer._held_back", [writer])
+        forking = {threading.get_ident(): [writer]}
+        monkeypatch.setattr("trajpack.packing.log_writer._forking", forking)
     else:
         monkeypatch.setattr(writer, "_thread", threading.current_thread())
     del log  # which does not wait
@@ -372,6 +374,30 @@ def test_a_process_that_forks_in_a_transaction_harms_neither_log_nor_child(tmp_p
                 os._exit(read_in_child(log, tmp_path))
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_holds(tmp_path, range(number))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_threads_that_fork_at_once_leave_the_log_to_its_writer(tmp_path, slow_disk):
+    def fork():
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    with TrajectoryLog.open(tmp_path, options=LogOptions(segment_episodes=1)) as log:
+        log.append("e0", [episode(0)])
+        wait_until(slow_disk.reached.is_set)
+        threads = [threading.Thread(target=fork, daemon=True) for _ in range(3)]
+        for one in threads:
+            one.start()
+        wait_until(lambda: len(log_writer._forking) == len(threads))
+        slow_disk.goes_on.set()
+        for one in threads:
+            one.join(20)
+            assert not one.is_alive()
+        log.append("e1", [episode(1)])
+        wait_until(lambda: not log.num_pending)
+    assert_holds(tmp_path, [0, 1])
 
 
 def read_in_child(log, folder):

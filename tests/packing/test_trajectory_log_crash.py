@@ -141,6 +141,23 @@ def test_killed_before_any_of_its_steps_it_keeps_all_that_was_flushed(memory_pat
     assert 0 < ended < steps / 2  # else there are more steps than were tried, or hardly any
 
 
+@pytest.mark.attack
+def test_a_second_writer_is_refused_while_one_writes(memory_path, victims, tries):
+    flushed = 0
+    for seed in range(tries(43)):
+        victims.start(memory_path, seed, episodes=10_000)
+        victims.expect("opened")
+        for _ in range(seed % 3):
+            flushed = int(victims.expect("flushed"))
+            with pytest.raises(LogInUseError, match=f"process {victims.number} "):
+                TrajectoryLog.open(memory_path)
+        with pytest.raises(LogInUseError, match=f"process {victims.number} "):
+            TrajectoryLog.open(memory_path)
+        flushed = max(flushed, victims.kill())
+        flushed = assert_lost_nothing(memory_path, flushed)
+    assert flushed > 0
+
+
 def test_a_log_has_one_writer_until_that_is_dead(tmp_path, victims):
     victims.start(tmp_path, seed=0, episodes=3, linger=True)
     while " " not in (said := victims.expect("opened", "flushed", "child")):

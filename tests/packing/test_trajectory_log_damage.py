@@ -9,6 +9,7 @@ import tracemalloc
 import warnings
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -515,19 +516,42 @@ def test_a_file_of_another_program_is_refused(tmp_path):
             TrajectoryLog.open(tmp_path, mode=mode)
 
 
-def test_a_journal_that_would_delete_a_file_is_refused(tmp_path):
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_journal_that_would_delete_a_file_is_refused(tmp_path, is_link):
     """A journal may name a second one, which SQLite deletes when it is done with both."""
     write(tmp_path / "log", [0])
+    file = tmp_path / "log" / "log.sqlite"
+    if is_link:  # whose journal lies beside the file that it names
+        file.rename(file := tmp_path / "log" / "other")
+        (tmp_path / "log" / "log.sqlite").symlink_to("other")
     magic, name = bytes.fromhex("d9d505f920a163d7"), os.fsencode(tmp_path / "thesis")
     (tmp_path / "thesis").write_bytes(b"")
     checksum = sum(name)
     journal = magic + bytes(504) + (2**30 // 16384 + 1).to_bytes(4) + name
     journal += len(name).to_bytes(4) + checksum.to_bytes(4) + magic
-    (tmp_path / "log" / "log.sqlite-journal").write_bytes(journal)
+    file.with_name(f"{file.name}-journal").write_bytes(journal)
     for mode in ("read", "append"):
         with pytest.raises(DamagedLogError, match="it names a super-journal"):
             TrajectoryLog.open(tmp_path / "log", mode=mode)
     assert (tmp_path / "thesis").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    for name in ("log.sqlite", "log.sqlite-journal", "manifest.jsonl", "segment-00000002.parquet"):
+        folder = tmp_path / name
+        if name.startswith("log"):
+            write(folder, [0])
+        else:
+            pytest.importorskip("pyarrow")
+            shutil.copytree(Path(__file__).parent / "old_log", folder)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(DamagedLogError, match=f"{name} is no regular file"):
+            TrajectoryLog.open(folder)
+        if name == "log.sqlite":
+            with pytest.raises(DamagedLogError, match=f"{name} is no regular file"):
+                TrajectoryLog.salvage(folder, tmp_path / "new", fields=[])
 
 
 def test_a_log_in_another_journal_mode_is_read_and_brought_back(tmp_path):

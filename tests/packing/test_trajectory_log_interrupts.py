@@ -2,15 +2,17 @@
 
 import dis
 import itertools
+import os
 import random
 import signal
 import statistics
 import sys
+import threading
 import time
 
 import pytest
 
-from tests.packing.log_cases import BY_HAND, read, turn
+from tests.packing.log_cases import BY_HAND, read, turn, wait_until
 from trajpack import Trajectory
 from trajpack.packing import log_index, log_writer, trajectory_log
 from trajpack.packing.log_options import LogOptions
@@ -137,7 +139,9 @@ def test_a_close_that_is_interrupted_can_be_repeated(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.timeout(300)
-def test_an_open_that_is_interrupted_locks_nobody_out(tmp_path):
+def test_an_open_that_is_interrupted_locks_nobody_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_writer, "_NAP_S", 0.01)
+
     def work(moment, interruption):
         folder = tmp_path / str(moment)
         log = None
@@ -153,6 +157,7 @@ def test_an_open_that_is_interrupted_locks_nobody_out(tmp_path):
         assert len(read(folder)) == 1
 
     moments(work)
+    wait_until(lambda: all(one.name != "trajectory log" for one in threading.enumerate()))
 
 
 def look(log):
@@ -231,6 +236,36 @@ def test_a_signal_handler_may_use_the_log_that_it_interrupts(memory_path, work, 
         if not interruption.is_over:
             break
     assert moment > 5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("handler", [Used.use, Used.close])
+def test_a_signal_handler_may_use_a_log_while_its_process_forks(memory_path, handler):
+    parent, told = os.getpid(), []
+
+    for moment in itertools.count():
+        used = Used(memory_path / str(moment))
+
+        def in_parent(used=used):
+            if os.getpid() == parent:
+                try:
+                    handler(used)
+                except RuntimeError as error:
+                    told.append(str(error))
+
+        with (interruption := InterruptedAt(moment, in_parent)):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        used.close()
+        wait_until(lambda used=used: not used.log.num_pending)
+        assert sorted(used.taken) == sorted(used.log.finished)
+        if not interruption.is_over:
+            break
+    assert all("cannot be written while this process forks" in one for one in told)
+    assert bool(told) == (handler is Used.use)
 
 
 def assert_whole(log, folder):

@@ -2,6 +2,11 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ifneq ($(words $(VENV)),1)
+$(error VENV must be one path without spaces, got '$(VENV)')
+endif
+# an environment whose Python is gone or has become another one is installed anew
+$(shell test ! -e $(STAMP) || sh .ci/make-venv --check $(VENV) || rm -f $(STAMP))
 TRITON_VERSIONS := tests/kernels/triton_versions.txt
 PEERS := tests/packing/adapters/peers.txt
 
@@ -11,9 +16,13 @@ PEERS := tests/packing/adapters/peers.txt
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
+# looked at by each make that needs it; only a PYTHON that was asked for is compared with one that is there
+.PHONY: environment
+environment:
+	@sh .ci/make-venv '$(PYTHON)' '$(VENV)' '$(if $(filter file,$(origin PYTHON)),,given)'
+
 # exact versions; torch is installed by itself first, so that no other package chooses its build
-$(STAMP): pyproject.toml constraints.txt
-	@sh .ci/make-venv '$(PYTHON)' '$(VENV)'
+$(STAMP): pyproject.toml constraints.txt | environment
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 _MARK = "trajpack{}mark"
@@ -91,9 +92,8 @@ class ChatMessages:
         add_generation_prompt: bool = True,
     ) -> list[str]:
         """Render messages of marks, and return what is before, between and after the marks."""
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        options = {"add_generation_prompt": add_generation_prompt}
+        text = trial_text(self._tokenizer, messages, **options)
         pieces = []
         for i in range(num_marks):
             before, mark, text = text.partition(_MARK.format(i))
@@ -132,6 +132,31 @@ class ChatMessages:
             text, add_special_tokens=False, split_special_tokens=True
         )
         return ids
+
+
+def trial_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
+    """Render messages, behind a system message if the chat template renders none without one.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        messages: Of a chat.
+        options: Of ``apply_chat_template``.
+
+    Raises:
+        Exception: That of the template for the messages alone, if it renders them neither way.
+    """
+
+    def rendered(*first: Mapping[str, str]) -> str:
+        chat = [dict(message) for message in (*first, *messages)]
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, **options)
+        return text
+
+    try:
+        return rendered()
+    except Exception:  # templates raise what they like
+        with suppress(Exception):
+            return rendered({"role": "system", "content": "Be brief."})
+        raise
 
 
 def _message(role: str, number: int) -> dict[str, str]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trajpack.agent.chat_agent import ChatAgent, ConversationLimits
+from trajpack.agent.chat_messages import trial_text
 from trajpack.agent.episode import Episode, Exchange
 from trajpack.agent.episode_attempt import reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
@@ -37,7 +41,7 @@ class ToolAgent(ChatAgent):
 
     Raises:
         ValueError: If two tools have one name, an option is out of range, the tokenizer leaves
-            the marks of a call out of texts, or its chat template ignores tools.
+            the marks of a call out of texts, or its chat template does not name each tool.
 
     Example:
         A tool and an agent that may use it: see ``examples/calculator.py``.
@@ -71,41 +75,46 @@ class ToolAgent(ChatAgent):
         self._declared = None if own_declaration else self._declarations()
 
     def _declarations(self) -> list[dict[str, Any]]:
-        """Return the tools as a chat template takes them, after checking that it shows them.
+        """Return the tools as a chat template takes them, after checking that it shows each.
 
         Raises:
-            ValueError: If a conversation looks the same with and without them, or has no form.
+            ValueError: If a conversation has no form with them, or names one of them no more often
+                than without them.
         """
         declared = [tool.declaration for tool in self.tools.values()]
+        if not declared:
+            return declared
         name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        remedy = "declare them in the prompts and say own_declaration=True"
+        form = {"add_generation_prompt": True}
         try:
-            with_tools, without = (self._render(_GREETING, tools) for tools in (declared, None))
+            with_tools = trial_text(self.tokenizer, _GREETING, tools=declared, **form)
+            without = trial_text(self.tokenizer, _GREETING, tools=None, **form)
         except Exception as error:  # templates raise what they like
-            reason = reason_of(error)
-            raise ValueError(f"the chat template of {name} cannot show tools: {reason}") from error
-        if declared and with_tools == without:
             raise ValueError(
-                f"the chat template of {name} ignores tools: the model would not be told of "
-                f"{', '.join(self.tools)}; take a tokenizer whose template declares tools, or "
-                "declare them in the prompts and say own_declaration=True"
+                f"the chat template of {name} cannot show tools: {reason_of(error)}; {remedy}"
+            ) from error
+        shown = _occurrences(self.tools, with_tools) - _occurrences(self.tools, without)
+        hidden = [tool for tool in self.tools if tool not in shown]
+        if hidden:
+            fault = "does not name all tools" if shown else "ignores tools"
+            raise ValueError(
+                f"the chat template of {name} {fault}: the model would not be told of "
+                f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
             )
         return declared
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        return text
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return a prompt's tokens: a chat, with the tools as the chat template declares them.
 
         With ``own_declaration`` it is the chat as it is.
         """
-        text = self._render(messages, self._declared)
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=self._declared,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -150,3 +159,13 @@ class ToolAgent(ChatAgent):
                     answers.append(await self.tools[call.name].call(call.arguments))
         with episode.guard("the tools' messages could not be encoded"):
             return self.messages.after(completion_ids, "tool", answers)
+
+
+def _occurrences(names: Iterable[str], text: str) -> Counter[str]:
+    """Count names in a text, as they are or as JSON; a part of a longer word is no name."""
+    spelled = {name: name for name in names}
+    spelled |= {json.dumps(name)[1:-1]: name for name in names}
+    spelled |= {json.dumps(name, ensure_ascii=False)[1:-1]: name for name in names}
+    pattern = "|".join(re.escape(spelling) for spelling in sorted(spelled, key=len, reverse=True))
+    words = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text, re.ASCII)
+    return Counter(spelled[word] for word in words)

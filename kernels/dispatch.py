@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal, TypeAlias
 
 import torch
+
+from trajpack.kernels.installed import is_there
 
 Impl: TypeAlias = Literal["auto", "torch", "triton"]
 
 LIBRARY = torch.library.Library("trajpack", "DEF")
 """Every op of this package is registered here, as ``torch.ops.trajpack.<name>``."""
 
-_HAS_TRITON = find_spec("triton") is not None
+_HAS_TRITON = is_there("triton")
 
 
 def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", "triton"]:

@@ -126,8 +126,8 @@ def _of_tokens(
 
 def _warn_of_singletons(batch: PackedBatch, estimator: group_estimators.GroupEstimator) -> None:
     """Warn where no trajectory has another one to be compared with; the host knows the groups."""
-    num_trajectories = batch.cu_turns.shape[0] - 1
-    if batch.is_padded or num_trajectories < 2 or batch.num_groups < num_trajectories:
+    num_trajectories = len(batch.groups)  # without the padding of a `StaticBatch`
+    if num_trajectories < 2 or batch.num_groups < num_trajectories:
         return
     unnamed = [
         task for group, task in zip(batch.groups, batch.task_ids, strict=True) if group is None

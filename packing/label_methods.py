@@ -87,8 +87,12 @@ class LabelMethods:
         ``"left"`` brings the next token's value, ``"right"`` that of the token before;
         see `trajpack.kernels.shift_tokens`.
 
+        Raises:
+            TypeError, ValueError: As that; also if ``x`` is ``None``, as missing advantages are.
+
         Cost: four small operations. No synchronisation.
         """
+        self._check_given("shift", x)
         return shift_tokens(x, self._boundaries, direction, fill)
 
     def drop(self, x: torch.Tensor, end: End) -> torch.Tensor:
@@ -97,7 +101,18 @@ class LabelMethods:
         See `trajpack.kernels.drop_tokens`; boundaries are then those of
         `trajpack.kernels.shift.dropped_boundaries`.
 
+        Raises:
+            TypeError, ValueError: As that; also if ``x`` is ``None``, as missing advantages are.
+
         Cost: a dozen small operations. No synchronisation.
         """
+        self._check_given("drop", x)
         lengths = getattr(self, "padded_seqlens", self._tokens.seqlens)
         return drop_tokens(x, self._boundaries, end, sum(length > 0 for length in lengths))
+
+    def _check_given(self, op: str, x: torch.Tensor | None) -> None:
+        if x is None and self._tokens.advantages is None:
+            raise TypeError(
+                f"{op}: x must be a tensor, got None; the batch has no advantages: "
+                "call with_advantages first"
+            )

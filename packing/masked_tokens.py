@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.conversion import as_ids, host_array
+from trajpack.packing.conversion import FLOAT32_MAX, as_ids, as_number, host_array
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
 
 WHOLE_SEQUENCE_FIELDS = frozenset({"routed_experts", "teacher_ids", "teacher_logprobs"})
@@ -129,10 +129,10 @@ class MaskedTokens:
             labels: Further arguments of `Trajectory`: ``group``, ``task_id`` and so on.
 
         Raises:
-            TypeError: If arrays hold no numbers.
-            ValueError: If arrays are not of one length, the mask is neither 0 nor 1 somewhere, or
-                the first token was generated: a turn needs a prompt; if a field has not a row
-                for each token.
+            TypeError: If arrays hold no numbers, or the reward is none.
+            ValueError: If a reward is not finite as float32, arrays are not of one length,
+                the mask is neither 0 nor 1 somewhere, or the first token was
+                generated: a turn needs a prompt; if a field has not a row for each token.
         """
         ids = as_ids(f"trajectory {name!r}: input_ids", self.input_ids)
         if not ids.size:
@@ -193,9 +193,15 @@ class MaskedTokens:
         rewards = [0.0] * len(ends)
         if self.token_rewards is not None:
             given = self._array(name, "token_rewards", length, np.float64)
+            odd = np.flatnonzero(~(np.abs(given) <= FLOAT32_MAX))
+            if odd.size:
+                raise ValueError(
+                    f"trajectory {name!r}: token_rewards must be finite float32, "
+                    f"got {given[odd[0]]} at index {odd[0]}"
+                )
             rewards = np.add.reduceat(given, [0, *ends[:-1]]).tolist()
-        rewards[-1] += float(self.reward)
-        return rewards
+        rewards[-1] += as_number(f"trajectory {name!r}: reward", self.reward)
+        return [as_number(f"trajectory {name!r}: reward", reward) for reward in rewards]
 
     def _field_rows(self, begin: int, end: int) -> dict[str, npt.NDArray[Any]] | None:
         """Return what `Turn` has of the fields, for a completion from ``begin`` to ``end``."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from trajpack.kernels.installed import is_there
 
 BROUGHT_BY = {
     "anyio": "trajpack[agent]",
@@ -49,11 +48,7 @@ def require(*modules: str) -> None:
         >>> require("torch")
     """
     for module in modules:
-        if module in sys.modules:
-            is_there = sys.modules[module] is not None  # None keeps it from being imported
-        else:
-            is_there = importlib.util.find_spec(module) is not None
-        if not is_there:
+        if not is_there(module):
             raise explained(ModuleNotFoundError(f"No module named {module!r}", name=module))
 
 

@@ -195,6 +195,73 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(
     assert refusal(copy, python) == f"{python} cannot make a virtual environment in .venv"
 
 
+# an environment that is there
+
+
+@pytest.fixture
+def installed(copy: Path) -> Path:
+    """A copy whose environment make takes for installed."""
+    assert make_venv(copy, sys.executable).returncode == 0
+    (copy / ".venv/.installed").touch()
+    return copy
+
+
+def test_an_environment_that_works_is_not_installed_again(installed: Path) -> None:
+    before = (installed / ".venv/.installed").stat().st_mtime_ns
+    for given in ([], [f"PYTHON={sys.executable}"]):
+        done = run(["make", "install", *given], installed)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "pip" not in done.stdout
+    assert (installed / ".venv/.installed").stat().st_mtime_ns == before
+
+
+def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
+    for python in ["no-such-python", *WRONG.values()]:
+        assert refusal(installed, python).startswith(f"{NEEDED}; {python} ")
+    major, minor, micro = sys.version_info[:3]
+    for version, python in PYTHONS.items():
+        if is_good(version) and not version.startswith(f"{major}.{minor}."):
+            assert refusal(installed, python) == (
+                f".venv is of Python {major}.{minor}.{micro} and {python} is "
+                f"{version}: make clean lets another environment be made"
+            )
+
+
+def test_a_default_python_of_another_version_is_not_compared(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "python3").write_text("#!/bin/sh\necho 3.4.5\n")
+    (folder / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    done = run(["make", "install"], installed)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("become", ["another", "nothing"])
+def test_an_environment_whose_python_has_changed_is_installed_again(
+    become: str, installed: Path
+) -> None:
+    python = installed / ".venv/bin/python"
+    python.unlink()
+    if become == "another":
+        python.write_text("#!/bin/sh\necho 3.4.5\n")
+        python.chmod(0o755)
+    else:
+        python.symlink_to("/nowhere/python3.11")
+    done = run(["make", "--dry-run", "install"], installed)
+    assert "-m pip install" in done.stdout
+    assert not (installed / ".venv/.installed").exists()
+
+
+@pytest.mark.parametrize("venv", ["my venv", "", " "])
+def test_an_environment_of_no_single_path_is_refused(venv: str, fresh: Path) -> None:
+    done = run(["make", "install", f"VENV={venv}"], fresh)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "*** VENV must be one path without spaces, got '" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 # copies without links
 
 

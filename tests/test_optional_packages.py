@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,16 @@ sys.meta_path[:] = [one for one in sys.meta_path if one is not PathFinder] + [Co
 """
 
 
-def core_only(code: str, *arguments: object, check: bool = True) -> Any:
+REFUSE = HIDE.replace(
+    "return None", "raise ModuleNotFoundError(f'No module named {name!r}', name=name)"
+)
+"""As `HIDE`, by a finder that raises where others return ``None``."""
+
+
+def core_only(code: str, *arguments: object, check: bool = True, hide: str = HIDE) -> Any:
     """Run code in a fresh interpreter that has no optional package."""
     return subprocess.run(
-        [sys.executable, "-P", "-c", HIDE + code, *map(str, arguments)],
+        [sys.executable, "-P", "-c", hide + code, *map(str, arguments)],
         check=check, capture_output=True, text=True,
     )  # fmt: skip
 
@@ -101,8 +108,11 @@ print(json.dumps(found))
 """
 
 
-def test_whatever_needs_an_optional_package_names_what_to_install(tmp_path: Path) -> None:
-    found = json.loads(core_only(CALL_EACH, json.dumps([*ENTRIES]), tmp_path).stdout)
+@pytest.mark.parametrize("hide", [HIDE, REFUSE], ids=["hidden", "refused"])
+def test_whatever_needs_an_optional_package_names_what_to_install(
+    hide: str, tmp_path: Path
+) -> None:
+    found = json.loads(core_only(CALL_EACH, json.dumps([*ENTRIES]), tmp_path, hide=hide).stdout)
     expected = {
         entry: f"{module}|No module named {module!r}: install {brought_by}"
         for entry, (module, brought_by) in ENTRIES.items()
@@ -237,21 +247,23 @@ batch.save(sys.argv[1])
 COMMAND = "from trajpack.cli import main; sys.argv[0] = 'trajpack'; main()"
 
 
-def test_packing_and_the_command_work_without_extras(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hide", [HIDE, REFUSE], ids=["hidden", "refused"])
+def test_packing_and_the_command_work_without_extras(hide: str, tmp_path: Path) -> None:
+    core = partial(core_only, hide=hide)
     file = tmp_path / "batch.safetensors"
-    core_only(PACK, file)
-    shown = core_only(COMMAND, "inspect", file)
+    core(PACK, file)
+    shown = core(COMMAND, "inspect", file)
     assert "turns" in shown.stdout
     assert shown.stderr == ""
     (tmp_path / "batch.tokenizer").mkdir()
     (tmp_path / "batch.tokenizer" / "tokenizer_config.json").write_text("{}")
-    shown = core_only(COMMAND, "inspect", file)
+    shown = core(COMMAND, "inspect", file)
     assert "turns" in shown.stdout
     assert shown.stderr == (
         "trajpack: token ids in place of text: No module named 'transformers': install "
         "trajpack[agent]\n"
     )
-    refused = core_only(COMMAND, "rollout", "--out", tmp_path / "b.safetensors", check=False)
+    refused = core(COMMAND, "rollout", "--out", tmp_path / "b.safetensors", check=False)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
         "trajpack: error: No module named 'transformers': install trajpack[agent]"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trajpack.kernels.pad import pad
-from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays, reward_for_missing
+from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays, reward_or_missing
 from trajpack.packing.adapters.row_names import check_field_names, given_groups, row_ids
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.masked_tokens import MaskedTokens
@@ -147,16 +147,25 @@ def from_padded_dict(
         dicts: A dictionary of ``B`` rows, or several.
         ids: Names of the trajectories; their group and a number if ``None``.
         groups: Their groups; none if ``None``.
-        missing_reward: The reward of each row of a dictionary without ``rewards``; such a
-            dictionary is refused if ``None``.
+        missing_reward: The reward of each row of a dictionary without ``rewards``, and of each row
+            whose own is ``None``; such a dictionary is refused if ``None``.
 
     Raises:
-        ValueError: If a key is missing, shapes disagree, or a row's first token was generated.
+        TypeError: If a dictionary is none, such as the ``None`` of a rejected episode.
+        ValueError: If a key or a reward is missing, a reward is not finite, shapes disagree, or a
+            row's first token was generated.
 
     Cost: copies the tensors to the host, which synchronises a device.
     """
-    given = [dicts] if isinstance(dicts, Mapping) else list(dicts)
-    rows = [row for one in given for row in _rows(one, missing_reward)]
+    op = "from_padded_dict"
+    if isinstance(dicts, Mapping) or not isinstance(dicts, Iterable):
+        rows = _rows(op, dicts, missing_reward)
+    else:
+        rows = [
+            row
+            for index, one in enumerate(dicts)
+            for row in _rows(f"{op}: dicts[{index}]", one, missing_reward)
+        ]
     of = given_groups("from_padded_dict", groups, len(rows))
     names = row_ids("from_padded_dict", ids, of)
     return [
@@ -280,24 +289,24 @@ def _turns_of_trajectories(batch: PackedBatch) -> torch.Tensor:
     return within[batch.turn_ids.long()]
 
 
-def _rows(padded: Mapping[str, Any], missing_reward: float | None) -> list[MaskedTokens]:
+def _rows(op: str, padded: Any, missing_reward: float | None) -> list[MaskedTokens]:
+    if not isinstance(padded, Mapping):
+        raise TypeError(f"{op}: expected a dictionary of tensors, got {type(padded).__name__}")
     needed = ("input_ids", "attention_mask", "loss_mask", "logprobs")
-    optional = ["versions", "turn_ids"]
-    reward = 0.0
-    if padded.get("rewards") is not None:
-        optional.append("rewards")
-    else:
-        reward = reward_for_missing("from_padded_dict", missing_reward, expected="rewards [B]")
-    arrays = host_arrays("from_padded_dict", padded, needed, optional)
+    optional = ("versions", "turn_ids", "rewards")
+    arrays = host_arrays(op, padded, needed, optional)
     shape = arrays["input_ids"].shape
     expected = dict.fromkeys((*needed, "versions", "turn_ids"), shape)
-    check_shapes("from_padded_dict", arrays, expected | {"rewards": shape[:1]})
+    check_shapes(op, arrays, expected | {"rewards": shape[:1]})
     rewards, there = arrays.pop("rewards", None), arrays.pop("attention_mask") != 0
     found = []
     for row, of in enumerate(there):
         ids, mask, logprobs, *rest = (values[row][of] for values in arrays.values())
         names = [*arrays][3:]
         given = dict(zip(names, rest, strict=True))
-        reward = reward if rewards is None else float(rewards[row])
+        reward = reward_or_missing(
+            op, None if rewards is None else rewards[row], missing_reward,
+            expected="rewards [B]", of="" if rewards is None else f"row {row}",
+        )  # fmt: skip
         found.append(MaskedTokens(ids, mask, logprobs, reward=reward, **given))
     return found

@@ -19,7 +19,7 @@ from trajpack.packing.adapters.packed import (
     num_kept_of,
     places_of,
 )
-from trajpack.packing.adapters.row_arrays import reward_for_missing
+from trajpack.packing.adapters.row_arrays import reward_or_missing
 from trajpack.packing.adapters.sampling_mask import (
     RaggedMask,
     as_integers,
@@ -203,7 +203,7 @@ def from_training_samples(
     *,
     ids: Sequence[str] | None = None,
     groups: Sequence[str | None] | None = None,
-    rewards: Sequence[float] | None = None,
+    rewards: Sequence[float | None] | None = None,
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
     sampling_mask_width: int | None = None,
@@ -230,14 +230,15 @@ def from_training_samples(
             ``generated_only=False``. Streams and routes are left out where they are not named.
         sampling_mask_width: Tokens that a row of ``"sampling_mask"`` holds; as many as the longest
             of these samples has if ``None``.
-        missing_reward: The reward of all samples where ``rewards`` is ``None``; samples without
-            rewards are refused if this is ``None`` too.
+        missing_reward: The reward of all samples where ``rewards`` is ``None``, and of each whose
+            own is ``None``; samples without rewards are refused if this is ``None`` too.
 
     Raises:
         TypeError: If lists hold no numbers.
-        ValueError: If lists are not of one length, labels are not as many as samples, or the first
-            token of a sample is trainable; if something is missing, a sample has images or a
-            payload, or a sampling mask that ``fields`` does not name.
+        ValueError: If a reward is missing or not finite, lists are not of one length, labels are
+            not as many as samples, or the first token of a sample is trainable; if something is
+            missing, a sample has images or a payload, or a sampling mask that ``fields`` does not
+            name.
 
     Cost: host work over the tokens.
 
@@ -253,10 +254,6 @@ def from_training_samples(
             raise ValueError(
                 f"from_training_samples: {name} must be of {len(samples)} samples, got {len(given)}"
             )
-    reward = 0.0
-    if rewards is None and len(samples):
-        expected = "the argument rewards, since a sample has none"
-        reward = reward_for_missing("from_training_samples", missing_reward, expected=expected)
     names = [str(index) for index in range(len(samples))] if ids is None else ids
     for sample, name in zip(samples, names, strict=True):
         _check_carried(sample, name, fields)
@@ -268,12 +265,19 @@ def from_training_samples(
         rows = {field: _rows(sample, field) for field in fields if field != "sampling_mask"}
         if masks:
             rows["sampling_mask"] = padded(f"trajectory {name!r}", masks[index], width)
+        expected, of = f"rewards[{index}]", f"trajectory {name!r}"
+        if rewards is None:
+            expected, of = "the argument rewards, since a sample has none", ""
+        reward = reward_or_missing(
+            "from_training_samples", None if rewards is None else rewards[index], missing_reward,
+            expected=expected, of=of,
+        )  # fmt: skip
         masked = MaskedTokens(
             _field_of(sample, "token_ids"),
             _field_of(sample, "mask"),
             _field_of(sample, "logprobs"),
             version_range=(version, version),
-            reward=reward if rewards is None else rewards[index],
+            reward=reward,
             fields=rows,
         )
         group = None if groups is None else groups[index]

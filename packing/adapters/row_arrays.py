@@ -17,31 +17,48 @@ def host_arrays(
     """Return what must be there and what may be, as arrays on the host.
 
     Raises:
-        ValueError: If something that must be there is missing.
+        ValueError: If something that must be there is missing or ``None``.
 
     Cost: a copy of each to the host, which synchronises a device.
     """
-    missing = [key for key in needed if key not in tensors]
+    there = {key: values for key, values in tensors.items() if values is not None}
+    missing = [key for key in needed if key not in there]
     if missing:
-        raise ValueError(f"{op}: {missing} are missing, got {sorted(tensors)}")
-    there = (key for key in (*needed, *optional) if key in tensors)
-    return {key: host_array(tensors[key]) for key in there}
+        raise ValueError(f"{op}: {missing} are missing, got {sorted(there)}")
+    return {key: host_array(there[key]) for key in (*needed, *optional) if key in there}
 
 
-def reward_for_missing(
-    op: str, missing_reward: float | None, *, expected: str, of: str = ""
-) -> float:
-    """Return the reward that the caller agreed to where there is none.
+def fields_of(name: str, row: Any) -> Mapping[str, Any]:
+    """Return the fields of an object or a mapping.
+
+    Raises:
+        TypeError: If it is neither, as ``None`` is.
+    """
+    if isinstance(row, Mapping):
+        return row
+    if not hasattr(row, "__dict__"):
+        raise TypeError(f"{name} must be a mapping or have attributes, got {type(row).__name__}")
+    fields: dict[str, Any] = vars(row)
+    return fields
+
+
+def reward_or_missing(
+    op: str, reward: Any, missing_reward: float | None, *, expected: str, of: str = ""
+) -> Any:
+    """Return a reward as it is, or the one that the caller agreed to where it is ``None``.
 
     Args:
         op: Named by errors.
+        reward: Of a row, or of a token.
         missing_reward: As the caller gave it.
         expected: Where a reward is looked for.
         of: The row that lacks it, if it is one of several.
 
     Raises:
-        ValueError: If the caller agreed to none: a reward of 0 would be trained on.
+        ValueError: If the reward is ``None`` and the caller agreed to no other.
     """
+    if reward is not None:
+        return reward
     if missing_reward is None:
         whose = f" of {of}" if of else ""
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trajpack.kernels.pad import Number, pad
-from trajpack.packing.adapters.row_arrays import reward_for_missing, routes_of_all
+from trajpack.packing.adapters.row_arrays import reward_or_missing, routes_of_all
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import check_field_names, row_groups
 from trajpack.packing.adapters.sampling_mask import mask_rows
@@ -234,13 +234,13 @@ def from_generator_output(
             completion, 0, 1, 2, ... where no route was captured; declare the `TokenField` with
             ``generated_only=False``), ``"sampling_mask"`` (rows of the completion, int32, -1
             behind the last token). Routes are left out where they are not named.
-        missing_reward: The reward of an entry whose reward is ``None``; such an entry is refused
-            if this is ``None`` too.
+        missing_reward: The reward of an entry, or of a token, whose reward is ``None``, and of each
+            entry where there are no ``rewards``; such an output is refused if this is ``None`` too.
 
     Raises:
-        ValueError: If a key or a reward is missing or lengths disagree, one of ``fields`` is
-            missing or another name; if there are images, or sample support that ``fields`` does
-            not name.
+        ValueError: If a key or a reward is missing, a reward is not finite or lengths disagree,
+            one of ``fields`` is missing or another name; if there are images, or sample
+            support that ``fields`` does not name.
     """
     unknown = sorted(set(fields) - CARRIED.keys())
     if unknown:
@@ -255,13 +255,13 @@ def from_generator_output(
             "from_generator_output: rollout_sample_support is there: name sampling_mask in fields, "
             "or take it out"
         )
-    needed = ["prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs"]
+    needed = ["prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs"]
     needed += [CARRIED[name] for name in fields]
     for key in needed:
         if output.get(key) is None:
             raise ValueError(f"from_generator_output: {key} are missing, got {sorted(output)}")
     count = len(output["response_ids"])
-    for key in (*needed, "trajectory_ids", "stop_reasons"):
+    for key in (*needed, "rewards", "trajectory_ids", "stop_reasons"):
         if output.get(key) is not None and len(output[key]) != count:
             raise ValueError(
                 f"from_generator_output: {key} must be {count}, one for each of response_ids, "
@@ -295,13 +295,19 @@ def _masked(
     fields: Sequence[str],
     missing_reward: float | None,
 ) -> MaskedTokens:
-    reward = output["rewards"][row]
-    if reward is None:
-        expected, of = f"rewards[{row}]", f"trajectory {name!r}"
-        reward = reward_for_missing(
-            "from_generator_output", missing_reward, expected=expected, of=of
-        )
-    by_token = host_array(reward).ndim > 0
+
+    def there(reward: Any, expected: str) -> Any:
+        return reward_or_missing(
+            "from_generator_output", reward, missing_reward, expected=expected,
+            of=f"trajectory {name!r}",
+        )  # fmt: skip
+
+    rewards = output.get("rewards")
+    reward = there(None if rewards is None else rewards[row], f"rewards[{row}]")
+    given = host_array(reward)
+    by_token = given.ndim > 0
+    if by_token and given.dtype == object:  # None is among them
+        reward = [there(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
     reasons = output.get("stop_reasons")
     rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "routed_experts" in rows:
@@ -314,7 +320,7 @@ def _masked(
         output["loss_masks"][row],
         output["rollout_logprobs"][row],
         reward if by_token else None,
-        reward=0.0 if by_token else float(reward),
+        reward=0.0 if by_token else reward,
         truncated=reasons is not None and reasons[row] == "length",
         fields=rows,
         name=name,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.adapters.row_arrays import reward_for_missing, routes_of_all
+from trajpack.packing.adapters.row_arrays import fields_of, reward_or_missing, routes_of_all
 from trajpack.packing.adapters.row_lists import RowLists
 from trajpack.packing.adapters.row_names import row_ids
 from trajpack.packing.adapters.sampling_mask import (
@@ -20,7 +20,7 @@ from trajpack.packing.adapters.sampling_mask import (
     widest,
 )
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import as_number, host_array
+from trajpack.packing.conversion import host_array
 from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.row_scores import row_scores
 from trajpack.packing.types import Trajectory
@@ -230,7 +230,9 @@ def from_samples(
             "from_samples: fields must be of routed_experts, sampling_mask, teacher_log_probs, "
             f"got {unknown}"
         )
-    given = [sample if isinstance(sample, Mapping) else vars(sample) for sample in samples]
+    given = [
+        fields_of(f"from_samples: samples[{index}]", sample) for index, sample in enumerate(samples)
+    ]
     groups = [None if (of := sample.get("group_index")) is None else str(of) for sample in given]
     names = row_ids("from_samples", ids, groups)
     for sample, name in zip(given, names, strict=True):
@@ -258,23 +260,25 @@ def from_train_data(
     Args:
         train_data: A list for each key.
         ids: Names of the trajectories; their numbers if ``None``.
-        options: ``fields`` and ``sampling_mask_width``, as in `from_samples`.
+        options: ``fields``, ``sampling_mask_width`` and ``missing_reward``, as in `from_samples`;
+            the last also where all of ``raw_reward`` is missing.
 
     Raises:
-        ValueError: If a key is missing or lengths disagree.
+        ValueError: If a key or a reward is missing or lengths disagree.
     """
     keys = {
         "tokens": "tokens",
         "response_length": "response_lengths",
         "loss_mask": "loss_masks",
         "rollout_log_probs": "rollout_log_probs",
-        "reward": "raw_reward",
         "status": "truncated",
     }
-    keys |= {key: key for key in (*OPTIONAL, *IMAGES) if key in train_data}
-    missing = [key for key in keys.values() if key not in train_data]
+    there = {key for key, column in train_data.items() if column is not None}
+    keys |= {key: key for key in (*OPTIONAL, *IMAGES) if key in there}
+    keys |= {"reward": "raw_reward"} if "raw_reward" in there else {}
+    missing = [key for key in keys.values() if key not in there]
     if missing:
-        raise ValueError(f"from_train_data: {missing} are missing, got {sorted(train_data)}")
+        raise ValueError(f"from_train_data: {missing} are missing, got {sorted(there)}")
     counts = {key: len(train_data[key]) for key in keys.values()}
     if len(set(counts.values())) > 1:
         raise ValueError(f"from_train_data: lists must have one length, got {counts}")
@@ -340,10 +344,10 @@ def _trajectory(
         raise ValueError(
             f"trajectory {name!r}: response_length must be in [0, {len(tokens)}], got {length}"
         )
-    reward = sample.get("reward")
-    if reward is None:
-        expected, of = "reward (raw_reward in train data)", f"trajectory {name!r}"
-        reward = reward_for_missing("from_samples", missing_reward, expected=expected, of=of)
+    reward = reward_or_missing(
+        "from_samples", sample.get("reward"), missing_reward,
+        expected="reward (raw_reward in train data)", of=f"trajectory {name!r}",
+    )  # fmt: skip
     if isinstance(reward, Mapping):
         raise ValueError(f"trajectory {name!r}: reward must be a number, got {reward!r}")
     if sample.get("remove_sample"):  # slime keeps its reward in the group
@@ -357,7 +361,7 @@ def _trajectory(
         tokens[len(tokens) - length :],
         [1] * length if mask is None else mask,
         logprobs,
-        reward=as_number(f"trajectory {name!r}: reward", reward),
+        reward=reward,
         truncated=getattr(status, "value", status) == "truncated",
         fields=fields,
         name=name,

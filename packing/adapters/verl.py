@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.adapters.row_arrays import filled_up, reward_for_missing
+from trajpack.packing.adapters.row_arrays import fields_of, filled_up, reward_or_missing
 from trajpack.packing.adapters.row_names import (
     check_field_names,
     given_groups,
@@ -225,7 +225,7 @@ def from_data_proto(
     reward = 0.0
     if not scores and len(prompts):
         expected = "token_level_scores or rm_scores"
-        reward = reward_for_missing("from_data_proto", missing_reward, expected=expected)
+        reward = reward_or_missing("from_data_proto", None, missing_reward, expected=expected)
     in_prompt, in_response = np.split(attention != 0, [prompts.shape[1]], axis=1)
     uids = labels.get("uid", [None] * len(prompts))
     found = []
@@ -288,13 +288,13 @@ def from_agent_loop_outputs(
     ):
         if not session:
             raise ValueError(f"from_agent_loop_outputs: {name!r} is an empty list of outputs")
-        given = [output if isinstance(output, Mapping) else vars(output) for output in session]
-        reward = given[-1].get("reward_score")
-        if reward is None:
-            reward = reward_for_missing(
-                "from_agent_loop_outputs", missing_reward, expected="reward_score", of=repr(name)
-            )
-        rewards = [0.0] * (len(given) - 1) + [float(reward)]
+        whose = f"from_agent_loop_outputs: the output of {name!r}"
+        given = [fields_of(whose, output) for output in session]
+        reward = reward_or_missing(
+            "from_agent_loop_outputs", given[-1].get("reward_score"), missing_reward,
+            expected="reward_score", of=repr(name),
+        )  # fmt: skip
+        rewards = [0.0] * (len(given) - 1) + [reward]
         turns = [
             turn
             for output, of_output in zip(given, rewards, strict=True)

@@ -23,14 +23,15 @@ def proto_arrays(proto: Any) -> tuple[list[npt.NDArray[Any]], dict[str, Any]]:
         ValueError: If something is missing or of another shape.
     """
     tensors, labels = _parts(proto)
-    scores = [key for key in ("token_level_scores", "rm_scores") if key in tensors][:1]
+    names = ("token_level_scores", "rm_scores")
+    scores = [key for key in names if tensors.get(key) is not None][:1]
     arrays = host_arrays("from_data_proto", tensors, NEEDED, scores)
     num_rows, num_prompt = (*arrays["prompts"].shape, 0, 0)[:2]
     num_response = (*arrays["responses"].shape, 0, 0)[1]
     widths = dict.fromkeys([*NEEDED, *scores], num_response)
     widths |= {"prompts": num_prompt, "attention_mask": num_prompt + num_response}
     check_shapes("from_data_proto", arrays, {key: (num_rows, of) for key, of in widths.items()})
-    found = {key: labels[key] for key in LABELS if key in labels}
+    found = {key: labels[key] for key in LABELS if labels.get(key) is not None}
     for key, values in found.items():
         if len(values) != num_rows:
             raise ValueError(
@@ -48,10 +49,14 @@ def version_range(labels: Mapping[str, Any], row: int | None = None) -> tuple[in
 
 def _parts(proto: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     if isinstance(proto, Mapping) and "tensors" in proto:
-        return proto["tensors"], proto.get("non_tensors", {})
-    if hasattr(proto, "non_tensor_batch"):
-        return dict(proto.batch.items()), proto.non_tensor_batch
-    raise TypeError(
-        "from_data_proto: proto must be a padded DataProto or its dictionary, "
-        f"got {type(proto).__name__}"
-    )
+        tensors, labels = proto["tensors"], proto.get("non_tensors")
+    elif hasattr(proto, "non_tensor_batch"):
+        tensors, labels = getattr(proto, "batch", None), proto.non_tensor_batch
+    else:
+        raise TypeError(
+            "from_data_proto: proto must be a padded DataProto or its dictionary, "
+            f"got {type(proto).__name__}"
+        )
+    if tensors is None:
+        raise ValueError(f"from_data_proto: the proto's batch is None, expected {[*NEEDED]}")
+    return dict(tensors.items()), labels or {}

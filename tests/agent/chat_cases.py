@@ -26,7 +26,8 @@ class Characters:
         **_: Any,
     ) -> str:
         assert not tokenize
-        text = "" if tools is None else f"<tools>{len(tools)}{END}\n"
+        names = " ".join(tool["function"]["name"] for tool in tools or ())
+        text = "" if tools is None else f"<tools>{names}{END}\n"
         text += "".join(f"<{m['role']}>{m['content']}{END}\n" for m in messages)
         return text + "<assistant>" * add_generation_prompt
 

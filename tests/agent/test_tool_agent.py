@@ -257,7 +257,7 @@ class _HasNoRoleForTools(Characters):
     ("tokenizer", "error"),
     [
         (_IgnoresTools(), "the chat template of mistral/7B ignores tools: .* be told of add;"),
-        (_HasNoRoleForTools(), "of _HasNoRoleForTools cannot show tools: KeyError: 'tools'"),
+        (_HasNoRoleForTools(), "of _HasNoRoleForTools cannot show tools: KeyError: 'tools'; "),
     ],
 )
 def test_a_template_that_does_not_show_tools_is_refused(tokenizer: Any, error: str) -> None:
@@ -272,12 +272,81 @@ def test_a_real_template_that_ignores_tools_is_refused() -> None:
         ToolAgent(SamplingParams(), tokenizer, [tool(max)])
 
 
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NAMES = "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
+DEMANDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
+)
+
+
+def named(name: str) -> Tool:
+    return Tool(name, "Works.", NUMBERS, max)
+
+
+def with_template(template: str, *names: str, **options: Any) -> ToolAgent:
+    _, tokenizer = build_tiny_model()
+    tokenizer.chat_template = template
+    return ToolAgent(SamplingParams(), tokenizer, [named(name) for name in names], **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "names", "hidden"),
+    [
+        ("{% if tools %}You have tools, additional ones.{% endif %}", "add second", "add, second"),
+        ("{% if tools %}{{ tools|length }} tools{% endif %}", "add second", "add, second"),
+        ("{% if tools %}{{ tools[0]|tojson }}{% endif %}", "add second", "second"),
+        ("{% if tools %}{{ tools[0]|tojson }}{% endif %}", "add-all add", "add"),
+        ("{% if tools %}{{ tools[0]|tojson }}{% endif %}", "math.add add", "add"),
+        ("{% for t in tools or [] %}{{ t.function.description }}{% endfor %}", "add", "add"),
+        ("{{ strftime_now('%H%M%S%f') }}", "add second", "add, second"),
+        ("You may add. {% if tools %}Tools: some.{% endif %}", "add", "add"),
+        ("{% if messages[0].role == 'system' and tools %}{{ tools }}{% endif %}", "add", "add"),
+        (DEMANDS_SYSTEM, "add second", "add, second"),
+    ],
+)
+def test_a_template_that_does_not_name_each_tool_is_refused(
+    before: str, names: str, hidden: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"not be told of {hidden}; .* own_declaration=True$"):
+        with_template(before + CHAT, *names.split())
+    with_template(before + CHAT, *names.split(), own_declaration=True)
+
+
+@pytest.mark.parametrize(
+    "before", [NAMES, "{{ tools }}", "{{ tools|tojson }}", DEMANDS_SYSTEM + NAMES]
+)
+@pytest.mark.parametrize("name", ["add", "user", "größe", "a b", "über-add"])
+def test_a_template_that_names_each_tool_is_taken(before: str, name: str) -> None:
+    agent = with_template(before + CHAT, name, "second", "sec")
+    chat = [{"role": "system", "content": "Hi."}, {"role": "user", "content": "go"}]
+    text = agent.tokenizer.decode(agent.prompt_ids(chat))
+    assert all(shown in text for shown in (name, "second", "sec"))
+
+
+def test_tools_are_answered_in_a_template_that_demands_a_system_message() -> None:
+    _, tokenizer = build_tiny_model()
+    tokenizer.chat_template = CHAT
+    end = tokenizer.eos_token_id
+    expected = ChatMessages(tokenizer).after([end], "tool", ["7"])
+    tokenizer.chat_template = DEMANDS_SYSTEM + CHAT
+    assert ChatMessages(tokenizer).after([end], "tool", ["7"]) == expected
+
+
+def test_a_template_that_raises_offers_a_declaration_of_ones_own() -> None:
+    error = "cannot show tools: TemplateError: no tools; .* own_declaration=True$"
+    with pytest.raises(ValueError, match=error):
+        with_template("{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHAT, "add")
+
+
 def test_prompts_may_declare_tools_themselves() -> None:
     agent = make()
     told = ToolAgent(SamplingParams(), _IgnoresTools(), [tool(max)], own_declaration=True)
     messages = [{"role": "user", "content": "go"}]
     assert "".join(map(chr, told.prompt_ids(messages))) == PROMPT
-    assert "".join(map(chr, agent.prompt_ids(messages))) == f"<tools>1{END}\n{PROMPT}"
+    assert "".join(map(chr, agent.prompt_ids(messages))) == f"<tools>add{END}\n{PROMPT}"
 
 
 def test_an_agent_without_tools_needs_no_template_for_them() -> None:

@@ -4,7 +4,10 @@ The page is docs/credit/systems.md; functions of trainers that are installed are
 in tests/packing/adapters/test_conventions.py.
 """
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +29,7 @@ from trajpack import (
 from trajpack.kernels import Correction, Rejection, gae, group_advantages, kl_penalty
 
 NUM = 200
+ROOT = Path(__file__).parents[2]
 
 
 def groups_of(rng, largest=8):
@@ -141,7 +145,14 @@ def test_prime_rls_maxrl_is_zero_where_the_mean_is_not_positive():
     check_group({"scale": "mean", "singleton": "zero"}, loop, MaxRL())
 
 
-def test_nemo_rls_reinforce_plus_plus_with_a_baseline_divides_by_the_tokens():
+def test_nemo_rls_reinforce_plus_plus_with_a_baseline_is_as_the_pages_say():
+    named = re.compile(r"NeMo-RL[^`|]*`ReinforcePlusPlusBaseline\(([^`]*)\)`")
+    pages = [ROOT / "docs" / "credit" / name for name in ("systems.md", "groups.md")]
+    (given,) = {argument for page in pages for argument in named.findall(page.read_text())}
+    estimator = ReinforcePlusPlusBaseline(
+        **{name: ast.literal_eval(of) for name, of in re.findall(r"(\w+)=([^,]+)", given)}
+    )
+    num_alone = 0
     for seed in range(NUM):
         trajectories = some_trajectories(12, 6, seed)
         batch = pack(trajectories, device="cpu")
@@ -157,9 +168,10 @@ def test_nemo_rls_reinforce_plus_plus_with_a_baseline_divides_by_the_tokens():
         mean = sum(rows) / len(rows)
         variance = max(sum((row - mean) ** 2 for row in rows) / len(rows), 1e-8)
         expected = torch.tensor([(row - mean) / math.sqrt(variance) for row in rows])
-        estimator = ReinforcePlusPlusBaseline(singleton="zero", ddof=0)
         found = generated(batch, batch.with_advantages(estimator).advantages)
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+        num_alone += any(len(own) == 1 for own in groups.values())
+    assert num_alone > NUM / 4
 
 
 def test_skyrls_reinforce_plus_plus_ends_a_return_at_an_observation():

@@ -82,14 +82,30 @@ def test_estimators_of_tokens_need_no_groups() -> None:
         batch.with_advantages(GAE(), torch.zeros(batch.num_tokens))
 
 
-def test_a_static_batch_whose_contents_change_is_not_judged_by_its_first_ones() -> None:
+def test_a_static_batch_is_judged_by_what_it_was_filled_with_last() -> None:
+    alone, together = TrajectoryBuffer(), TrajectoryBuffer()
+    alone.extend([trajectory("a"), trajectory("bb", group="g"), trajectory("c", group="h")])
+    together.extend([trajectory("a", group="g"), trajectory("bb", group="g"), trajectory("c")])
+    static = StaticBatch(capacity=32, max_turns=8)
+    for _ in range(2):
+        for estimator in ALL:
+            with pytest.warns(UserWarning, match=f"one member, so {estimator.name} ") as caught:
+                credited(alone.pack_into(static), estimator)
+            assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for estimator in ALL:
+                credited(together.pack_into(static), estimator)
+
+
+def test_a_static_batch_of_one_trajectory_or_none_is_not_warned_of() -> None:
+    static = StaticBatch(capacity=32, max_turns=8)
     buffer = TrajectoryBuffer()
-    buffer.extend([trajectory("a"), trajectory("bb")])
-    static = StaticBatch(capacity=32, max_turns=4)
-    static.fill(buffer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        static.run().with_advantages(GRPO())
+        buffer.pack_into(static).with_advantages(GRPO())
+        buffer.add(trajectory("a"))
+        buffer.pack_into(static).with_advantages(GRPO())
 
 
 def test_the_host_alone_decides() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packing.test_micro_batches import ALIGNMENTS, of_the_loss, some_batch
-from trajpack import pack
+from trajpack import GRPO, Trajectory, Turn, pack
 from trajpack.packing.alignment import Alignment
 from trajpack.testing import assert_same_bits, trajectory_lists
 
@@ -95,3 +95,17 @@ def test_sequences_that_do_not_divide_are_refused_on_any_device():
             match=f"a multiple of 8 tokens, sequence 0 takes {first}; .* sequence_multiple=8",
         ):
             micro_batch.shard(4, 0)
+
+
+@pytest.mark.parametrize("op", ["shift", "drop"])
+def test_advantages_that_are_missing_are_asked_for(op):
+    batch = pack([Trajectory("a", [Turn([1], [2], [-0.5], reward=1.0)])])
+    credited = batch.with_advantages(GRPO())
+    direction = {"shift": "left", "drop": "last"}[op]
+    for one, other in ((batch, credited), (batch.select([0]), credited.select([0]))):
+        error = f"^{op}: x must be a tensor, got None; .* no advantages: call with_advantages first"
+        with pytest.raises(TypeError, match=error):
+            getattr(one, op)(one.advantages, direction)
+        getattr(other, op)(other.advantages, direction)
+        with pytest.raises(TypeError, match=r"x must be a tensor, got NoneType$"):
+            getattr(other, op)(None, direction)

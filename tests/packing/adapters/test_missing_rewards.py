@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from trajpack import Trajectory, Turn, pack
 from trajpack.packing.adapters import areal, prime_rl, skyrl, slime, verl
@@ -26,6 +30,12 @@ def proto(*keys: str) -> dict[str, Any]:
     return found | {"tensors": without(found["tensors"], *keys)}
 
 
+def with_scores(scores: Any) -> dict[str, Any]:
+    found = verl.to_data_proto_dict(batch())
+    return found | {"tensors": found["tensors"] | {"rm_scores": scores}}
+
+
+PADDED = areal.to_padded_dict(batch())
 OUTPUT = {
     "prompt_ids": [1, 2],
     "response_ids": [3, 4, 5],
@@ -63,6 +73,41 @@ MISSING = [
     ),
     pytest.param(
         slime.from_train_data, TRAIN | {"raw_reward": [1.0, None]}, "raw_reward", id="slime, train"
+    ),
+    pytest.param(
+        slime.from_train_data, without(TRAIN, "raw_reward"), "raw_reward", id="slime, no key"
+    ),
+    pytest.param(
+        slime.from_train_data, TRAIN | {"raw_reward": None}, "raw_reward", id="slime, key is None"
+    ),
+    pytest.param(
+        verl.from_data_proto, with_scores(None), "token_level_scores or rm_scores",
+        id="verl, key is None",
+    ),
+    pytest.param(
+        areal.from_padded_dict, PADDED | {"rewards": [1.0, None]}, r"rewards \[B\]",
+        id="areal, one row",
+    ),
+    pytest.param(
+        areal.from_padded_dict, PADDED | {"rewards": np.array([1.0, None], dtype=object)},
+        r"rewards \[B\]", id="areal, one row of objects",
+    ),
+    pytest.param(
+        partial(prime_rl.from_training_samples, rewards=[1.0, None]), PRIME, r"rewards\[1\]",
+        id="prime-rl, one",
+    ),
+    pytest.param(
+        skyrl.from_generator_output, without(GENERATED, "rewards"), r"rewards\[0\]",
+        id="skyrl, no key",
+    ),
+    pytest.param(
+        skyrl.from_generator_output, GENERATED | {"rewards": None}, r"rewards\[0\]",
+        id="skyrl, key is None",
+    ),
+    pytest.param(
+        skyrl.from_generator_output,
+        GENERATED | {"rewards": [[0.0] * 3, [0.0, 0.0, None]]}, r"rewards\[1\]\[2\]",
+        id="skyrl, one token",
     ),
     pytest.param(prime_rl.from_training_samples, PRIME, "the argument rewards", id="prime-rl"),
     pytest.param(
@@ -109,3 +154,59 @@ def test_rewards_that_are_there_are_not_replaced(read: Any, given: Any) -> None:
 def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(TypeError, match="missing_reward must be a number"):
         verl.from_agent_loop_outputs([OUTPUT], missing_reward="0")  # type: ignore[arg-type]
+
+
+NOT_FINITE = [float("nan"), float("inf"), -float("inf"), 1e39]
+READ = {
+    "areal": lambda reward: areal.from_padded_dict(PADDED | {"rewards": [1.0, reward]}),
+    "verl": lambda reward: verl.from_data_proto(
+        with_scores(torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, reward]], dtype=torch.float64))
+    ),
+    "agent loop": lambda reward: verl.from_agent_loop_outputs([OUTPUT | {"reward_score": reward}]),
+    "slime": lambda reward: slime.from_samples([SAMPLES[0] | {"reward": reward}]),
+    "slime, train": lambda reward: slime.from_train_data(TRAIN | {"raw_reward": [1.0, reward]}),
+    "skyrl": lambda reward: skyrl.from_generator_output(GENERATED | {"rewards": [1.0, reward]}),
+    "skyrl, token": lambda reward: skyrl.from_generator_output(
+        GENERATED | {"rewards": [[0.0] * 3, [0.0, reward, 0.0]]}
+    ),
+    "prime-rl": lambda reward: prime_rl.from_training_samples(PRIME, rewards=[1.0, reward]),
+}
+
+
+@pytest.mark.parametrize("reward", NOT_FINITE)
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_a_reward_that_is_not_finite_is_refused(read: Any, reward: float) -> None:
+    with pytest.raises(ValueError, match=r"^trajectory '.*rewards? must be finite float32, got"):
+        read(reward)
+
+
+def test_the_dictionary_is_named_that_has_a_fault() -> None:
+    for second, fault in (
+        (without(PADDED, "rewards"), "the reward is missing"),
+        (without(PADDED, "logprobs"), r"\['logprobs'\] are missing"),
+        (PADDED | {"logprobs": None}, r"\['logprobs'\] are missing"),
+        (PADDED | {"rewards": torch.zeros(3)}, r"rewards must have shape \[2\], got \[3\]"),
+        (PADDED | {"rewards": [None, 1.0]}, "the reward of row 0 is missing"),
+    ):
+        with pytest.raises(ValueError, match=rf"from_padded_dict: dicts\[1\]: {fault}"):
+            areal.from_padded_dict([PADDED, second])
+
+
+def test_none_in_the_place_of_a_rollout_is_refused_by_name() -> None:
+    for read, given, error in (
+        (areal.from_padded_dict, [PADDED, None], r"dicts\[1\]: expected a dict.* got NoneType"),
+        (areal.from_padded_dict, None, "from_padded_dict: expected a dict.* got NoneType"),
+        (slime.from_samples, [None], r"samples\[0\] must be a mapping .*, got NoneType"),
+        (verl.from_agent_loop_outputs, [OUTPUT | {"reward_score": 1.0}, None], "'1' must be a map"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            read(given)  # type: ignore[operator]
+    for empty in (
+        SimpleNamespace(batch=None, non_tensor_batch={}), {"tensors": None, "non_tensors": {}}
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="from_data_proto: the proto's batch is None"):
+            verl.from_data_proto(empty)
+    with pytest.raises(ValueError, match=r"\['tokens'\] are missing"):
+        slime.from_train_data(TRAIN | {"tokens": None})
+    found = verl.from_data_proto(proto() | {"non_tensors": None})
+    assert [one.group for one in found] == [None, None]

@@ -231,8 +231,8 @@ def test_train_data_comes_back_without_groups():
     assert to_train_data(pack(back))["tokens"] == to_train_data(batch)["tokens"]
     assert to_train_data(pack(back))["loss_masks"] == to_train_data(batch)["loss_masks"]
     assert back[1].turns[-1].truncated
-    with pytest.raises(ValueError, match=r"\['raw_reward'\] are missing"):
-        from_train_data({key: [] for key in TRAIN_KEYS if key != "raw_reward"})
+    with pytest.raises(ValueError, match=r"\['tokens'\] are missing"):
+        from_train_data({key: [] for key in TRAIN_KEYS if key != "tokens"})
 
 
 class Status(Enum):

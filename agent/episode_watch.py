@@ -97,17 +97,29 @@ class EpisodeWatch:
         self._num_asked = 0
         self._num_replied = 0
         self._num_in_flight = 0
+        self._num_seen = 0
         self._replies: asyncio.Queue[Reply] | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether it waits for its agent alone: not for engine, environment or gate."""
-        return not self._num_in_flight and not self.num_waits
+        return self._num_in_flight == self.num_untaken and not self.num_waits
+
+    @property
+    def num_untaken(self) -> int:
+        """Replies that have come to requests of it, and that its agent has not taken."""
+        return 0 if self._replies is None else min(self._num_in_flight, self._replies.qsize())
+
+    def look(self, now: float) -> None:
+        """Note that something has happened now, if replies have come since the last look."""
+        if self.num_untaken > self._num_seen:
+            self.sign_at = now
+        self._num_seen = self.num_untaken
 
     def follow(self, replies: asyncio.Queue[Reply]) -> None:
         """Take note of where the engine puts its replies."""
         self._replies = replies
-        self.gate.untaken.add(self._num_untaken)
+        self.gate.untaken.add(self._count_untaken)
         if self.watchdog is not None:
             self.watchdog.begin(self)
 
@@ -188,13 +200,13 @@ class EpisodeWatch:
         self.is_over = True
         if self.watchdog is not None:
             self.watchdog.end(self)
-        self.gate.untaken.discard(self._num_untaken)
+        self.gate.untaken.discard(self._count_untaken)
         if self._num_in_flight:
             self.gate.land(self._num_in_flight)
             self._num_in_flight = 0
 
-    def _num_untaken(self) -> int:
-        return 0 if self._replies is None else min(self._num_in_flight, self._replies.qsize())
+    def _count_untaken(self) -> int:
+        return self.num_untaken
 
 
 class WatchedRequests(asyncio.Queue[Observation]):

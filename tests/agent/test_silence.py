@@ -264,7 +264,151 @@ def test_an_agent_that_waits_for_a_reply_that_cannot_come_is_named(
     results = run_skipping(roll(EchoEngine(), Waits(how), policy=policy))
     assert {result.error.cause for result in results if result.error} == {"timeout"}
     first, *_ = lines(caplog)
-    assert first.startswith("agent Waits has done nothing for 10 s in episode q0@0, which has no ")
+    assert first.startswith(
+        "agent Waits has done nothing for 10 s in episode q0@0, which waits for no "
+    )
+
+
+class TakesNoReply:
+    """Leaves a reply that has come in its queue."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def collect_trajectory(
+        self, prompt: Prompt, env: Any, requests: Any, replies: Any
+    ) -> list[Trajectory]:
+        await requests.put((prompt.id, [1], None))
+        if self.how == "a second request":
+            await requests.put((prompt.id, [1], None))
+            await replies.get()
+        if self.how == "a lock":
+            lock = asyncio.Lock()
+            await lock.acquire()
+            await lock.acquire()
+        elif self.how == "sleep":
+            await asyncio.sleep(1e6)
+        await asyncio.Queue[None]().get()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("how", ["an own queue", "a lock", "sleep", "a second request"])
+@pytest.mark.parametrize("wait_s", [0.0, 8.0])
+def test_an_agent_that_does_not_take_its_reply_is_named(
+    how: str, wait_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RolloutPolicy(episode_timeout_s=45.0)
+    results = run_skipping(roll(Slow(wait_s), TakesNoReply(how), policy=policy))
+    assert {result.error.cause for result in results if result.error} == {"timeout"}
+    first, second, failed = lines(caplog)
+    # The arrival of a reply is noticed within the first 10 s, and is a sign of life.
+    start = "agent TakesNoReply has done nothing for 10 s in episode q0@0, which waits for no "
+    assert first.startswith(start)
+    assert "(such episodes: 3; replies that this one has not taken: 1)" in first
+    assert "the agent takes it with act_queue.get()" in first
+    assert second.startswith("agent TakesNoReply has done nothing for 20 s")
+    assert failed.startswith("all 3 episodes failed")
+
+
+def test_an_agent_that_does_not_take_its_reply_is_named_while_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Mixed(TwoTurns):
+        async def collect_trajectory(self, *values: Any) -> Any:
+            if values[0].id == "q1@0":
+                return await TakesNoReply("an own queue").collect_trajectory(*values)
+            await asyncio.sleep(1.0)
+            return await super().collect_trajectory(*values)
+
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            endless = (Prompt(f"q{k}", [k]) for k in itertools.count())
+            rolling = runner(engine, Mixed(), concurrency=3)
+            async with aclosing(rolling.run(endless)) as results:
+                while not lines(caplog):
+                    assert (await anext(results)).error is None
+
+    run_skipping(body())
+    assert lines(caplog)[0].startswith("agent Mixed has done nothing for 10 s in episode q1@0, ")
+
+
+def test_an_agent_whose_reply_waits_while_another_is_to_come_is_let_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gathers(Slow):
+        """Holds the first request back until eight seconds after the second."""
+
+        def answer(self, item: Observation) -> None:
+            self.wait_s = 0.0 if len(item[1]) == 2 else 8.0
+            super().answer(item)
+
+    class AsksTwice:
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> list[Trajectory]:
+            for ids in ([1], [1, 2]):
+                await requests.put((prompt.id, ids, None))
+            await asyncio.sleep(8.5)
+            for _ in range(2):
+                await replies.get()
+            return [Trajectory(prompt.id, [Turn([1], [2], [-1.0])])]
+
+    assert all(r.error is None for r in run_skipping(roll(Gathers(8.0), AsksTwice())))
+    assert lines(caplog) == []
+
+
+# prompts that do not come
+
+
+async def slowly(wait_s: float, count: int) -> AsyncIterator[Prompt]:
+    for prompt in prompts(count):
+        yield prompt
+        await asyncio.sleep(wait_s)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_prompts_that_never_come_are_told(by_group: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def never() -> AsyncIterator[Prompt]:
+        await asyncio.Event().wait()
+        yield Prompt("q0", [1])
+
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            rolling = runner(engine, TwoTurns())
+            run = rolling.run_groups(never()) if by_group else rolling.run(never())
+            async with aclosing(run) as results:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(results), 25.0)
+
+    run_skipping(body())
+    assert lines(caplog) == [
+        f"no prompt has come for {seconds} s, and no episode is under way: the run waits for the "
+        "next item of its iterator of prompts"
+        for seconds in (10, 20)
+    ]
+
+
+@pytest.mark.parametrize(("wait_s", "expected"), [(9.0, 0), (15.0, 1)])
+def test_prompts_that_stop_coming_are_told_by_the_time_since_the_last_episode(
+    wait_s: float, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with Slow(3.0) as engine:
+            assert [r async for r in runner(engine, TwoTurns()).run(slowly(6.0 + wait_s, 2))]
+
+    run_skipping(body())
+    assert len(lines(caplog)) == expected
+
+
+def test_prompts_that_come_slowly_while_episodes_run_are_let_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with Slow(9.0) as engine:
+            assert len([r async for r in runner(engine, TwoTurns()).run(slowly(17.0, 3))]) == 3
+
+    run_skipping(body())
+    assert lines(caplog) == []
 
 
 def test_an_event_loop_that_stood_still_is_no_silence_of_others(

@@ -15,7 +15,7 @@ from trajpack.agent.generation_gate import GenerationGate
 from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import Environment, Observation, Reply
 from trajpack.agent.safe_text import one_line
-from trajpack.agent.watchdog import Watchdog
+from trajpack.agent.watchdog import Patience, Watchdog
 
 _logger = logging.getLogger(__name__)
 
@@ -123,18 +123,25 @@ class EpisodeWatch:
         if self.watchdog is not None:
             self.watchdog.begin(self)
 
-    def asked(self, observation: Any) -> None:
-        """Take note of a request that is about to be sent.
+    def asked(self, observation: Any) -> Observation:
+        """Take note of a request that is about to be sent, and return it as a tuple.
 
         Raises:
             RuntimeError: If the attempt is over.
-            EpisodeError: If the request is of another episode.
+            EpisodeError: If it is no request, or the request is of another episode: no reply to
+                it would ever come.
         """
         if self.is_over:
             raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
-        if isinstance(observation, tuple) and observation and observation[0] != self.qid:
-            # no reply to it would ever come here
-            reason = f"the agent put a request with the qid {observation[0]!r}"
+        try:
+            qid, token_ids, sampling = observation  # as engines do, of whatever type it is
+        except (TypeError, ValueError) as error:
+            reason = (
+                f"expected a request (qid, token_ids, sampling), got {one_line(repr(observation))}"
+            )
+            raise EpisodeError(self.qid, reason) from error
+        if qid != self.qid:
+            reason = f"the agent put a request with the qid {qid!r}"
             raise EpisodeError(self.qid, f"{reason}: it must be its prompt's id, {self.qid!r}")
         if self.watchdog is not None:
             self.watchdog.asked(self)
@@ -143,11 +150,9 @@ class EpisodeWatch:
         self._num_in_flight += 1
         self.gate.num_in_flight += 1
         if self.audience:
-            try:
-                size = len(observation[1])
-            except (IndexError, KeyError, TypeError):
-                size = 0
+            size = len(token_ids) if hasattr(token_ids, "__len__") else 0
             self.audience.tell("generation_started", self.qid, turn, size)
+        return qid, token_ids, sampling
 
     def replied(self, reply: Reply) -> None:
         """Take note of a reply that the agent gets."""
@@ -217,11 +222,15 @@ class WatchedRequests(asyncio.Queue[Observation]):
         self._requests = requests
         self._watch = watch
 
+    @property
+    def patience(self) -> Patience | None:
+        """How long the run waits in silence before it warns; None where it does not watch."""
+        return None if self._watch.watchdog is None else self._watch.watchdog.patience
+
     async def put(self, item: Observation) -> None:
         """Put an observation, once generation is not paused."""
         await self.wait_open()
-        self._watch.asked(item)
-        await self._requests.put(item)
+        await self._requests.put(self._watch.asked(item))
 
     async def wait_open(self) -> None:
         """Wait until generation is not paused."""
@@ -243,8 +252,7 @@ class WatchedRequests(asyncio.Queue[Observation]):
         """
         if self.full():
             raise asyncio.QueueFull
-        self._watch.asked(item)
-        self._requests.put_nowait(item)
+        self._requests.put_nowait(self._watch.asked(item))
 
     async def get(self) -> Observation:
         """Take an observation as the engine does."""

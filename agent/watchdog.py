@@ -73,12 +73,12 @@ class Watchdog:
         *,
         gate: GenerationGate,
         patience_s: float | None = PATIENCE_S,
-        warn: Callable[[str], None] = _logger.warning,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self._names = {"engine": engine, "environment": environment, "agent": agent}
         self._is_remote = bool(getattr(agent, "is_remote", False))
         self._gate = gate
-        self._warn = warn
+        self._warn = warn or _log
         self.patience = Patience(math.inf if patience_s is None else patience_s, -1)
         """Of the present run."""
         self._patience_s: dict[str, float] = {}
@@ -262,3 +262,7 @@ class Watchdog:
 
     def _name(self, subject: str) -> str:
         return one_line(f"{subject} {type(self._names[subject]).__name__}")
+
+
+def _log(text: str) -> None:
+    _logger.warning("%s", one_line(text, 2000))

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -306,6 +307,7 @@ def test_an_agent_that_does_not_take_its_reply_is_named(
     assert first.startswith(start)
     assert "(such episodes: 3; replies that this one has not taken: 1)" in first
     assert "the agent takes it with act_queue.get()" in first
+    assert first.endswith("RolloutPolicy(episode_timeout_s=...) ends such episodes")
     assert second.startswith("agent TakesNoReply has done nothing for 20 s")
     assert failed.startswith("all 3 episodes failed")
 
@@ -552,6 +554,98 @@ def test_a_request_with_another_qid_fails_its_episode_alone(name: Any, at_once: 
     )
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("kind", [list, iter, deque])
+def test_a_request_of_any_kind_with_another_qid_fails_its_episode(kind: Any, at_once: bool) -> None:
+    class StraysInOtherKinds(Strays):
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> Any:
+            request = kind(["q0", [1], None])
+            requests.put_nowait(request) if self.at_once else await requests.put(request)
+            return await replies.get()
+
+    agent = StraysInOtherKinds(str, at_once=at_once)
+    for result in run_skipping(roll(EchoEngine(), agent)):
+        assert result.error is not None
+        assert "the agent put a request with the qid 'q0': it must be" in str(result.error)
+
+
+@pytest.mark.parametrize("kind", [list, iter, lambda request: (part for part in request)])
+def test_a_request_of_any_kind_with_its_own_qid_is_answered(kind: Any) -> None:
+    class Asks:
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> list[Trajectory]:
+            await requests.put(kind([prompt.id, [1], None]))
+            reply = await replies.get()
+            return [Trajectory(prompt.id, [Turn([1], reply.output_ids, reply.output_logprobs)])]
+
+    assert [r.error for r in run_skipping(roll(EchoEngine(), Asks()))] == [None] * 3
+
+
+@pytest.mark.parametrize("stray", [(), ("q0@0",), ("q0@0", [1]), {"qid": "q0@0"}, "hello", None, 7])
+def test_a_request_that_is_none_fails_its_episode(stray: Any) -> None:
+    class Asks:
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> Any:
+            await requests.put(stray)
+            return await replies.get()
+
+    result = run_skipping(roll(EchoEngine(), Asks()))[0]
+    assert isinstance(result.error, EpisodeError)
+    assert f"expected a request (qid, token_ids, sampling), got {stray!r}" in str(result.error)
+
+
+# engines that are used without a runner
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm", "sglang"])
+def test_a_request_to_an_engine_that_was_never_entered_is_told_at_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        engine = BUNDLED[kind]()  # type: ignore[operator]
+        engine.open_episode("q0@0")
+        await engine.obs_queue.put(("q0@0", [1], None))
+        assert lines(caplog) == [
+            f"a request waits in the queue of a {type(engine).__name__} that has not been "
+            "entered: it is served within `async with engine:`"
+        ]
+        engine.obs_queue.put_nowait(("q0@0", [1], None))
+        assert len(lines(caplog)) == 1
+
+    asyncio.run(body())
+
+
+def test_a_request_to_an_engine_that_was_entered_is_no_cause_of_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with transformers_engine() as engine:
+            replies = engine.open_episode("q0@0")
+            await engine.obs_queue.put(("q0@0", [1], None))
+            await replies.get()
+        async with Loopback(say_vllm) as server, VLLMEngine(server.url) as remote:
+            replies = remote.open_episode("q0@0")
+            await remote.obs_queue.put(("q0@0", [1], None))
+            await replies.get()
+
+    asyncio.run(body())
+    assert lines(caplog) == []
+
+
+def test_workers_refuse_a_request_of_an_agent_of_this_process() -> None:
+    async def body() -> None:
+        workers = RolloutWorkers(_no_worker, 1)
+        workers.open_episode("q0@0")
+        await workers.obs_queue.put(("q0@0", [1], None))
+
+    with pytest.raises(RuntimeError, match=r"RolloutWorkers take no requests: use workers.runner"):
+        asyncio.run(body())
+
+
 # runs that give nothing
 
 
@@ -583,19 +677,91 @@ def test_a_run_in_which_all_has_failed_says_so_once(
     )
 
 
-def test_a_run_without_an_end_in_which_all_fails_says_so_early(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_a_long_run_in_which_all_fails_says_so_early_and_once(
+    by_group: bool, group_size: int, is_endless: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
         async with EchoEngine() as engine:
             endless = (Prompt(f"q{k}", [k]) for k in itertools.count())
-            async with aclosing(runner(engine, failing()).run(endless)) as results:
-                for _ in range(250):
-                    await anext(results)
+            rolling = runner(engine, failing(), group_size=group_size)
+            asked = endless if is_endless else itertools.islice(endless, 250)
+            run = rolling.run_groups(asked) if by_group else rolling.run(asked)
+            async with aclosing(run) as results:
+                taken = 0
+                async for _ in results:
+                    taken += 1
+                    if is_endless and taken == 250:
+                        break
 
     asyncio.run(body())
     (line,) = lines(caplog)
-    assert line.startswith("all 100 episodes failed, by cause: agent 100; the first: ")
+    assert line.startswith("the first 100 episodes failed, by cause: agent 100; the first: ")
+    assert line.endswith("see result.error of each, and its __cause__")
+
+
+class Returns:
+    """Returns the trajectories of some turns, each given by its completion and its reward."""
+
+    def __init__(self, *paths: tuple[list[int], float]) -> None:
+        self.paths = paths
+
+    async def collect_trajectory(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
+        return [
+            Trajectory(f"{prompt.id}-{k}", [Turn([1], ids, [-1.0] * len(ids), reward)])
+            for k, (ids, reward) in enumerate(self.paths)
+        ]
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("count", [3, 250])
+@pytest.mark.parametrize("paths", [[], [([], 1.0)], [([], 0.0), ([], 0.5)]])
+def test_a_run_that_brings_no_generated_token_says_so_once(
+    by_group: bool,
+    group_size: int,
+    count: int,
+    paths: list[tuple[list[int], float]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            rolling = runner(engine, Returns(*paths), group_size=group_size)
+            run = rolling.run_groups(prompts(count)) if by_group else rolling.run(prompts(count))
+            async for _ in run:
+                pass
+
+    with caplog.at_level(logging.INFO, LOGGER):
+        asyncio.run(body())
+    (line,) = lines(caplog)
+    which, told = ("all", count * group_size) if count == 3 else ("the first", 100)
+    assert line == (
+        f"{which} {told} episodes brought no generated token to train on (failed: 0; trajectories: "
+        f"{told * len(paths)}); an agent returns trajectories whose turns hold the replies' "
+        "output_ids as completion_ids"
+    )
+    assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_a_run_with_one_generated_token_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(collect(Returns(([], 0.0), ([7], 0.0)), prompts(3)))
+    assert lines(caplog) == []
+
+
+def test_failures_and_empty_episodes_are_counted_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class FailsOnce(Returns):
+        async def collect_trajectory(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
+            if prompt.id == "q0@0":
+                raise ZeroDivisionError
+            return await super().collect_trajectory(prompt)
+
+    asyncio.run(collect(FailsOnce(), prompts(3)))
+    (line,) = lines(caplog)
+    assert line.startswith("all 3 episodes brought no generated token to train on (failed: 1; ")
 
 
 def test_a_run_in_which_some_have_failed_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -662,5 +828,15 @@ def test_a_run_in_which_all_earn_the_same_informs(
     with caplog.at_level(logging.INFO, LOGGER):
         asyncio.run(collect(Earns(), prompts(3), group_size=2))
     assert [line.split(":")[0] for line in lines(caplog)] == (
-        [] if differs else ["all 6 episodes without an error earned the same reward, 0"]
+        [] if differs else ["all 6 trajectories earned the same reward, 0"]
     )
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [((0.5, -0.5), 0), ((0.5, 0.5), 1)])
+def test_trajectories_of_an_episode_are_compared_one_by_one(
+    rewards: tuple[float, float], expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Returns(*(([2], reward) for reward in rewards))
+    with caplog.at_level(logging.INFO, LOGGER):
+        asyncio.run(collect(agent, prompts(3), group_size=2))
+    assert len(lines(caplog)) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -164,8 +165,10 @@ class EpisodeRun:
         prompts = one_by_one(self._prompts)
         while True:
             await self._wait_for_turn(is_unit=True)
+            watchdog = self._rules.stage.watchdog
             try:
-                prompt = await anext(prompts)
+                with nullcontext() if watchdog is None else watchdog.wanting_prompt():
+                    prompt = await anext(prompts)
             except StopAsyncIteration:
                 return
             if not isinstance(prompt, Prompt):

@@ -15,7 +15,7 @@ from trajpack.agent.generation_gate import GenerationGate
 from trajpack.agent.observers import RolloutObserver
 from trajpack.agent.protocols import Environment, Observation, Reply
 from trajpack.agent.safe_text import one_line
-from trajpack.agent.watchdog import Watchdog
+from trajpack.agent.watchdog import Patience, Watchdog
 
 _logger = logging.getLogger(__name__)
 
@@ -97,32 +97,51 @@ class EpisodeWatch:
         self._num_asked = 0
         self._num_replied = 0
         self._num_in_flight = 0
+        self._num_seen = 0
         self._replies: asyncio.Queue[Reply] | None = None
 
     @property
     def is_alone(self) -> bool:
         """Whether it waits for its agent alone: not for engine, environment or gate."""
-        return not self._num_in_flight and not self.num_waits
+        return self._num_in_flight == self.num_untaken and not self.num_waits
+
+    @property
+    def num_untaken(self) -> int:
+        """Replies that have come to requests of it, and that its agent has not taken."""
+        return 0 if self._replies is None else min(self._num_in_flight, self._replies.qsize())
+
+    def look(self, now: float) -> None:
+        """Note that something has happened now, if replies have come since the last look."""
+        if self.num_untaken > self._num_seen:
+            self.sign_at = now
+        self._num_seen = self.num_untaken
 
     def follow(self, replies: asyncio.Queue[Reply]) -> None:
         """Take note of where the engine puts its replies."""
         self._replies = replies
-        self.gate.untaken.add(self._num_untaken)
+        self.gate.untaken.add(self._count_untaken)
         if self.watchdog is not None:
             self.watchdog.begin(self)
 
-    def asked(self, observation: Any) -> None:
-        """Take note of a request that is about to be sent.
+    def asked(self, observation: Any) -> Observation:
+        """Take note of a request that is about to be sent, and return it as a tuple.
 
         Raises:
             RuntimeError: If the attempt is over.
-            EpisodeError: If the request is of another episode.
+            EpisodeError: If it is no request, or the request is of another episode: no reply to
+                it would ever come.
         """
         if self.is_over:
             raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
-        if isinstance(observation, tuple) and observation and observation[0] != self.qid:
-            # no reply to it would ever come here
-            reason = f"the agent put a request with the qid {observation[0]!r}"
+        try:
+            qid, token_ids, sampling = observation  # as engines do, of whatever type it is
+        except (TypeError, ValueError) as error:
+            reason = (
+                f"expected a request (qid, token_ids, sampling), got {one_line(repr(observation))}"
+            )
+            raise EpisodeError(self.qid, reason) from error
+        if qid != self.qid:
+            reason = f"the agent put a request with the qid {qid!r}"
             raise EpisodeError(self.qid, f"{reason}: it must be its prompt's id, {self.qid!r}")
         if self.watchdog is not None:
             self.watchdog.asked(self)
@@ -131,11 +150,9 @@ class EpisodeWatch:
         self._num_in_flight += 1
         self.gate.num_in_flight += 1
         if self.audience:
-            try:
-                size = len(observation[1])
-            except (IndexError, KeyError, TypeError):
-                size = 0
+            size = len(token_ids) if hasattr(token_ids, "__len__") else 0
             self.audience.tell("generation_started", self.qid, turn, size)
+        return qid, token_ids, sampling
 
     def replied(self, reply: Reply) -> None:
         """Take note of a reply that the agent gets."""
@@ -188,13 +205,13 @@ class EpisodeWatch:
         self.is_over = True
         if self.watchdog is not None:
             self.watchdog.end(self)
-        self.gate.untaken.discard(self._num_untaken)
+        self.gate.untaken.discard(self._count_untaken)
         if self._num_in_flight:
             self.gate.land(self._num_in_flight)
             self._num_in_flight = 0
 
-    def _num_untaken(self) -> int:
-        return 0 if self._replies is None else min(self._num_in_flight, self._replies.qsize())
+    def _count_untaken(self) -> int:
+        return self.num_untaken
 
 
 class WatchedRequests(asyncio.Queue[Observation]):
@@ -205,11 +222,15 @@ class WatchedRequests(asyncio.Queue[Observation]):
         self._requests = requests
         self._watch = watch
 
+    @property
+    def patience(self) -> Patience | None:
+        """How long the run waits in silence before it warns; None where it does not watch."""
+        return None if self._watch.watchdog is None else self._watch.watchdog.patience
+
     async def put(self, item: Observation) -> None:
         """Put an observation, once generation is not paused."""
         await self.wait_open()
-        self._watch.asked(item)
-        await self._requests.put(item)
+        await self._requests.put(self._watch.asked(item))
 
     async def wait_open(self) -> None:
         """Wait until generation is not paused."""
@@ -231,8 +252,7 @@ class WatchedRequests(asyncio.Queue[Observation]):
         """
         if self.full():
             raise asyncio.QueueFull
-        self._watch.asked(item)
-        self._requests.put_nowait(item)
+        self._requests.put_nowait(self._watch.asked(item))
 
     async def get(self) -> Observation:
         """Take an observation as the engine does."""

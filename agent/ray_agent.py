@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from trajpack.agent.episode_watch import WatchedRequests
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.watchdog import Patience
 from trajpack.packing.types import Trajectory
 
 
@@ -18,9 +20,11 @@ class RemoteAgent:
     """
 
     is_remote = True
-    """Whether episodes run in another process: a `Watchdog` there warns of long waits."""
+    """Whether episodes run in another process, whose `Watchdog` warns of long waits."""
 
-    def __init__(self, roll_out: Callable[[Prompt], Awaitable[list[Trajectory]]]) -> None:
+    def __init__(
+        self, roll_out: Callable[[Prompt, Patience | None], Awaitable[list[Trajectory]]]
+    ) -> None:
         self._roll_out = roll_out
 
     async def collect_trajectory(
@@ -30,8 +34,12 @@ class RemoteAgent:
         obs_queue: asyncio.Queue[Observation],
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
-        """Have the episode run by a worker; environment and queues are not used here."""
-        return await self._roll_out(prompt)
+        """Have the episode run by a worker, which warns with the patience of this run.
+
+        Environment and queues are not used here.
+        """
+        patience = obs_queue.patience if isinstance(obs_queue, WatchedRequests) else None
+        return await self._roll_out(prompt, patience)
 
 
 class RemoteEnvironment:

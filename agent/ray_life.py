@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from trajpack.agent.episode_attempt import reason_of
 from trajpack.agent.ray_options import MakeWorker, WorkerOptions
-from trajpack.agent.ray_worker import RolloutWorker, WorkerStatus
+from trajpack.agent.ray_worker import RolloutWorker, WorkerPulse, WorkerStatus
+from trajpack.agent.safe_text import one_line
 
+_logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 10.0
 _EARLY_STOP_TIMEOUT_S = 2.0
 """For one that has not started: it may be no more than a place in a queue."""
@@ -63,6 +66,7 @@ class WorkerLife:
             max_task_retries=0,
         )(RolloutWorker)
         self._actor = actor.remote(make_worker, number, options)
+        self._number = number
         self._options = options
         self._calls: set[asyncio.Future[Any]] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -100,8 +104,17 @@ class WorkerLife:
         self.version = await self.call("set_weights", weights, timeout_s=timeout_s)
 
     async def ping(self) -> None:
-        """Make sure that it lives."""
-        self.version = await self.call("ping", timeout_s=self._options.hang_timeout_s)
+        """Make sure that it lives, and log its warnings."""
+        assert self.status is not None
+        pulse: WorkerPulse = await self.call("ping", timeout_s=self._options.hang_timeout_s)
+        self.version = pulse.version
+        for text in pulse.warnings:
+            _logger.warning(
+                "rollout worker %d (pid %d): %s",
+                self._number,
+                self.status.pid,
+                one_line(text, 2000),
+            )
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the actor and wait for what it returns.

@@ -43,7 +43,7 @@ class WorkerOptions:
     start_timeout_s: float = 300.0
     """Seconds until a worker that has not started, or not taken new weights, counts as lost."""
     heartbeat_s: float = 2.0
-    """Seconds between two questions whether a worker is alive."""
+    """Seconds between two questions whether a worker is alive, and what it warns of."""
     hang_timeout_s: float = 60.0
     """Seconds without an answer until it counts as lost."""
     max_redos: int = 3

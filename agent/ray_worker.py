@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from trajpack.agent.protocols import Engine, Prompt
 from trajpack.agent.ray_options import MakeWorker, WorkerOptions
 from trajpack.agent.ray_payload import TrajectoryArrays
 from trajpack.agent.ray_weights import Weights
-from trajpack.agent.watchdog import Watchdog
+from trajpack.agent.safe_text import one_line
+from trajpack.agent.watchdog import Patience, Watchdog
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,16 @@ class WorkerStatus:
     """Of its weights."""
 
 
+@dataclass(frozen=True)
+class WorkerPulse:
+    """What a worker says when it is asked whether it is alive."""
+
+    version: int
+    """Of its weights."""
+    warnings: tuple[str, ...]
+    """Of its watchdog, since it was asked before."""
+
+
 class RolloutWorker:
     """The actor. Its methods run on one event loop, many at once.
 
@@ -66,6 +80,7 @@ class RolloutWorker:
         self._stage: Stage | None = None
         self._life: asyncio.Task[None] | None = None
         self._stopped: asyncio.Event | None = None
+        self._warnings: list[str] = []
 
     async def start(self, weights: Weights | None) -> WorkerStatus:
         """Make the parts, and load the current weights before anything is served."""
@@ -86,7 +101,7 @@ class RolloutWorker:
         async with self._make_worker(self._number) as (engine, agent, environment):
             check_serving(engine)
             gate = GenerationGate()
-            watchdog = Watchdog(engine, environment, agent, gate=gate)
+            watchdog = Watchdog(engine, environment, agent, gate=gate, warn=self._warn)
             self._stage = Stage(engine, agent, environment, Audience(), gate, None, watchdog)
             started.set_result(None)
             await self._stopped.wait()
@@ -113,13 +128,27 @@ class RolloutWorker:
                 f"the engine has version {engine.version} after loading {weights.version}"
             )
 
-    async def ping(self) -> int:
-        """Return the version of the weights; that it returns shows that the loop turns."""
-        return self._required().engine.version
+    async def ping(self) -> WorkerPulse:
+        """Return new warnings; that the call returns shows that the event loop turns."""
+        version = self._required().engine.version
+        warnings, self._warnings = tuple(self._warnings), []
+        return WorkerPulse(version, warnings)
 
-    async def roll_out(self, prompt: Prompt) -> EpisodeReply:
-        """Run the episode ``prompt.id``; what goes wrong in it is in the reply."""
+    def _warn(self, text: str) -> None:
+        """Log a warning here, and keep it for the coordinator's next `ping`."""
+        _logger.warning("%s", one_line(text, 2000))
+        self._warnings.append(text)
+
+    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> EpisodeReply:
+        """Run the episode ``prompt.id``; what goes wrong in it is in the reply.
+
+        Args:
+            prompt: Of the episode.
+            patience: Of the coordinator's run; None keeps the present one.
+        """
         stage = self._required()
+        if patience is not None and stage.watchdog is not None:
+            stage.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
             return EpisodeReply(

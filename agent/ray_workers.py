@@ -19,7 +19,8 @@ from trajpack.agent.ray_weights import Weights
 from trajpack.agent.ray_worker import EpisodeReply, WorkerStatus
 from trajpack.agent.runner import RolloutRunner
 from trajpack.agent.safe_text import one_line
-from trajpack.agent.transformers_requests import End, check_entered
+from trajpack.agent.transformers_requests import End, ObservationQueue, check_entered
+from trajpack.agent.watchdog import Patience
 from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory
 
@@ -81,7 +82,7 @@ class RolloutWorkers:
         self._make_worker = make_worker
         self._weights: Any = None
         self._version = 0
-        self._obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
+        self._obs_queue = ObservationQueue(self._refuse)
         self._open: dict[str, asyncio.Queue[Reply]] = {}
         self._dispatch = Dispatch()
         self._publishing = asyncio.Lock()
@@ -113,8 +114,11 @@ class RolloutWorkers:
 
     @property
     def obs_queue(self) -> asyncio.Queue[Observation]:
-        """Nobody reads it: agents ask the engines of their own workers."""
+        """Refuses each request with a `RuntimeError`: agents ask the engines of their workers."""
         return self._obs_queue
+
+    def _refuse(self, observation: Observation) -> bool:
+        raise RuntimeError("RolloutWorkers take no requests: use workers.runner(...)")
 
     def check_serving(self) -> None:
         """Raise unless the workers were entered and not left.
@@ -278,8 +282,14 @@ class RolloutWorkers:
         options = {"concurrency": self.concurrency} | options
         return RolloutRunner(self, self.agent, RemoteEnvironment(), **options)
 
-    async def roll_out(self, prompt: Prompt) -> list[Trajectory]:
+    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> list[Trajectory]:
         """Run the episode ``prompt.id`` on some worker, on another one if that is lost.
+
+        Args:
+            prompt: Of the episode.
+            patience: With silence, of the run that it belongs to. Warnings of a worker about an
+                engine, environment or agent that is silent for longer are logged here after its
+                next heartbeat.
 
         Raises:
             EpisodeError: As the worker reports it; a `ServerUnavailableError` if too many
@@ -290,7 +300,7 @@ class RolloutWorkers:
             life = await self._dispatch.acquire(prompt.id)
             self.num_redone += attempt > 0
             try:
-                reply: EpisodeReply = await life.call("roll_out", prompt)
+                reply: EpisodeReply = await life.call("roll_out", prompt, patience)
             except WorkerLostError as error:
                 lost = str(error)
                 continue

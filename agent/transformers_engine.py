@@ -29,6 +29,7 @@ from trajpack.agent.transformers_requests import (
     OpenEpisode,
     Request,
     check_entered,
+    warn_unentered,
 )
 from trajpack.packing.optional import require
 
@@ -262,6 +263,8 @@ class TransformersEngine:
     def _take_late(self, observation: Observation) -> bool:
         """Refuse an observation at once if nobody will ever take it from the queue."""
         if self._end is None:
+            if self._batching is None and self._obs_queue.empty():
+                warn_unentered(self)
             return False
         self._take(observation)
         return True

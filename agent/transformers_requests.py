@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from trajpack.agent.errors import EngineEndedError, GenerationError
 from trajpack.agent.protocols import GenerationOutput, Observation, Reply
+from trajpack.agent.safe_text import one_line
 from trajpack.packing.types import VersionSpan
+
+_logger = logging.getLogger(__name__)
 
 
 class ObservationQueue(asyncio.Queue[Observation]):
@@ -73,6 +77,15 @@ def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLo
         raise RuntimeError(f"this {name} has not been entered: use it {within}")
     if loop is not None and loop is not asyncio.get_running_loop():
         raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
+
+
+def warn_unentered(engine: object) -> None:
+    """Log that a request waits for an engine that may never be entered."""
+    _logger.warning(
+        "a request waits in the queue of a %s that has not been entered: it is served within "
+        "`async with engine:`",
+        one_line(type(engine).__name__),
+    )
 
 
 @dataclass

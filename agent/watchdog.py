@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trajpack.agent.safe_text import one_line
@@ -23,19 +27,31 @@ _EARLY_S = 0.001
 """Rounding must not let a look come before its time, and be planned again for the same time."""
 _LATE_S = 1.0
 """A timer that fires later than this after its time shows that the event loop stood still."""
-_FACTORS = {"engine": 1, "environment": 1, "agent": 1, "weights": 6}
+_FACTORS = {"engine": 1, "environment": 1, "agent": 1, "prompts": 1, "weights": 6}
 """Patience with each subject, in units of the given one. New weights take a training step."""
+_run_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The first patience of a run, which a watchdog in another process can adopt."""
+
+    first_s: float
+    """Seconds without a sign before the first warning; infinite where there is none."""
+    run: int
+    """Number of the run."""
 
 
 class Watchdog:
-    """Logs a warning where the engine, the environment or an agent keeps a run waiting.
+    """Warns where the engine, the environment, an agent or the prompts keep a run waiting.
 
     A warning ends nothing, since a slow answer is no error. The second warning about a subject
     comes after twice the silence of the first, and so on until `reset`.
 
     The engine gives a sign with each reply, and the environment with each answer, to any episode.
     The agent gives a sign with each request, reply, call and answer of its own episode. It is
-    waited for where its episode has neither a request nor a call open.
+    waited for where its episode has no call open, and a reply has come to each request, whether
+    the agent has taken the reply or not. The prompts are waited for where no episode is under way.
 
     Args:
         engine: Named by its type.
@@ -44,6 +60,7 @@ class Watchdog:
             in another process, which has a watchdog of its own.
         gate: Counts the requests in flight.
         patience_s: Seconds without a sign before the first warning; None never warns.
+        warn: Gets each warning; it logs them unless another is given.
 
     Cost: reads the event loop's clock at each sign; one timer while episodes run, and no task.
     """
@@ -56,11 +73,14 @@ class Watchdog:
         *,
         gate: GenerationGate,
         patience_s: float | None = PATIENCE_S,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self._names = {"engine": engine, "environment": environment, "agent": agent}
         self._is_remote = bool(getattr(agent, "is_remote", False))
         self._gate = gate
-        self._first_s = math.inf if patience_s is None else patience_s
+        self._warn = warn or _log
+        self.patience = Patience(math.inf if patience_s is None else patience_s, -1)
+        """Of the present run."""
         self._patience_s: dict[str, float] = {}
         self._attempts: dict[EpisodeWatch, None] = {}  # in the order of their beginnings
         self._num_calls = 0
@@ -68,13 +88,21 @@ class Watchdog:
         self._num_arrived = 0
         self._engine_sign_at = self._environment_sign_at = 0.0
         self._wanted: tuple[int, float] | None = None
+        self._prompt_waits: dict[object, float] = {}  # since when each run waits for one
+        self._idle_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.reset()
 
     def reset(self) -> None:
         """Return to the first patience, for a new run."""
-        self._patience_s = {name: self._first_s * factor for name, factor in _FACTORS.items()}
+        self.adopt(Patience(self.patience.first_s, next(_run_numbers)))
+
+    def adopt(self, patience: Patience) -> None:
+        """Return to the first patience of another watchdog's run, unless it is the present one."""
+        if patience != self.patience:
+            self.patience = patience
+            self._patience_s = {name: patience.first_s * one for name, one in _FACTORS.items()}
 
     def begin(self, attempt: EpisodeWatch) -> None:
         """Watch an attempt at an episode."""
@@ -84,6 +112,8 @@ class Watchdog:
     def end(self, attempt: EpisodeWatch) -> None:
         """Watch an attempt no more."""
         self._attempts.pop(attempt, None)
+        if not self._attempts:
+            self._idle_at = self.sign(attempt)
 
     def sign(self, attempt: EpisodeWatch) -> float:
         """Note that something has happened in an episode; return the time."""
@@ -92,7 +122,7 @@ class Watchdog:
         except RuntimeError:  # the interpreter closes what a dead event loop has left
             return attempt.sign_at
         attempt.sign_at = now = loop.time()
-        self._look_at(now + self._first_s, loop)
+        self._look_at(now + self.patience.first_s, loop)
         return now
 
     def asked(self, attempt: EpisodeWatch) -> None:
@@ -125,7 +155,18 @@ class Watchdog:
         elif self._wanted is None or self._wanted[0] != version:
             loop = asyncio.get_running_loop()
             self._wanted = version, loop.time()
-            self._look_at(loop.time() + self._first_s, loop)
+            self._look_at(loop.time() + self.patience.first_s, loop)
+
+    @contextmanager
+    def wanting_prompt(self) -> Iterator[None]:
+        """Note that a run waits for its next prompt while the context lasts."""
+        loop, wait = asyncio.get_running_loop(), object()
+        self._prompt_waits[wait] = now = loop.time()
+        self._look_at(now + self.patience.first_s, loop)
+        try:
+            yield
+        finally:
+            del self._prompt_waits[wait]
 
     def _look_at(self, at: float, loop: asyncio.AbstractEventLoop) -> None:
         """Look at that time of the loop, unless an earlier look is planned."""
@@ -148,11 +189,17 @@ class Watchdog:
         if self._wanted is not None:
             version, since = self._wanted
             if self._is_late("weights", now - since, due):
-                _logger.warning(
-                    "no episode may begin for %.0f s: all results were taken, and the policy's "
-                    "staleness waits for weights newer than version %d",
-                    now - since, version,
-                )  # fmt: skip
+                self._warn(
+                    f"no episode may begin for {now - since:.0f} s: all results were taken, and "
+                    f"the policy's staleness waits for weights newer than version {version}"
+                )
+        if self._prompt_waits and not self._attempts:
+            silent_s = now - max(self._idle_at, min(self._prompt_waits.values()))
+            if self._is_late("prompts", silent_s, due):
+                self._warn(
+                    f"no prompt has come for {silent_s:.0f} s, and no episode is under way: the "
+                    "run waits for the next item of its iterator of prompts"
+                )
         if due and min(due) <= _LONGEST_PATIENCE_S:
             self._look_at(now + min(due), self._loop)
 
@@ -160,33 +207,37 @@ class Watchdog:
         if num_open := self._num_unanswered(now):
             silent_s = now - self._engine_sign_at
             if self._is_late("engine", silent_s, due):
-                _logger.warning(
-                    "%s has not replied for %.0f s (requests open: %d); generation may be slow, "
-                    "but an engine must be entered (async with engine:), and its tasks must run",
-                    one_line(self._name("engine")), silent_s, num_open,
-                )  # fmt: skip
+                self._warn(
+                    f"{self._name('engine')} has not replied for {silent_s:.0f} s (requests open: "
+                    f"{num_open}); generation may be slow, but an engine must be entered (async "
+                    "with engine:), and its tasks must run"
+                )
         if self._num_calls:
             silent_s = now - self._environment_sign_at
             if self._is_late("environment", silent_s, due):
-                _logger.warning(
-                    "%s has not answered for %.0f s (calls of reset or step open: %d); "
-                    "RolloutPolicy(episode_timeout_s=...) ends such episodes",
-                    one_line(self._name("environment")), silent_s, self._num_calls,
-                )  # fmt: skip
+                self._warn(
+                    f"{self._name('environment')} has not answered for {silent_s:.0f} s (calls of "
+                    f"reset or step open: {self._num_calls}); "
+                    "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+                )
+        for attempt in self._attempts:
+            attempt.look(now)
         if alone := [one for one in self._attempts if one.is_alone and not self._is_remote]:
             first = min(alone, key=lambda one: one.sign_at)
             silent_s = now - first.sign_at
             if self._is_late("agent", silent_s, due):
-                _logger.warning(
-                    "%s has done nothing for %.0f s in episode %s, which has no request and no "
-                    "call of the environment open (such episodes: %d); a reply comes to each "
-                    "request under the episode's own qid, and to nothing else",
-                    one_line(self._name("agent")), silent_s, one_line(first.qid), len(alone),
-                )  # fmt: skip
+                self._warn(
+                    f"{self._name('agent')} has done nothing for {silent_s:.0f} s in episode "
+                    f"{one_line(first.qid)}, which waits for no reply and no call of the "
+                    f"environment (such episodes: {len(alone)}; replies that this one has not "
+                    f"taken: {first.num_untaken}); one reply comes to each request under the "
+                    "episode's own qid, and the agent takes it with act_queue.get(); "
+                    "RolloutPolicy(episode_timeout_s=...) ends such episodes"
+                )
 
     def _forgive(self, now: float) -> None:
         """Begin all waits anew, since the event loop stood still: no sign could be noticed."""
-        self._engine_sign_at = self._environment_sign_at = now
+        self._engine_sign_at = self._environment_sign_at = self._idle_at = now
         for attempt in self._attempts:
             attempt.sign_at = now
 
@@ -204,8 +255,14 @@ class Watchdog:
         num_arrived = self._num_replies + num_untaken
         if self._gate.is_still or (num_untaken and num_arrived != self._num_arrived):
             self._engine_sign_at = now
+        if self._gate.is_still:
+            self._idle_at = now
         self._num_arrived = num_arrived
         return self._gate.num_in_flight - num_untaken
 
     def _name(self, subject: str) -> str:
-        return f"{subject} {type(self._names[subject]).__name__}"
+        return one_line(f"{subject} {type(self._names[subject]).__name__}")
+
+
+def _log(text: str) -> None:
+    _logger.warning("%s", one_line(text, 2000))

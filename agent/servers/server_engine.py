@@ -20,7 +20,12 @@ from trajpack.agent.servers.routing import Router, Server
 from trajpack.agent.servers.server_client import ServerClient
 from trajpack.agent.servers.server_url import ServerURL
 from trajpack.agent.transformers_batching import Limits, read_prompt, read_sampling
-from trajpack.agent.transformers_requests import End, ObservationQueue, check_entered
+from trajpack.agent.transformers_requests import (
+    End,
+    ObservationQueue,
+    check_entered,
+    warn_unentered,
+)
 from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.optional import require
 
@@ -210,6 +215,8 @@ class ServerEngine:
     def _take_at_once(self, observation: Observation) -> bool:
         """Begin with an observation, unless the engine has not been entered yet."""
         if self._requester is None and self._end is None:
+            if self._control is None and self._obs_queue.empty():
+                warn_unentered(self)
             return False
         self._take(observation)
         return True

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -264,7 +265,152 @@ def test_an_agent_that_waits_for_a_reply_that_cannot_come_is_named(
     results = run_skipping(roll(EchoEngine(), Waits(how), policy=policy))
     assert {result.error.cause for result in results if result.error} == {"timeout"}
     first, *_ = lines(caplog)
-    assert first.startswith("agent Waits has done nothing for 10 s in episode q0@0, which has no ")
+    assert first.startswith(
+        "agent Waits has done nothing for 10 s in episode q0@0, which waits for no "
+    )
+
+
+class TakesNoReply:
+    """Leaves a reply that has come in its queue."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def collect_trajectory(
+        self, prompt: Prompt, env: Any, requests: Any, replies: Any
+    ) -> list[Trajectory]:
+        await requests.put((prompt.id, [1], None))
+        if self.how == "a second request":
+            await requests.put((prompt.id, [1], None))
+            await replies.get()
+        if self.how == "a lock":
+            lock = asyncio.Lock()
+            await lock.acquire()
+            await lock.acquire()
+        elif self.how == "sleep":
+            await asyncio.sleep(1e6)
+        await asyncio.Queue[None]().get()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("how", ["an own queue", "a lock", "sleep", "a second request"])
+@pytest.mark.parametrize("wait_s", [0.0, 8.0])
+def test_an_agent_that_does_not_take_its_reply_is_named(
+    how: str, wait_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RolloutPolicy(episode_timeout_s=45.0)
+    results = run_skipping(roll(Slow(wait_s), TakesNoReply(how), policy=policy))
+    assert {result.error.cause for result in results if result.error} == {"timeout"}
+    first, second, failed = lines(caplog)
+    # The arrival of a reply is noticed within the first 10 s, and is a sign of life.
+    start = "agent TakesNoReply has done nothing for 10 s in episode q0@0, which waits for no "
+    assert first.startswith(start)
+    assert "(such episodes: 3; replies that this one has not taken: 1)" in first
+    assert "the agent takes it with act_queue.get()" in first
+    assert first.endswith("RolloutPolicy(episode_timeout_s=...) ends such episodes")
+    assert second.startswith("agent TakesNoReply has done nothing for 20 s")
+    assert failed.startswith("all 3 episodes failed")
+
+
+def test_an_agent_that_does_not_take_its_reply_is_named_while_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Mixed(TwoTurns):
+        async def collect_trajectory(self, *values: Any) -> Any:
+            if values[0].id == "q1@0":
+                return await TakesNoReply("an own queue").collect_trajectory(*values)
+            await asyncio.sleep(1.0)
+            return await super().collect_trajectory(*values)
+
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            endless = (Prompt(f"q{k}", [k]) for k in itertools.count())
+            rolling = runner(engine, Mixed(), concurrency=3)
+            async with aclosing(rolling.run(endless)) as results:
+                while not lines(caplog):
+                    assert (await anext(results)).error is None
+
+    run_skipping(body())
+    assert lines(caplog)[0].startswith("agent Mixed has done nothing for 10 s in episode q1@0, ")
+
+
+def test_an_agent_whose_reply_waits_while_another_is_to_come_is_let_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Gathers(Slow):
+        """Holds the first request back until eight seconds after the second."""
+
+        def answer(self, item: Observation) -> None:
+            self.wait_s = 0.0 if len(item[1]) == 2 else 8.0
+            super().answer(item)
+
+    class AsksTwice:
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> list[Trajectory]:
+            for ids in ([1], [1, 2]):
+                await requests.put((prompt.id, ids, None))
+            await asyncio.sleep(8.5)
+            for _ in range(2):
+                await replies.get()
+            return [Trajectory(prompt.id, [Turn([1], [2], [-1.0])])]
+
+    assert all(r.error is None for r in run_skipping(roll(Gathers(8.0), AsksTwice())))
+    assert lines(caplog) == []
+
+
+# prompts that do not come
+
+
+async def slowly(wait_s: float, count: int) -> AsyncIterator[Prompt]:
+    for prompt in prompts(count):
+        yield prompt
+        await asyncio.sleep(wait_s)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_prompts_that_never_come_are_told(by_group: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def never() -> AsyncIterator[Prompt]:
+        await asyncio.Event().wait()
+        yield Prompt("q0", [1])
+
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            rolling = runner(engine, TwoTurns())
+            run = rolling.run_groups(never()) if by_group else rolling.run(never())
+            async with aclosing(run) as results:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(results), 25.0)
+
+    run_skipping(body())
+    assert lines(caplog) == [
+        f"no prompt has come for {seconds} s, and no episode is under way: the run waits for the "
+        "next item of its iterator of prompts"
+        for seconds in (10, 20)
+    ]
+
+
+@pytest.mark.parametrize(("wait_s", "expected"), [(9.0, 0), (15.0, 1)])
+def test_prompts_that_stop_coming_are_told_by_the_time_since_the_last_episode(
+    wait_s: float, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with Slow(3.0) as engine:
+            assert [r async for r in runner(engine, TwoTurns()).run(slowly(6.0 + wait_s, 2))]
+
+    run_skipping(body())
+    assert len(lines(caplog)) == expected
+
+
+def test_prompts_that_come_slowly_while_episodes_run_are_let_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with Slow(9.0) as engine:
+            assert len([r async for r in runner(engine, TwoTurns()).run(slowly(17.0, 3))]) == 3
+
+    run_skipping(body())
+    assert lines(caplog) == []
 
 
 def test_an_event_loop_that_stood_still_is_no_silence_of_others(
@@ -408,6 +554,98 @@ def test_a_request_with_another_qid_fails_its_episode_alone(name: Any, at_once: 
     )
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("kind", [list, iter, deque])
+def test_a_request_of_any_kind_with_another_qid_fails_its_episode(kind: Any, at_once: bool) -> None:
+    class StraysInOtherKinds(Strays):
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> Any:
+            request = kind(["q0", [1], None])
+            requests.put_nowait(request) if self.at_once else await requests.put(request)
+            return await replies.get()
+
+    agent = StraysInOtherKinds(str, at_once=at_once)
+    for result in run_skipping(roll(EchoEngine(), agent)):
+        assert result.error is not None
+        assert "the agent put a request with the qid 'q0': it must be" in str(result.error)
+
+
+@pytest.mark.parametrize("kind", [list, iter, lambda request: (part for part in request)])
+def test_a_request_of_any_kind_with_its_own_qid_is_answered(kind: Any) -> None:
+    class Asks:
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> list[Trajectory]:
+            await requests.put(kind([prompt.id, [1], None]))
+            reply = await replies.get()
+            return [Trajectory(prompt.id, [Turn([1], reply.output_ids, reply.output_logprobs)])]
+
+    assert [r.error for r in run_skipping(roll(EchoEngine(), Asks()))] == [None] * 3
+
+
+@pytest.mark.parametrize("stray", [(), ("q0@0",), ("q0@0", [1]), {"qid": "q0@0"}, "hello", None, 7])
+def test_a_request_that_is_none_fails_its_episode(stray: Any) -> None:
+    class Asks:
+        async def collect_trajectory(
+            self, prompt: Prompt, env: Any, requests: Any, replies: Any
+        ) -> Any:
+            await requests.put(stray)
+            return await replies.get()
+
+    result = run_skipping(roll(EchoEngine(), Asks()))[0]
+    assert isinstance(result.error, EpisodeError)
+    assert f"expected a request (qid, token_ids, sampling), got {stray!r}" in str(result.error)
+
+
+# engines that are used without a runner
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm", "sglang"])
+def test_a_request_to_an_engine_that_was_never_entered_is_told_at_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        engine = BUNDLED[kind]()  # type: ignore[operator]
+        engine.open_episode("q0@0")
+        await engine.obs_queue.put(("q0@0", [1], None))
+        assert lines(caplog) == [
+            f"a request waits in the queue of a {type(engine).__name__} that has not been "
+            "entered: it is served within `async with engine:`"
+        ]
+        engine.obs_queue.put_nowait(("q0@0", [1], None))
+        assert len(lines(caplog)) == 1
+
+    asyncio.run(body())
+
+
+def test_a_request_to_an_engine_that_was_entered_is_no_cause_of_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with transformers_engine() as engine:
+            replies = engine.open_episode("q0@0")
+            await engine.obs_queue.put(("q0@0", [1], None))
+            await replies.get()
+        async with Loopback(say_vllm) as server, VLLMEngine(server.url) as remote:
+            replies = remote.open_episode("q0@0")
+            await remote.obs_queue.put(("q0@0", [1], None))
+            await replies.get()
+
+    asyncio.run(body())
+    assert lines(caplog) == []
+
+
+def test_workers_refuse_a_request_of_an_agent_of_this_process() -> None:
+    async def body() -> None:
+        workers = RolloutWorkers(_no_worker, 1)
+        workers.open_episode("q0@0")
+        await workers.obs_queue.put(("q0@0", [1], None))
+
+    with pytest.raises(RuntimeError, match=r"RolloutWorkers take no requests: use workers.runner"):
+        asyncio.run(body())
+
+
 # runs that give nothing
 
 
@@ -439,19 +677,91 @@ def test_a_run_in_which_all_has_failed_says_so_once(
     )
 
 
-def test_a_run_without_an_end_in_which_all_fails_says_so_early(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_a_long_run_in_which_all_fails_says_so_early_and_once(
+    by_group: bool, group_size: int, is_endless: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
         async with EchoEngine() as engine:
             endless = (Prompt(f"q{k}", [k]) for k in itertools.count())
-            async with aclosing(runner(engine, failing()).run(endless)) as results:
-                for _ in range(250):
-                    await anext(results)
+            rolling = runner(engine, failing(), group_size=group_size)
+            asked = endless if is_endless else itertools.islice(endless, 250)
+            run = rolling.run_groups(asked) if by_group else rolling.run(asked)
+            async with aclosing(run) as results:
+                taken = 0
+                async for _ in results:
+                    taken += 1
+                    if is_endless and taken == 250:
+                        break
 
     asyncio.run(body())
     (line,) = lines(caplog)
-    assert line.startswith("all 100 episodes failed, by cause: agent 100; the first: ")
+    assert line.startswith("the first 100 episodes failed, by cause: agent 100; the first: ")
+    assert line.endswith("see result.error of each, and its __cause__")
+
+
+class Returns:
+    """Returns the trajectories of some turns, each given by its completion and its reward."""
+
+    def __init__(self, *paths: tuple[list[int], float]) -> None:
+        self.paths = paths
+
+    async def collect_trajectory(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
+        return [
+            Trajectory(f"{prompt.id}-{k}", [Turn([1], ids, [-1.0] * len(ids), reward)])
+            for k, (ids, reward) in enumerate(self.paths)
+        ]
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("count", [3, 250])
+@pytest.mark.parametrize("paths", [[], [([], 1.0)], [([], 0.0), ([], 0.5)]])
+def test_a_run_that_brings_no_generated_token_says_so_once(
+    by_group: bool,
+    group_size: int,
+    count: int,
+    paths: list[tuple[list[int], float]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        async with EchoEngine() as engine:
+            rolling = runner(engine, Returns(*paths), group_size=group_size)
+            run = rolling.run_groups(prompts(count)) if by_group else rolling.run(prompts(count))
+            async for _ in run:
+                pass
+
+    with caplog.at_level(logging.INFO, LOGGER):
+        asyncio.run(body())
+    (line,) = lines(caplog)
+    which, told = ("all", count * group_size) if count == 3 else ("the first", 100)
+    assert line == (
+        f"{which} {told} episodes brought no generated token to train on (failed: 0; trajectories: "
+        f"{told * len(paths)}); an agent returns trajectories whose turns hold the replies' "
+        "output_ids as completion_ids"
+    )
+    assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_a_run_with_one_generated_token_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(collect(Returns(([], 0.0), ([7], 0.0)), prompts(3)))
+    assert lines(caplog) == []
+
+
+def test_failures_and_empty_episodes_are_counted_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class FailsOnce(Returns):
+        async def collect_trajectory(self, prompt: Prompt, *_: Any) -> list[Trajectory]:
+            if prompt.id == "q0@0":
+                raise ZeroDivisionError
+            return await super().collect_trajectory(prompt)
+
+    asyncio.run(collect(FailsOnce(), prompts(3)))
+    (line,) = lines(caplog)
+    assert line.startswith("all 3 episodes brought no generated token to train on (failed: 1; ")
 
 
 def test_a_run_in_which_some_have_failed_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -518,5 +828,15 @@ def test_a_run_in_which_all_earn_the_same_informs(
     with caplog.at_level(logging.INFO, LOGGER):
         asyncio.run(collect(Earns(), prompts(3), group_size=2))
     assert [line.split(":")[0] for line in lines(caplog)] == (
-        [] if differs else ["all 6 episodes without an error earned the same reward, 0"]
+        [] if differs else ["all 6 trajectories earned the same reward, 0"]
     )
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [((0.5, -0.5), 0), ((0.5, 0.5), 1)])
+def test_trajectories_of_an_episode_are_compared_one_by_one(
+    rewards: tuple[float, float], expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Returns(*(([2], reward) for reward in rewards))
+    with caplog.at_level(logging.INFO, LOGGER):
+        asyncio.run(collect(agent, prompts(3), group_size=2))
+    assert len(lines(caplog)) == expected

@@ -182,8 +182,9 @@ class RolloutPolicy:
     seed: int = 0
     """Of all episodes: each one's `Prompt.seed` is derived from it and the episode's name."""
     silence_warning_s: float | None = PATIENCE_S
-    """Seconds without a reply of the engine, an answer of the environment or a step of an agent
-    after which a warning is logged, and again after twice as long; ``None`` logs none."""
+    """Seconds without a reply of the engine, an answer of the environment, a step of an agent or
+    a prompt after which a warning is logged, and again after twice as long; ``None`` logs none.
+    Ray workers follow it too."""
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)

@@ -8,7 +8,6 @@ import torch
 
 from trajpack.kernels.validation import check_boundaries, check_cu_seqlens, values_to_check
 
-OP = "context_parallel_index"
 Partition: TypeAlias = Literal["zigzag", "contiguous", "whole"]
 """How tokens go to ranks.
 
@@ -57,9 +56,13 @@ def context_parallel_index(
         >>> context_parallel_index(cu_seqlens, 12, cp_size=2, cp_rank=0)
         tensor([ 0,  3,  4,  5, 10, 11], dtype=torch.int32)
     """
-    chunks = _check(cu_seqlens, num_tokens, cp_size, partition)
+    chunks = _check(
+        "context_parallel_index", cu_seqlens, num_tokens, cp_size=cp_size, partition=partition
+    )
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"{OP}: cp_rank must be in [0, {cp_size}), got {cp_rank}")
+        raise ValueError(
+            f"context_parallel_index: cp_rank must be in [0, {cp_size}), got {cp_rank}"
+        )
     place = torch.arange(num_tokens // cp_size, device=cu_seqlens.device)
     if partition == "whole":
         return (place + cp_rank * (num_tokens // cp_size)).int()
@@ -106,7 +109,9 @@ def context_parallel_order(
         >>> context_parallel_order(cu_seqlens, 12, cp_size=2)
         tensor([ 0,  6,  7,  1,  2,  3,  8,  9, 10, 11,  4,  5], dtype=torch.int32)
     """
-    chunks = _check(cu_seqlens, num_tokens, cp_size, partition)
+    chunks = _check(
+        "context_parallel_order", cu_seqlens, num_tokens, cp_size=cp_size, partition=partition
+    )
     token = torch.arange(num_tokens, device=cu_seqlens.device)
     if partition == "whole":
         return token.int()
@@ -137,22 +142,27 @@ def chunks_of(cp_size: int, partition: Partition) -> int:
     """
     if partition not in get_args(Partition):
         known = ", ".join(repr(name) for name in get_args(Partition))
-        raise ValueError(f"{OP}: partition must be one of {known}, got {partition!r}")
+        raise ValueError(f"partition must be one of {known}, got {partition!r}")
     if cp_size < 1:
-        raise ValueError(f"{OP}: cp_size must be at least 1, got {cp_size}")
+        raise ValueError(f"cp_size must be at least 1, got {cp_size}")
     if cp_size == 1 or partition == "whole":
         return 1
     return 2 * cp_size if partition == "zigzag" else cp_size
 
 
-def _check(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int, partition: Partition) -> int:
-    check_cu_seqlens(OP, cu_seqlens, device=cu_seqlens.device)
-    chunks = chunks_of(cp_size, partition)
+def _check(
+    op: str, cu_seqlens: torch.Tensor, num_tokens: int, *, cp_size: int, partition: Partition
+) -> int:
+    check_cu_seqlens(op, cu_seqlens)
+    try:
+        chunks = chunks_of(cp_size, partition)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
     if num_tokens % max(chunks, cp_size):
         raise ValueError(
-            f"{OP}: num_tokens must be a multiple of {max(chunks, cp_size)}, got {num_tokens}"
+            f"{op}: num_tokens must be a multiple of {max(chunks, cp_size)}, got {num_tokens}"
         )
-    check_boundaries(OP, cu_seqlens, num_tokens)
+    check_boundaries(op, cu_seqlens, num_tokens)
     readable = values_to_check(cu_seqlens)
     if readable is not None and chunks > 1:
         lengths = readable.diff()
@@ -160,7 +170,7 @@ def _check(cu_seqlens: torch.Tensor, num_tokens: int, cp_size: int, partition: P
         if wrong.numel():
             number = int(wrong[0])
             raise ValueError(
-                f"{OP}: each sequence must have a multiple of {chunks} tokens, sequence {number} "
+                f"{op}: each sequence must have a multiple of {chunks} tokens, sequence {number} "
                 f"has {int(lengths[number])}; align with sequence_multiple={chunks}"
             )
     return chunks

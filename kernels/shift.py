@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from trajpack.kernels.validation import check_boundaries, check_cu_seqlens
+from trajpack.kernels.validation import check_boundaries, check_cu_seqlens, values_to_check
 
 End: TypeAlias = Literal["first", "last"]
 Direction: TypeAlias = Literal["left", "right"]
@@ -108,6 +108,12 @@ def drop_tokens(
     _check("drop_tokens", x, cu_seqlens)
     if end not in ("first", "last"):
         raise ValueError(f"drop_tokens: end must be 'first' or 'last', got {end!r}")
+    readable = values_to_check(cu_seqlens)
+    if readable is not None and (with_tokens := int((readable.diff() > 0).sum())) != num_sequences:
+        raise ValueError(
+            f"drop_tokens: num_sequences must be {with_tokens}, the sequences with tokens, got "
+            f"{num_sequences}"
+        )
     return x.index_select(0, _places_left(cu_seqlens, x.shape[0] - num_sequences, end))
 
 

@@ -22,7 +22,8 @@ def values_to_check(tensor: torch.Tensor) -> torch.Tensor | None:
     Cost: nothing on the host. On a device nothing but with ``TRAJPACK_CHECK=1``: then a copy,
     which waits; not while a CUDA graph is captured.
     """
-    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+    is_traced = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if is_traced or torch.compiler.is_compiling():
         return None
     if tensor.device.type in HOSTS:
         return tensor
@@ -71,12 +72,15 @@ def check_tensor(
         raise ValueError(f"{op}: {name} must have {ndim} dimension(s), got shape {_shape(tensor)}")
 
 
-def check_cu_seqlens(op: str, cu_seqlens: torch.Tensor, *, device: torch.device) -> None:
+def check_cu_seqlens(
+    op: str, cu_seqlens: torch.Tensor, *, device: torch.device | None = None
+) -> None:
     """Raise unless ``cu_seqlens`` can hold segment boundaries: int32, 1-D, not empty."""
     check_tensor(op, "cu_seqlens", cu_seqlens, ndim=1, dtypes=(torch.int32,))
     if cu_seqlens.shape[0] == 0:
         raise ValueError(f"{op}: cu_seqlens must have segments + 1 entries, got none")
-    check_device(op, "cu_seqlens", cu_seqlens, device)
+    if device is not None:
+        check_device(op, "cu_seqlens", cu_seqlens, device)
 
 
 def check_device(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:

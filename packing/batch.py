@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trajpack.kernels.gather_fields import UNITS
+from trajpack.packing.conversion import check_memory
 from trajpack.packing.credit_methods import CreditMethods
 from trajpack.packing.label_methods import LabelMethods
 from trajpack.packing.layout import Layout
@@ -278,7 +279,8 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
 
         Raises:
             TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
-            ValueError: If the name is taken, or the shape or the device is another.
+            ValueError: If the name is taken, the shape or the device is another, or ``rows`` is
+                sparse or its memory was freed.
 
         Cost: one launch where ``field.generated_only``, else nothing. No synchronisation.
 
@@ -300,9 +302,16 @@ class PackedBatch(CreditMethods, MicroBatchMethods, LabelMethods):
                 f"field {field.name!r}: rows must have shape {list(expected)} on {self.device}, "
                 f"got {list(rows.shape)} on {rows.device}"
             )
+        if rows.layout != torch.strided:
+            raise ValueError(f"field {field.name!r}: rows must be dense, got {rows.layout}")
+        try:
+            check_memory(rows)
+        except ValueError as error:
+            raise ValueError(f"field {field.name!r}: rows cannot be read: {error}") from error
+        rows = rows.detach().resolve_conj().resolve_neg()
         if field.generated_only:
             is_context = self.prompt_mask.reshape(-1, *[1] * len(field.shape))
-            bits = rows.detach().view(UNITS[field.dtype.itemsize])  # torch fills few dtypes
+            bits = rows.view(UNITS[field.dtype.itemsize])  # torch fills few dtypes
             fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
             rows = bits.masked_fill(is_context, fill).view(field.dtype)
         fields = {**self.fields, field.name: rows}

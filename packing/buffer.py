@@ -10,7 +10,7 @@ import torch
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.host_memory import HostMemory
 from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import as_integer
+from trajpack.packing.conversion import as_integer, several
 from trajpack.packing.layout import Layout, check_layout
 from trajpack.packing.store import Store
 from trajpack.packing.token_fields import TokenField, check_fields
@@ -151,10 +151,7 @@ class TrajectoryBuffer:
             back (one synchronisation each; see `pack_resident`). After `pack`, and without
             `clear`, waits for that pack's copy.
         """
-        if not isinstance(trajectories, Iterable):
-            kind = type(trajectories).__name__
-            raise TypeError(f"trajectories must be several of Trajectory, got {kind}")
-        given = tuple(trajectories)
+        given = several("trajectories must be several of Trajectory", trajectories)
         if given:
             self._store.extend(given)
 

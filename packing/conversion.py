@@ -6,7 +6,7 @@ import math
 import operator
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -306,6 +306,29 @@ def _entries(name: str, values: Any) -> list[Any] | tuple[Any, ...]:
         raise TypeError(f"{name} cannot be read as a sequence: {shown(error)}") from error
     if len(entries) != count:
         raise ValueError(f"{name} changed while it was read: its length is not {count}")
+    return entries
+
+
+def several(name: str, values: Any) -> tuple[Any, ...]:
+    """Return what an iterable holds, read once; one with a length is read no further than that.
+
+    Raises:
+        TypeError: If it is no iterable, or one with a length that cannot be read.
+        ValueError: If it has not as many entries as it says.
+    """
+    if type(values) is list or type(values) is tuple:
+        return tuple(values)
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}, got {type(values).__name__}")
+    if not isinstance(values, Sized):
+        return tuple(values)
+    try:
+        count = len(values)
+        entries = tuple(islice(iter(values), count + 1))
+    except Exception as error:
+        raise TypeError(f"{name}, got what cannot be read: {shown(error)}") from error
+    if len(entries) != count:
+        raise ValueError(f"{name}, got {len(entries)} or more entries of what has length {count}")
     return entries
 
 

@@ -13,6 +13,7 @@ from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.kernels.gather_words import KINDS, MAX_WORDS, PIECE_WIDTH, gather_words, piece_table
 from trajpack.packing.batch import PackedBatch
 from trajpack.packing.chains import Intake, checked_labels, placed, take_numbers
+from trajpack.packing.conversion import check_memory, several, shown
 from trajpack.packing.layout import Layout, check_layout
 from trajpack.packing.staging import Arena, Staging
 from trajpack.packing.store import host_columns
@@ -41,7 +42,8 @@ def pack_resident(
 
     Raises:
         TypeError: If a value is of the wrong kind, or an array is no tensor.
-        ValueError: If lengths disagree, devices differ, or a turn brings extra fields.
+        ValueError: If lengths disagree, devices differ, a tensor's memory was freed, or a turn
+            brings extra fields.
         RuntimeError: If ``impl`` cannot run for the device, or a CUDA graph is captured.
 
     Cost: one copy of the tables, three launches, no synchronisation; about 7 microseconds of the
@@ -55,7 +57,7 @@ def pack_resident(
         tensor([1, 2, 3])
     """
     check_layout(layout)
-    given = list(trajectories)
+    given = several("trajectories must be several of Trajectory", trajectories)
     intake, pieces = _take_in(given, layout)
     device = pieces[0].device if pieces else torch.get_default_device()
     chosen = resolve_impl("pack_resident", impl, torch.empty(0, device=device))
@@ -120,8 +122,13 @@ def _take_in(
                 logprobs.append(values)
             if index < 0:
                 raise ValueError("must have at least one turn, got none")
+        except MemoryError:
+            raise
         except (TypeError, ValueError) as error:
             raise placed(error, trajectory, index) from error.__cause__
+        except Exception as error:  # of the caller's own classes, too
+            unread = ValueError(f"it cannot be read: {shown(error)}")
+            raise placed(unread, trajectory, index) from error
         intake.num_turns.append(index + 1)
         for tip in tips:
             intake.chain_sizes.append(sum(map(len, tip)))
@@ -158,6 +165,10 @@ def _tensors(
 def _tensor(name: str, tensor: Any, *, real: bool) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if type(tensor) is not torch.Tensor:  # a subclass may say of itself what is not so
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: torch.Tensor = tensor.as_subclass(torch.Tensor)
+        return _tensor(name, plain, real=real)
     if tensor.dtype.is_floating_point != real or tensor.dtype == torch.bool:
         kind = "floats" if real else "integers"
         raise TypeError(f"{name} must be {kind}, got {tensor.dtype}")
@@ -166,4 +177,8 @@ def _tensor(name: str, tensor: Any, *, real: bool) -> torch.Tensor:
     if tensor.ndim != 1 or not tensor.is_contiguous():
         shape = list(tensor.shape)
         raise ValueError(f"{name} must have one dimension and be contiguous, got {shape}")
+    try:
+        check_memory(tensor)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be read: {error}") from error
     return tensor

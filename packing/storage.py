@@ -91,13 +91,14 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save as serialise
 
-    batch.check_unpadded()
     place = Path(os.path.realpath(path))
     if place.exists() and (kind := _other_kind(place.stat().st_mode)):
         raise FileExistsError(errno.EEXIST, f"it is {kind}, not a file", str(place))
     try:
         host = _host_of(batch)
         tensors = {name: _on_host(name, tensor) for name, tensor in _tensors_of(batch)}
+        if all(tensors[name].ndim for name in ("cu_seqlens", "turn_rewards")):
+            batch.check_unpadded()
         described = {name: Described(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         checked_batch(described, host, partial(_examined, tensors))
     except InconsistentBatch as error:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import merge_spans
+from trajpack.packing.conversion import merge_spans, several
 from trajpack.packing.equality import same_rows, same_values
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
@@ -74,8 +74,10 @@ class Turn:
                 and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
                 and self._same_fields(other)
             )
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            return False  # values that no buffer takes: nothing says what they hold
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - of containers of the caller's, too
+            return False  # values that no buffer takes cannot be compared
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -109,9 +111,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "turns", tuple(self.turns))
-        except TypeError as error:
-            kind = type(self.turns).__name__
-            raise TypeError(
-                f"trajectory {self.id!r}: turns must be a sequence of turns, got {kind}"
-            ) from error
+            turns = several("turns must be a sequence of turns", self.turns)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"trajectory {self.id!r}: {error}") from error.__cause__
+        object.__setattr__(self, "turns", turns)

@@ -228,7 +228,7 @@ class ServerClient:
         stream = response.extensions["network_stream"]
         parts, num_bytes = [], 0
         async for part in response.aiter_stream():
-            stream.count_part()
+            stream.count_part(len(part))
             parts.append(part[: max_bytes - num_bytes])
             num_bytes += len(parts[-1])
             if num_bytes == max_bytes:

@@ -113,18 +113,21 @@ def check_isolation(
 
     Logits of a model that keeps sequences apart mostly do not move by a bit: all shapes are the
     same. Where they do, modules are compared one by one, on inputs that are the same to the bit.
-    The output of a module may move by 64 roundings of the coarsest dtype of the model, at most by
-    half of its digits; kernels of a mixture of experts do so, which add in another order. More is a
-    leak. Logits of a sequence alone may differ by half of the digits, in the median over its
-    tokens, since kernels for other shapes add in another order: the comparison finds gross errors,
-    such as positions that are ignored.
+    The output of a module may move by 64 roundings of float32, or 2 of the coarsest dtype of the
+    model; kernels of a mixture of experts do so, which add in another order. More is a leak. Logits
+    of a sequence alone may differ by half of the digits, in the median over its tokens, since
+    kernels for other shapes add in another order: the comparison finds gross errors, such as
+    positions that are ignored.
 
     A mixture of experts with a capacity drops tokens by what all sequences send to an expert
     together. That is a leak as well, and its layer is named, if the trial batch overflows it.
 
     Not found: what needs sequences longer than 180 tokens, such as attention in chunks of 8,192
-    tokens, or positions that are scaled by the longest sequence of the row. Which families of
-    models keep sequences apart, and with which kernels, is in ``docs/formats/huggingface.md``.
+    tokens, or positions that are scaled by the longest sequence of the row; a fault where a
+    sequence begins with a chunk of 128 or more tokens; layers whose weights give them no effect
+    yet; and what a model does only while gradients are recorded. A model that draws from a
+    generator of its own is taken for one that leaks. Which families of models keep sequences
+    apart, and with which kernels, is in ``docs/formats/huggingface.md``.
 
     Args:
         model: A Hugging Face causal language model, also wrapped by PEFT, by ``torch.compile`` (it
@@ -142,7 +145,7 @@ def check_isolation(
 
     Cost: 18 forward passes of up to 337 tokens, without gradients; where logits move, two more for
     each sequence that moves others, with the activations of all modules on the host. Synchronises
-    after each. Modes, buffers and random number generators are left as they were.
+    after each. Modes, buffers and the generators of torch, numpy and Python are left as they were.
 
     Example:
         >>> from trajpack.agent import build_tiny_model

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,9 +22,9 @@ Row: TypeAlias = Mapping[str, Any]
 """Keyword arguments of one forward pass."""
 
 LENGTHS = (64, 1, 180, 2, 40, 50)
-"""Tokens of the sequences of the trial batch. Two are shorter than a convolution. The first one
-ends with a chunk of 64 tokens. The last one begins in a chunk of 256 that the fifth reaches into.
-"""
+"""Tokens of the sequences of the trial batch. Two are shorter than a convolution. Sequences begin
+where chunks of 64, 128 and 256 tokens do, and elsewhere. The last one begins in a chunk of 256 that
+the one before it reaches into."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 TF32_SPACING = 2.0**-10
 """Distance of neighbours around 1, of the numbers that TF32 and float16 can hold."""
@@ -108,7 +110,9 @@ class Trial:
     def _check_alone(self, packed: torch.Tensor) -> None:
         """Raise if a sequence has other logits alone than in the batch."""
         usual = torch.cat(self._distances).median()
-        allowed = math.sqrt(max(self._spacing(packed.dtype), TF32_SPACING))
+        # kernels of Triton multiply in TF32, whatever torch is told
+        least = TF32_SPACING if self._device.type == "cuda" else 0.0
+        allowed = math.sqrt(max(self._spacing(packed.dtype), least))
         plain = {name: self._row[name] for name in ("use_cache",) if name in self._row}
         for sequence, here in enumerate(self._places):
             if here.sum() <= 2:  # too few for a median
@@ -137,13 +141,16 @@ class Trial:
         kind = "cuda" if self._device.type == "cpu" else self._device.type
         places = {weight.device for weight in self._model.parameters()}
         devices = [place.index for place in places if place.type == kind]
-        with torch.random.fork_rng(devices, device_type=kind):
+        with torch.random.fork_rng(devices, device_type=kind), _same_draws():
             try:
                 output = self._model(**row)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                raise ValueError(f"{self._name} cannot take {taken}: {error}") from error
+                why = str(error) or type(error).__name__
+                raise ValueError(f"{self._name} cannot take {taken}: {why}") from error
+        if isinstance(output, Mapping):
+            output = output.get("logits")
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):
             raise TypeError(f"{self._name} must return logits, got {type(output).__name__}")
@@ -156,8 +163,7 @@ class Trial:
 
     def _rounding(self, dtype: torch.dtype) -> float:
         """Return by how much the output of a module moves where a kernel adds in another order."""
-        spacing = self._spacing(dtype)
-        return min(64 * spacing, math.sqrt(spacing))
+        return max(2 * self._spacing(dtype), 64 * torch.finfo(torch.float32).eps)
 
     def _spacing(self, dtype: torch.dtype) -> float:
         """Return the distance of neighbours around 1, of the coarsest numbers in the model."""
@@ -193,7 +199,7 @@ class Vocabulary(NamedTuple):
         for wrapped in model.modules():
             module: Any = getattr(wrapped, "_orig_mod", wrapped)  # of torch.compile
             config: Any = getattr(module, "config", None)
-            owner = type(module).__name__
+            owner = _owner(module, config)
             if hasattr(config, "get_text_config"):
                 text = config.get_text_config()
                 values = [*vars(config).items(), *vars(text).items()]
@@ -206,8 +212,9 @@ class Vocabulary(NamedTuple):
                     special=frozenset(i for i in flat if isinstance(i, int)),
                     longest=longest if isinstance(longest, int) and longest > 0 else max(LENGTHS),
                 )
-            if hasattr(module, "get_input_embeddings"):
-                num_ids = len(module.get_input_embeddings().weight)
+            embeddings = getattr(module, "get_input_embeddings", lambda: None)()
+            if embeddings is not None:
+                num_ids = len(embeddings.weight)
                 return cls(owner, num_ids, special=frozenset(), longest=max(LENGTHS))
         raise TypeError(
             f"{type(model).__name__} must have a config or get_input_embeddings(), which say how "
@@ -223,6 +230,8 @@ class Vocabulary(NamedTuple):
         generator = torch.Generator().manual_seed(0)
         ids = torch.tensor([i for i in range(self.num_ids) if i not in self.special])
         if len(ids) < 2:
+            ids = torch.arange(self.num_ids)
+        if len(ids) < 2:
             raise ValueError(f"{self.owner} must know two tokens or more, got {len(ids)}")
         lengths = [min(length, self.longest) for length in LENGTHS]
         chosen = torch.randint(len(ids), (sum(lengths),), generator=generator)
@@ -230,6 +239,23 @@ class Vocabulary(NamedTuple):
         sequences = enumerate(ids[chosen].split(lengths))
         trajectories = [Trajectory(str(i), [Turn(sequence, [], [])]) for i, sequence in sequences]
         return pack(trajectories, device=device), ids[(chosen + step) % len(ids)].to(device)
+
+
+def _owner(module: nn.Module, config: Any) -> str:
+    """Return the class of the model that a configuration belongs to.
+
+    A wrapper such as that of PEFT shows the configuration of the model in it as its own.
+    """
+    if not _is_pretrained(module):
+        for inner in module.modules():
+            if _is_pretrained(inner) and getattr(inner, "config", None) is config:
+                return type(inner).__name__
+    return type(module).__name__
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Tell whether a module is a model of transformers, which is not imported for that."""
+    return any(of.__name__ == "PreTrainedModel" for of in type(module).__mro__)
 
 
 class Observer:
@@ -363,17 +389,33 @@ def _checked(row: Row) -> Row:
 
 
 @contextmanager
+def _same_draws() -> Iterator[None]:
+    """Leave the generators of Python and of numpy as they were, as torch's are."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextmanager
 def _restoring(model: nn.Module) -> Iterator[None]:
     """Run without gradients and compilation; leave modes and buffers as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, training in modes:
             module.training = training
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):
+        for owner, name, buffer, before in buffers:
+            owner._buffers[name] = buffer
+            if buffer is not None and before is not None and not torch.equal(buffer, before):
                 with torch.no_grad():
                     buffer.copy_(before)

@@ -159,14 +159,15 @@ def test_many_episodes_are_rolled_out_each_in_an_instance_of_its_own() -> None:
 def test_an_episode_that_ends_early_gives_its_instance_back() -> None:
     async def play() -> None:
         agent = make(max_turns=5)
-        loop, has_stepped = asyncio.get_running_loop(), asyncio.Event()
+        has_stepped = asyncio.Event()
 
-        class Tells(Guess):
-            def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
-                loop.call_soon_threadsafe(has_stepped.set)
-                return super().step(action)
+        class Tells(GymnasiumEnvironment):
+            async def step(self, *values: Any) -> Any:
+                result = await super().step(*values)
+                has_stepped.set()  # no thread has the instance any more
+                return result
 
-        async with GymnasiumEnvironment(Tells, to_action=int) as env:
+        async with Tells(Guess, to_action=int) as env:
             episode = asyncio.ensure_future(
                 collect_async(agent, env, ["-1"], prompt=prompt(agent))  # and then says nothing
             )

@@ -117,3 +117,13 @@ C = boundaries([4, 6, 2])
 def test_wrong_input_is_named(match, arguments):
     with pytest.raises(ValueError, match=match):
         context_parallel_index(*arguments)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 4, 12]])
+def test_what_is_no_tensor_is_refused_under_the_name_of_the_operator(bounds):
+    with pytest.raises(TypeError, match=r"^context_parallel_index: cu_seqlens must be a tensor"):
+        context_parallel_index(bounds, 12, cp_size=2, cp_rank=0)
+    with pytest.raises(TypeError, match=r"^context_parallel_order: cu_seqlens must be a tensor"):
+        context_parallel_order(bounds, 12, cp_size=2)
+    with pytest.raises(ValueError, match=r"^context_parallel_order: partition must be one of"):
+        context_parallel_order(torch.tensor([0, 12], dtype=torch.int32), 12, 2, "zag")

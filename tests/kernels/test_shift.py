@@ -92,3 +92,21 @@ def test_wrong_input_is_named(error, match, arguments):
 def test_tokens_are_dropped_at_one_of_two_ends():
     with pytest.raises(ValueError, match="drop_tokens: end must be 'first' or 'last', got 'left'"):
         drop_tokens(torch.zeros(3), C, "left", 2)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 99])
+def test_a_wrong_number_of_sequences_is_refused_by_name(number):
+    cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"num_sequences must be 2, .* with tokens, got {number}$"):
+        drop_tokens(torch.arange(5), cu_seqlens, "last", number)
+
+
+@pytest.mark.parametrize("as_subclass", [torch.nn.Parameter, type("Own", (torch.Tensor,), {})])
+def test_boundaries_of_a_subclass_are_checked_too(as_subclass):
+    wrong = torch.tensor([0, 3, 60], dtype=torch.int32)
+    if as_subclass is torch.nn.Parameter:
+        wrong = torch.nn.Parameter(wrong, requires_grad=False)
+    else:
+        wrong = wrong.as_subclass(as_subclass)
+    with pytest.raises(ValueError, match="cu_seqlens must go from 0 to num_tokens 6"):
+        shift_tokens(torch.arange(6), wrong, "left")

@@ -679,3 +679,28 @@ def test_returns_may_differ_by_rounding_and_where_discounts_overflow(path: Path)
     vast = pack([Trajectory("a", turns, turn_discount=1e38)])
     vast.save(path)
     assert_batches_equal(PackedBatch.load(path), vast)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "turn_rewards"])
+@pytest.mark.parametrize("value", [None, [0, 3], np.zeros(1), torch.tensor(0)], ids=str)
+def test_bounds_that_are_no_vector_are_refused_by_name(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
+    with pytest.raises(ValueError, match=f"^the batch cannot be saved: {name} must "):
+        dataclasses.replace(batch, **{name: value}).save(tmp_path / "batch.safetensors")
+
+
+def test_rows_of_any_kind_are_added_or_refused_by_name() -> None:
+    batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
+    numbers = torch.complex(torch.ones(3), torch.ones(3)).conj()
+    field = TokenField("conjugate", torch.complex64)
+    assert batch.with_field(field, numbers).fields["conjugate"].tolist() == [0, 0, 1 - 1j]
+    field = TokenField("negative", torch.float32)
+    assert batch.with_field(field, numbers.imag).fields["negative"].tolist() == [0, 0, -1]
+    with pytest.raises(ValueError, match=r"field 'negative': rows must be dense, got torch.sparse"):
+        batch.with_field(field, torch.ones(3).to_sparse())
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"'negative': rows cannot be read: .* memory was freed"):
+        batch.with_field(field, freed)

@@ -681,3 +681,52 @@ def test_hostile_values_are_refused_by_name_or_stored_whole(tries: Callable[[int
             buffer.add(KEPT)
     assert taken
     assert_batches_equal(buffer.pack(), before)
+
+
+def several(says: Any, entries: Any) -> list[Any]:
+    """Return a list that says another length, or whose iterator does as it likes."""
+
+    class Several(list[Any]):
+        def __len__(self) -> int:
+            return int(says)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(entries())
+
+    return Several()
+
+
+def raising() -> Iterator[Any]:
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize(
+    ("says", "entries", "message"),
+    [
+        (3, raising, r"what cannot be read: RuntimeError\('boom'\)"),
+        (2**70, list, "what cannot be read: OverflowError"),
+        (3, itertools.count, "4 or more entries of what has length 3"),
+        (3, lambda: [1], "1 or more entries of what has length 3"),
+    ],
+)
+def test_a_container_whose_own_methods_fail_or_lie_is_refused_by_name(
+    says: Any, entries: Any, message: str
+) -> None:
+    with pytest.raises(
+        (TypeError, ValueError), match=f"^trajectory 'a': turns must be .*{message}"
+    ):
+        Trajectory("a", several(says, entries))
+    buffer = TrajectoryBuffer()
+    with pytest.raises((TypeError, ValueError), match=f"^trajectories must be .*{message}"):
+        buffer.extend(several(says, entries))
+    assert len(buffer) == 0
+
+
+def test_a_turn_whose_spans_raise_anything_equals_itself_alone() -> None:
+    class Spans(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise KeyError("spans")
+
+    turn = Turn([1], [2], [-0.5], version_spans=Spans())
+    assert turn == turn  # noqa: PLR0124 - the very same
+    assert turn != Turn([1], [2], [-0.5])

@@ -89,3 +89,39 @@ def test_a_bad_turn_is_refused_by_name(change, error, match):
     bad = dataclasses.replace(GOOD, **change)
     with pytest.raises(error, match=f"^trajectory 'it', turn 1: .*{match}"):
         pack_resident([Trajectory("it", [GOOD, bad])])
+
+
+class Liar(torch.Tensor):
+    says = 2
+
+    def __len__(self):
+        if self.says is None:
+            raise RuntimeError("not now")
+        return self.says
+
+
+@pytest.mark.parametrize("says", [0, 2, 5, 2**70, None])
+@pytest.mark.parametrize("layout", ["turns", "merged"])
+@pytest.mark.parametrize("place", range(3))
+def test_a_tensor_that_lies_about_its_length_is_packed_by_its_shape(
+    place, layout, says, monkeypatch
+):
+    monkeypatch.setattr(Liar, "says", says)
+    arrays = [torch.tensor([5, 5, 5]), torch.tensor([7, 7]), torch.tensor([-0.5, -0.25])]
+    expected = pack_resident([Trajectory("a", [Turn(*arrays)])], layout)
+    arrays[place] = arrays[place].as_subclass(Liar)
+    assert_batches_equal(pack_resident([Trajectory("a", [Turn(*arrays)])], layout), expected)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_tensor_whose_memory_was_freed_or_shrunk_is_refused(place):
+    for size in (0, 4):
+        arrays = [torch.tensor([5, 5, 5]), torch.tensor([7, 7]), torch.tensor([-0.5, -0.25])]
+        arrays[place].untyped_storage().resize_(size)
+        with pytest.raises(ValueError, match=r"^trajectory 'a', turn 0: .* memory was freed$"):
+            pack_resident([Trajectory("a", [Turn(*arrays)])])
+
+
+def test_what_is_no_list_of_trajectories_is_refused_by_name():
+    with pytest.raises(TypeError, match="trajectories must be several of Trajectory, got int"):
+        pack_resident(5)

@@ -180,6 +180,18 @@ TINY: dict[str, tuple[Serve, str]] = {
         "tiny pieces",
     ),
     "chunks with extensions": (endless(CHUNKED % 200, b"1;a=b\r\n \r\n"), "tiny pieces"),
+    "chunks with long extensions": (
+        endless(CHUNKED % 200, b"1;" + b"a=b;" * 40 + b"\r\n \r\n"),
+        "frames of chunks",
+    ),
+    "chunks with extensions of a read": (
+        endless(CHUNKED % 200, b"1;" + b"a" * 14_000 + b"\r\n \r\n"),
+        "frames of chunks",
+    ),
+    "chunks with many zeros": (
+        endless(CHUNKED % 200, b"0" * 15 + b"1\r\n \r\n"),
+        "tiny pieces",
+    ),
     "chunks with zeros": (endless(CHUNKED % 200, b"0001\r\n \r\n"), "tiny pieces"),
     "interim answers 100": (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n"), "interim answers"),
     "interim answers 102": (endless(b"", b"HTTP/1.1 102 \r\n\r\n"), "interim answers"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.packing.adapters.tiny_models import tiny_model
 from trajpack.agent import build_tiny_model
@@ -107,7 +110,7 @@ class Rounding(nn.Module):
 
 class RoundedSum(nn.Module):
     def forward(self, x):
-        steps = (x.float().sum() * 1e4).floor() % 5 - 2
+        steps = (x.float().sum() * 1e4).floor() % 2
         return x * (1 + steps * torch.finfo(x.dtype).eps).to(x.dtype)
 
 
@@ -502,3 +505,114 @@ def test_it_takes_as_many_passes_as_it_says():
 
     check_isolation(Counted(Apart()))
     assert Counted.passes == 18
+
+
+class OverRow(Model):
+    """Counts positions over the row, to which each sequence begins at another place."""
+
+    def forward(self, input_ids, **kwargs):
+        places = self.places(torch.arange(input_ids.shape[1])[None])
+        return SimpleNamespace(logits=self.head(self.tokens(input_ids) + 0.029 * places))
+
+
+def test_a_weak_effect_of_positions_over_the_row_is_found_in_float32():
+    with pytest.raises(ValueError, match="of a packed batch other logits than"):
+        check_isolation(OverRow(Apart()))
+
+
+class Diluted(nn.Module):
+    """A residual connection with a leak of a few hundredths in it, as attention of Bloom has."""
+
+    def forward(self, x, seq_idx, position_ids):
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        return x + 0.04 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_leak_beside_a_residual_is_found_in_every_dtype(dtype):
+    with pytest.raises(ValueError, match=r"see each other.*first in layers\.1 \(Diluted\)"):
+        check_isolation(Model(Diluted()).to(dtype))
+
+
+@pytest.mark.parametrize("num_ids", [2, 3, 4])
+def test_a_vocabulary_of_special_ids_alone_is_drawn_from(num_ids):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=num_ids,
+        num_hidden_layers=1,
+        bos_token_id=1,
+        eos_token_id=0,
+        pad_token_id=0,
+        **sizes,
+    )
+    check_isolation(LlamaForCausalLM(config))
+
+
+def test_logits_may_come_in_a_dictionary():
+    class Dictionary(Model):
+        def forward(self, **row):
+            return {"logits": super().forward(**row).logits}
+
+    check_isolation(Dictionary(Apart()))
+
+
+def test_an_error_without_a_text_and_missing_embeddings_are_named():
+    class Silent(Model):
+        def forward(self, input_ids, **kwargs):
+            raise KeyError
+
+    with pytest.raises(ValueError, match="Silent cannot take packed sequences: KeyError"):
+        check_isolation(Silent(Apart()))
+
+    class Without(Model):
+        def get_input_embeddings(self):
+            return None
+
+    with pytest.raises(TypeError, match="Without must have a config or get_input_embeddings"):
+        check_isolation(Without(Apart()))
+
+
+def test_a_buffer_that_a_pass_replaces_is_put_back():
+    class Counting(Model):
+        def __init__(self, layer):
+            super().__init__(layer)
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("last", None)
+
+        def forward(self, input_ids, **row):
+            self.count = self.count + 1
+            self.last = input_ids
+            return super().forward(input_ids, **row)
+
+    model = Counting(Apart())
+    count = model.count
+    check_isolation(model)
+    assert model.count is count
+    assert (float(count), model.last) == (0.0, None)
+
+
+def test_the_model_in_a_wrapper_that_shows_its_configuration_is_named():
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.base_model, self.config = model, model.config
+
+        def forward(self, **row):
+            return self.base_model(**row)
+
+    with pytest.raises(ValueError, match=r"^Mamba2ForCausalLM lets sequences"):
+        check_isolation(Wrapper(tiny_model("mamba2")))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: float(torch.rand(()))])
+def test_a_model_that_draws_numbers_passes_and_generators_are_left_as_they_were(draw):
+    class Drawing(Model):
+        def forward(self, **row):
+            return SimpleNamespace(logits=super().forward(**row).logits * (1 + draw()))
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = draw()
+    model = Drawing(Apart()).eval()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    check_isolation(model)
+    assert draw() == expected

@@ -817,3 +817,16 @@ def test_numbers_of_which_nothing_can_be_asked_are_named_or_read(
             continue
         with pytest.raises((TypeError, ValueError), match=r"^trajectory 'a', turn 0: "):
             pack([Trajectory("a", turns)])
+
+
+def test_fields_with_endless_names_are_refused_in_little_memory() -> None:
+    class Endless(dict[str, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return itertools.repeat("a")
+
+    buffer = TrajectoryBuffer(fields=[TokenField("a", torch.float32)])
+    turn = Turn([1], [2], [-0.5], fields=Endless(a=[0.0]))
+    with pytest.raises(
+        ValueError, match=r"^trajectory 'a', turn 0: fields must be a mapping, got 2"
+    ):
+        buffer.add(Trajectory("a", [turn]))

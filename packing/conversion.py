@@ -29,6 +29,10 @@ PIECE = 8192
 """Numbers that leave a list at once."""
 
 
+GONE = object()
+"""Stands for an entry of a list that has become shorter."""
+
+
 class NotPackedError(Exception):
     """An entry of a list that `packed_numbers` cannot convert, or a list that changed meanwhile."""
 
@@ -353,7 +357,7 @@ def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> n
             doubtful = LEAST(written) <= 1 if typecode == "i" else GREATEST(written) >= 0
             odd = _first_bool(piece, written) if doubtful else None
         except Exception as error:  # of the number itself, too
-            odd = _first_refused(piece, written, typecode)
+            odd = min(_first_refused(piece, written, typecode), len(written) - 1)
             raise NotPackedError(begin + odd, _entry(piece, odd)) from error
         if odd is not None:
             raise NotPackedError(begin + odd, _entry(piece, odd))
@@ -368,6 +372,8 @@ def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeEr
         "f": ("floats", "finite float32"),
     }[typecode]
     value = refused.value
+    if value is GONE:
+        return ValueError(f"{name} changed while it was read: it has no index {refused.index} now")
     got = f"got {shown(value)} at index {refused.index}"
     if is_bool(value) or not hasattr(type(value), "__index__" if typecode == "i" else "__float__"):
         return TypeError(f"{name} must be {kinds}, {got}")
@@ -407,14 +413,20 @@ def _first_refused(
 
 def is_bool(value: Any) -> bool:
     """Tell whether a value is a bool of Python, numpy or torch."""
-    if isinstance(value, (bool, np.bool_)):
+    if issubclass(type(value), (bool, np.bool_)):
         return True
-    return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    try:
+        return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    except Exception:  # noqa: BLE001 - a class of the caller's may raise anything
+        return False
 
 
 def _entry(piece: Sequence[Any], index: int) -> Any:
-    """Return an entry of a list, ``None`` where it has become shorter."""
-    return piece[index] if index < len(piece) else None
+    """Return an entry of a list, `GONE` where it has become shorter."""
+    try:
+        return piece[index]
+    except IndexError:
+        return GONE
 
 
 def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:

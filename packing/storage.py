@@ -36,7 +36,7 @@ from trajpack.packing.consistency import (
     called,
     checked_batch,
 )
-from trajpack.packing.conversion import check_memory, shown
+from trajpack.packing.conversion import check_memory, several, shown
 from trajpack.packing.token_fields import TokenField
 
 FORMAT = "trajpack.PackedBatch"
@@ -144,12 +144,22 @@ def _other_kind(mode: int) -> str | None:
 def _host_of(batch: PackedBatch) -> dict[str, Any]:
     """Return what is no tensor of a batch, as JSON will have it."""
     host = {name: getattr(batch, name) for name in HOST}
-    host = {name: list(v) if isinstance(v, tuple) else v for name, v in host.items()}
+    host = {
+        name: _plain(name, v) if isinstance(v, (list, tuple)) else v for name, v in host.items()
+    }
     declared = host["token_fields"]
-    for field in declared if isinstance(declared, list) else [declared]:
+    for field in declared if isinstance(declared, list) else [None]:
         if not isinstance(field, TokenField):
-            raise InconsistentBatch(f"token_fields must be TokenField, got {shown(field)}")
-    return host | {"token_fields": [field.as_json() for field in host["token_fields"]]}
+            got = shown(field if isinstance(declared, list) else declared)
+            raise InconsistentBatch(f"token_fields must be several TokenField, got {got}")
+    return host | {"token_fields": [field.as_json() for field in declared]}
+
+
+def _plain(name: str, entries: Any) -> list[Any]:
+    try:
+        return list(several(f"{name} must be a list", entries))
+    except (TypeError, ValueError) as error:
+        raise InconsistentBatch(str(error)) from error
 
 
 def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, Any]]:
@@ -160,16 +170,18 @@ def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, Any]]:
             yield name, tensor
     if not isinstance(batch.fields, Mapping):
         raise InconsistentBatch(f"fields must be a mapping, got {type(batch.fields).__name__}")
-    for name, tensor in batch.fields.items():
-        yield f"{FIELD_PREFIX}{name}", tensor
+    for name in _plain("fields", batch.fields):
+        yield f"{FIELD_PREFIX}{name}", batch.fields[name]
 
 
 def _on_host(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         got = type(tensor).__name__
         raise InconsistentBatch(f"{called(name)} must be a tensor, got {got}")
-    if tensor.is_meta or tensor.layout != torch.strided:
-        kind = "meta" if tensor.is_meta else str(tensor.layout)
+    has_values = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not has_values or tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+        kind = kind if has_values else type(tensor).__name__
         told = f"must be a dense tensor with values, got a {kind} one"
         raise InconsistentBatch(f"{called(name)} {told}")
     try:

@@ -14,7 +14,7 @@ import torch
 
 from trajpack.kernels.build import FIELD_DTYPES
 from trajpack.kernels.gather_fields import FieldLayout
-from trajpack.packing.conversion import host_tensor, shown
+from trajpack.packing.conversion import host_tensor, several, shown
 
 Bytes = npt.NDArray[np.uint8]
 DTYPES = {
@@ -216,7 +216,8 @@ def rows_of_turn(
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"fields must be a mapping, got {type(given).__name__}")
-    rows = dict(given or {})
+    names = several("fields must be a mapping", given or {})
+    rows = {} if given is None else {name: given[name] for name in names}
     expected = {field.name for field in declared}
     if set(rows) != expected:
         got = sorted(map(str, rows))

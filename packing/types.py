@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.conversion import merge_spans, several
-from trajpack.packing.equality import same_rows, same_values
+from trajpack.packing.equality import read_once, same_rows, same_values
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
@@ -87,7 +87,7 @@ class Turn:
 
     def _scalars(self) -> tuple[Any, ...]:
         start, end = operator.index(self.version_start), operator.index(self.version_end)
-        given = () if self.version_spans is None else self.version_spans
+        given = () if self.version_spans is None else read_once(self.version_spans)
         spans = [tuple(map(operator.index, span)) for span in given]
         return float(self.reward), bool(self.truncated), merge_spans(spans, start, end)
 

@@ -18,6 +18,7 @@ import pytest
 import safetensors
 import torch
 from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.command import refusal
 from tests.packing.batch_files import (
@@ -132,7 +133,10 @@ def test_versions_that_run_backwards_between_pieces_are_found(path: Path, monkey
             "field 'teacher' is not declared in token_fields; add it with PackedBatch.with_field",
         ),
         (lambda batch: {"token_fields": (VALUES,)}, "field 'values' is missing"),
-        (lambda batch: {"token_fields": ("values",)}, "token_fields must be TokenField, got 'va"),
+        (
+            lambda batch: {"token_fields": ("values",)},
+            "token_fields must be several TokenField, got 'va",
+        ),
         (
             lambda batch: {"turn_rewards": batch.turn_rewards + 1},
             "turn_returns must be turn_rewards discounted by turn_discounts, .*; pack traj",
@@ -704,3 +708,38 @@ def test_rows_of_any_kind_are_added_or_refused_by_name() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"'negative': rows cannot be read: .* memory was freed"):
         batch.with_field(field, freed)
+
+
+class Failing(list[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("gone")
+
+
+class FailingMapping(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("gone")
+
+
+class Lying(tuple[Any, ...]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("input_ids", lambda batch: torch.nested.nested_tensor([batch.input_ids])),
+        ("input_ids", lambda batch: FakeTensorMode().from_tensor(batch.input_ids)),
+        ("ids", lambda _: Failing(["a"])),
+        ("ids", lambda _: Lying(["a"])),
+        ("token_fields", lambda _: TokenField("a", torch.int32)),
+        ("token_fields", lambda _: 3),
+        ("fields", lambda _: FailingMapping(a=1)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_cannot_be_read_is_refused_by_name(name: str, make: Any, tmp_path: Path) -> None:
+    batch = pack([Trajectory("a", [Turn([1, 2], [3], [-0.5])])])
+    with pytest.raises(ValueError, match=f"^the batch cannot be saved: {name} must be "):
+        dataclasses.replace(batch, **{name: make(batch)}).save(tmp_path / "batch.safetensors")
+    assert not list(tmp_path.iterdir())

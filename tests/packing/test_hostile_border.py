@@ -730,3 +730,103 @@ def test_a_turn_whose_spans_raise_anything_equals_itself_alone() -> None:
     turn = Turn([1], [2], [-0.5], version_spans=Spans())
     assert turn == turn  # noqa: PLR0124 - the very same
     assert turn != Turn([1], [2], [-0.5])
+
+
+def test_turns_with_an_endless_container_are_compared_in_little_memory() -> None:
+    endless = several(2, itertools.count)
+    good = Turn([1, 2], [3], [-0.5])
+    for changes in (
+        {"prompt_ids": endless},
+        {"version_spans": endless},
+        {"fields": {"a": endless}},
+    ):
+        assert dataclasses.replace(good, **changes) != dataclasses.replace(
+            good, **{name: {"a": [1, 2]} if name == "fields" else [1, 2] for name in changes}
+        )
+
+
+class Shrinks:
+    """A number that makes the list in which it stands shorter when it is read."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.within: list[Any] = []
+
+    def __index__(self) -> int:
+        del self.within[9000:]
+        return int(self.value)
+
+    def __float__(self) -> float:
+        del self.within[9000:]
+        return self.value
+
+
+@pytest.mark.parametrize("count", [9001, 10_000, 16_384, 16_385, 30_000])
+@pytest.mark.parametrize("num_turns", [1, 2])
+@pytest.mark.parametrize("place", range(3))
+def test_a_list_that_shrinks_while_it_is_read_is_refused_by_name(
+    place: int, num_turns: int, count: int
+) -> None:
+    for _ in range(5):  # what lies in fresh memory is another thing each time
+        number = Shrinks((7, 7, -0.5)[place])
+        values: list[Any] = [number, *[number.value] * (count - 1)]
+        number.within = values
+        given: list[Any] = [[5], [7] * count, [-0.5] * count]
+        given[place] = values
+        with pytest.raises(ValueError, match=r"^trajectory 'a', turn 0: .* changed while it was"):
+            pack([Trajectory("a", [Turn(*given)] * num_turns)])
+
+
+class Lost:
+    """A number whose class, or whatever else is asked of it, raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("lost")
+
+
+class Classless:
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("gone")
+
+
+class Untyped:
+    @property
+    def dtype(self) -> Any:
+        raise RuntimeError("gone")
+
+    def __index__(self) -> int:
+        return 1
+
+    def __float__(self) -> float:
+        return float("nan")
+
+
+@pytest.mark.parametrize("number", [Lost, Classless, Untyped])
+@pytest.mark.parametrize("container", [list, tuple])
+@pytest.mark.parametrize("place", range(3))
+def test_numbers_of_which_nothing_can_be_asked_are_named_or_read(
+    place: int, container: Any, number: Any
+) -> None:
+    for num_turns in (1, 2):
+        given: list[Any] = [[1, 2], [3, 4], [-0.5, -0.5]]
+        given[place] = container([given[place][0], number()])
+        turns = [Turn(*given)] * num_turns
+        if number is Untyped and place < 2:
+            assert pack([Trajectory("a", turns)]).input_ids.tolist()[2 * place + 1] == 1
+            continue
+        with pytest.raises((TypeError, ValueError), match=r"^trajectory 'a', turn 0: "):
+            pack([Trajectory("a", turns)])
+
+
+def test_fields_with_endless_names_are_refused_in_little_memory() -> None:
+    class Endless(dict[str, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return itertools.repeat("a")
+
+    buffer = TrajectoryBuffer(fields=[TokenField("a", torch.float32)])
+    turn = Turn([1], [2], [-0.5], fields=Endless(a=[0.0]))
+    with pytest.raises(
+        ValueError, match=r"^trajectory 'a', turn 0: fields must be a mapping, got 2"
+    ):
+        buffer.add(Trajectory("a", [turn]))

@@ -76,7 +76,7 @@ attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, ten times a
 
 .PHONY: variants
 variants: $(TEST_STAMP) ## Compile every variant of the scans with every Triton for every target; half an hour
-	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/test_scan_spills.py
+	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled/test_scan_spills.py
 
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm

@@ -28,18 +28,24 @@ import psutil
 
 from benchmarks import machine
 from benchmarks.soak_report import COLUMNS, Moment, Outcome, curves, summary, table
-from tests.agent.chaos_cases import Account, CoinJudge, MarkingEngine, chaos_agent, chaos_prompts
-from tests.agent.fault_plan import CAUSES, FaultPlan, rates
-from tests.agent.faults import FaultyEngine, FaultyEnvironment
-from trajpack.agent.metrics import RolloutMetrics
-from trajpack.agent.observers import RolloutObserver
-from trajpack.agent.pack_watch import watch_pack
+from tests.agent.chaos.chaos_cases import (
+    Account,
+    CoinJudge,
+    MarkingEngine,
+    chaos_agent,
+    chaos_prompts,
+)
+from tests.agent.chaos.fault_plan import CAUSES, FaultPlan, rates
+from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
+from trajpack.agent.observability.metrics import RolloutMetrics
+from trajpack.agent.observability.pack_watch import watch_pack
 from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
-from trajpack.agent.rollout_policy import BackOff, RetryPolicy, RolloutPolicy
-from trajpack.agent.runner import EpisodeResult, RolloutRunner
-from trajpack.packing.buffer import TrajectoryBuffer
-from trajpack.packing.log_options import LogOptions
-from trajpack.packing.trajectory_log import TrajectoryLog
+from trajpack.agent.runner.observers import RolloutObserver
+from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.trajectory_log.log import TrajectoryLog
+from trajpack.packing.trajectory_log.options import LogOptions
 
 MAX_EPISODES = 20_000_000
 EPISODES_OF_A_LOG = 2000

@@ -23,16 +23,16 @@ from trajpack.agent import (
     SamplingParams,
     TransformersEngine,
 )
-from trajpack.agent.arithmetic import (
+from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
+from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
     build_arithmetic_model,
     encode_question,
     lazy_demonstrations,
 )
-from trajpack.agent.exact_answers import ExactAnswerEnvironment
-from trajpack.agent.policy_trainer import token_logprobs
-from trajpack.agent.warm_up import warm_up
-from trajpack.packing.plan import plan_micro_batches
+from trajpack.agent.training.policy_trainer import token_logprobs
+from trajpack.agent.training.warm_up import warm_up
+from trajpack.packing.plan.plan import plan_micro_batches
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 25
 PROMPTS, GROUP, TURNS, CAPACITY, EPOCHS = 16, 8, 3, 512, 2

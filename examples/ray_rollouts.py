@@ -25,7 +25,7 @@ from trajpack.agent.ray import (
     WorkerOptions,
     local_cluster,
 )
-from trajpack.packing.trajectory_log import TrajectoryLog
+from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 NUM_TOKENS = 12
 

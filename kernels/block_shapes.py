@@ -3,8 +3,8 @@
 To tune a kernel for an architecture is to give it a row here. None of these shapes has been
 measured on hardware: the reasons are counts from compiled code (Triton 3.6 to 3.9) and
 arithmetic. Registers are the most that a thread takes on sm_80 and sm_90, which
-``tests/kernels/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 of them, given out
-to warps by 8 for each thread; a SIMD of gfx942 has 512 for each lane.
+``tests/kernels/compiled/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 of them,
+given out to warps by 8 for each thread; a SIMD of gfx942 has 512 for each lane.
 
 KB asked for are the bytes of all loads that the threads of an SM make for one tile each. How many
 of those loads are under way together is up to the compiler, and no test asserts it: a thread of a
@@ -110,9 +110,10 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "4 entries of a thread, 36 bytes or more of loads. Left to itself, ptxas takes up to "
             "128 registers to walk, and spills one of some variants to fit in one more block. Held "
             "to 96, five blocks fit an SM, which ask for 23 KB; some walks of V-trace then spill, "
-            "on Triton 3.9 that of its default observation too: tests/kernels/scan_spills.json has "
-            "which, and how much. Blocks of 1,024 idle twice as many lanes: a quarter of them on "
-            "sequences of 2,000 tokens. Not measured on hardware.",
+            "on Triton 3.9 that of its default observation too: "
+            "tests/kernels/compiled/scan_spills.json has which, and how much. Blocks of 1,024 idle "
+            "twice as many lanes: a quarter of them on sequences of 2,000 tokens. Not measured "
+            "on hardware.",
             most_registers=96,
         )
     },

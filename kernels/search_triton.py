@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Where a position lies among ascending boundaries: what every flat output tile asks first."""
 
 from __future__ import annotations

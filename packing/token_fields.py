@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.build import FIELD_DTYPES
-from trajpack.kernels.gather_fields import FieldLayout
+from trajpack.kernels.fields.build import FIELD_DTYPES
+from trajpack.kernels.fields.gather_fields import FieldLayout
 from trajpack.packing.conversion import host_tensor, several, shown
 
 Bytes = npt.NDArray[np.uint8]

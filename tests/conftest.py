@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests import dealing
-from tests.interpreter import hasten
-from tests.warm_programs import WarmPrograms
+from tests.support import dealing
+from tests.support.interpreter import hasten
+from tests.support.warm_programs import WarmPrograms
 
 try:
     from hypothesis import settings
@@ -105,7 +105,7 @@ def warm_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProg
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """Run a Ray cluster, one for all tests that are dealt to the worker (see ``dealing``)."""
-    from tests.agent.ray_cases import running_cluster
+    from tests.agent.ray.ray_cases import running_cluster
 
     with running_cluster():
         yield
@@ -115,7 +115,7 @@ def cluster() -> Iterator[None]:
 def warm_judge(warm_programs: WarmPrograms, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have processes that check answers start at once."""
     script = warm_programs.script("judge")
-    monkeypatch.setattr("trajpack.agent.answer_checking.SCRIPT", script)
+    monkeypatch.setattr("trajpack.agent.environments.answer_checking.SCRIPT", script)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+from trajpack.agent.servers.client import Order
 from trajpack.agent.servers.completion import is_number
 from trajpack.agent.servers.dialect import Dialect, read_json
 from trajpack.agent.servers.failures import (
@@ -19,7 +20,6 @@ from trajpack.agent.servers.logprob_semantics import detect_logprobs
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.requesting import Requester
 from trajpack.agent.servers.routing import Router, Server
-from trajpack.agent.servers.server_client import Order
 from trajpack.packing.conversion import INT32_MAX
 
 _ABSENT = frozenset((403, 404, 405, 501))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.client import Order
 from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
 from trajpack.agent.servers.options import LogprobSemantics
 from trajpack.agent.servers.routing import Server
-from trajpack.agent.servers.server_client import Order
 
 NEUTRAL = {
     "min_p": 0.0,

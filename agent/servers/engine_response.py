@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.servers import sglang_json, vllm_json
-from trajpack.agent.servers.json_parts import JsonParts, Sample
-from trajpack.agent.servers.sglang_json import read_sglang_sample
-from trajpack.agent.servers.vllm_json import read_sample
+from trajpack.agent.servers.responses import sglang as sglang_json
+from trajpack.agent.servers.responses import vllm as vllm_json
+from trajpack.agent.servers.responses.json_parts import JsonParts, Sample
+from trajpack.agent.servers.responses.sglang import read_sglang_sample
+from trajpack.agent.servers.responses.vllm import read_sample
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_logprobs
 from trajpack.packing.types import IntArray, VersionSpan
 

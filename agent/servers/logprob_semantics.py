@@ -10,11 +10,11 @@ import math
 from collections.abc import Awaitable, Callable
 
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.client import Order
 from trajpack.agent.servers.dialect import Dialect, read_json
 from trajpack.agent.servers.failures import MalformedError, RefusedError
 from trajpack.agent.servers.options import LogprobSemantics
 from trajpack.agent.servers.routing import Server
-from trajpack.agent.servers.server_client import Order
 
 _TOKENS = (0, 1, 2, 3, 5, 8, 13, 21)
 """Prompts that are tried: in every vocabulary, though a server may refuse some."""

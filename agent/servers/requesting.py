@@ -15,7 +15,6 @@ from trajpack.agent.errors import (
     ServerUnavailableError,
 )
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.safe_text import one_line
 from trajpack.agent.seeding import derive_seed
 from trajpack.agent.servers.completion import Ask, BackwardsError, Completion, is_number
 from trajpack.agent.servers.dialect import Dialect, Draw
@@ -33,6 +32,7 @@ from trajpack.agent.servers.logprob_semantics import mismatch
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.routing import Router, Server
 from trajpack.packing.conversion import INT32_MAX
+from trajpack.packing.text import one_line
 
 _THREAD_BYTES = 128 * 1024
 """Bodies from here on are read in a thread: the event loop has others to serve meanwhile."""

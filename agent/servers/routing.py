@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from trajpack.agent.errors import SetupError
-from trajpack.agent.safe_text import one_line
+from trajpack.agent.servers.client import ServerClient
 from trajpack.agent.servers.failures import (
     ExchangeError,
     MalformedError,
@@ -18,7 +18,7 @@ from trajpack.agent.servers.failures import (
     RetryableError,
 )
 from trajpack.agent.servers.options import LogprobSemantics, RetryLimits, TimeLimits
-from trajpack.agent.servers.server_client import ServerClient
+from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
 _MAX_DOUBLINGS = 4

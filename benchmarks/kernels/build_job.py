@@ -13,8 +13,8 @@ from benchmarks.packing.bench_sizes import WRITTEN
 from benchmarks.packing.filling import fill
 from benchmarks.rivals import quietly
 from trajpack import TrajectoryBuffer
-from trajpack.kernels.build import FIELD_DTYPES, build, build_reference
-from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.credit.discounted_returns import discounted_returns
+from trajpack.kernels.fields.build import FIELD_DTYPES, build, build_reference
 from trajpack.kernels.runs import Run
 from trajpack.testing import assert_same_bits
 

@@ -16,7 +16,7 @@ from benchmarks.kernels import gae_ways
 from benchmarks.kernels.gae_ways import GAMMA, LAM, Rows
 from benchmarks.promises import GAE, GAE_MASKED, ONE_LANE, OVER_COLUMNS
 from benchmarks.rivals import contender
-from trajpack.kernels.gae import gae
+from trajpack.kernels.credit.gae import gae
 from trajpack.testing import boundaries
 
 WROTE = "advantages, returns"

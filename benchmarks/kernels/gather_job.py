@@ -10,7 +10,7 @@ import torch
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.kernels.build_job import held
 from trajpack import TokenField
-from trajpack.kernels.gather_fields import gather_fields
+from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.runs import Run
 from trajpack.testing import assert_same_bits
 

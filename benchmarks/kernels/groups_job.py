@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest
-from trajpack.kernels.group_recipes import grpo
-from trajpack.kernels.segment_reduce import segment_sum
-from trajpack.kernels.whiten import whiten
+from trajpack.kernels.groups.group_recipes import grpo
+from trajpack.kernels.reduce.segment_reduce import segment_sum
+from trajpack.kernels.reduce.whiten import whiten
 from trajpack.testing import boundaries
 
 GROUPS, SEGMENTS, WHITEN = "grpo of scores", "segment_sum of tokens", "whiten tokens"

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.rivals import contender
-from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.testing import boundaries
 
 JOB = "discounted_returns of token rewards"

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.agent.servers import vllm_json
 from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
+from trajpack.agent.servers.responses import vllm as vllm_json
 from trajpack.packing.conversion import as_ids, as_logprobs
 
 NUM_VALUES = 2**20

@@ -14,8 +14,8 @@ from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.packing.whole_job import assert_equal
 from benchmarks.workloads import EVEN_SEQUENCES, MANY_TURNS, MULTI_TURN, conversations
 from trajpack import GRPO, pack
-from trajpack.packing.alignment import Alignment
-from trajpack.packing.plan import plan_micro_batches
+from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.plan.plan import plan_micro_batches
 
 PLAIN = "micro-batches of 32,768 tokens"
 ALIGNED = "micro-batches of 32,768 tokens, each sequence a multiple of 16"

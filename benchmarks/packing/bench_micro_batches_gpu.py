@@ -24,8 +24,8 @@ from benchmarks.packing.bench_micro_batches import (
     inputs,
     ours,
 )
-from trajpack.packing.alignment import Alignment
-from trajpack.packing.plan import plan_micro_batches
+from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.plan.plan import plan_micro_batches
 
 pytestmark = [
     pytest.mark.gpu,

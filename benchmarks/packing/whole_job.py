@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.packing.turn_table import Table, discounted
 from trajpack import Trajectory
-from trajpack.packing.batch import PackedBatch
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.testing import assert_same_bits
 
 WROTE = "10 fields"

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.pad import pad
-from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays, reward_or_missing
-from trajpack.packing.adapters.row_names import check_field_names, given_groups, row_ids
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.masked_tokens import MaskedTokens
-from trajpack.packing.row_scores import Score, row_scores, token_scores
+from trajpack.kernels.rearrange.pad import pad
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.rows.arrays import check_shapes, host_arrays, reward_or_missing
+from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.names import check_field_names, given_groups, row_ids
+from trajpack.packing.rows.scores import Score, row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
 EARLY = frozenset({"values", "ref_logp", "prox_logp", "teacher_logp"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajpack.packing.adapters.packed import Packed, places_of
+from trajpack.packing.rows.packed import Packed, places_of
 
 
 def to_varlen(batch: Packed) -> dict[str, Any]:

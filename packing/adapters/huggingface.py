@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from trajpack.packing.adapters.isolation import Trial
-from trajpack.packing.adapters.packed import Packed, check_unpadded, holds_token
-from trajpack.packing.batch import PackedBatch
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.rows.packed import Packed, check_unpadded, holds_token
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 IGNORED = -100

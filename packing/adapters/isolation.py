@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.buffer import pack
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.types import Trajectory, Turn
 
 Row: TypeAlias = Mapping[str, Any]

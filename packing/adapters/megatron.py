@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from trajpack.packing.adapters.packed import Packed, places_of
 from trajpack.packing.optional import require
+from trajpack.packing.rows.packed import Packed, places_of
 
 Lengths = Literal["both", "padded"]
 

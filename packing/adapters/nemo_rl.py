@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.pad import Number, pad
-from trajpack.packing.adapters.row_lists import RowLists
-from trajpack.packing.adapters.row_names import check_field_names
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.row_scores import Score, row_scores
+from trajpack.kernels.rearrange.pad import Number, pad
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.rows.lists import RowLists
+from trajpack.packing.rows.names import check_field_names
+from trajpack.packing.rows.scores import Score, row_scores
 
 
 def to_loss_inputs(

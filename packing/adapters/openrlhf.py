@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.pad import Number, pad
-from trajpack.packing.adapters.row_names import row_groups
-from trajpack.packing.batch import PackedBatch
+from trajpack.kernels.rearrange.pad import Number, pad
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
-from trajpack.packing.row_scores import Score, row_scores
-from trajpack.packing.rows import prompt_lengths_of
+from trajpack.packing.rows.names import row_groups
+from trajpack.packing.rows.rows import prompt_lengths_of
+from trajpack.packing.rows.scores import Score, row_scores
 
 
 def to_experience_dict(

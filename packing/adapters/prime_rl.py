@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.adapters.packed import (
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.conversion import host_array
+from trajpack.packing.rows.arrays import reward_or_missing
+from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
     check_unpadded,
@@ -19,8 +23,7 @@ from trajpack.packing.adapters.packed import (
     num_kept_of,
     places_of,
 )
-from trajpack.packing.adapters.row_arrays import reward_or_missing
-from trajpack.packing.adapters.sampling_mask import (
+from trajpack.packing.rows.sampling_mask import (
     RaggedMask,
     as_integers,
     mask_rows,
@@ -28,9 +31,6 @@ from trajpack.packing.adapters.sampling_mask import (
     ragged,
     widest,
 )
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import host_array
-from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.types import Trajectory
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")

@@ -8,17 +8,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from trajpack.kernels.pad import Number, pad
-from trajpack.packing.adapters.row_arrays import reward_or_missing, routes_of_all
-from trajpack.packing.adapters.row_lists import RowLists
-from trajpack.packing.adapters.row_names import check_field_names, row_groups
-from trajpack.packing.adapters.sampling_mask import mask_rows
-from trajpack.packing.batch import PackedBatch
+from trajpack.kernels.rearrange.pad import Number, pad
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
-from trajpack.packing.masked_tokens import MaskedTokens
 from trajpack.packing.optional import require
-from trajpack.packing.row_scores import row_scores, token_scores
-from trajpack.packing.rows import prompt_lengths_of, widths_of
+from trajpack.packing.rows.arrays import reward_or_missing, routes_of_all
+from trajpack.packing.rows.lists import RowLists
+from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.names import check_field_names, row_groups
+from trajpack.packing.rows.rows import prompt_lengths_of, widths_of
+from trajpack.packing.rows.sampling_mask import mask_rows
+from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
 ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
@@ -140,7 +140,7 @@ def to_training_input(
     ====================== ============ ================ =====================================
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
-    `trajpack.packing.adapters.row_names.row_groups`. A ``PackedTensor`` is a class of SkyRL, which
+    `trajpack.packing.rows.names.row_groups`. A ``PackedTensor`` is a class of SkyRL, which
     must be installed for these two fields. The last token of a sequence has no route: experts 0, 1,
     2, ... stand there, as SkyRL puts them. Not carried: policy versions, truncation, images.
 
@@ -151,7 +151,7 @@ def to_training_input(
 
     Raises:
         ModuleNotFoundError: If SkyRL is not installed, and the batch has one of the two fields.
-        ValueError: If a response is longer than that, as in `trajpack.packing.rows.rows_of`, the
+        ValueError: If a response is longer than that, as in `rows_of`, the
             batch is padded, an extra field is named as another key, a field has a dtype or a
             shape that SkyRL does not take, or a batch with one of the two is empty.
 

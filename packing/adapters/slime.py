@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.adapters.row_arrays import fields_of, reward_or_missing, routes_of_all
-from trajpack.packing.adapters.row_lists import RowLists
-from trajpack.packing.adapters.row_names import row_ids
-from trajpack.packing.adapters.sampling_mask import (
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.conversion import host_array
+from trajpack.packing.rows.arrays import fields_of, reward_or_missing, routes_of_all
+from trajpack.packing.rows.lists import RowLists
+from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.names import row_ids
+from trajpack.packing.rows.sampling_mask import (
     RaggedMask,
     as_integers,
     mask_rows,
@@ -19,10 +22,7 @@ from trajpack.packing.adapters.sampling_mask import (
     ragged,
     widest,
 )
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import host_array
-from trajpack.packing.masked_tokens import MaskedTokens
-from trajpack.packing.row_scores import row_scores
+from trajpack.packing.rows.scores import row_scores
 from trajpack.packing.types import Trajectory
 
 OPTIONAL = (

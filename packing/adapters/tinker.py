@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trajpack.packing.adapters.packed import advantages_of, at_trained, check_whole
-from trajpack.packing.batch import PackedBatch
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
+from trajpack.packing.rows.packed import advantages_of, at_trained, check_whole
 
 
 def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:

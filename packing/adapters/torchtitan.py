@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from trajpack.packing.adapters.packed import (
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
     at_trained,
@@ -16,7 +17,6 @@ from trajpack.packing.adapters.packed import (
     width_without_last,
     without_last,
 )
-from trajpack.packing.batch import PackedBatch
 
 
 def to_training_microbatch(

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from trajpack.packing.adapters.packed import (
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
     check_over_tokens,
@@ -14,8 +15,7 @@ from trajpack.packing.adapters.packed import (
     check_whole,
     places_of,
 )
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.rows import row_trajectories, rows_of
+from trajpack.packing.rows.rows import row_trajectories, rows_of
 
 Level = Literal["token", "sequence"]
 IGNORED = -100

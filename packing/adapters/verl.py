@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.adapters.row_arrays import fields_of, filled_up, reward_or_missing
-from trajpack.packing.adapters.row_names import (
+from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.conversion import host_array
+from trajpack.packing.optional import require
+from trajpack.packing.rows.arrays import fields_of, filled_up, reward_or_missing
+from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
+from trajpack.packing.rows.names import (
     check_field_names,
     given_groups,
     row_groups,
     row_ids,
 )
-from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
-from trajpack.packing.batch import PackedBatch
-from trajpack.packing.conversion import host_array
-from trajpack.packing.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
-from trajpack.packing.optional import require
-from trajpack.packing.row_scores import Place, placed_scores
-from trajpack.packing.rows import prompt_lengths_of, row_turns, rows_of
+from trajpack.packing.rows.rows import prompt_lengths_of, row_turns, rows_of
+from trajpack.packing.rows.scores import Place, placed_scores
 from trajpack.packing.types import Trajectory
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")

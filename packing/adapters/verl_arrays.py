@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trajpack.packing.adapters.row_arrays import check_shapes, host_arrays
+from trajpack.packing.rows.arrays import check_shapes, host_arrays
 
 NEEDED = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs")
 """Tensors of which no rollout can do without."""

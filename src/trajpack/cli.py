@@ -34,7 +34,7 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command with the arguments of this program and exit with its status."""
     ends = _end_on_interrupt()
-    from trajpack.terminal import occupy_closed_descriptors
+    from trajpack.commands.terminal import occupy_closed_descriptors
 
     try:
         occupy_closed_descriptors()
@@ -50,8 +50,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     from trajpack.agent.errors import SetupError
+    from trajpack.commands.terminal import outlets, say
     from trajpack.packing.optional import explained
-    from trajpack.terminal import outlets, say
 
     def refuse(message: str) -> int:
         say(f"error: {' '.join(message.split())}")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.runs import RUN_WIDTH, Run
-from trajpack.packing.batch import PackedBatch
+from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
@@ -91,7 +91,7 @@ def boundaries(lengths: Sequence[int]) -> torch.Tensor:
 def random_build_inputs(
     rng: np.random.Generator, lengths: Sequence[int], num_turns: int = 7
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return arguments of `trajpack.kernels.build.build` for runs of these lengths.
+    """Return arguments of `trajpack.kernels.fields.build.build` for runs of these lengths.
 
     The words are arbitrary bits, every kind of NaN among them. Sources may overlap; about half
     of the runs go on where the one before ends, in the stream, in their sequence or in both.

@@ -14,9 +14,9 @@ from tests.engines.vllm_server import RunningServer, TinyModel
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.agent.servers.dialect import Draw
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.kinds.vllm_dialect import VLLMDialect
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.vllm import VLLMEngine
-from trajpack.agent.servers.vllm_dialect import VLLMDialect
 
 PROMPTS = [[5, 6, 7], list(range(40, 80)), [11] * 100, [3]]
 both_endpoints = pytest.mark.parametrize("endpoint", ["generate", "completions"])

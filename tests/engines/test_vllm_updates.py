@@ -11,16 +11,16 @@ import pytest
 from tests.engines import server_episodes as episodes
 from tests.engines.server_episodes import NEAR, Sampling
 from tests.engines.vllm_server import MAX_MODEL_LEN, RunningServer, TinyModel
-from trajpack.agent.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.math_verify_environment import MathVerifyEnvironment
+from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.environments.math_verify import MathVerifyEnvironment
+from trajpack.agent.environments.questions import reasoning_gym_questions
 from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
-from trajpack.agent.questions import reasoning_gym_questions
-from trajpack.agent.runner import EpisodeResult, RolloutRunner
+from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
+from trajpack.agent.servers.client import Order
 from trajpack.agent.servers.failures import RetryableError
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.server_client import Order
-from trajpack.agent.servers.vllm import VLLMEngine
-from trajpack.packing.buffer import TrajectoryBuffer
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
 
 
 def spans(output: GenerationOutput) -> list[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.models.tiny_model import build_tiny_model
 
 PYTHON = Path(sys.prefix, "engines", "vllm", "bin", "python")
 MAX_MODEL_LEN = 512

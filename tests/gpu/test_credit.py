@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.credit_cases import (
+from tests.packing.credit.credit_cases import (
     EVERY,
     KL,
     LAYOUTS,

@@ -11,8 +11,8 @@ import torch
 
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels import validation
-from trajpack.kernels.build import TokenFields, build
-from trajpack.kernels.discounted_returns import discounted_returns
+from trajpack.kernels.credit.discounted_returns import discounted_returns
+from trajpack.kernels.fields.build import TokenFields, build
 from trajpack.testing import assert_same_bits, boundaries, random_build_inputs, returns_by_loop
 
 pytestmark = pytest.mark.gpu

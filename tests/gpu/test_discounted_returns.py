@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.discounted_returns import discounted_returns
-from trajpack.kernels.discounted_returns_triton import (
+from trajpack.kernels.credit.discounted_returns import discounted_returns
+from trajpack.kernels.scan.discounted_returns_triton import (
     segment_returns,
     superblock_returns,
     superblock_sums,

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.test_micro_batches import ALIGNMENTS, FIELDS, of_the_loss, some_batch
+from tests.packing.micro_batches.test_micro_batches import (
+    ALIGNMENTS,
+    FIELDS,
+    of_the_loss,
+    some_batch,
+)
 from trajpack import GRPO, plan_micro_batches
-from trajpack.kernels.select_tokens import Segment, select_reference, select_tokens
+from trajpack.kernels.rearrange.select_tokens import Segment, select_reference, select_tokens
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.gather_words import KINDS, gather_words, piece_table
-from trajpack.kernels.pad import pad
-from trajpack.kernels.padding import BITS
-from trajpack.kernels.unpad import unpad
+from trajpack.kernels.fields.gather_words import KINDS, gather_words, piece_table
+from trajpack.kernels.rearrange.pad import pad
+from trajpack.kernels.rearrange.padding import BITS
+from trajpack.kernels.rearrange.unpad import unpad
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.gpu

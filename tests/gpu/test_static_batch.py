@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trajpack import StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack_resident
-from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.testing import assert_batches_equal, assert_same_bits, random_trajectory
 
 pytestmark = pytest.mark.gpu

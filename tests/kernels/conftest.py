@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 INSTALLED = version_of("triton")
+COMPILED = Path(__file__).with_name("compiled")
 OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
 """Versions of Triton that the kernels are compiled with: the one that runs, and others."""
@@ -178,14 +179,14 @@ def compile_scans(
 
 def _compile(version: str, target: str, cache: Path, variants: str | None = None) -> dict[str, Any]:
     """Run the program with this Triton, found before the one that is installed."""
-    paths = [str(Path(__file__).parent)]
+    paths = [str(COMPILED)]
     if version != INSTALLED:
         paths.insert(0, str(_folder(version)))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     if inherited := environment.get("PYTHONPATH"):
         paths.append(inherited)
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
-    program = str(Path(__file__).with_name("compile_kernels.py"))
+    program = str(COMPILED / "compile_kernels.py")
     variants = variants or ("every" if version == INSTALLED else "demanding")
     done = subprocess.run(
         [sys.executable, "-P", "-W", "error", program, variants, target],

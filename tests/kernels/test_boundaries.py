@@ -7,7 +7,7 @@ import torch
 
 from trajpack import kernels
 from trajpack.kernels import validation
-from trajpack.kernels.gather_fields import FieldLayout, gather_fields
+from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.runs import Run
 from trajpack.kernels.validation import values_to_check
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from tests.interpreter import wrapping
-from trajpack.kernels.discounted_returns_steps_triton import compose
+from tests.support.interpreter import wrapping
+from trajpack.kernels.scan.discounted_returns_steps_triton import compose
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

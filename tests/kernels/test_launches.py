@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels import discounted_returns_triton
-from trajpack.kernels.build import FIELD_DTYPES
+from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import TILE
-from trajpack.packing import writing as writing_module
+from trajpack.kernels.scan import discounted_returns_triton
+from trajpack.packing.buffer import writing as writing_module
 
 LAYOUTS = ("merged", "turns")
 VIEWS = {"aten.slice.Tensor", "aten.view.default", "aten.view.dtype"}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
-from trajpack.packing import store as store_module
-from trajpack.packing.staging import Staging
-from trajpack.packing.tables import GrowingArray
+from trajpack.packing.buffer import store as store_module
+from trajpack.packing.buffer.staging import Staging
+from trajpack.packing.buffer.tables import GrowingArray
 
 GOOD = Turn([1, 2], [3, 4], [-0.5, -0.25])
 NAN, INF = float("nan"), float("inf")

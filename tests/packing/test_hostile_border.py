@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.batch_files import seeded
+from tests.packing.batch.batch_files import seeded
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.packing.chains import copy_numbers, take_in
+from trajpack.packing.buffer.chains import copy_numbers, take_in
 from trajpack.testing import assert_batches_equal
 
 GOOD = Turn([1, 2], [3, 4], [-0.5, -0.25])

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import GenerationOutput, Reply, SamplingParams
+from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.options import RetryLimits, ServerOptions, TimeLimits
-from trajpack.agent.servers.server_engine import ServerEngine
 
 _E = TypeVar("_E", bound=ServerEngine)
 EIGHT_TOKENS = SamplingParams(8)

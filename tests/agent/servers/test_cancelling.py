@@ -16,8 +16,8 @@ from tests.agent.servers.loopback import (
     serving,
 )
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 
 
 async def never(asked: Asked) -> Answer:

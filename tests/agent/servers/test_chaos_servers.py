@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.agent.chaos_cases import MARKS, CoinJudge, chaos_agent
-from tests.agent.chat_cases import END
-from tests.agent.fault_plan import Fault, FaultPlan
+from tests.agent.agents.chat_cases import END
+from tests.agent.chaos.chaos_cases import MARKS, CoinJudge, chaos_agent
+from tests.agent.chaos.fault_plan import Fault, FaultPlan
 from tests.agent.servers.loopback import (
     Answer,
     Asked,
@@ -28,12 +28,12 @@ from tests.agent.servers.loopback import (
     vllm_body,
 )
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout_policy import BackOff, RetryPolicy, RolloutPolicy
-from trajpack.agent.runner import EpisodeResult, RolloutRunner
+from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.seeding import derive_seed
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import TimeLimits
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
 
 NUM_EPISODES = 300
 NUM_TURNS = 2

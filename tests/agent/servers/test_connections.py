@@ -26,8 +26,8 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import SetupError
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 
 
 def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 def test_connections_that_a_rush_has_left_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajpack.agent.servers.server_client._KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr("trajpack.agent.servers.client._KEEP_ALIVE_S", 0.2)
     everybody = asyncio.Barrier(12)
 
     async def draw(asked: Asked) -> Answer:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.agent.servers.vllm_bodies import (
+from tests.agent.servers.responses.vllm_bodies import (
     IDS,
     LIMITS,
     LOGPROBS,
@@ -19,8 +19,8 @@ from tests.agent.servers.vllm_bodies import (
     encode,
     generate,
 )
-from trajpack.agent.servers import vllm_json
 from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
+from trajpack.agent.servers.responses import vllm as vllm_json
 from trajpack.packing import TrajectoryBuffer
 from trajpack.packing.types import Trajectory, Turn
 

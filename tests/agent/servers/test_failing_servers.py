@@ -26,9 +26,9 @@ from trajpack.agent.errors import (
     SetupError,
 )
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits, TimeLimits
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
 
 DIES_IN_MID_BODY = Answer(raw=b'HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{"choices": [')
 DIES_SPEECHLESS = Answer(raw=b"")

@@ -33,9 +33,9 @@ from trajpack.agent.errors import (
     ServerUnavailableError,
 )
 from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import TimeLimits
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
 
 BASIC = base64.b64encode(b"me:passw0rd-secret").decode()
 DEEP = b'{"choices": ' + b"[" * 30_000 + b"]" * 30_000 + b"}"

@@ -22,9 +22,9 @@ from tests.agent.servers.loopback import (
 from trajpack.agent.errors import RequestRefusedError, SetupError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.dialect import NEUTRAL
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import TimeLimits
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
 
 LOGITS = np.random.default_rng(0).normal(size=(64, 64))
 

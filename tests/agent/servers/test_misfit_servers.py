@@ -24,9 +24,9 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import GenerationError, SetupError
 from trajpack.agent.servers.failures import RetryableError
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
 
 SLOW_REST = RetryLimits(wait_initial_s=0.001, rest_s=60, max_failures=2)
 

@@ -20,8 +20,8 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.failures import WeightUpdateError
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 
 ORDERS = ("/pause", "/resume", "/pause_generation", "/continue_generation")
 

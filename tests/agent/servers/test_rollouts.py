@@ -17,14 +17,14 @@ from tests.agent.servers.loopback import (
     sglang_body,
     vllm_body,
 )
-from trajpack.agent.exact_answers import ExactAnswerEnvironment
-from trajpack.agent.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import Question
+from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
-from trajpack.agent.questions import Question
-from trajpack.agent.runner import RolloutRunner
-from trajpack.agent.servers.sglang import SGLangEngine
-from trajpack.agent.servers.vllm import VLLMEngine
-from trajpack.agent.tiny_model import build_tiny_model
+from trajpack.agent.runner.runner import RolloutRunner
+from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.kinds.vllm import VLLMEngine
 
 
 @pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])

@@ -17,7 +17,7 @@ from trajpack import (
     Turn,
     pack,
 )
-from trajpack.packing.micro_batch import MicroBatch
+from trajpack.packing.micro_batches.micro_batch import MicroBatch
 
 VOCABULARY = 97
 FIELDS = [

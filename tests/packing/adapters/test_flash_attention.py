@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.packing.adapters.cases import sequences_of, some_batch
 from trajpack.packing.adapters.flash_attention import to_varlen
-from trajpack.packing.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment
 
 PARAMETERS = [
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "dropout_p",

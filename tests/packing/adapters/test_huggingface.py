@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening
 from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
 from trajpack import pack, plan_micro_batches
 from trajpack.packing.adapters.huggingface import to_padding_free
-from trajpack.packing.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 OPTIONS = {

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.packing.adapters.tiny_models import tiny_model
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.huggingface import check_isolation, to_padding_free
-from trajpack.packing.alignment import Alignment
-from trajpack.packing.batch import PackedBatch
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.micro_batches.alignment import Alignment
 
 WIDTH = 16
 

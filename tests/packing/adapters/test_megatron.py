@@ -6,7 +6,7 @@ import torch
 
 from tests.packing.adapters.cases import sequences_of, some_batch
 from trajpack.packing.adapters.megatron import packed_seq_params_kwargs, to_packed_seq_params
-from trajpack.packing.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment
 
 ALIGNED = Alignment(sequence_multiple=8, total_multiple=64, tail="separate")
 

@@ -15,7 +15,7 @@ from trajpack.packing.adapters.prime_rl import (
     to_tensor_micro_batch,
     to_training_samples,
 )
-from trajpack.packing.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits
 
 unrewarded = partial(from_training_samples, missing_reward=0.0)

@@ -10,7 +10,7 @@ from tests.packing.adapters.row_cases import random_batch
 from tests.packing.adapters.stand_ins import stand_ins
 from trajpack import Trajectory, Turn, pack, plan_micro_batches
 from trajpack.packing.adapters.torchtitan import to_training_microbatch, to_training_samples
-from trajpack.packing.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits
 
 SEQ_LEN, PAD = 48, 7

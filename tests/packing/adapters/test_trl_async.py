@@ -10,7 +10,7 @@ from tests.packing.adapters.packed_loss import clipped_loss, packed_logprobs
 from trajpack import DrGRPO, Trajectory, Turn, pack, plan_micro_batches
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import to_async_row, to_async_samples, to_flat_async_row
-from trajpack.packing.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits
 
 PAD = 0

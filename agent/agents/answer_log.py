@@ -1,0 +1,157 @@
+"""What an agent asked and what was answered, written down for people to read.
+
+A finished episode leaves two files in one folder per policy version::
+
+    <folder>/<version of the turn's first token>/<name>.txt      for people
+    <folder>/<version of the turn's first token>/<name>.jsonl    one object per turn
+
+`answer_file_name` makes ``<name>`` from the episode's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+from trajpack.packing.batch.inspection import printable
+
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789@_-.,:=+")
+_MAX_NAME_CHARS = 160
+"""File systems take 255 bytes; suffixes and a mark for unfinished files come on top."""
+
+
+@dataclass(frozen=True)
+class LoggedTurn:
+    """One turn of a finished episode, as the log shows it."""
+
+    turn: int
+    """Which turn of the episode, from 0."""
+    prompt_text: str
+    """The whole conversation the engine saw in this turn."""
+    completion_text: str
+    """What the environment judged."""
+    prompt_len: int
+    """Tokens of this turn's prompt."""
+    answer_len: int
+    """Tokens of this turn's completion."""
+    success: bool
+    """What the environment said of this turn."""
+    reward: float
+    """As shaped by the agent, not discounted."""
+    version_start: int
+    """Policy version of the first sampled token."""
+    version_end: int
+    """Policy version of the last sampled token."""
+
+
+class AnswerLog:
+    """A folder of answers.
+
+    Each file holds one whole episode at any time: all files of an episode are written beside
+    their places and then moved there, and where that fails none is left. A later episode of
+    the same id and version replaces an earlier one. Model
+    text is escaped, so it can neither forge a line of the log nor command a terminal.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(os.path.abspath(folder))
+        """Where it is; a relative path means the folder that it named when the log was made."""
+
+    async def write(self, qid: str, turns: Sequence[LoggedTurn]) -> None:
+        """Write one episode, away from the event loop.
+
+        Raises:
+            OSError: If the folder cannot be written to.
+        """
+        await asyncio.to_thread(self._write, qid, turns)
+
+    def _write(self, qid: str, turns: Sequence[LoggedTurn]) -> None:
+        name = answer_file_name(qid)
+        by_version = attrgetter("version_start")
+        texts: dict[Path, str] = {}
+        for version, group in groupby(sorted(turns, key=by_version), by_version):
+            logged = list(group)
+            folder = self.folder / str(int(version))
+            folder.mkdir(parents=True, exist_ok=True)
+            texts[folder / f"{name}.txt"] = "".join(_as_text(qid, turn) for turn in logged)
+            texts[folder / f"{name}.jsonl"] = "".join(_as_json(qid, turn) for turn in logged)
+        _replace(texts)
+
+
+def answer_file_name(qid: str) -> str:
+    """Return the name, without suffix, of the files that log episode ``qid``.
+
+    Letters, digits and ``@ _ - . , : = +`` stand for themselves, save a leading dot or
+    dash; other bytes of the UTF-8 form are percent-encoded. Where the result has capitals
+    or is too long for a file system, it ends in ``~`` and a hash of ``qid``. So a name is
+    never a path, and different ids never share one, whether or not case counts.
+
+    Example:
+        >>> answer_file_name("q0@0"), answer_file_name("../q0")
+        ('q0@0', '%2e.%2fq0')
+        >>> answer_file_name("Q0")
+        'Q0~4d98893e06cf666506fff580b92c7ff2'
+    """
+    raw = qid.encode("utf-8", "surrogatepass")
+    name = "".join(
+        chr(byte) if byte in _PLAIN and (i > 0 or byte not in b".-") else f"%{byte:02x}"
+        for i, byte in enumerate(raw[: _MAX_NAME_CHARS + 1])
+    )
+    if name == name.lower() and len(name) <= _MAX_NAME_CHARS:
+        return name or "%"
+    return f"{name[:_MAX_NAME_CHARS]}~{hashlib.sha256(raw).hexdigest()[:32]}"
+
+
+def _as_json(qid: str, turn: LoggedTurn) -> str:
+    line = {
+        "qid": qid,
+        "turn": turn.turn,
+        "version_start": int(turn.version_start),
+        "version_end": int(turn.version_end),
+        "success": turn.success,
+        "reward": turn.reward,
+        "prompt_len": turn.prompt_len,
+        "answer_len": turn.answer_len,
+    }
+    return json.dumps(line) + "\n"
+
+
+def _as_text(qid: str, turn: LoggedTurn) -> str:
+    title = (
+        f"{printable(qid)} turn {turn.turn}: versions {turn.version_start} to "
+        f"{turn.version_end}, {'right' if turn.success else 'wrong'}, reward {turn.reward:g}"
+    )
+    return (
+        f"{title}\n"
+        f"prompt ({turn.prompt_len} tokens):\n{_indented(turn.prompt_text)}"
+        f"answer ({turn.answer_len} tokens):\n{_indented(turn.completion_text)}\n"
+    )
+
+
+def _indented(text: str) -> str:
+    return "".join(f"    {printable(line)}\n" for line in text.split("\n"))
+
+
+def _replace(texts: Mapping[Path, str]) -> None:
+    """Write all files beside their places, then move all; leave none where one fails."""
+    mark = uuid.uuid4().hex
+    unfinished = {path: path.with_name(f"{path.name}.{mark}.tmp") for path in texts}
+    moved: list[Path] = []
+    try:
+        for path, text in texts.items():
+            unfinished[path].write_text(text, encoding="utf-8", newline="\n")
+        for path in texts:
+            unfinished[path].replace(path)
+            moved.append(path)
+    except OSError:
+        for left in (*unfinished.values(), *moved):
+            left.unlink(missing_ok=True)
+        raise

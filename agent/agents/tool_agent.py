@@ -1,0 +1,171 @@
+"""An agent that may call tools before it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trajpack.agent.agents.chat_agent import ChatAgent, ConversationLimits
+from trajpack.agent.agents.chat_messages import trial_text
+from trajpack.agent.agents.episode import Episode, Exchange
+from trajpack.agent.agents.tool_calls import BEGIN, END, tool_calls
+from trajpack.agent.agents.tools import Tool
+from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.runner.attempt import reason_of
+
+_GREETING = ({"role": "user", "content": "Hello"},)
+
+
+class ToolAgent(ChatAgent):
+    """Lets the model call tools turn by turn, until it says something without a call in it.
+
+    A turn with calls is answered by messages of the role ``"tool"``, one for each call, and earns
+    nothing. The last turn, whatever ended the conversation, is judged by the environment and earns
+    what that says. Calls are written ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+    A call that is malformed, of no tool, with wrong arguments, too slow or that raises is answered
+    with a line that says so.
+
+    Args:
+        gconfig: How the engine is to sample, handed to it as it is.
+        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
+        tools: What may be called, by their names.
+        limits: Of each conversation; None takes the default ones.
+        turn_discount: Discount from one turn to the next, handed on in the trajectory.
+        max_calls: In one turn.
+        own_declaration: Whether prompts tell the model of the tools by themselves, for example in
+            a system message. Otherwise the chat template must.
+
+    Raises:
+        ValueError: If two tools have one name, an option is out of range, the tokenizer leaves
+            the marks of a call out of texts, or its chat template does not name each tool.
+
+    Example:
+        A tool and an agent that may use it: see ``examples/calculator.py``.
+    """
+
+    def __init__(
+        self,
+        gconfig: Any,
+        tokenizer: Any,
+        tools: Sequence[Tool],
+        *,
+        limits: ConversationLimits | None = None,
+        turn_discount: float = 1.0,
+        max_calls: int = 8,
+        own_declaration: bool = False,
+    ) -> None:
+        super().__init__(gconfig, tokenizer, limits=limits, turn_discount=turn_discount)
+        self.tools = {tool.name: tool for tool in tools}
+        """What may be called."""
+        if len(self.tools) < len(tools):
+            raise ValueError(f"two tools have one name: {[tool.name for tool in tools]}")
+        if max_calls < 1:
+            raise ValueError(f"max_calls must be at least 1, got {max_calls}")
+        self._max_calls = max_calls
+        hidden = {BEGIN, END} & {*getattr(self.tokenizer, "all_special_tokens", ())}
+        if hidden:
+            raise ValueError(
+                f"the tokenizer has {' and '.join(sorted(hidden))} as special tokens, which are "
+                "left out of texts: no call would ever be seen"
+            )
+        self._declared = None if own_declaration else self._declarations()
+
+    def _declarations(self) -> list[dict[str, Any]]:
+        """Return the tools as a chat template takes them, after checking that it shows each.
+
+        Raises:
+            ValueError: If a conversation has no form with them, or names one of them no more often
+                than without them.
+        """
+        declared = [tool.declaration for tool in self.tools.values()]
+        if not declared:
+            return declared
+        name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+        remedy = "declare them in the prompts and say own_declaration=True"
+        form = {"add_generation_prompt": True}
+        try:
+            with_tools = trial_text(self.tokenizer, _GREETING, tools=declared, **form)
+            without = trial_text(self.tokenizer, _GREETING, tools=None, **form)
+        except Exception as error:  # templates raise what they like
+            raise ValueError(
+                f"the chat template of {name} cannot show tools: {reason_of(error)}; {remedy}"
+            ) from error
+        shown = _occurrences(self.tools, with_tools) - _occurrences(self.tools, without)
+        hidden = [tool for tool in self.tools if tool not in shown]
+        if hidden:
+            fault = "does not name all tools" if shown else "ignores tools"
+            raise ValueError(
+                f"the chat template of {name} {fault}: the model would not be told of "
+                f"{', '.join(hidden)}; take a tokenizer whose template declares tools, or {remedy}"
+            )
+        return declared
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a prompt's tokens: a chat, with the tools as the chat template declares them.
+
+        With ``own_declaration`` it is the chat as it is.
+        """
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=self._declared,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    async def converse(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[Observation],
+        act_queue: asyncio.Queue[Reply],
+    ) -> Episode:
+        """Hold the conversation, and return it."""
+        episode = Episode(prompt.id, env, obs_queue, act_queue)
+        await episode.begin(prompt.input_ids)
+        for turn in range(self.limits.max_turns):
+            if not self.fits(len(episode.token_ids)):
+                break
+            completion, text = await self.listen(episode)
+            is_last = turn + 1 == self.limits.max_turns
+            ids = [] if is_last else await self._answer(episode, completion.ids.tolist(), text)
+            end = completion.start + len(completion.ids) + len(ids)
+            if not ids or not self.fits(end):
+                reward, _ = await episode.judge(text)
+                episode.keep(Exchange(completion, text, reward > 0, reward))
+                break
+            episode.keep(Exchange(completion, text, False, 0.0))
+            episode.token_ids += ids
+        return episode
+
+    async def _answer(self, episode: Episode, completion_ids: list[int], text: str) -> list[int]:
+        """Return the tools' messages as tokens; none where nothing was called."""
+        calls = tool_calls(text, max_calls=self._max_calls)
+        if not calls:
+            return []
+        answers = []
+        for call in calls:
+            if isinstance(call, Exception):
+                answers.append(f"error: {call}")
+            elif call.name not in self.tools:
+                answers.append(f"error: there is no such tool; tools: {', '.join(self.tools)}")
+            else:
+                with episode.guard("a tool failed"):
+                    answers.append(await self.tools[call.name].call(call.arguments))
+        with episode.guard("the tools' messages could not be encoded"):
+            return self.messages.after(completion_ids, "tool", answers)
+
+
+def _occurrences(names: Iterable[str], text: str) -> Counter[str]:
+    """Count names in a text, as they are or as JSON; a part of a longer word is no name."""
+    spelled = {name: name for name in names}
+    spelled |= {json.dumps(name)[1:-1]: name for name in names}
+    spelled |= {json.dumps(name, ensure_ascii=False)[1:-1]: name for name in names}
+    pattern = "|".join(re.escape(spelling) for spelling in sorted(spelled, key=len, reverse=True))
+    words = re.findall(rf"(?<!\w)(?:{pattern})(?!\w)", text, re.ASCII)
+    return Counter(spelled[word] for word in words)

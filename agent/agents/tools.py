@@ -1,0 +1,150 @@
+"""Functions that a model may call, with what it must hand them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from trajpack.agent.blocking_work import contained
+from trajpack.agent.runner.attempt import reason_of
+
+_NUM_THREADS = 64
+"""For the functions of all tools. They are not those of the event loop: a function that hangs keeps
+its thread for ever, and must not take one from an engine."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function, and how a model is told of it.
+
+    Raises:
+        ValueError: If the schema is none of an object, or uses an unknown type, or a limit is not
+            positive.
+        TypeError: If the function cannot be called.
+
+    Example:
+        >>> schema = {"properties": {"text": {"type": "string"}}, "required": ["text"]}
+        >>> tool = Tool("length", "Counts characters.", schema, lambda text: len(text))
+        >>> asyncio.run(tool.call({"text": "four"})), asyncio.run(tool.call({"text": 4}))
+        ('4', 'error: text must be of type string')
+    """
+
+    name: str
+    """What the model calls it."""
+    description: str
+    """What the model is told that it does."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments: ``properties``, each with a ``type``, and which of them are
+    ``required``. Nothing deeper is checked; other arguments are refused."""
+    function: Callable[..., Any]
+    """Takes the arguments by name. A coroutine function runs on the event loop; any other in one
+    of 64 threads that all tools share, which cannot be stopped: it must end by itself."""
+    timeout_s: float = 10.0
+    """Seconds to wait for it at most, for a thread too."""
+    max_chars: int = 4096
+    """Of its answer; the rest is cut off."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            kind = type(self.function).__name__
+            raise TypeError(f"tool {self.name!r}: expected a function, got {kind}")
+        properties = self.parameters.get("properties")
+        if not isinstance(properties, Mapping):
+            raise ValueError(f"tool {self.name!r}: the parameters need properties")
+        for name, schema in properties.items():
+            if schema.get("type") not in _TYPES:
+                known = ", ".join(_TYPES)
+                raise ValueError(f"tool {self.name!r}: {name!r} needs a type, one of {known}")
+        unknown = set(self.parameters.get("required", ())) - properties.keys()
+        if unknown:
+            raise ValueError(f"tool {self.name!r}: required, but no property: {sorted(unknown)}")
+        for name in ("timeout_s", "max_chars"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"tool {self.name!r}: {name} must be positive")
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """How chat templates take it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": {"type": "object", **self.parameters},
+        }
+        return {"type": "function", "function": function}
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """Return what the function says of these arguments, or why it says nothing.
+
+        Text is returned as it is, any other value as JSON. Whatever goes wrong is a text that
+        begins with ``error:``, for the model to read.
+        """
+        problem = self._problem(arguments)
+        if problem:
+            return f"error: {problem}"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                text = await self._answer(arguments)
+        except TimeoutError:
+            text = f"error: no answer within {self.timeout_s:g} s"
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything
+            text = f"error: {reason_of(error)}"
+        if len(text) > self.max_chars:
+            text = f"{text[: self.max_chars]} (cut off)"
+        return text.encode("utf-8", "replace").decode()
+
+    async def _answer(self, arguments: Mapping[str, Any]) -> str:
+        if inspect.iscoroutinefunction(self.function):
+            return _spelled(await self.function(**arguments))
+
+        def work() -> Any:
+            answer = self.function(**arguments)
+            return answer if inspect.isawaitable(answer) else _spelled(answer)
+
+        run = contextvars.copy_context().run
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(_threads(), run, contained(work))
+        return answer if isinstance(answer, str) else _spelled(await answer)
+
+    def _problem(self, arguments: Mapping[str, Any]) -> str:
+        properties = self.parameters["properties"]
+        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
+        if missing:
+            return f"missing argument {missing[0]}"
+        for name, value in arguments.items():
+            if name not in properties:
+                return f"unknown argument; arguments: {', '.join(properties)}"
+            kind = properties[name]["type"]
+            is_bool = isinstance(value, bool)
+            if is_bool != (kind == "boolean") or not isinstance(value, _TYPES[kind]):
+                return f"{name} must be of type {kind}"
+        return ""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="trajpack-tool")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of them
+
+
+def _spelled(answer: Any) -> str:
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)

@@ -1,0 +1,193 @@
+"""Any environment of gymnasium's kind, one instance to an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from trajpack.agent.agents.environment_agent import Closing, Opening
+from trajpack.agent.blocking_work import contained
+from trajpack.agent.seeding import derive_seed
+
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class _Instance:
+    """One environment of gymnasium's, in use by at most one episode."""
+
+    env: Any = None
+    work: Future[Any] = field(default_factory=Future)
+    """The last call into it."""
+    observation: str = ""
+    has_failed: bool = False
+
+
+class GymnasiumEnvironment:
+    """Has an instance of gymnasium's kind of environment for each episode, and steps it in threads.
+
+    Actions are those of an `EnvironmentAgent`: an `Opening`, which resets an instance; ``(qid,
+    [text])``, which steps it; and a `Closing`, which gives it back for other episodes. Instances
+    are made as they are needed, as many as there are episodes at the same time, and used again.
+    One that has raised is closed and not used again.
+
+    It must be closed, by `close` or ``async with``.
+
+    Args:
+        make_env: Returns a new instance: an object with ``reset(seed=...)``, which returns
+            ``(observation, info)``, ``step(action)``, which returns ``(observation, reward,
+            terminated, truncated, info)``, and ``close()``. Called in a thread.
+        to_text: Says an observation.
+        to_action: Takes what the model said as an action, and raises `ValueError` where it is none.
+            It must not run it: the text comes from a model.
+        invalid_reward: For a text that is no action. The instance is not stepped then, and the
+            model is shown the same observation again.
+        seed: Where an `Opening` has no seed, one comes from this one and the episode's name.
+        workers: Threads, so calls into instances at the same time.
+
+    Raises:
+        ValueError: If ``workers`` is not positive.
+
+    Cost: a hop to a thread and back for each action, 0.1 ms, and what the instance takes.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], Any],
+        *,
+        to_text: Callable[[Any], str] = str,
+        to_action: Callable[[str], Any] = str,
+        invalid_reward: float = 0.0,
+        seed: int = 0,
+        workers: int = 4,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self._make_env = make_env
+        self._to_text = to_text
+        self._to_action = to_action
+        self._invalid_reward = invalid_reward
+        self._seed = seed
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-gymnasium")
+        self._episodes: dict[str, _Instance] = {}
+        self._idle: list[_Instance] = []
+        self._is_closed = False
+
+    async def reset(self) -> tuple[None, dict[str, Any]]:
+        """Start no episode yet: an `Opening` does, which says whose it is."""
+        return None, {}
+
+    async def step(
+        self, action: Opening | Closing | tuple[str, Sequence[str]]
+    ) -> tuple[Any, list[float], bool, bool, dict[str, Any]]:
+        """Open, step or close an episode.
+
+        Returns:
+            ``(observation, rewards, terminated, truncated, info)``, with one reward for a text and
+            none for an `Opening` or a `Closing`. ``info`` is the instance's; where the text was no
+            action, it is ``{"invalid_action": True}``.
+
+        Raises:
+            ValueError: If no episode has this ``qid``, or there is not exactly one text.
+            TypeError: If the text is not a string.
+            RuntimeError: If the environment is closed.
+            Exception: What the instance raised.
+        """
+        if isinstance(action, Closing):
+            self._give_back(action.qid)
+            return None, [], True, False, {}
+        if self._is_closed:
+            raise RuntimeError("the environment is closed")
+        if isinstance(action, Opening):
+            return await self._open(action)
+        qid, texts = action
+        if qid not in self._episodes:
+            raise ValueError(f"step: no episode {qid!r} is open")
+        if len(texts) != 1 or isinstance(texts, str):
+            raise ValueError(f"step: expected a list of one text for {qid!r}, got {len(texts)}")
+        if not isinstance(texts[0], str):
+            raise TypeError(f"step: expected a str for {qid!r}, got {type(texts[0]).__name__}")
+        return await self._act(self._episodes[qid], texts[0])
+
+    async def close(self) -> None:
+        """Wait for the steps in progress, and close every instance."""
+        self._is_closed = True
+        for qid in list(self._episodes):
+            self._give_back(qid)
+        await asyncio.to_thread(self._threads.shutdown)
+        idle, self._idle = self._idle, []
+        await asyncio.to_thread(contained(lambda: _close_all(idle)))
+
+    async def __aenter__(self) -> GymnasiumEnvironment:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _open(self, opening: Opening) -> tuple[str, list[float], bool, bool, dict[str, Any]]:
+        qid, seed = opening
+        self._give_back(qid)
+        seed = derive_seed(self._seed, qid) if seed is None else seed
+        instance = self._episodes[qid] = self._idle.pop() if self._idle else _Instance()
+
+        def begin() -> tuple[Any, dict[str, Any]]:
+            if instance.env is None:
+                instance.env = self._make_env()
+            observation, info = instance.env.reset(seed=seed)
+            return self._to_text(observation), dict(info)
+
+        instance.observation, info = await self._call(instance, begin)
+        return instance.observation, [], False, False, info
+
+    async def _act(
+        self, instance: _Instance, text: str
+    ) -> tuple[str, list[float], bool, bool, dict[str, Any]]:
+        try:
+            action = self._to_action(text)
+        except ValueError:
+            seen = f"That is no action.\n{instance.observation}"
+            return seen, [self._invalid_reward], False, False, {"invalid_action": True}
+
+        def act() -> tuple[str, float, bool, bool, dict[str, Any]]:
+            observation, reward, terminated, truncated, info = instance.env.step(action)
+            seen = self._to_text(observation)
+            return seen, float(reward), bool(terminated), bool(truncated), dict(info)
+
+        seen, reward, terminated, truncated, info = await self._call(instance, act)
+        instance.observation = seen
+        return seen, [reward], terminated, truncated, info
+
+    async def _call(self, instance: _Instance, work: Callable[[], _T]) -> _T:
+        def call() -> _T:
+            try:
+                return work()
+            except BaseException:
+                instance.has_failed = True
+                with contextlib.suppress(Exception):
+                    instance.env.close()
+                raise
+
+        instance.work = future = self._threads.submit(contained(call))
+        return await asyncio.wrap_future(future)
+
+    def _give_back(self, qid: str) -> None:
+        """Keep an episode's instance for others, once the last call into it has returned."""
+        instance = self._episodes.pop(qid, None)
+        if instance is not None:
+            instance.work.add_done_callback(lambda _: self._keep(instance))
+
+    def _keep(self, instance: _Instance) -> None:
+        """Run where the last call ended, in a thread perhaps; appending is atomic."""
+        if instance.env is not None and not instance.has_failed:
+            self._idle.append(instance)
+
+
+def _close_all(instances: list[_Instance]) -> None:
+    """Close all, also where one refuses, and raise what one of those has raised."""
+    with contextlib.ExitStack() as stack:
+        for instance in instances:
+            stack.callback(instance.env.close)

@@ -1,0 +1,134 @@
+"""Causal language models and tokenizers, read from and written to folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trajpack.agent.errors import SetupError
+from trajpack.packing.batch.inspection import counted
+from trajpack.packing.optional import require
+
+
+def first_line(error: BaseException) -> str:
+    r"""Return the first line of an error that says anything, or its type's name.
+
+    Example:
+        >>> first_line(RuntimeError("no such device; try:\n  1. another one"))
+        'no such device; try:'
+    """
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
+
+
+def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer from a local folder.
+
+    Nothing is downloaded, and code that comes with the folder is not run.
+
+    Raises:
+        SetupError: If the folder cannot be read, or lacks weights of the model.
+        ModuleNotFoundError: If transformers is not installed.
+
+    Cost: some seconds to import transformers, and reading the weights.
+    """
+    require("transformers")
+    from transformers import AutoModelForCausalLM
+
+    folder = _check_folder(folder, "config.json", "model")
+    tokenizer = load_tokenizer(folder)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # a broken folder shows as an error of any kind
+        raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        lacking = f"it lacks {counted(len(missing), 'weight')}, the first is {missing[0]}"
+        raise SetupError(f"cannot load a model from {folder}: {lacking}")
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """Load a tokenizer from a local folder.
+
+    Raises:
+        SetupError: If the folder cannot be read.
+        ModuleNotFoundError: If transformers is not installed.
+
+    Cost: some seconds to import transformers.
+    """
+    require("transformers")
+    from transformers import AutoTokenizer
+
+    folder = _check_folder(folder, "tokenizer_config.json", "tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above; the Rust tokenizers raise nothing narrower
+        raise SetupError(f"cannot load a tokenizer from {folder}: {first_line(error)}") from error
+
+
+class ModelLimits(NamedTuple):
+    """What a model's configuration says of its sequences; ``None`` where it is silent."""
+
+    max_positions: int | None = None
+    """Tokens of a sequence at most."""
+    vocab_size: int | None = None
+    """Token ids are below it."""
+
+    @classmethod
+    def of(cls, config: Any) -> ModelLimits:
+        """Read them from a configuration of transformers."""
+        text = config.get_text_config()
+        names = ("max_position_embeddings", "vocab_size")
+        return cls(*(getattr(text, name, None) for name in names))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> ModelLimits:
+        """Read them from a model's folder; one with a tokenizer and no model says nothing.
+
+        Raises:
+            SetupError: If there is a model's configuration and it cannot be read.
+            ModuleNotFoundError: If transformers is not installed.
+        """
+        require("transformers")
+        from transformers import AutoConfig
+
+        if not (Path(folder) / "config.json").is_file():
+            return cls()
+        try:
+            config = AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # a broken folder shows as an error of any kind
+            raise SetupError(f"cannot load a model from {folder}: {first_line(error)}") from error
+        return cls.of(config)
+
+
+def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
+    """Write a tokenizer to a folder, which is made if need be.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:
+        # The Rust tokenizers report an error of the system as a plain Exception.
+        if "os error" not in str(error):
+            raise
+        raise OSError(first_line(error)) from error
+
+
+def _check_folder(folder: str | os.PathLike[str], file_name: str, what: str) -> Path:
+    """Refuse early what from_pretrained would take for the name of a model on a hub."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise SetupError(f"cannot load a {what} from {folder}: it is not a folder")
+    if not (folder / file_name).is_file():
+        raise SetupError(f"cannot load a {what} from {folder}: it has no {file_name}")
+    return folder

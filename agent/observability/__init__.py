@@ -1,0 +1,1 @@
+"""Prometheus metrics, OpenTelemetry spans, and figures of each pack."""

@@ -1,0 +1,1 @@
+"""Trainer ranks on a Ray cluster, fed by rollout workers, with checkpoints."""

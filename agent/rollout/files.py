@@ -1,0 +1,122 @@
+"""The files of a rollout: a packed batch, and the tokenizer that its tokens belong to."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trajpack.agent.errors import SetupError
+from trajpack.agent.models.causal_model import save_tokenizer
+from trajpack.packing.batch.batch import PackedBatch
+
+_TOKENIZER_FILES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "sentencepiece.bpe.model",
+        "special_tokens_map.json",
+        "spiece.model",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+        "vocab.txt",
+    }
+)
+
+
+def tokenizer_folder(batch_file: Path) -> Path:
+    """Return where the tokenizer that belongs to a batch is kept.
+
+    Example:
+        >>> tokenizer_folder(Path("demo/batch.safetensors")).as_posix()
+        'demo/batch.tokenizer'
+    """
+    return batch_file.with_suffix(".tokenizer")
+
+
+def answers_folder(batch_file: Path) -> Path:
+    """Return where the answers that led to a batch go if no other place is named.
+
+    Example:
+        >>> answers_folder(Path("demo/batch.safetensors")).as_posix()
+        'demo/batch.answers'
+    """
+    return batch_file.with_suffix(".answers")
+
+
+def check_places(batch_file: Path, answers: Path | None) -> None:
+    """Refuse places where a rollout would destroy what is not its own.
+
+    Raises:
+        SetupError: If ``batch_file`` is no ``.safetensors`` file, if the folder of its
+            tokenizer holds anything but a tokenizer, or if ``answers`` is in the way of either.
+    """
+    if batch_file.suffix != ".safetensors" or batch_file.is_dir():
+        raise SetupError(f"--out must be a .safetensors file, got {batch_file}")
+    folder = tokenizer_folder(batch_file)
+    for place in (batch_file, folder):
+        if answers is not None and answers.resolve().is_relative_to(place.resolve()):
+            raise SetupError(f"--answers must not be {place} or in it, got {answers}")
+    foreign = _foreign_entry(folder)
+    if foreign is not None:
+        raise SetupError(
+            f"{folder} is not the tokenizer of a batch and will not be replaced: {foreign}"
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Make ``folder`` if need be, and raise unless files can be made in it.
+
+    Raises:
+        OSError: If they cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"trajpack")
+
+
+def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
+    """Write a batch, and beside it the tokenizer that decodes it, in place of an earlier one.
+
+    The batch comes last: where it is new, so is the tokenizer.
+
+    Raises:
+        OSError: If either cannot be written; what was there stays as it was.
+    """
+    folder = tokenizer_folder(batch_file)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=batch_file.parent))
+    written, replaced = unfinished / "written", unfinished / "replaced"
+    is_written = False
+    try:
+        save_tokenizer(tokenizer, written)
+        is_written = True
+        if folder.exists():
+            folder.rename(replaced)
+        written.rename(folder)
+        batch.save(batch_file)
+    except BaseException:
+        if is_written and not written.exists():
+            folder.rename(written)
+        if replaced.exists():
+            replaced.rename(folder)
+        raise
+    finally:
+        if folder.exists() or not replaced.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _foreign_entry(folder: Path) -> str | None:
+    """Return what shows that a folder is not a saved tokenizer, or ``None``."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        return "it is not a folder"
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    foreign = sorted(names - _TOKENIZER_FILES)
+    if foreign:
+        return f"it holds {foreign[0]}"
+    if names and "tokenizer_config.json" not in names:
+        return "it has no tokenizer_config.json"
+    return None

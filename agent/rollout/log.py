@@ -1,0 +1,161 @@
+"""The log of a rollout, from which the same rollout goes on after a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trajpack.agent.errors import EpisodeCancelledError, SetupError
+from trajpack.agent.models.causal_model import save_tokenizer
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.rollout.rollout import Rollout
+from trajpack.agent.runner.results import EpisodeResult
+from trajpack.packing.durable_files import write_durably
+from trajpack.packing.trajectory_log.log import TrajectoryLog
+from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
+
+SETTINGS = "rollout.json"
+"""In the folder of the log: what the rollout was begun with."""
+_SCHEMA_VERSION = 1
+
+
+class RolloutLog:
+    """A `TrajectoryLog` that belongs to one rollout; use it as a context manager.
+
+    Beside it in the folder are the settings that decide what the rollout makes, so that no
+    other rollout goes on in it, and the tokenizer.
+
+    Args:
+        folder: Made if need be.
+        prepared: The rollout.
+
+    Raises:
+        SetupError: With one line for the user, if another process writes the log, it is
+            damaged, it is of another rollout, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, prepared: Rollout) -> None:
+        self.folder = folder
+        try:
+            self._log = TrajectoryLog.open(folder, options=LogOptions(flush_seconds=2.0))
+        except (ImportError, LogInUseError, ValueError) as error:
+            raise SetupError(str(error)) from error
+        except OSError as error:
+            raise SetupError(f"cannot write {folder}: {error.strerror or error}") from error
+        try:
+            self._claim(prepared)
+        except BaseException:
+            self._log.close()
+            raise
+        self.finished = self._log.finished
+        """Names of the episodes that had succeeded before."""
+
+    def __enter__(self) -> RolloutLog:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make what was recorded durable.
+
+        Raises:
+            SetupError: If it cannot be written.
+        """
+        try:
+            self._log.close()
+        except (DamagedLogError, OSError, RuntimeError) as error:
+            raise self._unwritten(error) from error
+
+    def record(self, result: EpisodeResult) -> None:
+        """Keep what came of an episode, unless it was cancelled: then it has yet to be done.
+
+        Raises:
+            SetupError: If the log cannot be written.
+        """
+        if isinstance(result.error, EpisodeCancelledError):
+            return
+        error = None if result.error is None else result.error.reason
+        try:
+            self._log.append(result.qid, result.trajectories, error=error)
+        except (DamagedLogError, OSError, RuntimeError) as failure:
+            raise self._unwritten(failure) from failure
+
+    def earlier(self, prompts: Sequence[Prompt], group_size: int) -> Iterator[EpisodeResult]:
+        """Yield the episodes that had succeeded before, as results.
+
+        Raises:
+            SetupError: If what was written cannot be read.
+
+        Cost: reads the log, some megabytes at a time.
+        """
+        samples = {
+            f"{prompt.id}@{sample}": (prompt, sample)
+            for prompt in prompts
+            for sample in range(group_size)
+        }
+        if not self.finished:
+            return
+        try:
+            for logged in self._log.replay():
+                if logged.episode in self.finished and logged.episode in samples:
+                    prompt, sample = samples[logged.episode]
+                    yield EpisodeResult(prompt, logged.trajectories, sample=sample)
+        except (DamagedLogError, OSError) as error:
+            raise SetupError(f"cannot read {self.folder}: {error}") from error
+
+    def _unwritten(self, error: Exception) -> SetupError:
+        return SetupError(f"cannot write {self.folder}: {getattr(error, 'strerror', '') or error}")
+
+    def _claim(self, prepared: Rollout) -> None:
+        """Write down whose log this is, or check that it is this rollout's."""
+        place = self.folder / SETTINGS
+        wanted = {"schema_version": _SCHEMA_VERSION, **_identity(prepared)}
+        try:
+            text = place.read_text(encoding="utf-8") if place.exists() else None
+            if text is None and len(self._log):
+                raise SetupError(f"{self.folder} is no rollout's log: it has no {SETTINGS}")
+            if text is None:
+                save_tokenizer(prepared.tokenizer, logged_tokenizer(self.folder))
+                write_durably(place, json.dumps(wanted, indent=1).encode())
+                return
+        except OSError as error:
+            raise SetupError(f"cannot write {place}: {error.strerror or error}") from error
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise SetupError(f"{place} is not what a rollout wrote: {error}") from error
+        if not isinstance(found, dict):
+            raise SetupError(f"{place} is not what a rollout wrote: it is no object")
+        for name, value in wanted.items():
+            if found.get(name) != value:
+                raise SetupError(
+                    f"{self.folder} is the log of another rollout: {name} was "
+                    f"{found.get(name)!r}, now it is {value!r}"
+                )
+
+
+def logged_tokenizer(folder: Path) -> Path:
+    """Return where the tokenizer of a rollout's log is kept."""
+    return folder / "tokenizer"
+
+
+def _identity(prepared: Rollout) -> dict[str, Any]:
+    """Return what decides the episodes of a rollout and what they are called."""
+    settings = prepared.settings
+    questions = json.dumps([asdict(question) for question in prepared.questions], default=str)
+    return {
+        "seed": settings.seed,
+        "num_prompts": len(prepared.prompts),
+        "group_size": settings.group_size,
+        "num_turns": settings.num_turns,
+        "max_new_tokens": settings.max_new_tokens,
+        "turn_discount": settings.turn_discount,
+        "engine": settings.engine,
+        "model": None if settings.model is None else str(settings.model.resolve()),
+        "questions": hashlib.sha256(questions.encode()).hexdigest()[:16],
+    }

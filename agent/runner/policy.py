@@ -1,0 +1,194 @@
+"""How a rollout deals with failures, old weights and groups that are not whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trajpack.agent.runner.filters import GroupFilter
+from trajpack.agent.runner.watchdog import PATIENCE_S
+from trajpack.agent.seeding import derive_seed
+from trajpack.packing.conversion import as_integer
+
+CAUSES = frozenset(
+    {
+        "agent",
+        "cancelled",
+        "ended",
+        "environment",
+        "generation",
+        "malformed",
+        "refused",
+        "stale",
+        "timeout",
+        "unavailable",
+    }
+)
+"""Every `EpisodeError.cause`."""
+
+RETRIED = CAUSES - {"agent", "cancelled", "ended", "refused"}
+"""The causes that may be gone the next time."""
+
+
+@dataclass(frozen=True)
+class BackOff:
+    """How long a failed episode waits before it begins again.
+
+    Twice as long each time, shortened at random by up to a half so that episodes which failed
+    together do not come back together. The chance is drawn from the episode's name.
+
+    Raises:
+        ValueError: If a number of seconds is negative or not finite.
+
+    Example:
+        >>> 0.5 <= BackOff(1.0).seconds("q@0", attempts=1) <= 1.0
+        True
+    """
+
+    initial_s: float = 0.1
+    """Seconds after the first attempt at most."""
+    max_s: float = 10.0
+    """Seconds after any attempt at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("initial_s", "max_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+    def seconds(self, qid: str, attempts: int) -> float:
+        """Return the wait of an episode after so many attempts."""
+        longest = min(self.initial_s * 2.0 ** min(attempts - 1, 64), self.max_s)
+        return longest * (1 - derive_seed(attempts, "back off", qid) / 2**32)
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Which failed episodes begin again: from the start, with the same name and seed.
+
+    Raises:
+        TypeError: If ``max_attempts`` is no integer, or ``causes`` are not several.
+        ValueError: If ``max_attempts`` is below 1, or a cause is none.
+    """
+
+    max_attempts: int = 1
+    """Attempts at an episode at most; 1 never tries again."""
+    causes: Collection[str] = RETRIED
+    """The `EpisodeError.cause` of failures that are tried again. By default all but those of
+    the agent and of requests that were refused, which would come again, and the engine's end."""
+    wait: BackOff = field(default_factory=BackOff)
+    """How long to wait before. Others use the slot meanwhile."""
+
+    def __post_init__(self) -> None:
+        if as_integer("max_attempts", self.max_attempts) < 1:
+            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
+        if isinstance(self.causes, str):
+            raise TypeError(f"causes must be several, got {self.causes!r}")
+        object.__setattr__(self, "causes", frozenset(self.causes))
+        unknown = sorted(set(self.causes) - CAUSES)
+        if unknown:
+            raise ValueError(f"causes must be among {sorted(CAUSES)}, got {unknown}")
+
+    def allows(self, cause: str, attempts: int) -> bool:
+        """Return whether an episode that failed after so many attempts begins again."""
+        return attempts < self.max_attempts and cause in self.causes
+
+
+@dataclass(frozen=True)
+class StalenessPolicy:
+    """How far the weights that sample may be ahead of the weights that sampled.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ValueError: If one is out of range.
+    """
+
+    max_staleness: int
+    """A result may be trained on by so many versions after the one that its episode began with:
+    0 begins no episode before the weights of its training step are there."""
+    batch_size: int
+    """Results that make one version: episodes for `RolloutRunner.run`, groups for
+    `RolloutRunner.run_groups`."""
+    max_token_age: int | None = None
+    """A result whose oldest token is more versions than this behind the engine's, when it is
+    handed over, has failed as `stale`. ``None`` sets no limit."""
+    num_accepted: int | None = None
+    """Results accepted before this runner: what a checkpoint says. ``None`` counts one
+    ``batch_size`` for each version that the engine has when the first episode begins."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_staleness", 0),
+            ("batch_size", 1),
+            ("max_token_age", 0),
+            ("num_accepted", 0),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_token_age", "num_accepted"):
+                continue
+            if as_integer(name, value) < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class GroupPolicy:
+    """What makes a group worth training on, for `RolloutRunner.run_groups`.
+
+    Raises:
+        TypeError: If ``max_refills`` is no integer, or a filter cannot be called.
+        ValueError: If ``incomplete`` is unknown or ``max_refills`` negative.
+    """
+
+    incomplete: Literal["keep", "drop", "refill"] = "keep"
+    """What to do with a group some of whose episodes have failed: accept what there is, reject
+    it, or begin further samples in their place."""
+    max_refills: int = 8
+    """Further samples of one group at most; a group that needs more is rejected."""
+    filters: Sequence[GroupFilter] = ()
+    """Asked in turn about the episodes of a group that did not fail; the first that gives a
+    reason rejects the group."""
+
+    def __post_init__(self) -> None:
+        known = ("keep", "drop", "refill")
+        if self.incomplete not in known:
+            raise ValueError(f"incomplete must be one of {known}, got {self.incomplete!r}")
+        if as_integer("max_refills", self.max_refills) < 0:
+            raise ValueError(f"max_refills must be 0 or more, got {self.max_refills}")
+        object.__setattr__(self, "filters", tuple(self.filters))
+        for one in self.filters:
+            if not callable(one):
+                raise TypeError(f"a filter must be callable, got {type(one).__name__}")
+
+
+@dataclass(frozen=True)
+class RolloutPolicy:
+    """The rules of a rollout. The default tries once, waits for ever and keeps everything.
+
+    Raises:
+        TypeError: If ``seed`` is no integer.
+        ValueError: If ``episode_timeout_s`` or ``silence_warning_s`` is not positive.
+    """
+
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
+    """Which failed episodes begin again."""
+    episode_timeout_s: float | None = None
+    """Seconds that one attempt at an episode may take, without those of `RolloutRunner.paused`;
+    ``None`` sets no limit."""
+    staleness: StalenessPolicy | None = None
+    """How old tokens may be; ``None`` sets no limit."""
+    groups: GroupPolicy = field(default_factory=GroupPolicy)
+    """What makes a group worth training on."""
+    seed: int = 0
+    """Of all episodes: each one's `Prompt.seed` is derived from it and the episode's name."""
+    silence_warning_s: float | None = PATIENCE_S
+    """Seconds without a reply of the engine, an answer of the environment, a step of an agent or
+    a prompt after which a warning is logged, and again after twice as long; ``None`` logs none.
+    Ray workers follow it too."""
+
+    def __post_init__(self) -> None:
+        as_integer("seed", self.seed)
+        if self.silence_warning_s is not None and not self.silence_warning_s > 0:
+            raise ValueError(f"silence_warning_s must be positive, got {self.silence_warning_s}")
+        if self.episode_timeout_s is not None and not self.episode_timeout_s > 0:
+            raise ValueError(f"episode_timeout_s must be positive, got {self.episode_timeout_s}")

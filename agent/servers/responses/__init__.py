@@ -1,0 +1,1 @@
+"""JSON of each kind of server, read into a `GenerationOutput`."""

@@ -1,0 +1,268 @@
+"""Weights that correct for tokens having been sampled by another policy than is trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trajpack.kernels.corrections.importance_rules import Correction, Level
+from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.reduce.segment_reduce import segment_mean, segment_sum
+from trajpack.kernels.reduce.segment_reduce_reference import owners_of_entries
+from trajpack.kernels.validation import check_device, check_tensor
+
+OP = "importance_weights"
+DTYPES = (torch.float32, torch.float64)
+LOG_BOUND = 20.0
+"""Logarithms of ratios are kept within this on either side, as verl does."""
+OF_SEGMENTS = ("segment", "geometric")
+
+IMPORTANCE_METRICS = (
+    "tokens",
+    "ratio_mean",
+    "ratio_min",
+    "ratio_max",
+    "low_fraction",
+    "high_fraction",
+    "rejected_fraction",
+    "weight_mean",
+    "weight_max",
+    "effective_sample_size",
+    "k1",
+    "k3",
+)
+"""Names of what `importance_weights` measures, in its order."""
+
+
+def importance_weights(
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    correction: Correction,
+    *,
+    segments: torch.Tensor | None = None,
+    segment_ids: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weigh tokens that the rollout's policy sampled as if the trainer's had sampled them.
+
+    A token's ratio is ``exp(logprobs - rollout_logprobs)``. At level ``"segment"``, which others
+    call sequence level, it is that of the sum of these logarithms over the segment's generated
+    tokens, at level ``"geometric"`` of their mean; in each case the logarithm is first brought
+    within ±20. For a `Rejection` the logarithms of tokens are brought within ±20 before they are
+    added up, and no sum or mean is: as in verl. What becomes of a ratio, `Correction` says. For
+    turns, give ``turn_spans`` and
+    ``turn_ids`` of a packed batch; for sequences, ``cu_seqlens``.
+
+    Args:
+        logprobs: ``[tokens]`` float32 or float64: of the trainer's policy, before its update.
+        rollout_logprobs: ``[tokens]`` float32 or float64: of the policy that sampled.
+        loss_mask: ``[tokens]`` bool: True on generated tokens. What the log-probabilities are
+            elsewhere, NaN included, does not matter.
+        correction: What to do with the ratios.
+        segments: int32 boundaries ``[segments + 1]``, or spans ``[segments, 2]`` of first token
+            and one past the last. Needed for a level of segments, and else unused.
+        segment_ids: ``[tokens]`` int32 or int64, where it is there already: the token's segment;
+            outside ``[0, segments)``: none, and weight 0. Else found in ``segments``, for spans
+            by sorting them.
+        impl: How segments are summed; see `segment_sum`.
+
+    Returns:
+        weights: ``[tokens]`` float32: 0 where ``loss_mask`` is False. Constants: no gradient
+            flows through them. A NaN in a ratio is outside every window, and stays NaN in a
+            weight that is not masked or rejected.
+        metrics: ``[12]`` float64, named by ``IMPORTANCE_METRICS`` of the module
+            ``trajpack.kernels.importance_weights``, over generated tokens (those of a segment,
+            where segments are needed); all 0 where there are none. The ratios are
+            those of ``correction.level``, before any bound; ``low_fraction`` and
+            ``high_fraction`` are the tokens beyond the ends of its window. The effective sample
+            size is ``(Σw)² / (n · Σw²)`` of the weights, in ``[0, 1]``; ``k1`` and ``k3``
+            estimate the KL divergence of rollout from trainer (`kl_penalty`).
+
+    Raises:
+        TypeError: If a dtype or a type is none of the above.
+        ValueError: If shapes or devices disagree, or a level of segments has none.
+
+    Cost: 55 to 95 small operations over tokens, most of them for the metrics, the most for levels
+    of segments; ``torch.compile`` fuses them. Sums in float64. No copy, no host synchronisation.
+    Metrics are of this rank, and so is the mean of ``Correction(normalize=True)``; the means
+    combine by ``tokens``.
+
+    Example:
+        >>> logprobs = torch.tensor([-1.0, -0.1, 0.0])
+        >>> rollout_logprobs = torch.tensor([-1.5, -2.0, -9.9])
+        >>> loss_mask = torch.tensor([True, True, False])
+        >>> importance_weights(logprobs, rollout_logprobs, loss_mask, Correction.tis(2.0))[0]
+        tensor([1.6487, 2.0000, 0.0000])
+
+    Reference:
+        Levels, bounds and rejection: verl ``rollout_corr_helper.py``. The geometric ratio: GSPO,
+        arXiv 2507.18071. The rules: `Correction`.
+    """
+    check_weighed(logprobs, rollout_logprobs, loss_mask, correction)
+    spans, slots = _segments(correction, loss_mask, segments, segment_ids)
+    if correction.needs_segments:
+        loss_mask = loss_mask & (slots < _num_segments(spans))
+    log_ratios = logprobs.detach().double() - rollout_logprobs.detach().double()
+    tokens = _Tokens(log_ratios, loss_mask, spans, slots, impl)
+    ratios = tokens.ratios(correction.level)
+    bounded = _bounded(ratios, correction)
+    if correction.normalize:
+        mean = tokens.mean(bounded, correction.level)
+        bounded = bounded / torch.where(mean > 0, mean, 1.0)
+    weights = tokens.spread(bounded, correction.level)
+    ratios = tokens.spread(ratios, correction.level)
+    stays = tokens.loss_mask
+    if (rejection := correction.rejection) is not None:
+        logarithms = tokens.of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
+        low, high = (
+            math.log(bound) if bound else -math.inf for bound in (rejection.low, rejection.high)
+        )
+        inside = (logarithms >= low) & (logarithms <= high)
+        stays = stays & tokens.spread(inside, rejection.level)
+    weights = torch.where(stays, weights, 0.0)
+    return weights.float(), _metrics(tokens, correction, ratios, stays, weights)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Logarithms of ratios, of use under ``loss_mask`` alone, and how tokens make segments."""
+
+    log_ratios: torch.Tensor
+    loss_mask: torch.Tensor
+    segments: torch.Tensor
+    slots: torch.Tensor
+    impl: Impl
+
+    def ratios(self, level: Level) -> torch.Tensor:
+        """Return one ratio for each token, or for each segment where the level is theirs."""
+        return self.of_level(self.log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND).exp()
+
+    def of_level(self, logarithms: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return the logarithms, or their sum or mean over each segment."""
+        if level not in OF_SEGMENTS:
+            return logarithms
+        reduce = segment_sum if level == "segment" else segment_mean
+        return reduce(logarithms, self.segments, mask=self.loss_mask, impl=self.impl)
+
+    def spread(self, values: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return for each token its own of ``values``, or its segment's."""
+        if level not in OF_SEGMENTS:
+            return values
+        return torch.cat([values, values.new_zeros(1)])[self.slots]
+
+    def mean(self, values: torch.Tensor, level: Level) -> torch.Tensor:
+        """Return the mean over generated tokens, or over the segments that have any."""
+        counts = self.loss_mask
+        if level in OF_SEGMENTS:
+            counts = segment_sum(self.loss_mask, self.segments, impl=self.impl) > 0
+        return torch.where(counts, values, 0.0).sum() / counts.sum().clamp(min=1)
+
+
+def _bounded(ratios: torch.Tensor, correction: Correction) -> torch.Tensor:
+    if correction.level == "none":
+        return torch.ones_like(ratios)
+    if correction.outside == "truncate":
+        return ratios.clamp(correction.low, correction.high)
+    if correction.outside == "mask":
+        inside = (ratios >= correction.low) & (ratios <= correction.high)
+        return torch.where(inside, ratios, 0.0)
+    return ratios
+
+
+def _metrics(
+    tokens: _Tokens,
+    correction: Correction,
+    ratios: torch.Tensor,
+    stays: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return what `IMPORTANCE_METRICS` names."""
+    mask = tokens.loss_mask
+    if mask.shape[0] == 0:
+        return weights.new_zeros(len(IMPORTANCE_METRICS))
+    num = mask.sum()
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, values, 0.0).sum() / num
+
+    total, squares = weights.sum(), (weights * weights).sum()
+    x = tokens.log_ratios.clamp(-LOG_BOUND, LOG_BOUND)
+    measured = (
+        num.double(),
+        mean(ratios),
+        torch.where(mask, ratios, torch.inf).amin(),
+        torch.where(mask, ratios, -torch.inf).amax(),
+        mean((ratios < correction.low).double()),
+        mean((ratios > correction.high).double()),
+        mean((~stays).double()),
+        total / num,
+        torch.where(mask, weights, 0.0).amax(),
+        total * total / (num * squares).clamp(min=torch.finfo(torch.float64).tiny),
+        mean(-x),
+        mean(torch.expm1(x) - x),
+    )
+    return torch.where(num > 0, torch.stack(measured), 0.0)
+
+
+def _segments(
+    correction: Correction,
+    loss_mask: torch.Tensor,
+    segments: torch.Tensor | None,
+    segment_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the segments, and each token's: one past the last where it has none."""
+    if not correction.needs_segments:  # neither is looked at
+        return loss_mask.new_empty((0, 2), dtype=torch.int32), loss_mask
+    if segments is None:
+        raise ValueError(f"{OP}: a level of segments needs segments, got {correction!r}")
+    _check_segments(segments, loss_mask.device)
+    num = _num_segments(segments)
+    if segment_ids is not None:
+        check_tensor(OP, "segment_ids", segment_ids, ndim=1, dtypes=(torch.int32, torch.int64))
+        _check_beside(loss_mask, "segment_ids", segment_ids)
+        outside = (segment_ids < 0) | (segment_ids >= num)
+        return segments, torch.where(outside, num, segment_ids).long()
+    owner, inside = owners_of_entries(segments, loss_mask.shape[0])
+    return segments, torch.where(inside, owner, num)
+
+
+def _num_segments(segments: torch.Tensor) -> int:
+    return segments.shape[0] - (segments.ndim == 1)
+
+
+def check_weighed(
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    correction: Correction,
+) -> None:
+    """Raise unless the inputs over tokens fit together; the errors of `importance_weights`."""
+    if not isinstance(correction, Correction):
+        raise TypeError(f"{OP}: correction must be a Correction, got {correction!r}")
+    check_tensor(OP, "logprobs", logprobs, ndim=1, dtypes=DTYPES)
+    check_tensor(OP, "rollout_logprobs", rollout_logprobs, ndim=1, dtypes=DTYPES)
+    check_tensor(OP, "loss_mask", loss_mask, ndim=1, dtypes=(torch.bool,))
+    _check_beside(logprobs, "rollout_logprobs", rollout_logprobs)
+    _check_beside(logprobs, "loss_mask", loss_mask)
+
+
+def _check_beside(tokens: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    check_device(OP, name, tensor, tokens.device)
+    if tensor.shape != tokens.shape:
+        raise ValueError(
+            f"{OP}: {name} must have one entry for each of {tokens.shape[0]} token(s), "
+            f"got shape {list(tensor.shape)}"
+        )
+
+
+def _check_segments(segments: torch.Tensor, device: torch.device) -> None:
+    ndim = 2 if isinstance(segments, torch.Tensor) and segments.ndim == 2 else 1
+    check_tensor(OP, "segments", segments, ndim=ndim, dtypes=(torch.int32,))
+    check_device(OP, "segments", segments, device)
+    if ndim == 1 and segments.shape[0] == 0:
+        raise ValueError(f"{OP}: segments must have segments + 1 boundaries, got none")
+    if ndim == 2 and segments.shape[1] != 2:
+        raise ValueError(f"{OP}: spans must be [segments, 2], got shape {list(segments.shape)}")

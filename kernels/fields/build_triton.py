@@ -1,0 +1,133 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Every per-token field in one launch: a program owns one tile of ``BLOCK`` output tokens.
+
+Outputs are allocated in whole tiles, so every store is full width and unmasked. A program
+finds the runs of its first and its last token by a 64-ary search. A tile inside one run takes
+what its tokens share as scalars; in any other each lane finds its own run between the two by
+halving, and gathers. What a tile costs hardly depends on how many runs it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.search_triton import find_segment, find_segments
+
+BLOCK = launch_on("build_kernel", -1).block
+"""Tokens of a tile in the interpreter; on a device its architecture settles them."""
+ROW = tl.constexpr(RUN_WIDTH)
+SOURCE = tl.constexpr(int(Run.SOURCE))
+GENERATED = tl.constexpr(int(Run.GENERATED))
+LOGPROB = tl.constexpr(int(Run.LOGPROB))
+POSITION = tl.constexpr(int(Run.POSITION))
+SEQUENCE = tl.constexpr(int(Run.SEQUENCE))
+TURN = tl.constexpr(int(Run.TURN))
+VERSION = tl.constexpr(int(Run.VERSION))
+
+
+@triton.jit
+def _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated):
+    tl.store(fields[0] + token, word.to(tl.int64))
+    tl.store(fields[1] + token, position.to(tl.int64))
+    tl.store(fields[2] + token, sequence)
+    tl.store(fields[3] + token, turn)
+    tl.store(fields[4] + token, 1 - generated.to(tl.int8))
+    tl.store(fields[5] + token, generated.to(tl.int8))
+    tl.store(fields[6] + token, logprob.to(tl.float32, bitcast=True))
+    tl.store(fields[7] + token, version)
+    tl.store(fields[8] + token, earned)
+
+
+@triton.jit
+def _write_one_run(words, row, turn_returns, fields, first, token, BLOCK: tl.constexpr):
+    """Write a tile inside one run: what its tokens share is loaded once."""
+    zeros = tl.zeros((BLOCK,), tl.int32)
+    offset = token - tl.load(row)
+    source = tl.load(row + SOURCE)
+    word = zeros
+    if source >= 0:
+        word = tl.load(words + source + offset)
+    context = tl.load(row + GENERATED)
+    generated = offset >= context
+    run_turn = tl.load(row + TURN)
+    logprob = zeros
+    earned = tl.zeros((BLOCK,), tl.float32)
+    if first + BLOCK - tl.load(row) > context:
+        place = tl.load(row + LOGPROB) - context + offset
+        logprob = tl.load(words + place, mask=generated, other=0)
+        earned = tl.where(generated, tl.load(turn_returns + run_turn), 0.0)
+    position = tl.load(row + POSITION) + offset
+    sequence = tl.load(row + SEQUENCE) + zeros
+    turn = tl.where(generated, run_turn, -1)
+    version = tl.where(generated, tl.load(row + VERSION), -1)
+    _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated)
+
+
+@triton.jit
+def _write_many_runs(words, runs, turn_returns, fields, low, high, token, last):
+    """Write a tile over the runs from ``low`` to ``high``: each lane gathers from its own."""
+    inside = tl.minimum(token, last)  # what stands behind the last token is cut off
+    row = runs + find_segments(runs, low, high, inside, ROW) * ROW
+    offset = inside - tl.load(row)
+    source = tl.load(row + SOURCE)
+    word = tl.load(words + source + offset, mask=source >= 0, other=0)
+    context = tl.load(row + GENERATED)
+    generated = offset >= context
+    place = tl.load(row + LOGPROB) - context + offset
+    logprob = tl.load(words + place, mask=generated, other=0)
+    run_turn = tl.load(row + TURN)
+    earned = tl.load(turn_returns + run_turn, mask=generated, other=0.0)
+    position = tl.load(row + POSITION) + offset
+    sequence = tl.load(row + SEQUENCE)
+    turn = tl.where(generated, run_turn, -1)
+    version = tl.where(generated, tl.load(row + VERSION), -1)
+    _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated)
+
+
+@triton.jit(do_not_specialize=["num_runs", "num_tokens"])
+def build_kernel(words, runs, turn_returns, fields, num_runs, num_tokens, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    low = find_segment(runs, num_runs, first, ROW)
+    if tl.load(runs + (low + 1) * ROW) >= first + BLOCK:
+        _write_one_run(words, runs + low * ROW, turn_returns, fields, first, token, BLOCK)
+    else:
+        last = tl.minimum(first + BLOCK, num_tokens) - 1
+        high = find_segment(runs, num_runs, last, ROW)
+        _write_many_runs(words, runs, turn_returns, fields, low, high, token, last)
+
+
+def build_forward(
+    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
+) -> list[torch.Tensor]:
+    """Launch the kernel on contiguous inputs, for fresh outputs."""
+    fields = empty_fields(num_tokens, words.device)
+    write_fields(words, runs, turn_returns, num_tokens, fields)
+    return list(fields)
+
+
+def write_fields(
+    words: torch.Tensor,
+    runs: torch.Tensor,
+    turn_returns: torch.Tensor,
+    num_tokens: int,
+    out: Sequence[torch.Tensor],
+) -> None:
+    """Launch the kernel on fields that `empty_fields` made; it writes to the end of their tiles."""
+    if not num_tokens:
+        return
+    # Triton takes a bool pointer for one bit; the masks are bytes
+    fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in out)
+    launch = launch_on("build_kernel", words.get_device())
+    with torch.cuda.device_of(words):  # Triton launches on the current device
+        build_kernel[(triton.cdiv(num_tokens, launch.block),)](
+            words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
+            BLOCK=launch.block, **launch.options,
+        )  # fmt: skip

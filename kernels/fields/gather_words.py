@@ -1,0 +1,216 @@
+"""Tensors that already live on one device, one after another, as a stream of 4-byte words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajpack.kernels.dispatch import LIBRARY, Impl, check_not_captured, resolve_impl
+
+OP = "gather_words"
+
+
+class Piece(IntEnum):
+    """Columns of the piece table. A piece is one tensor's stretch of the stream."""
+
+    ADDRESS = 0
+    """Address of its first entry on the device."""
+    START = 1
+    """Index of its first word in the stream; the next row's START ends the piece."""
+    KIND = 2
+    """How its entries become words, a `Kind`."""
+
+
+PIECE_WIDTH = 4
+"""int64 numbers in a row of the piece table: one 32-byte sector, the last unused."""
+
+
+class Kind(IntEnum):
+    """How an entry becomes a word."""
+
+    WORD = 0
+    """As it is: int32 and float32."""
+    INT64 = 1
+    """Its low 32 bits."""
+    INT16 = 2
+    """Its value."""
+    INT8 = 3
+    """Its value."""
+    UINT8 = 4
+    """Its value; bool too."""
+    FLOAT64 = 5
+    """Rounded to float32."""
+    BFLOAT16 = 6
+    """Widened to float32."""
+    FLOAT16 = 7
+    """Widened to float32."""
+
+
+KINDS = {
+    torch.int32: Kind.WORD,
+    torch.int64: Kind.INT64,
+    torch.int16: Kind.INT16,
+    torch.int8: Kind.INT8,
+    torch.uint8: Kind.UINT8,
+    torch.bool: Kind.UINT8,
+    torch.float32: Kind.WORD,
+    torch.float64: Kind.FLOAT64,
+    torch.bfloat16: Kind.BFLOAT16,
+    torch.float16: Kind.FLOAT16,
+}
+"""By dtype: every dtype that has words."""
+
+MAX_WORDS = 2**31 - 1024
+"""Words of a stream at most: the kernel counts them in whole tiles of 1,024, in int32."""
+
+
+def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.Tensor:
+    """Concatenate tensors of any mixture of dtypes into one stream of 4-byte words.
+
+    Args:
+        tensors: One-dimensional, contiguous, on one device; entries of an integer or bool
+            dtype become int32 (of int64 the low 32 bits), of a floating one the bits of
+            float32. A tensor may be empty, and so may the sequence.
+        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
+            implementation that cannot run raises.
+
+    Returns:
+        ``[words]`` int32 on the device of the tensors; the CPU's where there are none. No
+        gradient flows.
+
+    Raises:
+        TypeError: If one is no tensor, or of a dtype that has no words.
+        ValueError: If one is not one-dimensional or not contiguous (a strided view is not
+            copied in silence), if devices differ, or if there are more than ``MAX_WORDS``.
+        RuntimeError: If ``impl`` cannot run, or a CUDA graph is captured.
+
+    Cost: one copy of 32 bytes a tensor and one launch; no host synchronisation. About 0.5 µs
+    of the host a tensor.
+
+    Example:
+        >>> ids, logprobs = torch.tensor([7, 8]), torch.tensor([-0.5], dtype=torch.float64)
+        >>> words = gather_words([ids, logprobs])
+        >>> words[:2], words[2:].view(torch.float32)
+        (tensor([7, 8], dtype=torch.int32), tensor([-0.5000]))
+    """
+    tensors = list(tensors)
+    table = piece_table(tensors)
+    if not tensors:
+        return torch.empty(0, dtype=torch.int32, device="cpu")
+    if resolve_impl(OP, impl, tensors[0]) == "torch":
+        on_host = tensors[0].device.type == "cpu"
+        return _gather_on_host(tensors) if on_host else gather_words_reference(tensors)
+    num_words = int(table[-1, Piece.START])
+    device = tensors[0].device
+    check_not_captured(OP, device, "its table leaves host memory that is gone by the replay")
+    rows = torch.from_numpy(table)
+    if device.type == "cuda":
+        rows = rows.pin_memory()
+    # `tensors` keeps the memory alive until the launch is in the stream
+    words: torch.Tensor = torch.ops.trajpack.gather_words(
+        rows.to(device, non_blocking=True), num_words
+    )
+    return words
+
+
+def piece_table(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return the table from which ``torch.ops.trajpack.gather_words`` finds tensors.
+
+    The op takes the table, on the device of the tensors, and its number of words. It knows
+    addresses only: hold the tensors until it has been called, on the stream that filled them.
+    It runs by Triton alone.
+
+    Args:
+        tensors: As `gather_words` takes them.
+
+    Returns:
+        ``[pieces + 1, 4]`` int64, see `Piece`; START of the last row is the number of words.
+
+    Raises:
+        TypeError: As `gather_words` does.
+        ValueError: As `gather_words` does.
+
+    Cost: about 0.5 µs a tensor; nothing is read from the device.
+
+    Example:
+        >>> table = piece_table([torch.zeros(3), torch.zeros(2, dtype=torch.int64)])
+        >>> table[:, Piece.START], table[:2, Piece.KIND]
+        (array([0, 3, 5]), array([0, 1]))
+    """
+    table = np.zeros((len(tensors) + 1, PIECE_WIDTH), np.int64)
+    try:
+        device = tensors[0].device if tensors else None
+        table[:-1, Piece.KIND] = [KINDS[tensor.dtype] for tensor in tensors]
+        table[:-1, Piece.ADDRESS] = [tensor.data_ptr() for tensor in tensors]
+        lengths = [length for tensor in tensors for length in tensor.shape]
+        fits = all(t.is_contiguous() and t.device == device for t in tensors)
+    except (AttributeError, KeyError):
+        fits, lengths = False, []
+    if not fits or len(lengths) != len(tensors):
+        _refuse(tensors)
+    np.cumsum(lengths, out=table[1:, Piece.START])
+    if table[-1, Piece.START] > MAX_WORDS:
+        raise ValueError(f"{OP}: at most {MAX_WORDS} words, got {table[-1, Piece.START]}")
+    return table
+
+
+def _refuse(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise for the first tensor that cannot be gathered."""
+    for index, tensor in enumerate(tensors):
+        name = f"{OP}: tensors[{index}]"
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in KINDS:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
+            got = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{name} must be one of {known}, got {got}")
+        if tensor.ndim != 1:
+            shape = list(tensor.shape)
+            raise ValueError(f"{name} must have 1 dimension(s), got shape {shape}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"{name} is on {tensor.device}, the first on {tensors[0].device}")
+
+
+def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Say in plain torch what `gather_words` means: each tensor cast, all concatenated."""
+    words = [
+        tensor.detach().float().view(torch.int32) if tensor.is_floating_point() else tensor.int()
+        for tensor in tensors
+    ]
+    return torch.cat(words) if words else torch.empty(0, dtype=torch.int32, device="cpu")
+
+
+def _gather_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Write each tensor to its place, cast on the way; numpy starts a copy twice as fast."""
+    words = np.empty(sum(tensor.shape[0] for tensor in tensors), np.int32)
+    views = words, words.view(np.float32)
+    start = 0
+    with np.errstate(all="ignore"):  # what float32 cannot hold is infinite
+        for tensor in tensors:
+            end = start + tensor.shape[0]
+            known = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+            views[tensor.dtype.is_floating_point][start:end] = known.detach().numpy()
+            start = end
+    return torch.from_numpy(words)
+
+
+def _run(table: torch.Tensor, num_words: int) -> torch.Tensor:
+    resolve_impl(OP, "triton", table)
+    from trajpack.kernels.fields.gather_words_triton import gather_words_forward
+
+    return gather_words_forward(table, num_words)
+
+
+def _fake(table: torch.Tensor, num_words: int) -> torch.Tensor:
+    return table.new_empty(num_words, dtype=torch.int32)
+
+
+LIBRARY.define("gather_words(Tensor table, SymInt num_words) -> Tensor")
+LIBRARY.impl("gather_words", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("trajpack::gather_words", _fake, lib=LIBRARY)

@@ -1,0 +1,244 @@
+"""Group advantages by name: each fixes the arguments of `group_advantages` as its source does.
+
+All take ``scores`` ``[members]`` float32 or float64 and ``group_ids`` ``[members]`` int32 or int64
+in [0, ``num_groups``), return ``[members]`` float32, are one launch, and raise and cost what
+`trajpack.kernels.group_advantages` does; members of no group or not ``valid`` have advantage 0.
+n is a group's size, r a score, and sums are over the group.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.groups.group_advantages import Singleton, group_advantages
+
+
+def grpo(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    eps: float = 1e-6,
+    singleton: Singleton = "raw",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``(r - mean) / (std + eps)``, with n - 1 under the variance.
+
+    A group of one keeps its score, as in verl; others give it 0 (``singleton="zero"``).
+
+    Example:
+        >>> scores = torch.tensor([1.0, 0.0, 1.0, 0.0, 7.0])
+        >>> grpo(scores, torch.tensor([0, 0, 0, 0, 1]), num_groups=2)
+        tensor([ 0.8660, -0.8660,  0.8660, -0.8660,  7.0000])
+
+    Reference:
+        Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; verl's ``grpo``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, eps=eps, singleton=singleton, valid=valid,
+        impl=impl,
+    )  # fmt: skip
+
+
+def dr_grpo(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    singleton: Singleton = "raw",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``r - mean``.
+
+    A group of one keeps its score, as in verl; prime-rl and tinker give it 0
+    (``singleton="zero"``).
+
+    Example:
+        >>> dr_grpo(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1]), num_groups=2)
+        tensor([ 0.5000, -0.5000,  5.0000])
+
+    Reference:
+        Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783; verl's ``grpo``
+        with ``norm_adv_by_std_in_grpo=False``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, scale="none", singleton=singleton,
+        valid=valid, impl=impl,
+    )  # fmt: skip
+
+
+def rloo(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    singleton: Singleton = "raw",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``r`` less the mean of the others, ``(n * r - sum) / (n - 1)``.
+
+    A group of one keeps its score, as in verl's ``rloo``; its ``rloo_vectorized`` and SkyRL give
+    it 0 (``singleton="zero"``).
+
+    Example:
+        >>> rloo(torch.tensor([10.0, 20.0, 30.0]), torch.tensor([0, 0, 0]), num_groups=1)
+        tensor([-15.,   0.,  15.])
+
+    Reference:
+        Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; verl's ``rloo``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, baseline="leave_one_out", scale="none",
+        singleton=singleton, valid=valid, impl=impl,
+    )  # fmt: skip
+
+
+def opo(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    num_groups: int,
+    singleton: Singleton = "raw",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``r - sum(length * r) / sum(length)``.
+
+    ``lengths`` ``[members]`` int32, int64, float32 or float64 counts each response's tokens. A
+    group of one keeps its score, as in verl.
+
+    Example:
+        >>> scores, lengths = torch.tensor([1.0, 0.0]), torch.tensor([30, 10])
+        >>> opo(scores, torch.tensor([0, 0]), lengths, num_groups=1)
+        tensor([ 0.2500, -0.7500])
+
+    Reference:
+        Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585; verl's
+        ``opo``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, baseline="length_weighted", scale="none",
+        singleton=singleton, lengths=lengths, valid=valid, impl=impl,
+    )  # fmt: skip
+
+
+def reinforce_plus_plus_baseline(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    singleton: Singleton = "raw",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``r - mean``: the first half of the estimator.
+
+    The second half whitens these over the tokens of the whole batch, once they stand at their
+    tokens; it is the caller's to do. A group of one keeps its score, as in verl.
+
+    Example:
+        >>> scores, group_ids = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1])
+        >>> reinforce_plus_plus_baseline(scores, group_ids, num_groups=2)
+        tensor([ 0.5000, -0.5000,  1.0000])
+
+    Reference:
+        Hu et al. 2025, REINFORCE++, arXiv 2501.03262; verl's ``reinforce_plus_plus_baseline``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, scale="none", singleton=singleton,
+        valid=valid, impl=impl,
+    )  # fmt: skip
+
+
+def max_rl(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    singleton: Singleton = "zero",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``(r - mean) / mean``, and 0 in groups whose mean is not positive.
+
+    So a group that rarely succeeds counts for more than one that often does. A group of one has
+    advantage 0, which is what the formula says.
+
+    Example:
+        >>> scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0])
+        >>> max_rl(scores, torch.tensor([0, 0, 0, 1, 1]), num_groups=2)
+        tensor([ 2., -1., -1.,  0.,  0.])
+
+    Reference:
+        Maximum Likelihood Reinforcement Learning, arXiv 2602.02710, as prime-rl's ``max_rl``
+        implements it. SkyRL's ``maxrl`` divides by a mean of either sign:
+        ``group_advantages(scale="signed_mean")``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, scale="mean", singleton=singleton,
+        valid=valid, impl=impl,
+    )  # fmt: skip
+
+
+def gpg(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    singleton: Singleton = "raw",
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return ``alpha * (r - mean)``, with alpha the batch's members by those not scored 0.
+
+    ``alpha = members / max(members with r != 0, 1)`` counts the whole batch, so an advantage
+    depends on all groups. A group of one has ``alpha * r``, as in verl.
+
+    Example:
+        >>> scores = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        >>> gpg(scores, torch.tensor([0, 0, 1, 1]), num_groups=2)
+        tensor([ 2., -2.,  0.,  0.])
+
+    Reference:
+        Chu et al. 2025, GPG, arXiv 2504.02546; verl's ``gpg`` with ``f_norm=1``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, scale="nonzero", singleton=singleton,
+        valid=valid, impl=impl,
+    )  # fmt: skip
+
+
+def grpo_pass_at_k(
+    scores: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    num_groups: int,
+    scale: Literal["std", "none"] = "none",
+    eps: float = 1e-6,
+    valid: torch.Tensor | None = None,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Return the best score less the second best for the best of a group, and 0 for all others.
+
+    If two tie for best, both get 0, and so does a group of one, which verl refuses.
+    ``scale="std"`` divides by ``std + eps``, as verl does unless it is told not to.
+
+    Example:
+        >>> scores = torch.tensor([3.0, 1.0, 0.0, 1.0, 1.0])
+        >>> grpo_pass_at_k(scores, torch.tensor([0, 0, 0, 1, 1]), num_groups=2)
+        tensor([2., 0., 0., 0., 0.])
+
+    Reference:
+        Tang et al. 2025, arXiv 2503.19595; verl's ``grpo_passk``.
+    """
+    return group_advantages(
+        scores, group_ids, num_groups=num_groups, baseline="second_best", scale=scale, eps=eps,
+        singleton="zero", valid=valid, impl=impl,
+    )  # fmt: skip

@@ -1,0 +1,257 @@
+"""A batch of fixed size at fixed addresses: for CUDA graphs, and for memory that is used again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
+from trajpack.kernels.fields.build import build_into, empty_fields
+from trajpack.kernels.fields.gather_fields import empty_rows, gather_fields_into
+from trajpack.kernels.runs import MAX_TOKENS, Run
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.staging import Staging
+from trajpack.packing.buffer.store import State
+from trajpack.packing.buffer.tables import Counts, columns_for
+from trajpack.packing.buffer.writing import returns_of_turns, table_rows, turn_tables
+from trajpack.packing.conversion import INT32_MAX, as_integer
+from trajpack.packing.layout import Layout, check_layout
+from trajpack.packing.token_fields import TokenField, check_fields
+
+if TYPE_CHECKING:
+    from trajpack.packing.buffer.buffer import TrajectoryBuffer
+
+
+class StaticBatch:
+    """Memory for batches of up to so many tokens and turns, written again and again.
+
+    Every tensor has the size of the capacity, whatever a batch holds. Tokens behind the last
+    are padding: a sequence of their own, of token id 0, with ``loss_mask`` False; the sequences
+    behind it are empty. Turns behind the last belong to it, with reward 0, version -1 and no
+    tokens. Trajectories behind the last have no turns and group -1. The longest sequence may be
+    the padding: a graph that holds a model's forward, too, is given ``capacity`` for its longest.
+    `unpadded` is the batch without all that.
+
+    `fill` is the host's part and `run` the device's: one copy and the launches of a pack, at
+    addresses, sizes and grids that never change. A CUDA graph that captured `run`, alone or with
+    a model's forward, replays it with what `fill` wrote last. Call `run` once before the capture,
+    which compiles the kernels, and replay on one stream.
+
+    `fill` and ``graph.replay()`` may follow each other without a synchronisation: every replay
+    records an event behind its copy (an external `torch.cuda.Event` that `run` puts into the
+    graph), and `fill` waits for that event before it writes to host memory. Let two static
+    batches take turns where the host shall not wait. The tensors are written again by the next
+    run or replay: work that reads them on another stream must be over by then. Host and device
+    memory live as long as this object, so there is no `PackedBatch.record_stream` to call; keep
+    the object as long as the graph, and as anything reads the tensors.
+
+    Args:
+        capacity: Tokens of a batch in its layout.
+        max_turns: Turns of a batch; it has no more trajectories and sequences.
+        max_runs: Generated stretches of one turn and one policy version; ``max_turns`` if ``None``.
+        device: Where the batch shall live; torch's default device if ``None``.
+        fields: Extra per-token fields, those of the buffers it is filled from.
+
+    Raises:
+        TypeError: If a size is no integer.
+        ValueError: If a size is out of range, or two fields have one name.
+        RuntimeError: While a CUDA graph is captured.
+
+    Example:
+        >>> from trajpack import Trajectory, TrajectoryBuffer, Turn
+        >>> buffer = TrajectoryBuffer()
+        >>> buffer.add(Trajectory("a", [Turn([1, 2], [3], [-0.5])]))
+        >>> static = StaticBatch(capacity=5, max_turns=2)
+        >>> buffer.pack_into(static).input_ids
+        tensor([1, 2, 3, 0, 0])
+        >>> static.batch.cu_seqlens
+        tensor([0, 3, 5, 5], dtype=torch.int32)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_turns: int,
+        max_runs: int | None = None,
+        device: torch.device | str | None = None,
+        fields: Iterable[TokenField] = (),
+    ) -> None:
+        self.capacity, self.max_turns, self.max_runs = _checked_sizes(capacity, max_turns, max_runs)
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        check_not_captured("StaticBatch", self.device, "make it before the capture")
+        self.fields = check_fields(fields)
+        self._layouts = [field.layout for field in self.fields]
+        capacity, max_turns, max_runs = self.capacity, self.max_turns, self.max_runs
+        self._words = 2 * capacity + sum(
+            -(-capacity * field.row_bytes // 4) + 4 * max_turns for field in self.fields
+        )
+        self._staging = Staging(self.device, columns_for(self.fields))
+        self._staging.reserve(self._words, max(max_runs, max_turns) + 2, words_used=0)
+        sent = self._staging.send(self._words)
+        here = self.device.type == "cpu"  # where the arena would be the staging memory itself
+        self._arena = sent._replace(words=sent.words.clone()) if here else sent
+        self._tokens = empty_fields(capacity, self.device)
+        self._rows = empty_rows(self._layouts, capacity, self.device)
+        self._counts = Counts(
+            trajectories=max_turns,
+            turns=max_turns,
+            most_turns=max_turns,
+            spans=max_runs + 1,
+            sequences=max_turns + 1,
+            tokens=capacity,
+        )
+        self._host: dict[str, Any] = {}
+        self._returns = torch.zeros(max_turns, device=self.device)
+        self._ran: set[str] = set()
+        """Implementations that `run` ran with."""
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The batch: tensors as the last `run` or its last replay wrote them, labels as filled.
+
+        Raises:
+            RuntimeError: If `run` was never called.
+        """
+        if not self._ran:
+            raise RuntimeError("no batch was written yet: fill and run first")
+        ready = {
+            **self._tokens._asdict(),
+            "turn_returns": self._returns,
+            "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
+            "token_fields": self.fields,
+        }
+        return PackedBatch.deferred(ready, turn_tables(self._arena, self._counts) | self._host)
+
+    def fill(self, buffer: TrajectoryBuffer, layout: Layout = "merged") -> None:
+        """Write what a buffer holds into the host memory that `run` copies from.
+
+        Raises:
+            ValueError: If the batch has more tokens, turns or runs than there is room for, or
+                the buffer has other fields. Nothing is written then.
+            RuntimeError: While a CUDA graph is captured: replays would not fill again.
+
+        Cost: a copy at memory speed on the host. Waits for the copy of the last `run` or replay,
+            and for what its stream had to do before that; not for the kernels behind the copy,
+            nor for the rest of the graph.
+        """
+        check_not_captured("StaticBatch.fill", self.device, "fill before the capture")
+        check_layout(layout)
+        if buffer.fields != self.fields:
+            raise ValueError(
+                f"fields must be those of the static batch, {[f.name for f in self.fields]}, "
+                f"the buffer has {[f.name for f in buffer.fields]}"
+            )
+        state = buffer._store.settle(layout)
+        self._check_room(state)
+        self._staging.reserve(0, 0, words_used=0)  # waits
+        source = buffer._store.staging
+        self._staging.stream[: state.num_words] = source.stream[: state.num_words]
+        for name, table in source.tables.items():
+            self._staging.tables[name][: state.settled.spans + 1] = table[: state.settled.spans + 1]
+        self._pad_tables(state.settled)
+        self._filled = state.settled
+        self._host = dict(buffer._store.host_columns())
+        seqlens = np.diff(self._staging.tables["cu_seqlens"][: self.max_turns + 2])
+        self._host["seqlens"] = lambda: tuple(seqlens.tolist())
+        self._host |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
+
+    def run(self, impl: Impl = "auto") -> PackedBatch:
+        """Write the batch: one copy to the device and the launches of a pack.
+
+        Raises:
+            RuntimeError: If `fill` was not called, ``impl`` cannot run for this device, or the
+                first call is captured in a CUDA graph.
+
+        Cost: one copy of the whole capacity, the launches of a pack, a copy of the turns'
+            returns, which alone are allocated anew. Capturable in a CUDA graph, once it ran
+            outside of one with the same ``impl``: the first call compiles.
+        """
+        if not self._host:
+            raise RuntimeError("nothing to write: fill first")
+        chosen = resolve_impl("StaticBatch.run", impl, self._arena.words)
+        if chosen not in self._ran:
+            first = f"the first StaticBatch.run with impl={chosen!r}"
+            check_not_captured(first, self.device, "run once before the capture, to compile")
+        with self._staging.on_device():
+            self._staging.send_again(self._arena)
+            arena, counts = self._arena, self._counts
+            self._returns.copy_(returns_of_turns(arena, counts, chosen))
+            runs = arena.table("runs", counts.spans + 1)
+            build_into(self._tokens, arena.stream, runs, self._returns, chosen)
+            if self.fields:
+                sources = arena.table("field_sources", counts.spans + 1)
+                layouts = self._layouts
+                gather_fields_into(self._rows, arena.stream, runs, sources, layouts, chosen)
+        self._ran.add(chosen)
+        return self.batch
+
+    def unpadded(self) -> PackedBatch:
+        """Return the batch without its padding, for what takes no padding: files, adapters.
+
+        Raises:
+            RuntimeError: As `batch`.
+
+        Cost: views of the same memory.
+        """
+        batch, counts = self.batch, self._filled
+        sizes = table_rows(counts) | {"turn_returns": counts.turns}
+        cut: dict[str, Any] = {
+            name: tensor[: sizes.get(name, counts.tokens)]
+            for name, tensor in batch.tensors().items()
+        }
+        return dataclasses.replace(
+            batch,
+            **cut,
+            fields={name: rows[: counts.tokens] for name, rows in batch.fields.items()},
+            seqlens=batch.seqlens[: counts.sequences],
+        )
+
+    def _check_room(self, state: State) -> None:
+        counts = state.settled
+        for name, needed, room in (
+            ("capacity", counts.tokens, self.capacity),
+            ("max_turns", counts.turns, self.max_turns),
+            ("max_runs", counts.spans, self.max_runs),
+        ):
+            if needed > room:
+                raise ValueError(f"the batch needs {name} {needed}, the static batch has {room}")
+
+    def _pad_tables(self, counts: Counts) -> None:
+        """Let the rest of every table say that nothing is there."""
+        tables, spans, turns = self._staging.tables, counts.spans, counts.turns
+        runs = tables["runs"]
+        runs[spans] = 0
+        runs[spans, [Run.START, Run.SOURCE, Run.GENERATED]] = counts.tokens, -1, INT32_MAX
+        runs[spans, Run.SEQUENCE] = counts.sequences
+        runs[spans + 1 :] = runs[spans]
+        runs[spans + 1 :, Run.START] = self.capacity
+        tables["cu_seqlens"][counts.sequences + 1 :] = self.capacity
+        tables["cu_turns"][counts.trajectories + 1 :] = self.max_turns
+        tables["turn_discounts"][counts.trajectories :] = 0
+        tables["turn_rewards"][turns:] = 0
+        tables["turn_truncated"][turns:] = False
+        tables["turn_version_start"][turns:] = -1
+        tables["turn_version_end"][turns:] = -1
+        tables["turn_sequence"][turns:] = counts.sequences
+        tables["turn_spans"][turns:] = counts.tokens
+        tables["turn_begin"][turns:] = counts.tokens
+        tables["cu_generated"][turns + 1 :] = counts.generated
+        tables["group_ids"][counts.trajectories :] = -1
+        if self.fields:
+            tables["field_sources"][spans:] = 0
+
+
+def _checked_sizes(capacity: int, max_turns: int, max_runs: int | None) -> tuple[int, int, int]:
+    capacity, max_turns = as_integer("capacity", capacity), as_integer("max_turns", max_turns)
+    max_runs = max_turns if max_runs is None else as_integer("max_runs", max_runs)
+    if min(max_turns, max_runs) < 1:
+        raise ValueError(
+            f"max_turns and max_runs must be at least 1, got {max_turns} and {max_runs}"
+        )
+    if not 1 <= capacity <= MAX_TOKENS:
+        raise ValueError(f"capacity must be in [1, {MAX_TOKENS}] tokens, got {capacity}")
+    return capacity, max_turns, max_runs

@@ -1,0 +1,236 @@
+"""Estimators: who is given credit for what, as small values that name their conventions."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from typing import Literal, TypeAlias, get_args
+
+from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS, KLEstimator
+from trajpack.kernels.scan.observations import Observation, check_observation
+from trajpack.kernels.scan.scan_inputs import check_positive
+
+Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
+"""What a trajectory is whose last turn was cut off:
+
+- ``"keep"``: one like all others.
+- ``"mask"``: none; its advantages are 0, and it counts in no statistics. Its returns stay, for a
+  critic; `PackedBatch.loss_weights` can leave its tokens out of a loss.
+- ``"bootstrap"``: one that goes on: the value behind its last token is ``bootstrap``.
+"""
+
+
+def check_rate(op: str, name: str, rate: float) -> None:
+    """Raise unless ``rate`` is a finite number, not negative."""
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        raise TypeError(f"{op}: {name} must be a number, got {rate!r}")
+    if not 0 <= rate < float("inf"):
+        raise ValueError(f"{op}: {name} must be finite and not negative, got {rate!r}")
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """A penalty for each generated token, subtracted from its reward.
+
+    Reference: `trajpack.kernels.kl_penalty`; in the reward as in InstructGPT, arXiv 2203.02155.
+
+    Args:
+        coefficient: What the estimate is multiplied by.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see `trajpack.kernels.kl_penalty`.
+        clamp: Bound of an estimate on either side, or ``None``.
+    """
+
+    coefficient: float
+    estimator: KLEstimator = "k1"
+    clamp: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        check_rate("KLPenalty", "coefficient", self.coefficient)
+        if self.estimator not in KL_ESTIMATORS:
+            known = ", ".join(repr(name) for name in KL_ESTIMATORS)
+            raise ValueError(f"KLPenalty: estimator must be one of {known}, got {self.estimator!r}")
+        if self.clamp is not None:
+            check_positive("KLPenalty", "clamp", self.clamp)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What all estimators have.
+
+    Args:
+        truncated: What a trajectory is whose last turn was cut off.
+        reward_clip: Rewards are first brought within ``[-reward_clip, reward_clip]``: a turn's, or
+            the score of a trajectory where the estimator compares trajectories.
+    """
+
+    _: KW_ONLY
+    truncated: Truncated = "keep"
+    reward_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.truncated not in get_args(Truncated):
+            known = ", ".join(repr(name) for name in get_args(Truncated))
+            raise ValueError(
+                f"{self.name}: truncated must be one of {known}, got {self.truncated!r}"
+            )
+        if self.truncated == "bootstrap" and not isinstance(self, TokenEstimator):
+            raise ValueError(f"{self.name}: truncated='bootstrap' needs an estimator over tokens")
+        if self.reward_clip is not None:
+            check_positive(self.name, "reward_clip", self.reward_clip)
+        for rate in ("gamma", "lam"):
+            if hasattr(self, rate):
+                check_rate(self.name, rate, getattr(self, rate))
+        ddof = getattr(self, "ddof", 1)
+        if isinstance(ddof, bool) or not isinstance(ddof, int):
+            raise TypeError(f"{self.name}: ddof must be an int, got {ddof!r}")
+        if ddof not in (0, 1):
+            raise ValueError(f"{self.name}: ddof must be 0 or 1, got {ddof}")
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    @property
+    def whitening(self) -> int | None:
+        """The ``ddof`` that advantages are whitened with, None where they are not."""
+        return getattr(self, "ddof", 1) if getattr(self, "whiten", False) else None
+
+
+@dataclass(frozen=True)
+class TokenEstimator(Estimator):
+    """What estimators have that walk the tokens of a trajectory from its end.
+
+    A turn's reward stands on its last generated token; what a turn without tokens was rewarded
+    stands on the last token generated before it. The walk goes through all turns of a trajectory
+    in order, so that both layouts give a token the same value. `Trajectory.turn_discount` has no
+    part in it: ``gamma`` discounts.
+
+    Args:
+        kl: Penalty in the reward, against ``ref_logprobs``.
+        whiten: Whether advantages are brought to mean 0 and standard deviation 1 over the batch.
+        ddof: Where they are, the variance is divided by the number of tokens less this, 0 or 1.
+    """
+
+    _: KW_ONLY
+    kl: KLPenalty | None = None
+    whiten: bool = False
+    ddof: int = 1
+
+
+@dataclass(frozen=True)
+class GAE(TokenEstimator):
+    """Generalized advantage estimation, token by token; needs ``values``.
+
+    Args:
+        gamma: Discount from one token to the next.
+        lam: λ.
+        observation: What tokens between generated ones mean, see
+            `trajpack.kernels.scan.observations.Observation`.
+
+    Reference:
+        `trajpack.kernels.gae`.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    observation: Observation = "carry"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_observation(self.name, self.observation)
+
+
+@dataclass(frozen=True)
+class TurnGAE(TokenEstimator):
+    """Generalized advantage estimation, turn by turn; needs ``values``.
+
+    A turn is one action: its value is that of its first token, and its tokens share its
+    advantage. A turn without tokens is none; its reward belongs to the one before it.
+
+    Args:
+        gamma: Discount from one turn to the next.
+        lam: λ.
+
+    Reference:
+        `trajpack.kernels.turn_gae`.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+
+
+@dataclass(frozen=True)
+class VTrace(TokenEstimator):
+    """V-trace: GAE for tokens of an older policy; needs ``values`` and ``logprobs``.
+
+    Args:
+        gamma: Discount from one token to the next.
+        lam: Factor of the traces.
+        rho_clip: Largest weight of a temporal difference.
+        c_clip: Largest weight of a trace.
+        advantage_rho_clip: Largest weight of an advantage.
+        observation: What tokens between generated ones mean.
+
+    Reference:
+        `trajpack.kernels.vtrace`.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    rho_clip: float = 1.0
+    c_clip: float = 1.0
+    advantage_rho_clip: float = 1.0
+    observation: Observation = "carry"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_observation(self.name, self.observation)
+        for clip in ("rho_clip", "c_clip", "advantage_rho_clip"):
+            check_positive(self.name, clip, getattr(self, clip))
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus(TokenEstimator):
+    """REINFORCE++: discounted returns of tokens, whitened over the batch.
+
+    Without ``whiten`` it is plain reward-to-go.
+
+    Args:
+        gamma: Discount from one token to the next.
+        observation: What tokens between generated ones mean.
+
+    Reference:
+        Hu, REINFORCE++, arXiv 2501.03262.
+    """
+
+    gamma: float = 1.0
+    observation: Observation = "carry"
+    _: KW_ONLY
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_observation(self.name, self.observation)
+
+
+@dataclass(frozen=True)
+class TurnReturns(Estimator):
+    """The return of a token's turn, `PackedBatch.turn_returns`: discounted over the turns.
+
+    Args:
+        whiten: Whether they are brought to mean 0 and standard deviation 1 over the batch.
+        ddof: Where they are, the variance is divided by the number of tokens less this, 0 or 1.
+
+    Reference:
+        AReaL's ``MathMultiTurnAgent``.
+    """
+
+    _: KW_ONLY
+    whiten: bool = False
+    ddof: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_clip is not None:
+            raise ValueError("TurnReturns: reward_clip cannot change returns as packed, got one")

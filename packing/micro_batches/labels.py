@@ -1,0 +1,118 @@
+"""Labels of packed batches and micro-batches, in the conventions that trainers have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+import torch
+
+from trajpack.kernels.rearrange.shift import Direction, End, drop_tokens, end_tokens, shift_tokens
+
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
+    from trajpack.packing.micro_batches.micro_batch import MicroBatch
+
+Convention: TypeAlias = Literal["next", "own", "drop_last"]
+
+
+class LabelMethods:
+    """Methods of `PackedBatch` and `MicroBatch`."""
+
+    @property
+    def _tokens(self) -> PackedBatch | MicroBatch:
+        return cast("PackedBatch | MicroBatch", self)
+
+    @property
+    def _boundaries(self) -> torch.Tensor:
+        """Of sequences in memory, padding included."""
+        bounds: torch.Tensor = getattr(self, "cu_seqlens_padded", self._tokens.cu_seqlens)
+        return bounds
+
+    def labels(
+        self, convention: Convention = "next", *, ignore: int = -100, generated_only: bool = True
+    ) -> torch.Tensor:
+        """Return what a model shall predict; no label crosses a boundary, and none is padding.
+
+        Args:
+            convention: Where the label of a token stands.
+
+                - ``"next"``: where the model predicts it, one place earlier. What goes with labels
+                  (masks, advantages, rollout log-probabilities) is moved by ``shift("left")``.
+                  verl, AReaL and slime have it so, and Megatron.
+                - ``"own"``: at the token's own index, for a model that shifts by itself, such as
+                  those of Hugging Face. The first token of a sequence has none.
+                - ``"drop_last"``: as ``"next"``, with all sequences one token shorter; the inputs
+                  that go with it are ``drop(input_ids, "last")``. torchtitan and tinker have it so.
+            ignore: What stands where there is no label.
+            generated_only: Whether `loss_mask` says what is predicted, or every token is that is
+                not padding.
+
+        Returns:
+            int64 ``[tokens]``; one token less for each sequence with ``"drop_last"``.
+
+        Raises:
+            ValueError: If there is no such convention.
+
+        Cost: six small operations, a few more with ``"drop_last"``. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turn = trajpack.Turn([1, 2], [3, 4], [-0.5, -0.5])
+            >>> batch = trajpack.pack([trajpack.Trajectory(name, [turn]) for name in "ab"])
+            >>> batch.labels()
+            tensor([-100,    3,    4, -100, -100,    3,    4, -100])
+            >>> batch.labels("own")
+            tensor([-100, -100,    3,    4, -100, -100,    3,    4])
+            >>> batch.labels("drop_last")
+            tensor([-100,    3,    4, -100,    3,    4])
+        """
+        batch = self._tokens
+        counted = batch.loss_mask if generated_only else batch.prompt_mask | batch.loss_mask
+        own = torch.where(counted, batch.input_ids, ignore)
+        if convention == "next":
+            return self.shift(own, "left", ignore)
+        if convention == "drop_last":
+            return self.drop(own, "first")
+        if convention != "own":
+            raise ValueError(f"convention must be 'next', 'own' or 'drop_last', got {convention!r}")
+        if not batch.num_tokens:
+            return own
+        return own.index_fill_(0, end_tokens(self._boundaries, batch.num_tokens, "first"), ignore)
+
+    def shift(
+        self, x: torch.Tensor, direction: Direction, fill: bool | int | float = 0
+    ) -> torch.Tensor:
+        """Move values ``[tokens, ...]`` by one place within their sequences.
+
+        ``"left"`` brings the next token's value, ``"right"`` that of the token before;
+        see `trajpack.kernels.shift_tokens`.
+
+        Raises:
+            TypeError, ValueError: As that; also if ``x`` is ``None``, as missing advantages are.
+
+        Cost: four small operations. No synchronisation.
+        """
+        self._check_given("shift", x)
+        return shift_tokens(x, self._boundaries, direction, fill)
+
+    def drop(self, x: torch.Tensor, end: End) -> torch.Tensor:
+        """Return values ``[tokens, ...]`` without that of each sequence's first or last token.
+
+        See `trajpack.kernels.drop_tokens`; boundaries are then those of
+        `trajpack.kernels.rearrange.shift.dropped_boundaries`.
+
+        Raises:
+            TypeError, ValueError: As that; also if ``x`` is ``None``, as missing advantages are.
+
+        Cost: a dozen small operations. No synchronisation.
+        """
+        self._check_given("drop", x)
+        lengths = getattr(self, "padded_seqlens", self._tokens.seqlens)
+        return drop_tokens(x, self._boundaries, end, sum(length > 0 for length in lengths))
+
+    def _check_given(self, op: str, x: torch.Tensor | None) -> None:
+        if x is None and self._tokens.advantages is None:
+            raise TypeError(
+                f"{op}: x must be a tensor, got None; the batch has no advantages: "
+                "call with_advantages first"
+            )

@@ -1,0 +1,242 @@
+"""A micro-batch: what one forward and backward pass takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
+from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.model_inputs import model_inputs
+
+
+def check_given(
+    name: str, tensor: Any, taken: Collection[str], num_tokens: int, device: torch.device
+) -> None:
+    """Raise unless ``tensor`` can stand beside others over the same tokens.
+
+    Raises:
+        TypeError: If it is no tensor.
+        ValueError: If it has the wrong shape or device, or a name that is taken.
+    """
+    if name in taken:
+        raise ValueError(f"tensors: a micro-batch has a field {name!r} already")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensors: {name!r} must be a tensor, got {type(tensor).__name__}")
+    if tensor.shape[:1] != (num_tokens,):
+        raise ValueError(
+            f"tensors: {name!r} must have shape [{num_tokens}, ...], got {list(tensor.shape)}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"tensors: {name!r} is on {tensor.device} but the batch is on {device}")
+
+
+WITHOUT_STREAMS = ("cpu", "meta")
+
+
+def record_storages(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
+    """Call ``record_stream`` once for each storage of tensors, where their device has streams.
+
+    The caching allocator keeps books by storage: a view, or another tensor over the same memory,
+    needs no call of its own.
+    """
+    by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+    for tensor in by_storage.values():
+        if tensor.device.type not in WITHOUT_STREAMS:
+            tensor.record_stream(stream)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MicroBatch(LabelMethods):
+    """Some sequences of a packed batch, flat, in an order and with the padding that was asked for.
+
+    Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over
+    tokens are of shape ``[tokens]``, padding included, sequence after sequence. Padding has the
+    token id of the `Alignment`, no turn, no version, 0 everywhere else, and is in neither mask.
+    """
+
+    input_ids: torch.Tensor
+    """int64 ``[tokens]``: token ids."""
+    position_ids: torch.Tensor
+    """int64 ``[tokens]``: positions, from 0 in every sequence."""
+    sequence_ids: torch.Tensor
+    """int32 ``[tokens]``: index of the token's sequence in this micro-batch; that of padding is the
+    sequence whose place in memory it takes."""
+    turn_ids: torch.Tensor
+    """int32 ``[tokens]``: turn that generated the token, an index of the turn tensors of the batch
+    it was selected from, or -1."""
+    prompt_mask: torch.Tensor
+    """bool ``[tokens]``: True on prompt and observation tokens, not on padding."""
+    loss_mask: torch.Tensor
+    """bool ``[tokens]``: True on generated tokens that the batch trains."""
+    rollout_logprobs: torch.Tensor
+    """float32 ``[tokens]``: log-probability at the token's own index; 0 where not generated."""
+    policy_versions: torch.Tensor
+    """int32 ``[tokens]``: version of the weights that sampled the token, or -1."""
+    returns: torch.Tensor
+    """float32 ``[tokens]``: return of the token; 0 where not generated."""
+    advantages: torch.Tensor | None
+    """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` if the batch has none."""
+    fields: Mapping[str, torch.Tensor]
+    """``[tokens, *shape]`` each: the batch's extra fields, and the tensors that were given."""
+
+    cu_seqlens: torch.Tensor
+    """int32 ``[sequences + 1]``: sums of `seqlens`. Boundaries in memory only where no sequence has
+    padding behind it; what Megatron and Transformer Engine call ``cu_seqlens`` in any case."""
+    cu_seqlens_padded: torch.Tensor
+    """int32 ``[sequences + 1]``: boundaries in memory, sums of `padded_seqlens`; the same tensor as
+    `cu_seqlens` where those are the same."""
+
+    seqlens: tuple[int, ...]
+    """Tokens of each sequence; of the padding sequence, where there is one, last."""
+    padded_seqlens: tuple[int, ...]
+    """Tokens that each takes in memory, its padding included."""
+    sequences: tuple[int, ...]
+    """Which sequences of the batch these are; the padding sequence is not among them."""
+    num_kept: tuple[int, ...]
+    """Tokens that each of `sequences` has here: all of its own, or the first of them where it was
+    cut off. Whatever follows them is padding."""
+    max_seqlen: int
+    """Tokens of the longest sequence in memory, or what the `Alignment` fixes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, padding included."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding."""
+        return self.num_tokens - sum(self.num_kept)
+
+    @property
+    def has_padding_sequence(self) -> bool:
+        """Whether the last sequence is nothing but padding."""
+        return len(self.seqlens) > len(self.sequences)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether there is nothing but padding, so that ranks do as many passes as others."""
+        return not self.sequences
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.input_ids.device
+
+    def __len__(self) -> int:
+        """Sequences in the micro-batch, the padding sequence included."""
+        return len(self.seqlens)
+
+    def __repr__(self) -> str:
+        return (
+            f"MicroBatch({len(self.sequences)} sequences; {self.num_tokens:,} tokens, "
+            f"{self.num_padding:,} of padding; longest {self.max_seqlen:,}; {self.device})"
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor it has by its field's name; extra fields are in `fields`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Let work of another stream read the micro-batch; as `PackedBatch.record_stream`.
+
+        Its memory is its own, but for the boundaries, which all micro-batches of a plan share. The
+        batch that it was cut from is not read by it.
+
+        Args:
+            stream: That the micro-batch is read on, a `torch.cuda.Stream`.
+
+        Cost: one call of ``torch.Tensor.record_stream`` a storage. No copy, no synchronisation.
+        """
+        record_storages([*self.tensors().values(), *self.fields.values()], stream)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return keyword arguments for a Hugging Face causal model's ``forward``.
+
+        As `PackedBatch.model_inputs`, with the same keys. Boundaries and ``seq_idx`` are those in
+        memory: padding is the end of the sequence before it or a sequence of its own, so that no
+        token of another sequence sees it.
+
+        Cost: views; nothing is copied or synchronised.
+        """
+        return model_inputs(
+            self.input_ids,
+            self.position_ids,
+            self.sequence_ids,
+            places=self.cu_seqlens_padded,
+            max_seqlen=self.max_seqlen,
+        )
+
+    def context_parallel_index(
+        self, cp_size: int, cp_rank: int, partition: Partition = "zigzag"
+    ) -> torch.Tensor:
+        """Return which tokens a rank of context parallelism holds, int32 ``[tokens / cp_size]``.
+
+        See `trajpack.kernels.context_parallel_index`.
+
+        Raises:
+            ValueError: As that; on any device if a sequence does not divide.
+
+        Cost: a dozen small operations. No synchronisation.
+        """
+        chunks = chunks_of(cp_size, partition)
+        wrong = [number for number, n in enumerate(self.padded_seqlens) if n % chunks]
+        if wrong:
+            raise ValueError(
+                f"each sequence must take a multiple of {chunks} tokens, sequence {wrong[0]} takes "
+                f"{self.padded_seqlens[wrong[0]]}; align with sequence_multiple={chunks}"
+            )
+        return context_parallel_index(
+            self.cu_seqlens_padded, self.num_tokens, cp_size, cp_rank, partition
+        )
+
+    def shard(
+        self,
+        cp_size: int,
+        cp_rank: int,
+        partition: Partition = "zigzag",
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return a rank's share of all tensors over tokens, extra fields among them, by name.
+
+        Boundaries stay those of the whole micro-batch. What looks at the next token is made of the
+        whole and given, such as ``{"labels": micro_batch.labels()}``.
+
+        Args:
+            cp_size: Ranks of context parallelism.
+            cp_rank: Which.
+            partition: See `trajpack.kernels.rearrange.context_parallel.Partition`.
+            tensors: More of shape ``[tokens, ...]``.
+
+        Raises:
+            TypeError: If one of ``tensors`` is none.
+            ValueError: As `context_parallel_index`, or if one of ``tensors`` has a wrong shape,
+                device or name.
+
+        Cost: one gather for each tensor. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turn = trajpack.Turn([1, 2], [3], [-0.5])
+            >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
+            >>> micro_batch = batch.select([0], trajpack.Alignment(sequence_multiple=4))
+            >>> labels = {"labels": micro_batch.labels()}
+            >>> share = micro_batch.shard(cp_size=2, cp_rank=1, tensors=labels)
+            >>> share["input_ids"], share["labels"]
+            (tensor([2, 3]), tensor([   3, -100]))
+        """
+        index = self.context_parallel_index(cp_size, cp_rank, partition)
+        whole = {
+            name: tensor for name, tensor in self.tensors().items() if not name.startswith("cu_")
+        }
+        whole |= self.fields
+        for name, tensor in (tensors or {}).items():
+            check_given(name, tensor, set(whole), self.num_tokens, self.device)
+        whole |= tensors or {}
+        return {name: tensor.index_select(0, index) for name, tensor in whole.items()}

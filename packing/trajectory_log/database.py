@@ -1,0 +1,517 @@
+"""The SQLite file of a log: a row for each episode, appended in transactions and never changed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import struct
+import uuid
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trajpack.packing.durable_files import finish_durably
+from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError
+from trajpack.packing.trajectory_log.rows import (
+    COLUMNS,
+    EpisodeRow,
+    decoded,
+    decoded_text,
+    encoded,
+    encoded_text,
+)
+
+if TYPE_CHECKING:
+    import sqlite3
+
+LOG = "log.sqlite"
+FORMAT = "trajpack.TrajectoryLog"
+SCHEMA_VERSION = 2
+_APPLICATION_ID = 0x74706C67  # "tplg", which tells the file from other SQLite files
+PAGE_BYTES = 16384
+_BUSY_S = 60.0
+"""Seconds that a connection waits for the locks of others."""
+_BATCH_BYTES = 4 << 20
+"""Bytes of content that are read in one transaction: a writer waits until it ends."""
+_BATCH_ENTRIES = 10_000
+_PRAGMAS = (
+    "synchronous = FULL",
+    "cache_size = -65536",  # KiB: a transaction of the usual size is not spilled early
+    "cell_size_check = ON",
+    "trusted_schema = OFF",
+    "mmap_size = 0",
+    "fullfsync = ON",  # where fsync alone leaves it to the disk, as on macOS
+)
+_TABLES = {
+    "log": "CREATE TABLE log (num_episodes INTEGER NOT NULL, checksum INTEGER NOT NULL, "
+    "described BLOB NOT NULL)",
+    "episodes": "CREATE TABLE episodes (number INTEGER PRIMARY KEY, name BLOB NOT NULL, "
+    "failed INTEGER NOT NULL, num_trajectories INTEGER NOT NULL, num_turns INTEGER NOT NULL, "
+    "num_tokens INTEGER NOT NULL, session INTEGER NOT NULL, num_bytes INTEGER NOT NULL, "
+    "checksum INTEGER NOT NULL)",
+}
+_CONTENTS = "CREATE TABLE contents_{} (number INTEGER PRIMARY KEY, content BLOB NOT NULL)"
+_SYSTEM_ERRORS = {
+    3: errno.EACCES,  # SQLITE_PERM
+    5: errno.EBUSY,  # SQLITE_BUSY
+    6: errno.EBUSY,  # SQLITE_LOCKED
+    8: errno.EACCES,  # SQLITE_READONLY
+    10: errno.EIO,  # SQLITE_IOERR
+    13: errno.ENOSPC,  # SQLITE_FULL
+    14: errno.EACCES,  # SQLITE_CANTOPEN
+    15: errno.EBUSY,  # SQLITE_PROTOCOL
+    22: errno.EFBIG,  # SQLITE_NOLFS
+}
+"""Result codes of SQLite that are no damage; all others are, where a log is read or written."""
+_READONLY_ROLLBACK = 776
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+
+
+class Entry(NamedTuple):
+    """A row of the table ``episodes``: all of an episode but its content."""
+
+    number: int
+    """Position in the log, from 0."""
+    name: bytes
+    """Name in UTF-8, surrogates passed."""
+    failed: int
+    """1 where it failed, else 0."""
+    num_trajectories: int
+    num_turns: int
+    num_tokens: int
+    session: int
+    """Number of the table that holds its content, from 1. Each writer fills a table of its own."""
+    num_bytes: int
+    """Length of its content."""
+    checksum: int
+    """CRC-32 of its content, as the content itself says."""
+
+    @property
+    def text(self) -> str:
+        """Its name."""
+        return decoded_text(self.name)
+
+    @classmethod
+    def of(cls, row: EpisodeRow, content: bytes) -> Entry:
+        """Describe an episode and its record, but not their place in the log."""
+        return cls(
+            number=0,
+            name=encoded_text(row.episode),
+            failed=int(row.error is not None),
+            num_trajectories=len(row.labels),
+            num_turns=len(row.turns),
+            num_tokens=len(row.token_ids),
+            session=0,
+            num_bytes=len(content),
+            checksum=int.from_bytes(content[4:8], "little"),
+        )
+
+
+_NUMBERS = struct.Struct("<9q")
+
+
+class State(NamedTuple):
+    """What the table ``log`` says of the table ``episodes``; both change in one transaction."""
+
+    num_episodes: int
+    checksum: int
+    """CRC-32 of the log's description and of all rows of ``episodes``, in order."""
+
+    def extended(self, entries: Sequence[Entry]) -> State:
+        """Return the state after these entries were appended.
+
+        Raises:
+            struct.error, TypeError: If a value is of the wrong type.
+        """
+        checksum, pack, crc32 = self.checksum, _NUMBERS.pack, zlib.crc32
+        for number, name, *numbers in entries:
+            checksum = crc32(name, crc32(pack(number, len(name), *numbers), checksum))
+        return State(self.num_episodes + len(entries), checksum)
+
+
+class LogFile:
+    """The SQLite file of a log.
+
+    Every method opens a connection of its own and closes it: between two calls nothing is
+    locked, no descriptor is open, and a forked process inherits nothing. A connection sees the
+    file that lies at the path then, and checks that it is still this log.
+
+    Args:
+        path: Of the file.
+        to_append: Check all that a transaction will change, so that a damaged file is not
+            made worse.
+
+    Raises:
+        DamagedLogError: If the file is not as it was written, or is no log.
+        ValueError: If a later release wrote it.
+        OSError: If it cannot be read, or stays locked.
+    """
+
+    def __init__(self, path: Path, *, to_append: bool = False) -> None:
+        self.path = path
+        self._described: bytes | None = None
+        with self._connection() as db:
+            db.execute("BEGIN")
+            described, self.state = self._read_header(db)
+            self._session = self._num_tables(db) + 1
+            self._identity = os.stat(path)
+            if to_append:
+                self._check_structure(db)
+        self._described = described
+        self.fields = declared_fields(path, described)
+        """Extra per-token fields of every turn."""
+        self.start = State(0, zlib.crc32(described))
+        """State of the log before its first episode."""
+
+    @classmethod
+    def create(
+        cls, path: Path, fields: Sequence[TokenField], rows: Iterable[EpisodeRow] = ()
+    ) -> None:
+        """Write a new log, which is on the disk, whole and under its name, when this returns.
+
+        Raises:
+            OSError: If it cannot be written; then nothing is there.
+        """
+        import sqlite3
+
+        described = _described(fields)
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.unlink(missing_ok=True)
+        try:
+            with (
+                _translated(unfinished),
+                closing(sqlite3.connect(unfinished, isolation_level=None)) as db,
+            ):
+                for pragma in (
+                    f"page_size = {PAGE_BYTES}",
+                    "journal_mode = OFF",
+                    "synchronous = OFF",
+                    f"application_id = {_APPLICATION_ID}",
+                    f"user_version = {SCHEMA_VERSION}",
+                ):
+                    db.execute(f"PRAGMA {pragma}")
+                db.execute("BEGIN")
+                for table in _TABLES.values():
+                    db.execute(table)
+                state = State(0, zlib.crc32(described))
+                for number, row in enumerate(rows):
+                    if number == 0:
+                        db.execute(_CONTENTS.format(1))
+                    content = encoded(row)
+                    entry = Entry.of(row, content)._replace(number=number, session=1)
+                    state = state.extended([entry])
+                    _insert(db, [(entry, content)])
+                db.execute("INSERT INTO log VALUES (?, ?, ?)", (*state, described))
+                db.execute("COMMIT")
+            cls(unfinished, to_append=True).check_all()
+            finish_durably(unfinished, path)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+
+    def entries(self, state: State, end: int) -> Iterator[tuple[list[Entry], State]]:
+        """Yield the entries of episodes from ``state`` to ``end``, and the states behind them.
+
+        Raises:
+            DamagedLogError: If one is missing or no entry.
+        """
+        columns = ", ".join(Entry._fields)
+        query = f"SELECT {columns} FROM episodes WHERE number >= ? ORDER BY number LIMIT ?"
+        while state.num_episodes < end:
+            numbers = range(state.num_episodes, min(state.num_episodes + _BATCH_ENTRIES, end))
+            with self._connection() as db:
+                found = db.execute(query, (numbers.start, len(numbers))).fetchall()
+            entries = [Entry(*row) for row in found]
+            try:
+                state = state.extended(entries)
+                names = [entry.text for entry in entries]  # noqa: F841 - which are texts
+            except (struct.error, TypeError, UnicodeDecodeError) as error:
+                raise DamagedLogError(f"{self.path} is damaged: {error} among its rows") from error
+            if [entry.number for entry in entries] != list(numbers):
+                raise DamagedLogError(
+                    f"{self.path} is damaged: a row behind {numbers[0]} is missing"
+                )
+            yield entries, state
+
+    def rows(
+        self, entries: Iterable[Entry]
+    ) -> Iterator[tuple[Entry, EpisodeRow | DamagedLogError]]:
+        """Yield entries with their episodes, or with the reason why one cannot be read.
+
+        A transaction reads some megabytes and ends before they are decoded, so that a writer
+        waits for milliseconds only.
+        """
+        for batch in _batches(entries):
+            with self._connection() as db:
+                db.execute("BEGIN")
+                contents = [self._content(db, entry) for entry in batch]
+            for entry, content in zip(batch, contents, strict=True):
+                yield entry, self._row(entry, content)
+
+    def check_all(self) -> None:
+        """Read every episode.
+
+        Raises:
+            DamagedLogError: If one is not as it was written.
+        """
+        state = self.start
+        for entries, state in self.entries(self.start, self.state.num_episodes):  # noqa: B007
+            for _, row in self.rows(entries):
+                if isinstance(row, DamagedLogError):
+                    raise row
+        self.check_end(state)
+
+    def check_end(self, state: State) -> None:
+        """Raise a `DamagedLogError` unless the state behind all rows is what the log says."""
+        if state != self.state:
+            raise DamagedLogError(f"{self.path} is damaged: its rows have another checksum")
+
+    def append(
+        self, before: State, episodes: Sequence[tuple[Entry, bytes]]
+    ) -> tuple[State, list[Entry]]:
+        """Append episodes in one transaction; they are on the disk when this returns.
+
+        An attempt that failed may be repeated with the same arguments: nothing is appended
+        twice, even if all of it had been done and only the last step failed.
+
+        Returns:
+            The state after it, and the entries with their numbers.
+
+        Raises:
+            LogInUseError: If another writer has appended to the log, or another file lies at
+                its path; then nothing is changed.
+            DamagedLogError: If the file is not as it was written; then nothing is changed.
+            OSError: If it cannot be written; then a later attempt may do it.
+        """
+        entries = [
+            entry._replace(number=number, session=self._session)
+            for number, (entry, _) in enumerate(episodes, before.num_episodes)
+        ]
+        after = before.extended(entries)
+        with self._connection() as db:
+            if not os.path.samestat(os.stat(self.path), self._identity):
+                raise LogInUseError(f"log {self.path} was replaced by another file")
+            db.execute("BEGIN IMMEDIATE")
+            _, state = self._read_header(db)
+            if state not in (before, after):
+                raise LogInUseError(
+                    f"another writer has appended to log {self.path}: it has "
+                    f"{state.num_episodes} rows, expected {before.num_episodes}"
+                )
+            if state != after:
+                if self._num_tables(db) < self._session:
+                    db.execute(_CONTENTS.format(self._session))
+                contents = [content for _, content in episodes]
+                _insert(db, list(zip(entries, contents, strict=True)))
+            # also where all is there: its synchronisation may be the step that failed
+            db.execute("UPDATE log SET num_episodes = ?, checksum = ?", after)
+            db.execute("COMMIT")
+        return after, entries
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        import sqlite3
+
+        check_regular(self.path)
+        _check_journal(Path(f"{os.path.realpath(self.path)}-journal"))
+        url = f"{self.path.as_uri()}?mode=rw"  # also to read: a dead writer's journal is undone
+        with (
+            _translated(self.path),
+            closing(sqlite3.connect(url, uri=True, timeout=_BUSY_S, isolation_level=None)) as db,
+        ):
+            db.text_factory = bytes
+            for pragma in _PRAGMAS:
+                db.execute(f"PRAGMA {pragma}")
+            (mode,) = db.execute("PRAGMA journal_mode = TRUNCATE").fetchone()
+            if mode != b"truncate":
+                raise OSError(errno.EBUSY, f"its journal mode is {mode!r}", str(self.path))
+            self._num_tables(db)
+            described = db.execute("SELECT described FROM log").fetchone()
+            if self._described is not None and described != (self._described,):
+                raise OSError(errno.ESTALE, "another log lies at its path", str(self.path))
+            yield db
+
+    def _num_tables(self, db: sqlite3.Connection) -> int:
+        """Check that the file is a log of this form; return how many tables of contents it has.
+
+        Nothing else may be asked of it before: a table might be a view that never ends.
+        """
+        application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
+        name = f"{self.path} is damaged or no log"
+        if application != _APPLICATION_ID:
+            raise DamagedLogError(f"{name}: its application_id is {application:#x}")
+        found = db.execute("SELECT name, tbl_name, sql FROM sqlite_master").fetchall()
+        if version != SCHEMA_VERSION:
+            self._refuse_version(db, version, found)
+        num_tables = len(found) - len(_TABLES)
+        tables = _TABLES | {f"contents_{n}": _CONTENTS.format(n) for n in range(1, num_tables + 1)}
+        if set(found) != {(t.encode(), t.encode(), sql.encode()) for t, sql in tables.items()}:
+            raise DamagedLogError(f"{name}: its tables are not those of a log")
+        return num_tables
+
+    def _refuse_version(self, db: sqlite3.Connection, version: int, found: Sequence[Any]) -> None:
+        """Raise for a later release if the log says so in two places, else for a changed bit."""
+        told = None
+        if any(sql.startswith(b"CREATE TABLE log (") for *_, sql in found if sql is not None):
+            with suppress(KeyError, TypeError, ValueError, RecursionError):
+                told = json.loads(*db.execute("SELECT described FROM log").fetchone())
+                told = told["schema_version"]
+        if told != version:
+            raise DamagedLogError(f"{self.path} is damaged: its version is {version}, not {told!r}")
+        raise ValueError(
+            f"{self.path} has schema version {version}, this release reads version {SCHEMA_VERSION}"
+        )
+
+    def _read_header(self, db: sqlite3.Connection) -> tuple[bytes, State]:
+        """Check what SQLite trusts blindly; return description and state of the log."""
+        rows = db.execute("SELECT described, num_episodes, checksum FROM log LIMIT 2").fetchall()
+        if len(rows) != 1 or [type(value) for value in rows[0]] != [bytes, int, int]:
+            raise DamagedLogError(f"{self.path} is damaged: its table log makes no sense")
+        described, state = rows[0][0], State(*rows[0][1:])
+        # a page that SQLite takes for free, or for its own, is written over
+        size = os.stat(self.path).st_size
+        used = _pragma(db, "page_count") * _pragma(db, "page_size")
+        if size != used:
+            raise DamagedLogError(f"{self.path} is damaged: {size} bytes instead of {used}")
+        if _pragma(db, "freelist_count") or _pragma(db, "auto_vacuum"):
+            raise DamagedLogError(f"{self.path} is damaged: its header names free pages")
+        ends = tuple(  # one by one: so each is looked up in the index, and not all rows are read
+            db.execute(f"SELECT {end}(number) FROM episodes").fetchone()[0]
+            for end in ("min", "max")
+        )
+        if ends != ((0, state.num_episodes - 1) if state.num_episodes else (None, None)):
+            raise DamagedLogError(
+                f"{self.path} is damaged: rows {ends} of {state.num_episodes} are there"
+            )
+        return described, state
+
+    def _check_structure(self, db: sqlite3.Connection) -> None:
+        """Check every page that an append may change: those of all tables but old contents."""
+        for table in ("sqlite_master", *_TABLES):
+            found = db.execute(f"PRAGMA quick_check({table})").fetchall()
+            if found != [(b"ok",)]:
+                said = b" ".join(found[0][0].split()).decode() if found else "no answer"
+                raise DamagedLogError(f"{self.path} is damaged: {said}")
+
+    def _content(self, db: sqlite3.Connection, entry: Entry) -> Any:
+        """Return the content of an episode, ``None`` if there is none, or a `DamagedLogError`."""
+        # one that is longer than its row says is not read: it might be as long as the file
+        query = (
+            "SELECT CASE length(content) WHEN ? THEN content END "
+            f"FROM contents_{entry.session} WHERE number = ?"
+        )
+        try:
+            with _translated(self.path):
+                row = db.execute(query, (entry.num_bytes, entry.number)).fetchone()
+        except DamagedLogError as error:
+            return error
+        return None if row is None else row[0]
+
+    def _row(self, entry: Entry, content: Any) -> EpisodeRow | DamagedLogError:
+        if isinstance(content, DamagedLogError):
+            return content
+        try:
+            if not isinstance(content, bytes):
+                raise DamagedLogError("it has no content")
+            row = decoded(content, self.fields)
+            if Entry.of(row, content) != (0, *entry[1:6], 0, *entry[7:]):
+                raise DamagedLogError("it has the content of another one")
+        except DamagedLogError as error:
+            return DamagedLogError(f"{self.path} is damaged: episode {entry.text!r}: {error}")
+        return row
+
+
+def _insert(db: sqlite3.Connection, episodes: Sequence[tuple[Entry, bytes]]) -> None:
+    """Add rows of one session."""
+    session = episodes[0][0].session
+    contents = [(entry.number, content) for entry, content in episodes]
+    db.executemany(f"INSERT INTO contents_{session} VALUES (?, ?)", contents)
+    places = ", ".join("?" * len(Entry._fields))
+    db.executemany(f"INSERT INTO episodes VALUES ({places})", [entry for entry, _ in episodes])
+
+
+def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Yield entries in groups of some megabytes of content."""
+    batch, size = list[Entry](), 0
+    for entry in entries:
+        if batch and size + entry.num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        size += entry.num_bytes
+    if batch:
+        yield batch
+
+
+def _described(fields: Sequence[TokenField]) -> bytes:
+    """Return what a new log says of itself."""
+    described = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "log": uuid.uuid4().hex,
+        "fields": [field.as_json() for field in fields],
+        "columns": {name: dtype.str for name, dtype in COLUMNS.items()},
+    }
+    return json.dumps(described).encode()
+
+
+def declared_fields(path: Path, described: bytes) -> tuple[TokenField, ...]:
+    """Return the extra fields of a log, from what it says of itself."""
+    try:
+        told = json.loads(described)
+        if told["format"] != FORMAT:
+            raise ValueError(f"its format is {told['format']!r}")
+        return check_fields(TokenField.from_json(field) for field in told["fields"])
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise DamagedLogError(f"{path} does not say what it holds: {error}") from error
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> Any:
+    return db.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def check_regular(path: Path) -> None:
+    """Raise a `DamagedLogError` for a pipe, a device or a folder in place of a file.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise DamagedLogError(f"{path} is no regular file")
+
+
+def _check_journal(path: Path) -> None:
+    """Raise for a journal that names a second one: SQLite would delete the file of that name.
+
+    No log has such a journal, but a hostile one might.
+    """
+    if not path.exists():
+        return
+    check_regular(path)
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(-len(_JOURNAL_MAGIC), os.SEEK_END)
+        if file.read() == _JOURNAL_MAGIC:
+            raise DamagedLogError(f"{path} is no journal of a log: it names a super-journal")
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Raise SQLite's errors as `OSError`, where the system failed, or as `DamagedLogError`."""
+    import sqlite3
+
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of a message's own bytes
+        code = getattr(error, "sqlite_errorcode", 0)
+        if code == _READONLY_ROLLBACK:
+            said = "its writer died in a transaction: open it once as a user who may write it"
+            raise OSError(errno.EACCES, said, str(path)) from error
+        if (number := _SYSTEM_ERRORS.get(code & 0xFF)) is not None:
+            raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
+        raise DamagedLogError(f"{path} is damaged: {str(error)!a}") from error

@@ -1,0 +1,442 @@
+"""The log of trajectories: what a rollout made, kept on disk whatever happens to the rollout."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
+from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
+from trajpack.packing.trajectory_log.index import EpisodeIndex
+from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
+from trajpack.packing.trajectory_log.parquet import MANIFEST, OldLog, write_parquet
+from trajpack.packing.trajectory_log.rows import (
+    EpisodeRow,
+    encoded,
+    row_of_episode,
+    trajectories_of_row,
+)
+from trajpack.packing.trajectory_log.salvage import salvage
+from trajpack.packing.trajectory_log.writer import LogWriter
+from trajpack.packing.types import Trajectory
+
+LOCK = "writer.lock"
+_FILLED_AT_ONCE = 256
+"""Episodes that a buffer is given in one call: one each takes longer, all take much memory."""
+Mode: TypeAlias = Literal["append", "read"]
+
+
+@dataclass(frozen=True)
+class LoggedEpisode:
+    """One episode of a log."""
+
+    episode: str
+    """Name of the episode."""
+    trajectories: tuple[Trajectory, ...]
+    """Trajectories of the episode; empty where it failed. Arrays are int32 and float32."""
+    error: str | None = None
+    """Reason of the failure, or ``None``."""
+
+
+class TrajectoryLog:
+    """A folder of episodes, appended and never changed, that survives the death of its writer.
+
+    An episode is in the log once: one that succeeded stays as it is, one that failed may be
+    appended again. Trajectories are stored as a buffer stores them, each token once, in one
+    SQLite file, and come back bit for bit. `flush` makes what was appended durable; a thread
+    does the same whenever a limit of `LogOptions` is reached. A process that is killed, or a
+    machine that loses power, loses at most what was not flushed. Methods may be called from any
+    thread; a signal handler may raise inside any of them, or use the log that it interrupts.
+
+    Made by `open`.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from trajpack import Trajectory, Turn
+        >>> trajectory = Trajectory("q0@0", [Turn([1, 2], [3], [-0.5], reward=1.0)])
+        >>> with TemporaryDirectory() as folder:
+        ...     with TrajectoryLog.open(folder) as log:
+        ...         log.append("q0@0", [trajectory])
+        ...         log.append("q0@1", [], error="timed out")
+        ...     with TrajectoryLog.open(folder, mode="read") as log:
+        ...         print(log)
+        ...         [episode.error for episode in log.replay()]
+        TrajectoryLog(2 episodes, 1 of them failed; 1 trajectories, 3 tokens)
+        [None, 'timed out']
+    """
+
+    def __init__(self, file: LogFile, options: LogOptions, lock: WriterLock | None = None) -> None:
+        self._file = file
+        self._folder = file.path.parent
+        self._options = options
+        self._index = EpisodeIndex(file, options.damaged)
+        self._is_closed = False
+        self._writer: LogWriter | None = None
+        if lock is not None:
+            self._writer = LogWriter(file, self._index, lock, options=options)
+            weakref.finalize(self, self._writer.close)  # at exit, at the latest
+        self.fields = file.fields
+        """Extra per-token fields that every turn brings."""
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        mode: Mode = "append",
+        fields: Sequence[TokenField] | None = None,
+        options: LogOptions | None = None,
+    ) -> TrajectoryLog:
+        """Open the log in ``folder``.
+
+        Args:
+            folder: Made if need be, with ``mode="append"``. A relative path means the folder
+                that it names now.
+            mode: ``"append"``: as the only writer; a log that an earlier release wrote as Parquet
+                segments is converted, and its files stay. ``"read"``: as one of many readers, of
+                what is durable now; a writer may append meanwhile.
+            fields: Extra fields of every turn, see `TokenField`. A new log without them has
+                none; one that is there has those it was begun with.
+            options: When to write, and what to do about damage.
+
+        Raises:
+            FileNotFoundError: If there is no log to read.
+            LogInUseError: If another writer has the log open.
+            DamagedLogError: If the log is not as it was written; contents of episodes are read,
+                and checked, by `replay`.
+            ValueError: If ``fields`` are not those of the log, the folder holds something else,
+                a later release wrote the log, an earlier one wrote it and it is only to be read,
+                or ``mode`` is unknown.
+            OSError: If the folder cannot be read or written.
+            ImportError: If a log is to be converted and pyarrow, the extra ``[log]``, is missing.
+
+        Cost: reads about 60 bytes an episode, and takes about 5 µs for each. With
+            ``LogOptions(damaged="skip")`` it reads and checks all of the log.
+        """
+        place = Path(os.path.abspath(folder))
+        chosen = LogOptions() if options is None else options
+        declared = None if fields is None else check_fields(fields)
+        if mode == "read":
+            _check_readable(place)
+            return cls(_opened(place, declared), chosen)
+        if mode != "append":
+            raise ValueError(f"mode must be 'append' or 'read', got {mode!r}")
+        lock = _locked(place)
+        try:
+            if not os.path.lexists(place / LOG):
+                _begin(place, declared or (), chosen)
+            return cls(_opened(place, declared, to_append=True), chosen, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def salvage(
+        cls,
+        damaged: str | os.PathLike[str],
+        folder: str | os.PathLike[str],
+        *,
+        fields: Sequence[TokenField] | None = None,
+    ) -> None:
+        """Write a new log with all whole episodes of a log whose file is damaged.
+
+        Args:
+            damaged: Folder of the damaged log, which is only read.
+            folder: Folder of the new one, new or empty.
+            fields: Extra fields of the log, where its file does not say them any more.
+
+        Raises:
+            DamagedLogError: If ``fields`` is ``None`` and the file does not say them.
+            LogInUseError, OSError, ValueError: As `open`, for ``folder``.
+
+        Warns:
+            UserWarning: For each episode of which the file still has a part.
+
+        Cost: reads the file once, and the new one.
+        """
+        source, place = Path(os.path.abspath(damaged)) / LOG, Path(os.path.abspath(folder))
+        with closing(_locked(place)):
+            _check_empty(place)
+            salvage(source, place / LOG, fields)
+
+    def __enter__(self) -> TrajectoryLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Episodes in it, failed ones too."""
+        return self._index.num_episodes
+
+    def __contains__(self, episode: object) -> bool:
+        """Tell whether an episode is in it, durable or not, failed or not."""
+        return episode in self._index
+
+    def __repr__(self) -> str:
+        return (
+            f"TrajectoryLog({len(self)} episodes, {len(self.failed)} of them failed; "
+            f"{self.num_trajectories} trajectories, {self.num_tokens:,} tokens)"
+        )
+
+    @property
+    def finished(self) -> frozenset[str]:
+        """Names of the episodes that succeeded: what a rollout that goes on need not do again.
+
+        Cost: a copy; ``name in log`` looks one up.
+        """
+        return self._index.finished
+
+    @property
+    def failed(self) -> frozenset[str]:
+        """Names of the episodes that failed, and were not appended again since. A copy."""
+        return self._index.failed
+
+    @property
+    def episodes(self) -> frozenset[str]:
+        """Names of all episodes, durable or not, failed or not. A copy."""
+        return self.failed | self.finished  # in this order, in which an episode may change
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories in it."""
+        return self._index.num_trajectories
+
+    @property
+    def num_turns(self) -> int:
+        """Turns in it."""
+        return self._index.num_turns
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in it, each counted once, however many turns repeat it."""
+        return self._index.num_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Episodes that are not durable yet."""
+        return len(self._index.pending)
+
+    def append(
+        self, episode: str, trajectories: Sequence[Trajectory], *, error: str | None = None
+    ) -> None:
+        """Check an episode and keep it; `flush`, or a limit of `LogOptions`, makes it durable.
+
+        Args:
+            episode: Its name; any text, the log makes no path of it.
+            trajectories: What it made; none where it failed. They are copied.
+            error: Why it failed; cut off after `LogOptions.max_error_chars`.
+
+        Raises:
+            TypeError: If a value is of the wrong kind.
+            ValueError: If the episode is in the log already and did not fail, if one that
+                failed comes with trajectories, if a trajectory is not what a buffer with the
+                log's fields takes, or if the log is closed or opened for reading.
+            OSError: If what was appended before could not be written, as on a full disk. The
+                episode is not kept then; what was appended before is, and is tried again.
+
+        Cost: that of `TrajectoryBuffer.extend`; never touches the disk. Waits for it where
+            `LogOptions.max_pending_bytes` wait.
+        """
+        writer = self._opened_writer()
+        if not isinstance(episode, str):
+            raise TypeError(f"episode must be a str, got {type(episode).__name__}")
+        if error is not None:
+            if not isinstance(error, str):
+                raise TypeError(f"error must be a str or None, got {type(error).__name__}")
+            error = error[: self._options.max_error_chars]
+        name = str.__str__(episode)  # of a subclass, too, with methods of its own
+        given = list(trajectories)
+        if error is not None and given:
+            raise ValueError(
+                f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
+            )
+        self._index.check_new(name)  # and again when it is kept: another thread may be faster
+        row = row_of_episode(name, given, error, fields=self.fields)
+        content = encoded(row)
+        writer.append(name, Entry.of(row, content), content)
+
+    def flush(self) -> None:
+        """Make all that was appended before the call durable: it survives whatever comes.
+
+        On an event loop, call it in a thread: ``await asyncio.to_thread(log.flush)``.
+
+        Raises:
+            OSError: If it cannot be written, or the log is no longer at its path. Nothing is
+                lost: what is durable stays so, the rest is kept, and is tried again.
+            LogInUseError: If another writer has the log, since its lock was removed or replaced.
+            DamagedLogError: If the file is not as it was written; it is left as it is.
+            ValueError: If the log is closed or opened for reading.
+
+        Cost: writes what waits, in transactions with five synchronisations of the disk each.
+            Other threads may append meanwhile.
+        """
+        self._opened_writer().flush()
+
+    def close(self) -> None:
+        """Flush, and let another writer have the log. Closing twice does nothing.
+
+        Raises:
+            OSError: If what waits cannot be written. It is lost, then; the log is closed.
+        """
+        self._is_closed = True
+        if self._writer is not None:
+            self._writer.close()
+
+    def replay(self) -> Iterator[LoggedEpisode]:
+        """Yield the episodes that are durable now, each once, in the order they were appended.
+
+        Of one that failed and was appended again, the last is yielded, in its place. Values
+        are those that `TrajectoryBuffer.pack` and `PackedBatch.unpack` would have given back.
+
+        Raises:
+            DamagedLogError: If an episode is not as it was written; with ``damaged="skip"`` a
+                `UserWarning` says so, and it is as if it had never been logged.
+            OSError: If the file cannot be read, or is another one.
+
+        Cost: reads some megabytes at a time, and holds no others. A writer waits for milliseconds
+            at most. Arrays are views of their episode's own memory.
+        """
+        for row in self._rows():
+            trajectories = trajectories_of_row(row, self.fields)
+            yield LoggedEpisode(row.episode, tuple(trajectories), row.error)
+
+    def fill(self, buffer: TrajectoryBuffer) -> int:
+        """Add the trajectories of all durable episodes to a buffer, in the order of `replay`.
+
+        The buffer then holds, bit for bit, what it would had it been given the originals.
+
+        Returns:
+            How many trajectories were added.
+
+        Raises:
+            DamagedLogError, OSError: As `replay`.
+            ValueError: If the buffer's fields are not the log's, before anything is added, or
+                if it is full: then it holds some whole episodes, the first ones.
+        """
+        _check_fields(self._file, buffer.fields)
+        before, rows = len(buffer), self._rows()
+        while some := list(islice(rows, _FILLED_AT_ONCE)):
+            buffer.extend([one for row in some for one in trajectories_of_row(row, self.fields)])
+        return len(buffer) - before
+
+    def export_parquet(self, path: str | os.PathLike[str], *, compression_level: int = 3) -> None:
+        """Write the episodes that `replay` yields as one Parquet file, for other tools.
+
+        Args:
+            path: Of the file; one that is there is replaced when the new one is whole.
+            compression_level: Level of zstd, 1 to 22.
+
+        Raises:
+            DamagedLogError: As `replay`.
+            ImportError: If pyarrow is missing: the extra ``[log]``.
+            OSError: If the log cannot be read, or the file not be written.
+            ValueError: If ``compression_level`` is out of range.
+
+        Cost: memory for some megabytes of episodes; about 200 ns a token.
+        """
+        write_parquet(Path(path), self._rows(), self.fields, compression_level=compression_level)
+
+    def _rows(self) -> Iterator[EpisodeRow]:
+        """Yield the episodes that count and are durable now."""
+        num_rows, counting = self._index.counting()
+        for entries, _ in self._file.entries(self._file.start, num_rows):
+            for entry, row in self._file.rows(one for one in entries if one.number in counting):
+                if isinstance(row, EpisodeRow):
+                    yield row
+                elif self._options.damaged == "raise":
+                    raise row
+                else:
+                    self._index.lose(entry)
+                    warnings.warn(f"1 episode skipped: {row}", stacklevel=3)
+
+    def _opened_writer(self) -> LogWriter:
+        if self._is_closed:
+            raise self._index.closed_error()
+        if self._writer is None:
+            raise ValueError(f"log {self._folder} is opened for reading")
+        if not self._writer.is_ours:
+            raise ValueError(f"log {self._folder} belongs to the process that opened it")
+        return self._writer
+
+
+def _locked(folder: Path) -> WriterLock:
+    """Make a folder if need be, and lock it."""
+    make_folder(folder)
+    try:
+        return WriterLock(folder / LOCK)
+    except LockTakenError as error:
+        raise LogInUseError(
+            f"log {folder} has a writer already: {error}; a log has one at a time"
+        ) from None
+
+
+def _opened(
+    folder: Path, fields: Sequence[TokenField] | None, *, to_append: bool = False
+) -> LogFile:
+    file = LogFile(folder / LOG, to_append=to_append)
+    _check_fields(file, fields)
+    return file
+
+
+def _check_fields(file: LogFile, fields: Sequence[TokenField] | None) -> None:
+    """Raise unless a log of these fields is what this one is; ``None`` takes any."""
+    if fields is None:
+        return
+    given, begun_with = ([field.name for field in some] for some in (fields, file.fields))
+    if [field.as_json() for field in fields] != [field.as_json() for field in file.fields]:
+        raise ValueError(
+            f"log {file.path.parent} was begun with fields {begun_with}, got {given}; names, "
+            "dtypes, shapes, fills and order must be the same"
+        )
+
+
+def _check_readable(folder: Path) -> None:
+    """Raise where there is no log of this form."""
+    if os.path.lexists(folder / LOG):
+        return
+    if (folder / MANIFEST).exists():
+        raise ValueError(
+            f"{folder} holds a log in the form of an earlier release; "
+            f"TrajectoryLog.open({str(folder)!r}).close() converts it"
+        )
+    raise FileNotFoundError(f"{folder} holds no trajectory log: it has no {LOG}")
+
+
+def _begin(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> None:
+    """Write a new log, or one with what a log of the old form holds."""
+    if (folder / MANIFEST).exists() and not os.path.lexists(folder / f"{LOG}-journal"):
+        old = OldLog(folder, options.damaged)
+        LogFile.create(folder / LOG, old.fields, old.rows())
+    else:
+        _check_empty(folder)
+        LogFile.create(folder / LOG, fields)
+
+
+def _check_empty(folder: Path) -> None:
+    """Raise unless a log can begin in a folder."""
+    if os.path.lexists(folder / f"{LOG}-journal"):
+        raise DamagedLogError(
+            f"{folder / LOG} is missing, but {LOG}-journal is there; without it a new log begins"
+        )
+    foreign = sorted(set(os.listdir(folder)) - {LOCK, f"{LOG}.tmp"})
+    if foreign:
+        raise ValueError(
+            f"{folder} is neither empty nor a trajectory log: it has no {LOG}, "
+            f"but holds {foreign[0]!r}"
+        )

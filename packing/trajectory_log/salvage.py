@@ -1,0 +1,117 @@
+"""Episodes out of a log whose SQLite file is damaged, page by page."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from trajpack.packing.token_fields import TokenField
+from trajpack.packing.trajectory_log.database import (
+    PAGE_BYTES,
+    LogFile,
+    check_regular,
+    declared_fields,
+)
+from trajpack.packing.trajectory_log.options import DamagedLogError
+from trajpack.packing.trajectory_log.rows import RECORD_MARK, EpisodeRow, decoded
+
+_LEAF = 13
+"""First byte of a page with rows of a table."""
+
+
+def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> None:
+    """Write a new log with all whole episodes of a damaged one, in order.
+
+    Rows are told by the form of their pages (https://www.sqlite.org/fileformat2.html), whatever
+    the rest of the file says, and an episode is whole if its own checksum is right.
+
+    Args:
+        source: File of the damaged log.
+        target: File of the new one.
+        fields: Extra fields of the log, for a file that does not say them any more.
+
+    Raises:
+        DamagedLogError: If ``fields`` is ``None`` and the file does not say them, or it is no
+            regular file.
+        OSError: If the file cannot be read, or the new one not be written.
+    """
+    check_regular(source)
+    if fields is None:
+        described = (one for one in _last_values(source) if one.startswith(b'{"format": '))
+        fields = declared_fields(source, next(described, b"null"))
+    known = tuple(fields)
+    LogFile.create(target, known, _episodes(source, known))
+
+
+def _episodes(path: Path, fields: tuple[TokenField, ...]) -> Iterator[EpisodeRow]:
+    for value in _last_values(path):
+        if value.startswith(RECORD_MARK):
+            try:
+                yield decoded(value, fields)
+            except DamagedLogError as error:
+                warnings.warn(f"1 episode of {path} is damaged: {error}", stacklevel=6)
+
+
+def _last_values(path: Path) -> Iterator[bytes]:
+    """Yield the last column of every row of the file, where that is a blob."""
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        for number in range(1, num_bytes // PAGE_BYTES + 1):
+            page = _page(file, number)
+            begin = 100 if number == 1 else 0
+            count = int.from_bytes(page[begin + 3 : begin + 5]) if page[begin] == _LEAF else 0
+            for place in range(begin + 8, min(begin + 8 + 2 * count, PAGE_BYTES), 2):
+                try:
+                    cell = page[int.from_bytes(page[place : place + 2]) :]
+                    yield _last_blob(_row(file, cell, num_bytes))
+                except (IndexError, ValueError):  # the page is damaged, or of another kind
+                    continue
+
+
+def _page(file: BinaryIO, number: int) -> bytes:
+    file.seek((number - 1) * PAGE_BYTES)
+    return file.read(PAGE_BYTES)
+
+
+def _row(file: BinaryIO, cell: bytes, num_bytes: int) -> bytes:
+    """Return a row, which begins in a page and may go on in a chain of others."""
+    size, begin = _number(cell, 0)
+    _, begin = _number(cell, begin)
+    local = size
+    if size > PAGE_BYTES - 35:
+        least = (PAGE_BYTES - 12) * 32 // 255 - 23
+        local = least + (size - least) % (PAGE_BYTES - 4)
+        local = local if local <= PAGE_BYTES - 35 else least
+    if size > num_bytes:
+        raise ValueError("a row is longer than the file")
+    end = begin + local
+    pieces, left, following = [cell[begin:end]], size - local, cell[end : end + 4]
+    while left > 0:
+        page = _page(file, max(1, int.from_bytes(following)))
+        following = page[:4]
+        pieces.append(page[4 : 4 + left])
+        left -= PAGE_BYTES - 4
+    return b"".join(pieces)
+
+
+def _last_blob(row: bytes) -> bytes:
+    end, place = _number(row, 0)
+    kind = 0
+    while place < end:
+        kind, place = _number(row, place)
+    if kind < 12 or kind % 2:
+        raise ValueError("the last column is no blob")
+    return row[len(row) - (kind - 12) // 2 :]
+
+
+def _number(content: bytes, place: int) -> tuple[int, int]:
+    """Return a number of variable length, and where it ends."""
+    value = 0
+    for end in range(place + 1, place + 9):
+        value = value << 7 | content[end - 1] & 0x7F
+        if content[end - 1] < 0x80:
+            return value, end
+    return value << 8 | content[place + 8], place + 9

@@ -1,0 +1,82 @@
+"""What ``trajpack replay`` does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from trajpack.agent.errors import SetupError
+from trajpack.agent.models.causal_model import first_line, load_tokenizer
+from trajpack.agent.rollout.files import check_places, save_rollout, tokenizer_folder
+from trajpack.agent.rollout.log import logged_tokenizer
+from trajpack.commands.terminal import make_console, results, tell
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.inspection import counted, describe, summary
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.layout import Layout
+from trajpack.packing.trajectory_log.log import TrajectoryLog
+
+_MAX_REASONS = 5
+
+
+def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> int:
+    """Read a log, pack it, save the batch if asked to, and report; return the exit status.
+
+    Raises:
+        SetupError: With one line for the user.
+    """
+    if out is not None:
+        check_places(out, None)
+    try:
+        with TrajectoryLog.open(folder, mode="read") as log:
+            rows = _describe(log)
+            buffer = TrajectoryBuffer(fields=log.fields, device=device)
+            log.fill(buffer)
+        batch = buffer.pack(layout=layout) if len(buffer) else None
+    except OSError as error:
+        raise SetupError(f"cannot read {folder}: {error.strerror or first_line(error)}") from error
+    except (AssertionError, RuntimeError, ValueError) as error:  # of torch, too
+        raise SetupError(first_line(error)) from error
+    if batch is None and out is not None:
+        raise SetupError(f"{folder} has no trajectories; no batch was written")
+    if batch is not None and out is not None:
+        _save(folder, batch, out)
+    with results():
+        console = make_console()
+        rows += [] if batch is None else describe(batch)
+        console.print(summary(rows, folder.name, console.width))
+        if out is not None:
+            tell(console, f"batch      {out}")
+            tell(console, f"Look at it with: trajpack inspect {out}", "dim")
+    return 0
+
+
+def _describe(log: TrajectoryLog) -> list[tuple[str, str]]:
+    """Return what is in a log, as pairs of a name and its value in words."""
+    num_failed = len(log.failed)
+    rows = [("episodes", f"{len(log):,}, {num_failed:,} of them failed")]
+    if num_failed:
+        reasons = Counter(logged.error for logged in log.replay() if logged.error is not None)
+        common = reasons.most_common(_MAX_REASONS)
+        rows += [(f"failed {number:,}", reason) for reason, number in common]
+        if len(reasons) > _MAX_REASONS:
+            rows.append(("failed", counted(len(reasons) - _MAX_REASONS, "more reason")))
+    return rows
+
+
+def _save(folder: Path, batch: PackedBatch, out: Path) -> None:
+    """Write the batch, and beside it the tokenizer if the log has one."""
+    kept = logged_tokenizer(folder)
+    tokenizer = load_tokenizer(kept) if kept.is_dir() else None
+    if tokenizer is None and tokenizer_folder(out).exists():
+        raise SetupError(
+            f"{folder} has no tokenizer, and {tokenizer_folder(out)} is that of another batch"
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if tokenizer is None:
+            batch.save(out)
+        else:
+            save_rollout(batch, tokenizer, out)
+    except OSError as error:
+        raise SetupError(f"cannot write {out}: {error.strerror or error}") from error

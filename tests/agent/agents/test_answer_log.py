@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajpack.agent.agents.answer_log import AnswerLog, LoggedTurn, answer_file_name
+
+any_qid = st.text(st.characters(categories=None), max_size=300) | st.text("aA./%~\\ ", max_size=6)
+
+
+def logged(turn: int = 0, **changes: Any) -> LoggedTurn:
+    fields: dict[str, Any] = {
+        "turn": turn,
+        "prompt_text": "1 + 1?",
+        "completion_text": "2",
+        "prompt_len": 4,
+        "answer_len": 1,
+        "success": True,
+        "reward": 1.0,
+        "version_start": 0,
+        "version_end": 0,
+    }
+    return LoggedTurn(**(fields | changes))
+
+
+def write(folder: Path, qid: str, *turns: LoggedTurn) -> None:
+    asyncio.run(AnswerLog(folder).write(qid, turns))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_each_version_gets_a_folder_with_its_turns_in_order(tmp_path: Path) -> None:
+    turns = [logged(0, version_start=2, version_end=10), logged(1, version_start=10, reward=-0.5)]
+    write(tmp_path, "q0@0", *turns, logged(2, version_start=10, success=False))
+    assert files(tmp_path) == ["10/q0@0.jsonl", "10/q0@0.txt", "2/q0@0.jsonl", "2/q0@0.txt"]
+    lines = [json.loads(line) for line in (tmp_path / "10/q0@0.jsonl").read_text().splitlines()]
+    assert [(line["turn"], line["success"]) for line in lines] == [(1, True), (2, False)]
+    assert lines[0] == {
+        "qid": "q0@0",
+        "turn": 1,
+        "version_start": 10,
+        "version_end": 0,
+        "success": True,
+        "reward": -0.5,
+        "prompt_len": 4,
+        "answer_len": 1,
+    }
+
+
+def test_the_text_file_shows_prompt_and_answer_of_each_turn(tmp_path: Path) -> None:
+    write(tmp_path, "q0@0", logged(prompt_text="1 + 1?\nSay it."))
+    assert (tmp_path / "0/q0@0.txt").read_text() == (
+        "q0@0 turn 0: versions 0 to 0, right, reward 1\n"
+        "prompt (4 tokens):\n    1 + 1?\n    Say it.\n"
+        "answer (1 tokens):\n    2\n\n"
+    )
+
+
+def test_a_relative_folder_is_the_one_it_named_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    log = AnswerLog("answers")
+    monkeypatch.chdir(tmp_path / "b")
+    asyncio.run(log.write("q0", [logged()]))
+    assert files(tmp_path) == ["a/answers/0/q0.jsonl", "a/answers/0/q0.txt"]
+
+
+def test_a_later_episode_of_the_same_id_replaces_the_earlier(tmp_path: Path) -> None:
+    write(tmp_path, "q0", logged(0), logged(1))
+    write(tmp_path, "q0", logged(0))
+    assert len((tmp_path / "0/q0.jsonl").read_text().splitlines()) == 1
+    assert files(tmp_path) == ["0/q0.jsonl", "0/q0.txt"]
+
+
+@settings(deadline=None)
+@given(text=st.text(st.characters(categories=None)), qid=any_qid)
+def test_no_text_can_forge_a_line(
+    tmp_path_factory: pytest.TempPathFactory, text: str, qid: str
+) -> None:
+    folder = tmp_path_factory.mktemp("log")
+    write(folder, qid, logged(prompt_text=text, completion_text=text))
+    name = answer_file_name(qid)
+    jsonl = (folder / f"0/{name}.jsonl").read_text()
+    assert jsonl.count("\n") == 1
+    assert json.loads(jsonl)["qid"] == qid
+    written = (folder / f"0/{name}.txt").read_text()
+    lines = written.splitlines()
+    assert lines == written.split("\n")[:-1]
+    assert all(line.isprintable() for line in lines)
+    titles = [line for line in lines if line and not line.startswith("    ")]
+    assert len([line for line in titles if line.startswith(("prompt (", "answer ("))]) >= 2
+    assert len(lines) == 4 + 2 * (text.count("\n") + 1)
+
+
+@settings(deadline=None)
+@given(st.lists(any_qid, unique=True, min_size=2, max_size=20))
+def test_different_ids_have_different_files_even_where_case_does_not_count(
+    qids: list[str],
+) -> None:
+    assert len({answer_file_name(qid).lower() for qid in qids}) == len(qids)
+
+
+@settings(deadline=None)
+@given(any_qid)
+def test_a_file_name_is_one_component_of_a_path_that_a_file_system_takes(qid: str) -> None:
+    name = answer_file_name(qid)
+    assert Path(name).parts == (name,)
+    assert name.isascii()
+    assert not name.startswith((".", "-"))
+    assert 0 < len(name) <= 200
+
+
+@pytest.mark.attack
+def test_no_two_of_many_ids_share_a_name_and_none_is_a_path(tries: Callable[[int], int]) -> None:
+    """Ids made of what paths, escapes, cases and lengths are confused by."""
+    draw = random.Random(14)
+    parts = [*"aAbBzZ019", ".", "..", "/", "\\", "%", "%2e", "%2E", "%25", "~", "-", "_", " ", "@"]
+    parts += [
+        "\0",
+        "\n",
+        ":",
+        "CON",
+        "nul",
+        "ä",
+        "Ä",
+        "a\u0308",
+        "ß",
+        "\u017f",
+        "İ",
+        "\u200d",
+        "\ud800",
+    ]
+    parts += ["x" * 80, "X" * 80, "x" * 161, "~4d98893e06cf666506fff580b92c7ff2", ".txt", ".jsonl"]
+    qids = {"".join(draw.choices(parts, k=draw.randrange(9))) for _ in range(tries(300_000))}
+    names: dict[str, str] = {}
+    for qid in qids:
+        name = answer_file_name(qid)
+        other = names.setdefault(name.lower(), qid)
+        assert other == qid, (name, other, qid)
+        assert name.isascii(), qid
+        assert name.isprintable(), qid
+        assert not set(name) & set("/\\\0 "), qid
+        assert not name.startswith((".", "-")), qid
+        assert 0 < len(name) <= 200, qid
+
+
+@pytest.mark.parametrize("qid", ["q0@0", "gsm8k_test-17@3", "abc@idx:0-1", "a.b,c=d+e"])
+def test_plain_ids_keep_their_name(qid: str) -> None:
+    assert answer_file_name(qid) == qid
+
+
+@pytest.mark.parametrize("qid", ["../../escaped", "/abs", "..", ".", "", "a/b", "x" * 5000, "\0"])
+def test_no_id_escapes_the_folder(tmp_path: Path, qid: str) -> None:
+    folder = tmp_path / "inner" / "answers"
+    write(folder, qid, logged())
+    assert len(files(tmp_path)) == 2
+    assert all(path.startswith("inner/answers/0/") for path in files(tmp_path))
+
+
+def test_a_folder_that_cannot_be_written_raises_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "q0.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"q0\.jsonl"):
+        write(tmp_path, "q0", logged())
+    assert files(tmp_path) == []
+
+
+def test_an_episode_of_which_one_file_cannot_be_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def fail(path: Path, *args: Any, **options: Any) -> int:
+        if ".jsonl" in path.name:
+            write_text(path, "half", **options)
+            raise OSError("full")
+        return write_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="full"):
+        write(tmp_path, "q0", logged())
+    assert files(tmp_path) == []

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.errors import EpisodeError
+from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
+from trajpack.packing.types import Trajectory
+
+RIGHT = "\n<user>Congratulations! You are correct!<assistant>"
+WRONG = "\n<user>Unfortunately your answer is wrong. Let's try again.<assistant>"
+
+
+class Characters:
+    """A tokenizer whose tokens are characters; token 0 is special."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        (message,) = messages
+        return f"<{message['role']}>{message['content']}<assistant>"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [0] * add_special_tokens + [ord(char) for char in text]
+
+    def decode(
+        self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        assert not clean_up_tokenization_spaces
+        return "".join(chr(i) if i else "<end>" for i in ids if i or not skip_special_tokens)
+
+
+class Judge:
+    """An environment that has made up its mind."""
+
+    def __init__(self, *successes: Any, terminated_at: int = -1) -> None:
+        self.successes = list(successes)
+        self.actions: list[Any] = []
+        self.num_resets = 0
+        self.terminated_at = terminated_at
+
+    async def reset(self) -> None:
+        assert not self.actions
+        self.num_resets += 1
+
+    async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.actions.append(action)
+        turn = len(self.actions) - 1
+        return None, [self.successes[turn]], turn == self.terminated_at, False, {}
+
+
+class Queues:
+    """An engine that answers from a list, over real queues."""
+
+    def __init__(self, replies: list[Any]) -> None:
+        self.replies = replies
+        self.observations: list[tuple[str, list[int], Any]] = []
+        self.obs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.act_queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        for reply in self.replies:
+            qid, token_ids, gconfig = await self.obs_queue.get()
+            self.observations.append((qid, list(token_ids), gconfig))
+            made = reply(qid, list(token_ids)) if callable(reply) else reply
+            token_ids.append(-1)  # what was put on the queue is the engine's to spoil
+            await self.act_queue.put(made)
+
+
+def says(text: str, **changes: Any) -> Callable[[str, list[int]], GenerationOutput]:
+    ids = [ord(char) for char in text] + [0]
+
+    def reply(qid: str, token_ids: list[int]) -> GenerationOutput:
+        fields: dict[str, Any] = {
+            "qid": qid,
+            "prompt_ids": token_ids,
+            "output_ids": ids,
+            "output_logprobs": [-0.5] * len(ids),
+            "no_eos": False,
+            "version_start": 0,
+            "version_end": 0,
+        }
+        return GenerationOutput(**(fields | changes))
+
+    return reply
+
+
+def make(**options: Any) -> MathMultiTurnAgent:
+    defaults: dict[str, Any] = {
+        "gconfig": SamplingParams(max_new_tokens=8),
+        "tokenizer": Characters(),
+        "answer_save_path": None,
+    }
+    return MathMultiTurnAgent(**(defaults | options))
+
+
+async def collect(
+    agent: MathMultiTurnAgent, env: Any, queues: Queues, prompt: Prompt | None = None
+) -> Trajectory:
+    prompt = prompt or Prompt("q0@0", [ord(char) for char in "1+1?"])
+    server = asyncio.ensure_future(queues.serve())
+    try:
+        (trajectory,) = await agent.collect_trajectory(
+            prompt, env, queues.obs_queue, queues.act_queue
+        )
+    finally:
+        server.cancel()
+    return trajectory
+
+
+def run(agent: MathMultiTurnAgent, env: Any, *replies: Any) -> tuple[Trajectory, Queues]:
+    async def episode() -> tuple[Trajectory, Queues]:
+        queues = Queues(list(replies))
+        return await collect(agent, env, queues), queues
+
+    return asyncio.run(episode())
+
+
+def text_of(ids: Any) -> str:
+    return "".join(map(chr, ids))
+
+
+def test_each_prompt_is_the_conversation_so_far_and_the_feedback() -> None:
+    env = Judge(False, True, True)
+    trajectory, queues = run(make(num_turns=3), env, says("3"), says("2"), says("2."))
+    texts = [text_of(ids) for _, ids, _ in queues.observations]
+    assert texts == ["1+1?", f"1+1?3\0{WRONG}", f"1+1?3\0{WRONG}2\0{RIGHT}"]
+    assert [text_of(turn.prompt_ids) for turn in trajectory.turns] == texts
+    assert env.actions == [("q0@0", ["3"]), ("q0@0", ["2"]), ("q0@0", ["2."])]
+
+
+@settings(deadline=None)
+@given(st.booleans(), st.floats(-10, 10), st.floats(-10, 10))
+def test_a_reward_is_plus_or_minus_one_less_the_bias_times_the_scale(
+    success: bool, scaling: float, bias: float
+) -> None:
+    agent = make(num_turns=1, reward_scaling=scaling, reward_bias=bias)
+    trajectory, _ = run(agent, Judge(success), says("2"))
+    assert trajectory.turns[0].reward == ((1.0 if success else -1.0) - bias) * scaling
+
+
+def test_a_trajectory_carries_what_the_engine_and_the_prompt_said() -> None:
+    agent = make(num_turns=1, turn_level_discount=0.5)
+    spans = [(3, 0, 1), (4, 1, 2)]
+    reply = says("2", no_eos=True, version_start=3, version_end=4, version_spans=spans)
+    before = time.time() * 1000
+    trajectory, _ = run(agent, Judge(1), reply)
+    (turn,) = trajectory.turns
+    assert (turn.truncated, turn.version_start, turn.version_end) == (True, 3, 4)
+    assert turn.version_spans == spans
+    assert (trajectory.turn_discount, trajectory.task_id) == (0.5, None)
+    assert trajectory.birth_time_ms is not None
+    assert before - 1 <= trajectory.birth_time_ms <= time.time() * 1000
+
+
+def test_an_empty_completion_is_a_turn() -> None:
+    reply = says("", output_ids=[], output_logprobs=[])
+    trajectory, _ = run(make(num_turns=2), Judge(False, False), reply, says("2"))
+    assert len(trajectory.turns[0].completion_ids) == 0
+    assert text_of(trajectory.turns[1].prompt_ids) == f"1+1?{WRONG}"
+
+
+def test_the_episode_goes_on_after_success_unless_told_to_stop() -> None:
+    replies = [says("1"), says("2"), says("3")]
+    assert len(run(make(num_turns=3), Judge(0, 1, 1), *replies)[0].turns) == 3
+    stops = make(num_turns=3, stop_on_success=True)
+    assert len(run(stops, Judge(0, 1, 1), *replies)[0].turns) == 2
+
+
+def test_the_episode_ignores_termination_unless_told_to_honour_it() -> None:
+    replies = [says("1"), says("2"), says("3")]
+    assert len(run(make(num_turns=3), Judge(0, 0, 0, terminated_at=1), *replies)[0].turns) == 3
+    stops = make(num_turns=3, stop_on_terminated=True)
+    assert len(run(stops, Judge(0, 0, 0, terminated_at=1), *replies)[0].turns) == 2
+
+
+def test_no_turn_is_asked_that_might_not_fit() -> None:
+    second_prompt = len(f"1+1?2\0{WRONG}")
+    replies = [says("2"), says("2")]
+    fits = make(num_turns=2, max_total_tokens=second_prompt + 8)
+    assert len(run(fits, Judge(0, 0), *replies)[0].turns) == 2
+    too_short = make(num_turns=2, max_total_tokens=second_prompt + 7)
+    trajectory, queues = run(too_short, Judge(0, 0), *replies)
+    assert len(trajectory.turns) == len(queues.observations) == 1
+    with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .* max_total_tokens=11"):
+        run(make(max_total_tokens=11), Judge())
+
+
+def test_a_lost_reply_ends_the_episode() -> None:
+    agent = make(num_turns=2, generation_timeout=0.05)
+    with pytest.raises(EpisodeError, match=r"'q0@0': turn 1: no reply within 0\.05 s"):
+        run(agent, Judge(0), says("1"))
+
+
+def test_a_cancelled_episode_names_itself_and_leaves_no_log(tmp_path: Path) -> None:
+    async def cancel() -> None:
+        is_judged = asyncio.Event()
+
+        class Tells(Judge):
+            async def step(self, action: Any) -> Any:
+                is_judged.set()
+                return await super().step(action)
+
+        agent = make(answer_save_path=tmp_path)
+        episode = asyncio.ensure_future(collect(agent, Tells(0), Queues([says("1")])))
+        await is_judged.wait()
+        episode.cancel()
+        with pytest.raises(asyncio.CancelledError, match="'q0@0': cancelled in turn 1"):
+            await episode
+        assert episode.cancelled()
+
+    asyncio.run(cancel())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cancellation_by_a_timeout_of_the_caller_stays_a_timeout() -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(0.01):
+            await collect(make(), Judge(0), Queues([]))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(limited())
+
+
+def test_the_log_shows_each_turn_with_its_own_prompt(tmp_path: Path) -> None:
+    run(make(num_turns=2, answer_save_path=tmp_path), Judge(0, 1), says("3"), says("2"))
+    text = (tmp_path / "0" / "q0@0.txt").read_text()
+    first, second = text.split("\n\n")[:2]
+    assert first.splitlines()[-4:] == ["prompt (4 tokens):", "    1+1?", *first.splitlines()[-2:]]
+    assert first.endswith("answer (2 tokens):\n    3")
+    assert "    1+1?3<end>\n    <user>Unfortunately" in second
+    assert second.endswith("answer (2 tokens):\n    2")
+
+
+def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "answers").write_text("a file where a folder should be")
+    agent = make(num_turns=1, answer_save_path=tmp_path / "answers")
+    with caplog.at_level(logging.WARNING, "trajpack"):
+        trajectory, _ = run(agent, Judge(1), says("2"))
+    assert len(trajectory.turns) == 1
+    assert "episode 'q0@0': its answers were not logged" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gconfig": SimpleNamespace(n=2)}, r"gconfig\.n must be 1, got 2"),
+        ({"gconfig": {"n": 2}}, r"gconfig\.n must be 1, got 2"),
+        ({"gconfig": SimpleNamespace(n_samples=4)}, r"gconfig\.n_samples must be 1, got 4"),
+        ({"gconfig": {"n_samples": 4}}, r"gconfig\.n_samples must be 1, got 4"),
+        ({"tokenizer": "no/such-folder"}, "cannot load a tokenizer from no/such-folder"),
+        ({"num_turns": 0}, "num_turns must be at least 1, got 0"),
+        ({"reward_scaling": float("inf")}, "reward_scaling must be finite, got inf"),
+        ({"reward_bias": float("nan")}, "reward_bias must be finite, got nan"),
+        ({"turn_level_discount": float("-inf")}, "turn_level_discount must be finite, got -inf"),
+        ({"max_total_tokens": 0}, "max_total_tokens must be positive, got 0"),
+        ({"max_total_tokens": 9, "gconfig": None}, "needs a gconfig with max_new_tokens"),
+        ({"generation_timeout": 0.0}, r"generation_timeout must be positive, got 0\.0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_turns": 2.5},
+        {"num_turns": "2"},
+        {"num_turns": True},
+        {"max_total_tokens": 9.5},
+        {"max_total_tokens": 99, "gconfig": {"max_new_tokens": "8"}},
+    ],
+)
+def test_numbers_of_turns_and_tokens_are_integers(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be an integer"):
+        make(**options)
+
+
+def test_a_limit_is_read_from_sampling_given_as_keys() -> None:
+    agent = make(max_total_tokens=11, gconfig={"max_new_tokens": 8, "n": 1})
+    with pytest.raises(EpisodeError, match=r"'q0@0'.* 4 tokens .* up to 8 .* max_total_tokens=11"):
+        run(agent, Judge())
+
+
+@pytest.mark.parametrize("decoded", [ValueError("no such token"), 7])
+def test_a_completion_that_cannot_be_decoded_ends_the_episode(decoded: Any) -> None:
+    class Fails(Characters):
+        def decode(self, ids: list[int], **options: Any) -> Any:
+            if isinstance(decoded, Exception):
+                raise decoded
+            return decoded
+
+    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its text could not be decoded: "):
+        run(make(tokenizer=Fails()), Judge(1), says("2"))
+
+
+def test_a_reward_beyond_float32_ends_the_episode() -> None:
+    with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its reward is out of range"):
+        run(make(reward_scaling=1e300), Judge(1), says("2"))
+
+
+def test_a_tokenizer_that_fails_on_the_log_costs_the_log_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(Characters):
+        def decode(self, ids: list[int], **options: Any) -> str:
+            if not options["skip_special_tokens"]:
+                raise ZeroDivisionError("oh")
+            return super().decode(ids, **options)
+
+    agent = make(tokenizer=Fails(), num_turns=1, answer_save_path=tmp_path)
+    with caplog.at_level(logging.WARNING, "trajpack"):
+        assert len(run(agent, Judge(1), says("2"))[0].turns) == 1
+    assert "its answers were not logged: oh" in caplog.text
+
+
+def test_many_episodes_share_one_agent() -> None:
+    async def all_of_them() -> list[Trajectory]:
+        agent = make(num_turns=3)
+        prompts = [Prompt(f"q{i}", [65 + i]) for i in range(20)]
+        episodes = [
+            collect(agent, Judge(0, i % 2, 1), Queues([says(str(i))] * 3), prompt)
+            for i, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*episodes)
+
+    for i, trajectory in enumerate(asyncio.run(all_of_them())):
+        start = f"{chr(65 + i)}{i}\0{WRONG}{i}\0{RIGHT if i % 2 else WRONG}"
+        assert text_of(trajectory.turns[2].prompt_ids) == start

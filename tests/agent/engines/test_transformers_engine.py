@@ -1,0 +1,545 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trajpack.agent.engines.transformers_engine import TransformersEngine
+from trajpack.agent.errors import EngineEndedError, GenerationError
+from trajpack.agent.models.tiny_model import build_tiny_model
+from trajpack.agent.protocols import GenerationOutput, Reply, SamplingParams
+
+torch.set_num_threads(1)
+MODEL, TOKENIZER = build_tiny_model()
+PROMPT: list[int] = TOKENIZER("What is 12 + 30?")["input_ids"]
+NEVER = 10**6
+"""An end-of-sequence token outside the vocabulary: completions run to their full length."""
+
+
+def small_engine(model: Any = MODEL, **options: Any) -> TransformersEngine:
+    options = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 256, **options}
+    return TransformersEngine(model, **options)
+
+
+async def ask(
+    engine: TransformersEngine, qid: str, ids: Sequence[int] = PROMPT, sampling: Any = None
+) -> Reply:
+    replies = engine.open_episode(qid)
+    try:
+        await engine.obs_queue.put((qid, ids, sampling or SamplingParams(max_new_tokens=16)))
+        return await asyncio.wait_for(replies.get(), 30)
+    finally:
+        engine.close_episode(qid)
+
+
+async def generate(*args: Any, **kwargs: Any) -> GenerationOutput:
+    reply = await ask(*args, **kwargs)
+    assert isinstance(reply, GenerationOutput), reply
+    return reply
+
+
+def logits_of(output: GenerationOutput, model: Any = MODEL) -> torch.Tensor:
+    """Logits of a full forward, one row for each sampled token."""
+    ids = torch.tensor([[*output.prompt_ids, *output.output_ids]])
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
+    return logits[len(output.prompt_ids) - 1 : -1]
+
+
+def logprobs_under(scores: torch.Tensor, output: GenerationOutput) -> torch.Tensor:
+    chosen = torch.tensor(list(output.output_ids))[:, None]
+    return scores.log_softmax(-1).gather(1, chosen)[:, 0]
+
+
+def assert_logprobs(output: GenerationOutput, scores: torch.Tensor) -> None:
+    expected = logprobs_under(scores, output)
+    torch.testing.assert_close(torch.tensor(output.output_logprobs), expected, atol=1e-4, rtol=0)
+
+
+def generation_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "generation" in thread.name]
+
+
+def test_a_completion_carries_its_prompt_logprobs_and_version() -> None:
+    async def body() -> GenerationOutput:
+        async with small_engine(version=4) as engine:
+            return await generate(engine, "a")
+
+    output = asyncio.run(body())
+    assert output.qid == "a"
+    assert list(output.prompt_ids) == PROMPT
+    assert 1 <= len(output.output_ids) == len(output.output_logprobs) <= 16
+    assert (output.version_start, output.version_end, output.version_spans) == (4, 4, None)
+    assert_logprobs(output, logits_of(output))
+
+
+def test_many_episodes_of_many_turns_get_one_reply_each() -> None:
+    async def episode(engine: TransformersEngine, qid: str) -> list[GenerationOutput]:
+        ids, outputs = PROMPT, []
+        for turn in range(3):
+            output = await generate(engine, f"{qid}.{turn}", ids)
+            outputs.append(output)
+            ids = [*output.prompt_ids, *output.output_ids, *PROMPT]
+        return outputs
+
+    async def body() -> list[list[GenerationOutput]]:
+        async with small_engine() as engine:
+            return await asyncio.gather(*(episode(engine, str(k)) for k in range(24)))
+
+    for outputs in asyncio.run(body()):
+        for output in outputs:
+            assert_logprobs(output, logits_of(output))
+
+
+def test_the_stop_token_belongs_to_the_completion_and_decides_no_eos() -> None:
+    common = list(range(0, 384, 2))
+
+    async def body() -> tuple[GenerationOutput, GenerationOutput]:
+        async with small_engine(eos_token_id=common) as engine:
+            stopped = await generate(engine, "a", sampling=SamplingParams(max_new_tokens=200))
+        async with small_engine(eos_token_id=NEVER) as engine:
+            return stopped, await generate(engine, "a")
+
+    stopped, cut = asyncio.run(body())
+    assert not stopped.no_eos
+    assert stopped.output_ids[-1] in common
+    assert not set(stopped.output_ids[:-1]) & set(common)
+    assert cut.no_eos
+    assert len(cut.output_ids) == 16
+
+
+def test_the_seed_decides_what_is_sampled() -> None:
+    async def body(seed: int) -> GenerationOutput:
+        async with small_engine(seed=seed) as engine:
+            return await generate(engine, "a")
+
+    first, again, other = (asyncio.run(body(seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first.output_ids != other.output_ids
+
+
+def test_each_request_is_sampled_with_its_own_parameters() -> None:
+    settings = {
+        "plain": SamplingParams(24),
+        "cold": SamplingParams(24, temperature=0.3),
+        "hot": SamplingParams(24, temperature=2.5),
+        "greedy": SamplingParams(24, temperature=0.0),
+        "greedy object": SimpleNamespace(max_new_tokens=24, greedy=True, top_k=10**8, top_p=1.0),
+        "top k": SamplingParams(24, top_k=3),
+        "top p": SamplingParams(24, top_p=0.4),
+        "all": SamplingParams(24, temperature=0.7, top_p=0.8, top_k=5),
+    }
+
+    async def body() -> list[GenerationOutput]:
+        async with small_engine(eos_token_id=NEVER) as engine:
+            asked = (generate(engine, qid, sampling=given) for qid, given in settings.items())
+            return await asyncio.gather(*asked)
+
+    outputs = {output.qid: output for output in asyncio.run(body())}
+    for qid, temperature in (("plain", 1.0), ("cold", 0.3), ("hot", 2.5)):
+        assert_logprobs(outputs[qid], logits_of(outputs[qid]) / temperature)
+    for qid in ("greedy", "greedy object"):
+        likeliest = logits_of(outputs[qid]).argmax(-1).tolist()
+        assert list(outputs[qid].output_ids) == likeliest
+        assert outputs[qid].output_logprobs == [0.0] * 24
+    few = logits_of(outputs["top k"])
+    assert_logprobs(outputs["top k"], keep_top_k(few, 3))
+    assert_logprobs(outputs["top p"], keep_top_p(logits_of(outputs["top p"]), 0.4))
+    scores = keep_top_p(keep_top_k(logits_of(outputs["all"]) / 0.7, 5), 0.8)
+    assert_logprobs(outputs["all"], scores)
+
+
+def keep_top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    return scores.masked_fill(scores < scores.topk(k).values[:, -1:], -math.inf)
+
+
+def keep_top_p(scores: torch.Tensor, p: float) -> torch.Tensor:
+    ordered, order = scores.sort(descending=True)
+    probs = ordered.softmax(-1)
+    beyond = probs.cumsum(-1) - probs >= p
+    return scores.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), -math.inf)
+
+
+REFUSED = {
+    "empty": ([], SamplingParams(), "non-empty"),
+    "nested": ([[1, 2]], SamplingParams(), "non-empty"),
+    "floats": ([1.0, 2.0], SamplingParams(), "integers"),
+    "negative": ([1, -1], SamplingParams(), "out of vocabulary"),
+    "unknown id": ([1, 384], SamplingParams(), "384 is out of vocabulary"),
+    "huge id": ([2**70], SamplingParams(), "integers"),
+    "too long": ([1] * 1000, SamplingParams(25), "cache of 1024 tokens"),
+    "too many": ([1], SamplingParams(1024), "cache of 1024 tokens"),
+    "cold": ([1], SamplingParams(temperature=1e-9), "temperature"),
+    "no length": ([1], SimpleNamespace(temperature=1.0), "max_new_tokens"),
+    "endless": ([1], SimpleNamespace(max_new_tokens=math.inf), "infinity"),
+    "two samples": ([1], SimpleNamespace(max_new_tokens=4, n_samples=2), "n_samples=2"),
+    "penalty": ([1], SimpleNamespace(max_new_tokens=4, frequency_penalty=0.5), "penalty"),
+    "floor": ([1], SimpleNamespace(max_new_tokens=4, min_p=0.1), "min_p=0.1"),
+    "repetition": ([1], SimpleNamespace(max_new_tokens=4, repetition_penalty=1.2), "repetition"),
+    "stop": ([1], SimpleNamespace(max_new_tokens=4, stop_token_ids=[9]), "stop_token_ids"),
+}
+
+
+def test_a_refused_request_gets_an_error_and_the_others_live_on() -> None:
+    async def body() -> tuple[list[Reply], list[GenerationOutput]]:
+        async with small_engine() as engine:
+            good = [asyncio.create_task(generate(engine, f"good {k}")) for k in range(4)]
+            bad = (ask(engine, qid, ids, params) for qid, (ids, params, _) in REFUSED.items())
+            refused = await asyncio.gather(*bad)
+            return refused, [*await asyncio.gather(*good), await generate(engine, "later")]
+
+    refused, outputs = asyncio.run(body())
+    assert len(outputs) == 5
+    for reply, (qid, (_, _, reason)) in zip(refused, REFUSED.items(), strict=True):
+        assert isinstance(reply, GenerationError)
+        assert reply.qid == qid
+        assert reason in str(reply)
+
+
+def test_a_request_may_fill_the_whole_cache() -> None:
+    async def body() -> list[GenerationOutput]:
+        async with small_engine(eos_token_id=NEVER) as engine:
+            first = generate(engine, "a", [5] * 1000, SamplingParams(24))
+            second = generate(engine, "b", [6] * 3, SamplingParams(1021))
+            return await asyncio.gather(first, second)
+
+    first, second = asyncio.run(body())
+    assert (len(first.output_ids), len(second.output_ids)) == (24, 1021)
+    assert_logprobs(first, logits_of(first))
+    assert_logprobs(second, logits_of(second))
+
+
+def test_more_requests_than_the_cache_holds_all_finish() -> None:
+    async def body() -> list[GenerationOutput]:
+        async with small_engine(num_blocks=20, eos_token_id=NEVER) as engine:
+            asked = (generate(engine, str(k), PROMPT, SamplingParams(200)) for k in range(5))
+            return await asyncio.gather(*asked)
+
+    for output in asyncio.run(body()):
+        assert len(output.output_ids) == 200
+        assert_logprobs(output, logits_of(output))
+
+
+def test_a_request_beyond_the_positions_of_the_model_is_refused() -> None:
+    async def body() -> Reply:
+        async with small_engine(num_blocks=600) as engine:
+            return await ask(engine, "a", [1] * 8190, SamplingParams(3))
+
+    assert "8192 positions" in str(asyncio.run(body()))
+
+
+def test_prompts_may_be_arrays_and_tensors() -> None:
+    async def body() -> list[GenerationOutput]:
+        greedy = SamplingParams(8, temperature=0.0)
+        tensor = torch.tensor(PROMPT)
+        async with small_engine() as engine:
+            given = {"list": PROMPT, "array": tensor.numpy(), "tensor": tensor}
+            asked = (generate(engine, qid, ids, greedy) for qid, ids in given.items())
+            return await asyncio.gather(*asked)
+
+    outputs = asyncio.run(body())
+    assert all(output.output_ids == outputs[0].output_ids for output in outputs)
+    assert all(output.prompt_ids == PROMPT for output in outputs)
+
+
+def test_observations_of_no_open_episode_are_logged_and_ignored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> GenerationOutput:
+        async with small_engine() as engine:
+            for stray in (("ghost", PROMPT, SamplingParams()), ("short",), ([], [], None), None):
+                await engine.obs_queue.put(stray)  # type: ignore[arg-type]
+            return await generate(engine, "a")
+
+    with caplog.at_level(logging.WARNING, logger="trajpack.agent.engines.transformers_engine"):
+        asyncio.run(body())
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 4
+    assert "'ghost', which is not open" in messages[0]
+
+
+def test_tokens_carry_the_version_that_sampled_them() -> None:
+    model, _ = build_tiny_model(seed=1)
+    old = {name: weight.clone() for name, weight in model.state_dict().items()}
+    new = build_tiny_model(seed=2)[0].state_dict()
+
+    async def body() -> list[GenerationOutput]:
+        async with small_engine(model, eos_token_id=NEVER, version=5) as engine:
+            asked = (generate(engine, str(k), PROMPT, SamplingParams(120)) for k in range(6))
+            pending = asyncio.gather(*asked)
+            for version, weights in ((6, new), (8, old), (9, new)):
+                await asyncio.sleep(0.03)
+                await engine.update_weights(weights, version)
+                assert engine.version == version
+            return [*await pending, await generate(engine, "later")]
+
+    *outputs, later = asyncio.run(body())
+    assert (later.version_start, later.version_end, later.version_spans) == (9, 9, None)
+    assert_logprobs(later, logits_of(later, model))
+    for output in outputs:
+        assert (output.version_start, output.version_end) == (5, 9)
+        assert output.version_spans is not None
+        assert [span[0] for span in output.version_spans] == [5, 6, 8, 9]
+        bounds = [0, *(span[2] for span in output.version_spans)]
+        assert [span[1] for span in output.version_spans] == bounds[:-1]
+        assert bounds[-1] == 120
+
+
+def weights_that_only_sample(token: int, model: Any) -> dict[str, torch.Tensor]:
+    """Every hidden state is the vector of ones, and one row of the output layer sees it."""
+    weights = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        weights[name].fill_(1.0)
+    weights["lm_head.weight"][token] = 10.0
+    return weights
+
+
+def test_spans_break_exactly_where_the_weights_changed() -> None:
+    model, _ = build_tiny_model()
+    model.load_state_dict(weights_that_only_sample(0, model))
+
+    async def body() -> list[GenerationOutput]:
+        async with small_engine(model, eos_token_id=NEVER) as engine:
+            asked = (generate(engine, str(k), PROMPT, SamplingParams(110)) for k in range(8))
+            pending = asyncio.gather(*asked)
+            version = 0
+            while not pending.done() and version < 300:
+                version += 1
+                await engine.update_weights(weights_that_only_sample(version, model), version)
+            return await pending
+
+    for output in asyncio.run(body()):
+        assert output.version_spans is not None
+        assert len(output.version_spans) > 3
+        claimed = [v for v, start, end in output.version_spans for _ in range(start, end)]
+        assert claimed == list(output.output_ids)
+        assert (output.version_start, output.version_end) == (claimed[0], claimed[-1])
+
+
+def test_a_bad_update_changes_nothing() -> None:
+    model, _ = build_tiny_model(seed=1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    new = dict(build_tiny_model(seed=2)[0].state_dict())
+    head = "lm_head.weight"
+
+    async def body() -> None:
+        async with small_engine(model, version=3) as engine:
+            for weights, version, reason in (
+                (new, 3, "exceed 3"),
+                ({**new, "extra": new[head]}, 4, "unknown.*extra"),
+                ({name: new[name] for name in new if name != head}, 4, "missing.*lm_head"),
+                ({**new, head: new[head][:-1]}, 4, r"\(383, 64\)"),
+            ):
+                with pytest.raises(ValueError, match=reason):
+                    await engine.update_weights(weights, version)
+            assert engine.version == 3
+            await generate(engine, "a")
+
+    asyncio.run(body())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_an_update_needs_a_running_engine() -> None:
+    async def body() -> None:
+        engine = small_engine()
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.update_weights({}, 1)
+        async with engine:
+            pass
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.update_weights({}, 1)
+
+    asyncio.run(body())
+
+
+def test_a_new_prompt_after_an_update_sees_nothing_of_the_old_weights() -> None:
+    model, _ = build_tiny_model(seed=1)
+    new = build_tiny_model(seed=2)[0].state_dict()
+    prompt = PROMPT * 10
+
+    async def body() -> GenerationOutput:
+        async with small_engine(model) as engine:
+            await generate(engine, "before", prompt)
+            await engine.update_weights(new, 1)
+            return await generate(engine, "after", prompt)
+
+    after = asyncio.run(body())
+    assert_logprobs(after, logits_of(after, model))
+
+
+def test_closing_an_episode_cancels_it_alone() -> None:
+    async def body() -> tuple[GenerationOutput, Any]:
+        async with small_engine(eos_token_id=NEVER) as engine:
+            replies = engine.open_episode("gone")
+            await engine.obs_queue.put(("gone", PROMPT, SamplingParams(900)))
+            other = asyncio.create_task(generate(engine, "stays"))
+            await asyncio.sleep(0.05)
+            engine.close_episode("gone")
+            engine.close_episode("gone")
+            output = await other
+            # The cache of 1,024 tokens is free again only if the first was really cancelled.
+            await generate(engine, "next", PROMPT, SamplingParams(900))
+            assert replies.empty()
+            return output, engine._batching.output_router.result_handlers
+
+    output, handlers = asyncio.run(body())
+    assert len(output.output_ids) == 16
+    assert handlers == {}
+
+
+def test_an_episode_can_be_opened_once_at_a_time() -> None:
+    engine = small_engine()
+    engine.open_episode("a")
+    with pytest.raises(ValueError, match="'a' is open"):
+        engine.open_episode("a")
+    engine.close_episode("a")
+    engine.open_episode("a")
+
+
+@pytest.mark.filterwarnings("error")
+def test_shutdown_answers_what_is_pending_and_what_comes_later() -> None:
+    async def body() -> list[Reply]:
+        engine = small_engine(eos_token_id=NEVER)
+        queues = [engine.open_episode(str(k)) for k in range(3)]
+        async with engine:
+            await engine.obs_queue.put(("0", PROMPT, SamplingParams(900)))
+            await asyncio.sleep(0.05)
+            engine.obs_queue.put_nowait(("1", PROMPT, SamplingParams(900)))
+        await engine.obs_queue.put(("2", PROMPT, SamplingParams(900)))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not generation_threads()
+        with pytest.raises(RuntimeError, match="once"):
+            await engine.__aenter__()
+        return [await asyncio.wait_for(queue.get(), 1) for queue in queues]
+
+    before = threading.active_count()
+    replies = asyncio.run(body())
+    assert threading.active_count() == before
+    for qid, reply in enumerate(replies):
+        assert isinstance(reply, EngineEndedError)
+        assert str(reply) == f"episode '{qid}': the engine was shut down"
+
+
+def test_an_error_in_the_body_shuts_down_and_comes_through() -> None:
+    async def body() -> None:
+        async with small_engine() as engine:
+            engine.open_episode("a")
+            await engine.obs_queue.put(("a", PROMPT, SamplingParams()))
+            raise KeyError("mine")
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="mine"):
+        asyncio.run(body())
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.1])
+def test_cancellation_at_any_time_leaves_no_thread(delay: float) -> None:
+    async def body() -> None:
+        async with small_engine(eos_token_id=NEVER) as engine:
+            await ask(engine, "a", sampling=SamplingParams(1000))
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(body())
+        await asyncio.sleep(delay)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    before = threading.active_count()
+    asyncio.run(cancelled())
+    assert threading.active_count() == before
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, _ = build_tiny_model()
+    model.train()
+    model.set_attn_implementation("eager")
+
+    async def body() -> GenerationOutput:
+        async with small_engine(model) as engine:
+            return await generate(engine, "a")
+
+    output = asyncio.run(body())
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+    assert_logprobs(output, logits_of(output, model))
+
+
+def test_an_engine_that_cannot_start_says_why_and_leaves_nothing() -> None:
+    async def body() -> None:
+        async with small_engine(page_size=1):
+            pass
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="page_size"):
+        asyncio.run(body())
+    assert threading.active_count() == before
+
+
+def test_the_death_of_generation_reaches_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = build_tiny_model()
+
+    async def body() -> tuple[list[Reply], Reply]:
+        async with small_engine(model, eos_token_id=NEVER) as engine:
+            asked = [asyncio.create_task(ask(engine, str(k))) for k in range(3)]
+            broken = {name: torch.full_like(w, math.nan) for name, w in model.state_dict().items()}
+            await engine.update_weights(broken, 1)
+            replies = await asyncio.gather(*asked, ask(engine, "last"))
+            return replies, await ask(engine, "later")
+
+    replies, later = asyncio.run(body())
+    for reply in (replies[-1], later):
+        assert isinstance(reply, EngineEndedError)
+        assert "probability tensor" in str(reply)
+        assert reply.__cause__ is not None
+    assert "generation has died" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not generation_threads()
+
+
+def test_the_greatest_request_is_the_lesser_of_cache_and_positions() -> None:
+    model, _ = build_tiny_model()
+    positions = model.config.max_position_embeddings
+
+    async def body(num_blocks: int) -> int:
+        engine = small_engine(model, num_blocks=num_blocks, page_size=32, eos_token_id=NEVER)
+        with pytest.raises(RuntimeError, match="not running"):
+            _ = engine.max_request_tokens
+        async with engine:
+            limit = engine.max_request_tokens
+            room = SamplingParams(max_new_tokens=4)
+            fits = [5] * (limit - 4)
+            assert isinstance(await ask(engine, "fits", fits, room), GenerationOutput)
+            assert isinstance(await ask(engine, "not", [*fits, 5], room), GenerationError)
+        return limit
+
+    assert asyncio.run(body(8)) == 8 * 32
+    assert asyncio.run(body(2 * positions // 32)) == positions
+
+
+def test_the_event_loop_is_never_held_up() -> None:
+    async def body() -> float:
+        longest = 0.0
+        async with small_engine(num_blocks=256, eos_token_id=NEVER) as engine:
+            asked = (generate(engine, str(k), PROMPT * 20, SamplingParams(100)) for k in range(8))
+            pending = asyncio.gather(*asked)
+            loop = asyncio.get_running_loop()
+            while not pending.done():
+                began = loop.time()
+                await asyncio.sleep(0.001)
+                longest = max(longest, loop.time() - began)
+            await pending
+        return longest
+
+    assert asyncio.run(body()) < 1.0

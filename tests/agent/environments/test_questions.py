@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trajpack.agent.environments.questions import Question, load_questions, reasoning_gym_questions
+
+GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k_test.jsonl"
+GOOD = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
+
+
+def write(folder: Path, *lines: str | dict[str, Any]) -> Path:
+    path = folder / "sums.jsonl"
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_final_answer_of_a_gsm8k_line_follows_the_last_mark(tmp_path: Path) -> None:
+    path = write(tmp_path, {"question": "Q?", "answer": "#### no\nyes\n#### 1,234 "})
+    assert load_questions(path) == [
+        Question("sums-1", ({"role": "user", "content": "Q?"},), ("1,234",))
+    ]
+
+
+def test_a_prompt_may_be_text_or_a_chat(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    path = write(
+        tmp_path,
+        {"prompt": "1 + 1?", "solutions": ["2", "\\boxed{2}"], "query_id": "a@b", "task_id": 3},
+        {"prompt": chat, "solutions": ["2"], "id": 7},
+    )
+    text, messages = load_questions(path)
+    assert (text.id, text.task_id, text.solutions) == ("a@b", 3, ("2", "\\boxed{2}"))
+    assert (messages.id, messages.messages) == ("7", tuple(chat))
+    assert messages.text == "Be brief.\n\n1 + 1?"
+
+
+def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path, "\ufeff" + GOOD, "", "   ", GOOD)
+    assert [question.id for question in load_questions(path)] == ["sums-1", "sums-4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON: .* at column 2"),
+        pytest.param("[" * 100_000, "recursion", id="deep nesting"),
+        ("[1]", "expected an object, got list"),
+        ('"text"', "expected an object, got str"),
+        ("{}", "expected 'question' and 'answer', or 'prompt' and 'solutions'"),
+        ({"question": "Q?"}, "answer must be a string that is not empty, got None"),
+        ({"question": "", "answer": "#### 2"}, "question must be a string"),
+        ({"question": "Q?", "answer": "2"}, "no final answer after '####'"),
+        ({"question": "Q?", "answer": "2 ####  "}, "no final answer after '####'"),
+        ({"prompt": "Q?"}, "solutions must be a list of at least one string, got None"),
+        ({"prompt": "Q?", "solutions": []}, r"at least one string, got \[\]"),
+        ({"prompt": "Q?", "solutions": "2"}, "solutions must be a list"),
+        ({"prompt": "Q?", "solutions": [2]}, "solutions must be a string.*, got 2"),
+        ({"prompt": "Q?", "solutions": [" "]}, "solutions must be a string that is not empty"),
+        ({"prompt": [], "solutions": ["2"]}, "prompt has no messages"),
+        ({"prompt": ["Q?"], "solutions": ["2"]}, "a string or a list of messages"),
+        ({"prompt": [{"role": "user"}], "solutions": ["2"]}, "content in prompt must be"),
+        ({"prompt": "Q?", "solutions": ["2"], "task_id": True}, "task_id must be an integer"),
+        ({"prompt": "Q?", "solutions": ["2"], "id": 1.5}, "id must be a string"),
+        ({"question": "\ud800", "answer": "#### 2"}, "question holds half of a surrogate"),
+    ],
+)
+def test_a_malformed_line_is_named_by_file_and_number(
+    tmp_path: Path, line: str | dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, GOOD, line, GOOD)
+    with pytest.raises(ValueError, match=rf"sums\.jsonl, line 2: .*{message}"):
+        load_questions(path)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sums.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match="line 2: not UTF-8: invalid start byte at byte 14"):
+        load_questions(path)
+
+
+def test_an_id_that_comes_twice_names_both_lines(tmp_path: Path) -> None:
+    line = {"prompt": "Q?", "solutions": ["2"], "id": "a"}
+    with pytest.raises(ValueError, match="line 3: id 'a' is taken by line 1"):
+        load_questions(write(tmp_path, line, GOOD, line))
+
+
+def test_nothing_is_read_beyond_the_limit(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, "", GOOD, "not JSON")
+    assert [question.id for question in load_questions(path, limit=2)] == ["sums-1", "sums-3"]
+    with pytest.raises(ValueError, match=r"sums\.jsonl, line 4: not JSON"):
+        load_questions(path, limit=3)
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        load_questions(path, limit=0)
+
+
+def test_a_line_without_end_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ValueError, match=r"/dev/zero, line 1: longer than 1,048,576 bytes"):
+        load_questions("/dev/zero")
+
+
+def test_a_line_may_be_as_long_as_a_mebibyte(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD + " " * (2**20 - len(GOOD) - 1), GOOD + " " * (2**20 + 1))
+    assert len(load_questions(path, limit=1)) == 1
+    with pytest.raises(ValueError, match="line 2: longer than"):
+        load_questions(path)
+
+
+def test_a_file_without_questions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sums\.jsonl: no question"):
+        load_questions(write(tmp_path, ""))
+
+
+def test_a_missing_file_is_reported_as_such(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_questions(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K test set is not there")
+def test_the_whole_gsm8k_test_set_is_read() -> None:
+    questions = load_questions(GSM8K)
+    assert len(questions) == 1319
+    assert questions[0].id == "gsm8k_test-1"
+    assert questions[0].solutions == ("18",)
+    for question in questions:
+        float(question.solutions[0].replace(",", ""))
+
+
+def test_reasoning_gym_questions_repeat_with_their_seed() -> None:
+    first = reasoning_gym_questions(size=3, seed=1)
+    assert first == reasoning_gym_questions(size=3, seed=1)
+    assert first != reasoning_gym_questions(size=3, seed=2)
+    assert [question.id for question in first] == [f"chain_sum-1-{i}" for i in range(3)]
+    for question in first:
+        expression = question.text.rpartition(":")[2].rstrip(" =")
+        assert eval(expression) == int(question.solutions[0])  # sums of integers
+        assert question.gym_entry is not None
+        assert question.gym_task == "chain_sum"
+
+
+def test_reasoning_gym_refuses_what_it_does_not_have() -> None:
+    with pytest.raises(ValueError, match="no_such_task"):
+        reasoning_gym_questions("no_such_task", size=1, seed=0)
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        reasoning_gym_questions(size=0, seed=0)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trajpack.agent.models.tiny_model import build_tiny_model
+
+_, TOKENIZER = build_tiny_model()
+
+
+def test_equal_seeds_give_equal_weights_and_others_do_not() -> None:
+    first, again, other = (build_tiny_model(seed)[0].state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(first[name], other[name])
+
+
+def test_building_leaves_the_global_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    build_tiny_model(seed=7)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_tokenizer_is_the_same_each_time() -> None:
+    _, again = build_tiny_model(seed=1)
+    assert again.get_vocab() == TOKENIZER.get_vocab()
+    assert again.backend_tokenizer.to_str() == TOKENIZER.backend_tokenizer.to_str()
+
+
+@given(st.text())
+def test_every_string_survives_the_tokenizer(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+
+
+def test_special_tokens_survive_and_can_be_skipped() -> None:
+    ids = TOKENIZER("2<|im_end|><|endoftext|>")["input_ids"]
+    assert ids[-2:] == [TOKENIZER.eos_token_id, TOKENIZER.pad_token_id]
+    assert TOKENIZER.decode(ids) == "2<|im_end|><|endoftext|>"
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "2"
+
+
+def test_model_and_tokenizer_agree_on_the_vocabulary() -> None:
+    model, tokenizer = build_tiny_model()
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, len(tokenizer))
+
+
+def test_the_chat_template_writes_chatml() -> None:
+    messages = [{"role": "user", "content": "What is 1 + 1?"}]
+    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_chat_template_marks_what_the_assistant_said() -> None:
+    messages = [
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "It is 2"},
+        {"role": "user", "content": "Yes."},
+    ]
+    encoded = TOKENIZER.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    said = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    assert TOKENIZER.decode([token for token, mask in said if mask]) == "It is 2<|im_end|>"
+
+
+def test_both_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = build_tiny_model(seed=2)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in model.state_dict().items())
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("What is 12 + 30?")["input_ids"] == tokenizer("What is 12 + 30?")["input_ids"]
+    assert again.chat_template == tokenizer.chat_template
+    assert again.eos_token_id == tokenizer.eos_token_id
+
+
+def test_importing_does_not_load_transformers() -> None:
+    names = "tiny_model", "transformers_engine", "runner"
+    modules = ", ".join(f"trajpack.agent.{name}" for name in names)
+    code = f"import sys, {modules}; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

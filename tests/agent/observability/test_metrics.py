@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.agent.observability.metrics_cases import Watched, reply, result
+from trajpack.agent import errors
+from trajpack.agent.observability.families import CAUSES
+from trajpack.agent.observability.metrics import RolloutMetrics
+from trajpack.packing.types import Turn, VersionSpan
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+def test_a_turn_is_counted_with_its_tokens_and_times(watched: Watched) -> None:
+    m = watched.metrics
+    watched.at(0, m.episode_started, "q@0", 0)
+    watched.at(1, m.generation_started, "q@0", 0, 3)
+    assert watched("turns_in_flight", stage="generation") == 1
+    watched.at(3.5, m.generation_ended, "q@0", 0, reply(7, no_eos=True))
+    watched.at(3.5, m.verification_started, "q@0", 0)
+    assert watched("turns_in_flight", stage="generation") == 0
+    assert watched("turns_in_flight", stage="verification") == 1
+    watched.at(3.75, m.verification_ended, "q@0", 0, None)
+    assert watched("episodes_in_flight") == 1
+    watched.at(4, m.episode_ended, "q@0", 0, None, final=True)
+    assert watched("turns_in_flight", stage="verification") == 0
+    assert watched("episodes_in_flight") == 0
+    assert watched("turns_total") == 1
+    assert watched("prompt_tokens_total") == 3
+    assert watched("generated_tokens_total") == 7
+    assert watched("truncated_turns_total") == 1
+    assert watched("generation_seconds_sum") == 2.5
+    assert watched("generation_seconds_bucket", le="2.5") == 1
+    assert watched("generation_seconds_bucket", le="1.0") == 0
+    assert watched("verification_seconds_sum") == 0.25
+    assert watched("verification_errors_total") == 0
+    assert watched("episode_seconds_sum") == 4
+    assert watched("episodes_finished_total") == 1
+
+
+def test_every_failure_is_counted_once_by_its_cause(watched: Watched) -> None:
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.EpisodeError)
+    ]
+    assert {kind.cause for kind in kinds} == set(CAUSES)
+    for kind in kinds:
+        error = kind("q@0", "what a server said")
+        watched.metrics.episode_started("q@0", 0)
+        watched.metrics.generation_started("q@0", 0, 1)
+        if isinstance(error, errors.GenerationError):
+            watched.metrics.generation_ended("q@0", 0, error)
+        watched.metrics.episode_ended("q@0", 0, error, final=True)
+    for cause in CAUSES:
+        assert watched("episodes_failed_total", cause=cause) == 1
+        is_of_engine = cause in {"generation", "refused", "unavailable", "malformed", "ended"}
+        assert watched("generation_errors_total", cause=cause) == is_of_engine
+    assert watched("turns_total") == watched("episodes_finished_total") == 0
+    assert watched("turns_in_flight", stage="generation") == 0
+
+
+def test_no_text_of_others_becomes_a_label(watched: Watched) -> None:
+    class Own(errors.EpisodeError):
+        cause = 'q"\n1} 5'
+
+    before = series(watched.metrics)
+    for k, error in enumerate([Own("q", "x"), ValueError("y")]):
+        watched.metrics.episode_started(f"q@{k}", 0)
+        watched.metrics.episode_ended(f"q@{k}", 0, error, final=True)
+        watched.metrics.group_ended(f"q{k}", [], f"because of {error}")
+    assert watched("episodes_failed_total", cause="other") == 2
+    assert watched("groups_total", outcome="other") == 2
+    assert series(watched.metrics) == before
+
+
+def series(metrics: RolloutMetrics) -> set[tuple[str, str]]:
+    return {
+        (sample.name, str(sample.labels))
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+
+
+def test_a_retry_is_no_failure_and_its_wait_is_measured(watched: Watched) -> None:
+    m = watched.metrics
+    watched.at(0, m.episode_started, "q@0", 0)
+    error = errors.ServerUnavailableError("q@0", "gone")
+    watched.at(1, m.episode_ended, "q@0", 0, error, final=False)
+    watched.at(4, m.episode_started, "q@0", 1)
+    watched.at(5, m.episode_ended, "q@0", 1, None, final=True)
+    assert watched("episode_retries_total", cause="unavailable") == 1
+    assert watched("episodes_failed_total", cause="unavailable") == 0
+    assert watched("retry_wait_seconds_sum") == 3
+    assert watched("episode_seconds_count") == 2
+    assert watched("episodes_finished_total") == 1
+
+
+def test_what_is_in_flight_for_an_episode_ends_with_it(watched: Watched) -> None:
+    m = watched.metrics
+    for qid in ("a@0", "b@0"):
+        m.episode_started(qid, 0)
+        m.generation_started(qid, 0, 5)
+    m.generation_ended("b@0", 0, reply())
+    m.verification_started("b@0", 0)
+    m.episode_ended("a@0", 0, errors.EpisodeTimeoutError("a@0", "late"), final=True)
+    assert watched("turns_in_flight", stage="generation") == 0
+    assert watched("turns_in_flight", stage="verification") == 1
+    m.episode_ended("b@0", 0, errors.EpisodeCancelledError("b@0", "stop"), final=True)
+    assert watched("turns_in_flight", stage="verification") == 0
+    m.generation_ended("a@0", 0, reply())  # late: counted, but nothing goes below 0
+    assert watched("turns_in_flight", stage="generation") == 0
+    assert watched("episodes_in_flight") == 0
+    for _ in range(2):  # a name that begins anew: what was open of it is over
+        m.episode_started("c@0", 0)
+        m.generation_started("c@0", 0, 5)
+    assert watched("turns_in_flight", stage="generation") == 1
+
+
+def test_a_result_waits_from_the_end_of_its_episode_until_it_is_taken(watched: Watched) -> None:
+    m = watched.metrics
+    for qid in ("q@0", "dropped@0"):
+        watched.at(0, m.episode_started, qid, 0)
+        watched.at(1, m.episode_ended, qid, 0, None, final=True)
+    assert watched("results_waiting") == 2
+    watched.at(1.5, m.result_accepted, result(Turn([1], [2], [-0.1])), 4)
+    assert watched("result_wait_seconds_sum") == 0.5
+    dropped = result(Turn([1], [2], [-0.1]), qid="dropped")
+    m.group_ended("dropped", [dropped], "filtered: all rewards are equal")
+    m.group_ended("q", [], None)
+    for reason in ("failed", "incomplete", "incomplete", "rained off"):
+        m.group_ended("other", [], reason)
+    assert watched("results_waiting") == 0
+    outcomes = {"kept": 1, "filtered": 1, "failed": 1, "incomplete": 2, "other": 1}
+    for outcome, count in outcomes.items():
+        assert watched("groups_total", outcome=outcome) == count
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_result_that_is_stale_when_it_is_taken_waits_no_longer(
+    watched: Watched, final: bool
+) -> None:
+    m = watched.metrics
+    watched.at(0, m.episode_started, "q@0", 0)
+    watched.at(1, m.episode_ended, "q@0", 0, None, final=True)
+    watched.at(2, m.episode_ended, "q@0", 0, errors.StaleEpisodeError("q@0", "old"), final=final)
+    assert watched("results_waiting") == 0
+    assert watched("episodes_failed_total", cause="stale") == final
+    assert watched("episode_retries_total", cause="stale") == (not final)
+    assert watched("episode_seconds_count") == 1
+    assert watched("result_wait_seconds_count") == 0
+
+
+def test_what_a_run_that_was_given_up_left_behind_can_be_forgotten(watched: Watched) -> None:
+    m = watched.metrics
+    for qid in ("taken@0", "lost@0", "open@0"):
+        m.episode_started(qid, 0)
+    m.episode_ended("lost@0", 0, None, final=True)
+    m.episode_ended("taken@0", 0, errors.EpisodeTimeoutError("taken@0", "late"), final=False)
+    m.generation_started("open@0", 0, 5)
+    m.close()
+    assert watched("results_waiting") == watched("episodes_in_flight") == 0
+    assert watched("turns_in_flight", stage="generation") == 0
+    m.episode_started("taken@0", 1)
+    assert watched("retry_wait_seconds_count") == 0
+
+
+def test_waits_are_measured_by_what_was_waited_for(watched: Watched) -> None:
+    for reason, seconds in [("room", 0.0), ("room", 2.0), ("pause", 0.5), ("unheard of", 9.0)]:
+        watched.metrics.wait_ended(reason, seconds)
+    assert watched("queue_wait_seconds_sum", reason="room") == 2
+    assert watched("queue_wait_seconds_count", reason="room") == 2
+    assert watched("queue_wait_seconds_sum", reason="pause") == 0.5
+    assert watched("queue_wait_seconds_count", reason="slot") == 0
+
+
+def test_staleness_is_of_the_oldest_token_of_each_turn(watched: Watched) -> None:
+    spans = [VersionSpan(6, 0, 1), VersionSpan(9, 1, 2)]
+    turns = [
+        Turn([1], [2], [-0.1], reward=1.0, version_start=10, version_end=10),  # 0 old
+        Turn([1], [2, 3], [-0.1] * 2, version_start=7, version_end=10),  # 3 old
+        Turn([1], [2, 3], [-0.1] * 2, version_spans=spans),  # 4 old
+        Turn([1], [], [], version_start=1, version_end=1),  # has no token
+    ]
+    watched.metrics.result_accepted(result(*turns), 10)
+    assert watched("staleness_versions_sum") == 7
+    assert watched("staleness_versions_count") == 3
+    assert watched("staleness_versions_bucket", le="0.0") == 1
+    assert watched("policy_version") == 10
+    assert watched("accepted_turns_total") == 4
+    assert watched("rewarded_turns_total") == 1
+
+
+def test_instances_share_nothing_unless_they_share_a_registry() -> None:
+    one, other = Watched(), Watched()
+    one.metrics.episode_started("q@0", 0)
+    assert (one("episodes_in_flight"), other("episodes_in_flight")) == (1, 0)
+    registry = CollectorRegistry()
+    assert RolloutMetrics(registry).registry is registry
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        RolloutMetrics(registry)
+
+
+def test_results_that_nobody_takes_do_not_add_up(watched: Watched) -> None:
+    for k in range(70_000):
+        watched.metrics.episode_ended(f"q{k}@0", 0, None, final=True)
+    assert watched("results_waiting") == 1 << 16
+    assert watched("episodes_finished_total") == 70_000
+
+
+def test_a_turn_costs_microseconds() -> None:
+    metrics = RolloutMetrics()
+    answer, taken = reply(), result(*[Turn([1], [2], [-0.1])] * 4)
+
+    def episode() -> None:
+        metrics.episode_started("q@0", 0)
+        for turn in range(4):
+            metrics.generation_started("q@0", turn, 3)
+            metrics.generation_ended("q@0", turn, answer)
+            metrics.verification_started("q@0", turn)
+            metrics.verification_ended("q@0", turn, None)
+        metrics.episode_ended("q@0", 0, None, final=True)
+        metrics.result_accepted(taken, 0)
+
+    best = float("inf")
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(250):
+            episode()
+        best = min(best, (time.process_time() - began) / 1000)
+    assert best < 150e-6

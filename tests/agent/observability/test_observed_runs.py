@@ -1,0 +1,221 @@
+"""Metrics and spans of whole runs, through a runner and over the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.request import urlopen
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from trajpack.agent.errors import GenerationError, ServerUnavailableError
+from trajpack.agent.observability.metrics import RolloutMetrics
+from trajpack.agent.observability.server import MetricsServer, serve_metrics
+from trajpack.agent.observability.tracing import RolloutTracer
+from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
+from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
+from trajpack.packing.types import Trajectory, Turn
+
+NUM_PROMPTS = 150
+
+
+class ShuffledEngine:
+    """Answers after a few rounds of the event loop, so that episodes overtake each other."""
+
+    version = 3
+
+    def __init__(self) -> None:
+        self.obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
+        self._open: dict[str, asyncio.Queue[Reply]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
+        return self._open.setdefault(qid, asyncio.Queue())
+
+    def close_episode(self, qid: str) -> None:
+        del self._open[qid]
+
+    async def __aenter__(self) -> ShuffledEngine:
+        self._tasks.add(asyncio.create_task(self._serve()))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def _serve(self) -> None:
+        while True:
+            task = asyncio.create_task(self._answer(*await self.obs_queue.get()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, qid: str, ids: Any, _: Any) -> None:
+        for _ in range(number_of(qid) * 7 % 5):
+            await asyncio.sleep(0)
+        reply: Reply = GenerationOutput(qid, ids, [7, 8], [-1.0, -2.0], False, 1, 2)
+        if number_of(qid) % 10 == 1:
+            reply = ServerUnavailableError(qid, "no server")
+        if number_of(qid) % 10 == 2:
+            return  # never answers
+        if qid in self._open:
+            self._open[qid].put_nowait(reply)
+
+
+def number_of(qid: str) -> int:
+    return int(qid.removeprefix("q").partition("@")[0])
+
+
+class Judge:
+    async def reset(self) -> None:
+        return None
+
+    async def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        await asyncio.sleep(0)
+        if number_of(action[0]) % 10 == 3:
+            raise ZeroDivisionError("secret")
+        return None, [1.0], True, False, {}
+
+
+class ThreeTurns:
+    async def collect_trajectory(
+        self,
+        prompt: Prompt,
+        env: Environment,
+        obs_queue: asyncio.Queue[Observation],
+        act_queue: asyncio.Queue[Reply],
+    ) -> list[Trajectory]:
+        turns, ids = [], list(prompt.input_ids)
+        for _ in range(3):
+            await obs_queue.put((prompt.id, ids, None))
+            async with asyncio.timeout(0.3 if number_of(prompt.id) % 10 == 2 else None):
+                reply = await act_queue.get()
+            if isinstance(reply, GenerationError):
+                raise reply
+            await env.step((prompt.id, ["an answer"]))
+            sampled = reply.output_ids, reply.output_logprobs
+            turns.append(Turn(ids, *sampled, 1.0, version_start=1, version_end=2))
+            ids = [*ids, *reply.output_ids]
+        return [Trajectory(prompt.id, turns)]
+
+
+@dataclass
+class Watch:
+    """Everything that watches a run."""
+
+    metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+
+    def __post_init__(self) -> None:
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = RolloutTracer(provider)
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(f"trajpack_{name}", labels)
+
+    def runner(self, engine: ShuffledEngine, **options: Any) -> RolloutRunner:
+        observers = [self.metrics, self.tracer]
+        return RolloutRunner(engine, ThreeTurns(), Judge(), observers=observers, **options)
+
+    def check_nothing_is_left(self) -> None:
+        assert self.tracer.num_open == 0
+        assert self("episodes_in_flight") == 0
+        for stage in ("generation", "verification"):
+            assert self("turns_in_flight", stage=stage) == 0
+
+
+def prompts(count: int = NUM_PROMPTS) -> list[Prompt]:
+    return [Prompt(f"q{k}", [1, 2, 3]) for k in range(count)]
+
+
+def scraped(server: MetricsServer) -> dict[str, float]:
+    with urlopen(server.url) as page:
+        text = page.read().decode()
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.labels
+    }
+
+
+async def run_all(watch: Watch, server: MetricsServer) -> tuple[list[EpisodeResult], float]:
+    results, most_in_flight = [], 0.0
+    async with ShuffledEngine() as engine:
+        async for result in watch.runner(engine, group_size=2, concurrency=64).run(prompts()):
+            results.append(result)
+            if len(results) == 50:
+                page = await asyncio.to_thread(scraped, server)
+                most_in_flight = page["trajpack_episodes_in_flight"]
+    return results, most_in_flight
+
+
+def test_a_run_with_failures_is_counted_to_the_last_episode() -> None:
+    watch = Watch()
+    with serve_metrics(watch.metrics.registry) as server:
+        results, in_flight = asyncio.run(run_all(watch, server))
+        page = scraped(server)
+    assert 0 < in_flight <= 64
+    watch.check_nothing_is_left()
+    tenth = 2 * NUM_PROMPTS // 10
+    assert len(results) == 10 * tenth
+    assert page["trajpack_episodes_finished_total"] == 7 * tenth
+    assert watch("episodes_failed_total", cause="unavailable") == tenth
+    assert watch("generation_errors_total", cause="unavailable") == tenth
+    assert page["trajpack_verification_errors_total"] == tenth
+    failed = [
+        watch("episodes_failed_total", cause=c) or 0 for c in ("environment", "agent", "timeout")
+    ]
+    assert sum(failed) == 2 * tenth
+    assert page["trajpack_turns_total"] == (3 * 7 + 1) * tenth
+    assert page["trajpack_generated_tokens_total"] == 2 * (3 * 7 + 1) * tenth
+    assert page["trajpack_prompt_tokens_total"] == ((3 + 5 + 7) * 7 + 3) * tenth
+    assert page["trajpack_generation_seconds_count"] == (3 * 7 + 2) * tenth
+    assert page["trajpack_accepted_turns_total"] == 3 * 7 * tenth
+    assert page["trajpack_staleness_versions_sum"] == 2 * 3 * 7 * tenth
+    assert page["trajpack_result_wait_seconds_count"] == 7 * tenth
+    assert page["trajpack_results_waiting"] == 0
+    check_spans(watch.exporter.get_finished_spans(), tenth)
+
+
+def check_spans(spans: tuple[ReadableSpan, ...], tenth: int) -> None:
+    by_id = {span.context.span_id: span for span in spans if span.context}
+    parents = Counter(
+        (span.name, by_id[span.parent.span_id].name if span.parent else None) for span in spans
+    )
+    num_turns = (3 * 7 + 3) * tenth
+    assert parents == {
+        ("trajpack.episode", None): 10 * tenth,
+        ("trajpack.turn", "trajpack.episode"): num_turns,
+        ("trajpack.generation", "trajpack.turn"): num_turns,
+        ("trajpack.verification", "trajpack.turn"): num_turns - 2 * tenth,
+    }
+    failed = Counter(span.name for span in spans if not span.status.is_unset)
+    assert failed["trajpack.episode"] == 3 * tenth
+    assert failed["trajpack.verification"] == tenth
+    assert failed["trajpack.generation"] == 2 * tenth
+    assert "secret" not in "".join(span.to_json() for span in spans if not span.status.is_unset)
+
+
+def test_a_run_that_is_left_early_leaves_nothing_open() -> None:
+    watch = Watch()
+
+    async def body() -> None:
+        async with ShuffledEngine() as engine:
+            async with aclosing(watch.runner(engine, concurrency=50).run(prompts())) as results:
+                for _ in range(60):
+                    await anext(results)
+            watch.check_nothing_is_left()
+
+    asyncio.run(body())
+    spans = watch.exporter.get_finished_spans()
+    ids = [span.context.span_id for span in spans if span.context]
+    assert len(set(ids)) == len(ids)
+    assert {span.parent.span_id for span in spans if span.parent} <= set(ids)

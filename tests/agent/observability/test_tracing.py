@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from opentelemetry import context as current_context
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+
+from trajpack.agent.errors import EpisodeError, EpisodeTimeoutError, MalformedResponseError
+from trajpack.agent.observability.pack_watch import watch_pack
+from trajpack.agent.observability.tracing import RolloutTracer
+from trajpack.agent.protocols import GenerationOutput
+from trajpack.packing.buffer.buffer import pack
+from trajpack.packing.types import Trajectory, Turn
+
+SECRET = "what the model said\n\x1b[2J"
+
+
+class Traced:
+    """A tracer, and the spans that have ended."""
+
+    def __init__(self, **options: Any) -> None:
+        self.provider = TracerProvider()
+        self._spans = InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._spans))
+        self.tracer = RolloutTracer(self.provider, **options)
+
+    @property
+    def spans(self) -> tuple[ReadableSpan, ...]:
+        return self._spans.get_finished_spans()
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.spans if span.name == f"trajpack.{name}"]
+
+
+@pytest.fixture
+def traced() -> Traced:
+    return Traced()
+
+
+def reply(num_tokens: int = 2) -> GenerationOutput:
+    return GenerationOutput("q", [1], list(range(num_tokens)), [-1.0] * num_tokens, True, 3, 4)
+
+
+def id_of(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return int(span.context.span_id)
+
+
+def parent_of(span: ReadableSpan, spans: Iterable[ReadableSpan]) -> ReadableSpan:
+    assert span.parent is not None
+    (parent,) = [other for other in spans if id_of(other) == span.parent.span_id]
+    assert parent.context is not None
+    assert span.context is not None
+    assert parent.context.trace_id == span.context.trace_id
+    return parent
+
+
+def lead_turn(tracer: RolloutTracer, qid: str, turn: int) -> None:
+    tracer.generation_started(qid, turn, 5)
+    tracer.generation_ended(qid, turn, reply())
+    tracer.verification_started(qid, turn)
+    tracer.verification_ended(qid, turn, None)
+
+
+def test_an_episode_is_a_tree_of_spans_with_fixed_names(
+    traced: Traced, caplog: pytest.LogCaptureFixture
+) -> None:
+    traced.tracer.episode_started("q@0", 0)
+    lead_turn(traced.tracer, "q@0", 0)
+    assert [span.name.split(".")[1] for span in traced.spans] == ["generation", "verification"]
+    lead_turn(traced.tracer, "q@0", 1)
+    traced.tracer.episode_ended("q@0", 0, None, final=True)
+    (episode,) = traced.named("episode")
+    assert episode.parent is None
+    assert episode.attributes == {
+        "trajpack.episode.id": "q@0",
+        "trajpack.episode.attempt": 0,
+        "trajpack.episode.final": True,
+        "trajpack.episode.num_turns": 2,
+        "trajpack.episode.num_tokens": 4,
+    }
+    first, second = traced.named("turn")
+    assert [turn.attributes for turn in (first, second)] == [
+        {"trajpack.turn.index": 0},
+        {"trajpack.turn.index": 1},
+    ]
+    assert parent_of(first, traced.spans) is parent_of(second, traced.spans) is episode
+    for name in ("generation", "verification"):
+        assert [parent_of(s, traced.spans) for s in traced.named(name)] == [first, second]
+    assert traced.named("generation")[0].attributes == {
+        "trajpack.generation.num_prompt_tokens": 5,
+        "trajpack.generation.num_tokens": 2,
+        "trajpack.generation.version_start": 3,
+        "trajpack.generation.version_end": 4,
+        "trajpack.generation.truncated": True,
+    }
+    assert all(span.status.is_unset for span in traced.spans)
+    assert not caplog.records  # as there would be of a span that ends twice
+    for span in traced.spans:
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert span.start_time <= span.end_time
+        if span is not episode:
+            parent = parent_of(span, traced.spans)
+            assert parent.start_time is not None
+            assert parent.end_time is not None
+            assert parent.start_time <= span.start_time <= span.end_time <= parent.end_time
+
+
+def test_thousands_of_interleaved_episodes_keep_their_own_parents(traced: Traced) -> None:
+    tracer, rng = traced.tracer, random.Random(0)
+    scripts = {f"q{k}@0": iter(script(tracer, f"q{k}@0", k % 4)) for k in range(2000)}
+    waiting = list(scripts)
+    while waiting:
+        place = rng.randrange(len(waiting))
+        if next(scripts[waiting[place]], "over") == "over":
+            waiting[place] = waiting[-1]
+            waiting.pop()
+    assert tracer.num_open == 0
+    assert current_context.get_current() == {}
+    by_id = {id_of(span): span for span in traced.spans}
+    counts: defaultdict[str, int] = defaultdict(int)
+    for span in traced.spans:
+        counts[span.name] += 1
+        if span.parent is None:
+            continue
+        parent = by_id[span.parent.span_id]
+        expected = "trajpack.episode" if span.name == "trajpack.turn" else "trajpack.turn"
+        assert parent.name == expected
+        if span.name == "trajpack.generation":  # tells which episode it was made for
+            root = by_id[parent.parent.span_id]  # type: ignore[union-attr]
+            told = (span.attributes or {})["trajpack.generation.num_prompt_tokens"]
+            assert (root.attributes or {})["trajpack.episode.id"] == f"q{told}@0"
+    turns = 500 * (0 + 1 + 2 + 3)
+    assert counts == {
+        "trajpack.episode": 2000,
+        "trajpack.turn": turns,
+        "trajpack.generation": turns,
+        "trajpack.verification": turns,
+    }
+
+
+def script(tracer: RolloutTracer, qid: str, num_turns: int) -> Iterable[str]:
+    tracer.episode_started(qid, 0)
+    for turn in range(num_turns):
+        yield "asks"
+        tracer.generation_started(qid, turn, int(qid[1:-2]))
+        yield "waits"
+        tracer.generation_ended(qid, turn, reply())
+        yield "judges"
+        tracer.verification_started(qid, turn)
+        yield "waits"
+        tracer.verification_ended(qid, turn, None)
+    yield "ends"
+    tracer.episode_ended(qid, 0, None, final=True)
+
+
+@pytest.mark.parametrize("stage", ["generation", "verification"])
+def test_what_was_in_flight_ends_with_the_episode_and_its_error(traced: Traced, stage: str) -> None:
+    traced.tracer.episode_started("q@0", 0)
+    lead_turn(traced.tracer, "q@0", 0)
+    traced.tracer.generation_started("q@0", 1, 9)
+    if stage == "verification":
+        traced.tracer.generation_ended("q@0", 1, reply())
+        traced.tracer.verification_started("q@0", 1)
+    traced.tracer.episode_ended("q@0", 0, EpisodeTimeoutError("q@0", SECRET), final=True)
+    assert traced.tracer.num_open == 0
+    failed = [span for span in traced.spans if not span.status.is_unset]
+    assert {span.name for span in failed} == {
+        "trajpack.episode",
+        "trajpack.turn",
+        f"trajpack.{stage}",
+    }
+    for span in failed:
+        assert not span.status.is_ok
+        assert span.status.description == "timeout"
+        assert (span.attributes or {})["trajpack.error.cause"] == "timeout"
+        assert (span.attributes or {})["trajpack.error.type"] == "EpisodeTimeoutError"
+    assert len(traced.named("turn")) == 2
+
+
+def test_errors_of_engine_and_environment_are_on_their_spans(traced: Traced) -> None:
+    traced.tracer.episode_started("q@0", 0)
+    traced.tracer.generation_started("q@0", 0, 1)
+    traced.tracer.generation_ended("q@0", 0, MalformedResponseError("q@0", SECRET))
+    traced.tracer.verification_started("q@0", 0)
+    traced.tracer.verification_ended("q@0", 0, ZeroDivisionError(SECRET))
+    traced.tracer.episode_ended("q@0", 0, None, final=True)
+    assert traced.named("generation")[0].status.description == "malformed"
+    assert traced.named("verification")[0].status.description == "ZeroDivisionError"
+    assert traced.named("episode")[0].status.is_unset
+
+
+def test_each_attempt_is_a_trace_linked_to_the_one_before(traced: Traced) -> None:
+    error = EpisodeError("q@0", SECRET)
+    for attempt in range(3):
+        traced.tracer.episode_started("q@0", attempt)
+        last = attempt == 2
+        traced.tracer.episode_ended("q@0", attempt, None if last else error, final=last)
+    spans = traced.named("episode")
+    contexts = [span.context for span in spans]
+    assert len({context.trace_id for context in contexts if context}) == 3
+    assert [[link.context for link in span.links] for span in spans] == [
+        [],
+        [contexts[0]],
+        [contexts[1]],
+    ]
+    assert [(span.attributes or {})["trajpack.episode.final"] for span in spans] == [
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("records_messages", [False, True])
+def test_text_of_others_is_told_only_if_asked_for(records_messages: bool) -> None:
+    traced = Traced(records_messages=records_messages)
+    traced.tracer.episode_started("q\n@0" + "x" * 1000, 0)
+    lead_turn(traced.tracer, "q\n@0" + "x" * 1000, 0)
+    error = EpisodeError("q@0", SECRET)
+    traced.tracer.episode_ended("q\n@0" + "x" * 1000, 0, error, final=True)
+    told = "".join(span.to_json() for span in traced.spans)
+    assert ("what the model said" in told) == records_messages
+    (episode,) = traced.named("episode")
+    name = str((episode.attributes or {})["trajpack.episode.id"])
+    assert name.startswith("q\\n@0xxx")
+    assert len(name) < 300
+    if records_messages:
+        said = "what the model said\\n\\x1b[2J"
+        assert episode.status.description == f"episode 'q@0': {said}"
+
+
+def test_a_run_that_was_given_up_can_be_closed(traced: Traced) -> None:
+    for k in range(3):
+        traced.tracer.episode_started(f"q@{k}", 0)
+        traced.tracer.generation_started(f"q@{k}", 0, 1)
+    traced.tracer.episode_started("q@0", 1)  # a name that begins anew ends what was open of it
+    assert traced.tracer.num_open == 3
+    traced.tracer.close()
+    assert traced.tracer.num_open == 0
+    assert len(traced.named("episode")) == 4
+    assert len(traced.named("generation")) == 3
+
+
+def test_a_pack_is_a_child_of_what_is_current(traced: Traced) -> None:
+    turns = [Turn([1, 2], [3], [-0.1]), Turn([9], [5, 6], [-0.1, -0.2])]
+    step = traced.provider.get_tracer("mine").start_as_current_span("step")
+    with step, watch_pack(traced.tracer) as watching:
+        watching.batch = pack([Trajectory("a", turns)])
+    (span,) = traced.named("pack")
+    assert parent_of(span, traced.spans).name == "step"
+    assert span.attributes == {
+        "trajpack.pack.layout": "merged",
+        "trajpack.pack.num_trajectories": 1,
+        "trajpack.pack.num_turns": 2,
+        "trajpack.pack.num_sequences": 2,
+        "trajpack.pack.num_tokens": 6,
+        "trajpack.pack.num_generated": 3,
+        "trajpack.pack.num_continuations": 1,
+        "trajpack.pack.num_prefix_breaks": 1,
+        "trajpack.pack.rectangle_fill": 1.0,
+    }
+    assert span.start_time == watching.began_ns
+    assert span.end_time == watching.began_ns + int(watching.seconds * 1e9)
+    with pytest.raises(MemoryError), watch_pack(traced.tracer):
+        raise MemoryError(SECRET)
+    assert traced.named("pack")[1].status.description == "MemoryError"
+
+
+def test_without_an_sdk_and_unsampled_nothing_is_made_and_nothing_fails() -> None:
+    for tracer in (RolloutTracer(), RolloutTracer(TracerProvider(sampler=ALWAYS_OFF))):
+        tracer.episode_started("q@0", 0)
+        lead_turn(tracer, "q@0", 0)
+        tracer.episode_ended("q@0", 0, EpisodeError("q@0", "x"), final=True)
+        with watch_pack(tracer) as watching:
+            watching.batch = pack([])
+        assert tracer.num_open == 0

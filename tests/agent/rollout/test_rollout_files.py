@@ -1,0 +1,160 @@
+"""The files of a rollout: both or neither."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack.agent.errors import SetupError
+from trajpack.agent.rollout.files import (
+    check_places,
+    check_writable,
+    save_rollout,
+    tokenizer_folder,
+)
+
+BATCH = pack([Trajectory("a", [Turn([1], [2], [-1.0])])])
+
+
+class NamedTokenizer:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def save_pretrained(self, folder: Any) -> None:
+        Path(folder).mkdir()
+        Path(folder, self.name).touch()
+
+
+class FullDisk:
+    def save_pretrained(self, folder: Any) -> None:
+        raise OSError("No space left on device")
+
+
+def test_the_tokenizer_of_an_earlier_batch_is_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "batch.safetensors"
+    for name in ("first", "second"):
+        save_rollout(BATCH, NamedTokenizer(name), out)
+        assert [path.name for path in tokenizer_folder(out).iterdir()] == [name]
+    assert PackedBatch.load(out).ids == ("a",)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_was_there_stays_if_the_tokenizer_cannot_be_written(tmp_path: Path) -> None:
+    out = tmp_path / "batch.safetensors"
+    with pytest.raises(OSError, match="No space left"):
+        save_rollout(BATCH, FullDisk(), out)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_old_tokenizer_comes_back_if_the_new_one_cannot_be_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "batch.safetensors"
+    save_rollout(BATCH, NamedTokenizer("first"), out)
+    before = out.stat()
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "written":
+            raise OSError("disk")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="disk"):
+        save_rollout(BATCH, NamedTokenizer("second"), out)
+    assert [path.name for path in tokenizer_folder(out).iterdir()] == ["first"]
+    assert out.stat().st_ino == before.st_ino
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
+def test_the_old_tokenizer_comes_back_if_the_batch_cannot_be_written(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    out = tmp_path / "batch.safetensors"
+    save_rollout(BATCH, NamedTokenizer("first"), out)
+    monkeypatch.setattr(PackedBatch, "save", fail)
+    with pytest.raises(type(error)):
+        save_rollout(BATCH, NamedTokenizer("second"), out)
+    with pytest.raises(OSError, match="No space left"):
+        save_rollout(BATCH, FullDisk(), out)
+    assert [path.name for path in tokenizer_folder(out).iterdir()] == ["first"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_tokenizer_is_kept_aside_if_it_cannot_be_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "batch.safetensors"
+    save_rollout(BATCH, NamedTokenizer("first"), out)
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name in {"written", "replaced"}:
+            raise OSError("disk")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="disk"):
+        save_rollout(BATCH, NamedTokenizer("second"), out)
+    assert [path.parent.name for path in tmp_path.rglob("first")] == ["replaced"]
+
+
+@pytest.mark.parametrize("names", [[], ["tokenizer_config.json", "tokenizer.json", "merges.txt"]])
+def test_a_folder_that_holds_a_tokenizer_may_be_replaced(names: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "batch.tokenizer"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    check_places(tmp_path / "batch.safetensors", tmp_path / "answers")
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["tokenizer_config.json", "thesis.tex"], "it holds thesis.tex"),
+        (["tokenizer.json"], "it has no tokenizer_config.json"),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_refused(
+    names: list[str], reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "batch.tokenizer"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(SetupError, match=f"will not be replaced: {reason}"):
+        check_places(tmp_path / "batch.safetensors", None)
+
+
+def test_a_file_or_a_link_in_the_tokenizers_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tokenizer").touch()
+    (tmp_path / "b.tokenizer").symlink_to(tmp_path)
+    for name in ("a", "b"):
+        with pytest.raises(SetupError, match="it is not a folder"):
+            check_places(tmp_path / f"{name}.safetensors", None)
+
+
+@pytest.mark.parametrize(
+    "answers", ["batch.tokenizer", "batch.tokenizer/x", "x/../batch.tokenizer", "batch.safetensors"]
+)
+def test_answers_in_the_way_of_the_other_files_are_refused(answers: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"--answers must not be .*batch\.\w+ or in it"):
+        check_places(tmp_path / "batch.safetensors", tmp_path / answers)
+
+
+def test_a_folder_is_made_and_left_empty_by_the_check(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert not list((tmp_path / "a" / "b").iterdir())
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        check_writable(tmp_path / "file")

@@ -1,0 +1,105 @@
+"""What people see of a training."""
+
+from __future__ import annotations
+
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from trajpack.agent.training.policy_trainer import StepOutcome
+from trajpack.agent.training.records import StepRecord
+from trajpack.agent.training.report import TrainBoard, report, rise, write_page
+from trajpack.agent.training.settings import TrainSettings
+
+SETTINGS = TrainSettings(num_steps=8, warm_up_steps=2)
+
+
+def record(step: int, success: float) -> StepRecord:
+    return StepRecord(
+        step=step, success=success, solved=min(2 * success, 1.0), reward=4 * success - 3,
+        num_tokens=1000, num_generated=300, seconds=1.5,
+        outcome=StepOutcome(
+            loss=0.25, gradient_norm=1.0, clip_fraction=0.05, num_micro_batches=2, fill=0.8,
+            mean_staleness=0.5 * (step > 1), max_staleness=step % 3, num_on_policy=100 * step,
+            logprob_gap=step * 1e-7,
+        ),
+    )  # fmt: skip
+
+
+RECORDS = [record(step, step / 10) for step in range(1, 9)]
+
+
+def test_the_rise_is_from_the_first_step_to_the_last_five() -> None:
+    assert rise(RECORDS) == (0.1, pytest.approx(0.6))
+    assert rise(RECORDS[:1]) == (0.1, 0.1)
+
+
+def test_the_report_says_what_a_training_came_to() -> None:
+    rows = dict(report(RECORDS))
+    assert rows["right answers"] == "10% in the first step, 60% in the last 5"
+    assert rows["solved"] == "20% of the first questions, 100% of the last"
+    assert rows["speed"] == "200 generated tokens/s, 12.0 s"
+    assert rows["fill"] == "80% of the micro-batches' capacity"
+    assert rows["staleness"] == "0.44 versions on average, 2 at most"
+    expected = "3,600 of trainer and engine differ by 8.0e-07 at most"
+    assert rows["log-probabilities"] == expected
+
+
+class Addresses(HTMLParser):
+    """Collects what a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.found += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_page_has_the_curves_and_loads_nothing() -> None:
+    page = write_page(RECORDS, "sums & <others>")
+    assert "<h1>sums &amp; &lt;others&gt;</h1>" in page
+    assert "<td>10% in the first step, 60% in the last 5</td>" in page
+    for title in ("Success and reward", "tokens per second", "Fill", "Staleness"):
+        assert title in page
+    parser = Addresses()
+    parser.feed(page)
+    assert "script" in parser.tags
+    assert parser.found == []
+    assert re.search(r'"y":\s*\[0\.1,\s*0\.2,\s*0\.3', page)
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
+    lines: list[str] = []
+    with TrainBoard(SETTINGS, Console(file=io.StringIO()), lines.append) as board:
+        board.warm_up(1, 3.5)
+        board.warm_up(2, 0.5)
+        for one in RECORDS:
+            board.update(one)
+        board.say("stopping")
+    assert lines == [
+        "warm-up 1 of 2, loss 3.50",
+        "warm-up 2 of 2, loss 0.50",
+        "step 8 of 8, 80% right, 200 tokens/s, fill 80%, staleness 0.50",
+        "stopping",
+    ]
+
+
+def test_on_a_terminal_there_are_bars() -> None:
+    out, lines = io.StringIO(), list[str]()
+    console = Console(file=out, force_terminal=True, width=120)
+    with TrainBoard(SETTINGS, console, lines.append) as board:
+        board.warm_up(2, 0.5)
+        board.update(RECORDS[4])
+        board.say("stopping")
+    shown = out.getvalue()
+    assert not lines
+    assert "warm-up" in shown
+    assert "5/8" in shown
+    assert "50% right" in shown
+    assert "stopping" in shown

@@ -1,0 +1,246 @@
+"""The report: documents that are what the results say, and results that are whole."""
+
+import json
+import math
+import platform
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import conftest, machine, plots, report
+from benchmarks.contest import OURS, Contest, Entry, as_record
+from benchmarks.promises import EXCEPTIONS, PROMISES, broken
+from benchmarks.reasons import PER_CALL, PER_TURN, TRUSTS, reason
+from benchmarks.tables import SIZES, provenance, render, winners
+
+ROOT = Path(__file__).parents[2]
+COPY = "copy of as many bytes"
+
+
+def results_of(*records):
+    return machine.describe("command") | {"measured": "cpu", "contests": list(records)}
+
+
+def record_of(ours_ms, rival_ms, rival="numpy.concatenate per field", workload="A: a", job="job"):
+    """Return a record of rounds that took so many milliseconds."""
+    given = Contest(job, workload, 10**6, lambda result: None)
+    ours, other = ([1e-3 * took for took in rounds] for rounds in (ours_ms, rival_ms))
+    entries = [Entry(OURS, "all", True, "", ours), Entry(rival, "all", True, "", other)]
+    return as_record(given, entries)
+
+
+def test_a_rival_that_wins_is_bold_and_the_reason_is_said():
+    table = render(results_of(record_of([10.0], [5.0])))
+    assert "**5 / 5 (2x faster)**" in table
+    assert f"- Faster than ours: numpy.concatenate per field on A. Because {TRUSTS}." in table
+    table = render(results_of(record_of([5.0, 6.0, 7.0], [10.0, 10.0, 20.0])))
+    assert "5 / 6" in table
+    assert "10 / 10 (2x slower)" in table
+    assert "**10" not in table
+    assert "Faster" not in table
+
+
+def test_nobody_wins_where_best_and_median_disagree():
+    record = record_of([10.0, 10.0, 10.0], [9.0, 11.0, 12.0])
+    assert winners([record]) == []
+    assert "9 / 11 (even)" in render(results_of(record))
+
+
+def test_reasons_are_those_of_the_workload():
+    name = "numpy.concatenate per field"
+    assert reason(name, "pack, from arrays", "A: a", 10**7) == TRUSTS
+    assert reason(name, "pack, from arrays", "C: c", 10**7) == PER_TURN
+    assert reason(name, SIZES, "1,024", 1024) == PER_CALL
+    assert reason("nobody", SIZES, "1,024", 1024) == ""
+
+
+# --- promises
+
+
+def promise_of(times):
+    promise = PROMISES[1]
+    record = record_of([1.0], [times], promise.slow, job=promise.job)
+    return record | {"job": promise.job}
+
+
+def test_a_promise_that_is_not_kept_is_named():
+    (three, whole) = broken([promise_of(19.0)])
+    assert "not measured, promised 20" in three
+    assert "the whole job against Python lists, arrays in: 19.0 times, promised 20" in whole
+    assert len(broken([promise_of(21.0)])) == 1
+
+
+def test_an_exception_is_a_promise_too():
+    (job, fast, workload), (times, why) = list(EXCEPTIONS.items())[1]
+    assert fast == OURS
+    assert why
+    record = promise_of(times + 0.1) | {"workload": workload, "job": job}
+    assert not [said for said in broken([record]) if "the whole job" in said]
+    record = promise_of(times - 0.1) | {"workload": workload, "job": job}
+    assert [said for said in broken([record]) if "the whole job" in said]
+
+
+def test_committed_results_keep_the_promises():
+    for results in report.load():
+        assert broken(results["contests"]) == []
+
+
+def test_the_summary_says_what_is_promised_and_where_others_are_faster():
+    kept = promise_of(30.0)
+    slower = record_of([10.0], [5.0], job="pack, from arrays", workload="B: b")
+    said = report.in_short(results_of(kept, slower))
+    assert "**30 to 30 times faster**: the whole job against Python lists, arrays in" in said
+    assert "(the benchmark fails below 20)" in said
+    assert "**Up to 2 times slower** end to end" in said
+    assert "`numpy.concatenate per field` on B (arrays)" in said
+
+
+# --- the committed results
+
+
+def test_every_rival_that_wins_in_the_committed_results_has_a_reason():
+    for results in report.load():
+        for name, record in winners(results["contests"]):
+            assert reason(name, record["job"], record["workload"], record["tokens"]), name
+
+
+def test_the_limit_is_below_all_others_and_grows_with_size():
+    for results in report.load():
+        if results["measured"] == "gpu":
+            continue
+        limits = []
+        for record in results["contests"]:
+            if record["job"] == SIZES:
+                best = {entry["contender"]: entry["best_ms"] for entry in record["entries"]}
+                limits.append(best.pop(COPY))
+                assert limits[-1] <= 1.1 * min(took for took in best.values() if took)
+        assert all(later > 0.9 * earlier for earlier, later in pairwise(limits))
+
+
+def test_committed_results_say_where_they_come_from():
+    for results in report.load():
+        assert results["hardware"]["processor"]
+        assert results["versions"]["torch"]
+        assert results["commit"] not in ("", "unknown")
+        assert "pytest benchmarks" in results["command"]
+        for record in results["contests"]:
+            for entry in record["entries"]:
+                assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
+
+
+def run_report(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.report", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_documents_are_what_the_committed_results_say():
+    done = run_report("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_document_that_drifted_is_named(tmp_path, monkeypatch, capsys):
+    drifted = tmp_path / "README.md"
+    drifted.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "README", drifted)
+    monkeypatch.setattr(report, "DOCUMENT", tmp_path / "all.md")
+    monkeypatch.setattr(plots, "write_png", lambda results, path: None)
+    (tmp_path / "jobs.md").write_text("# Jobs\n")
+    assert report.main(["--check"]) == 1
+    assert "README.md is not what its results say" in capsys.readouterr().out
+    assert "old" in drifted.read_text()
+    assert report.main([]) == 0
+    assert drifted.read_text().startswith("before\n<!-- speed: begin")
+    assert drifted.read_text().endswith("<!-- speed: end -->\nafter\n")
+    assert report.main(["--check"]) == 0
+
+
+def test_a_document_without_markers_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("no markers")
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    with pytest.raises(SystemExit, match="each marker once"):
+        report.main([])
+
+
+def test_the_plot_has_a_line_for_each_contender_that_has_numbers(tmp_path):
+    record = record_of([1.0], [2.0]) | {"job": SIZES, "tokens": 1024}
+    record["entries"][1]["best_ms"] = None
+    results = results_of(record)
+    assert plots.series(results) == {OURS: ([1024], [1.0])}
+    pytest.importorskip("matplotlib")
+    plots.write_png(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_name_of_the_machine_is_written(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "name-of-the-machine")
+    assert platform.node() not in json.dumps(machine.describe("command"))
+
+
+@pytest.mark.parametrize("measured", ["cpu", "gpu"])
+def test_the_processor_is_named_and_a_gpu_only_where_it_was_measured(measured):
+    results = results_of() | {"measured": measured}
+    results["hardware"] = results["hardware"] | {"gpu": "some GPU", "cuda": "13.0"}
+    said = provenance(results)
+    assert results["hardware"]["processor"] in said
+    assert ("some GPU" in said) == (measured == "gpu")
+    assert report._plot(results) == f"sizes_{measured}.png"
+
+
+# --- results that are whole
+
+
+def run_of(**changed):
+    every = set((ROOT / "benchmarks").glob("*/bench_*.py"))
+    settings = {"args": ["benchmarks"], "keyword": "", "collected": every} | changed
+    return SimpleNamespace(
+        args=settings["args"],
+        getoption=lambda name: settings[name],
+        stash={conftest.COLLECTED: settings["collected"]},
+    )
+
+
+def test_a_run_of_everything_that_passed_is_whole():
+    for measured in ("cpu", "gpu"):
+        assert conftest.part_of(run_of(), 0, measured) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "said"),
+    [
+        ({}, 1, "not everything passed"),
+        ({"keyword": "bench_pad"}, 0, "only some benchmarks were chosen"),
+        ({"args": ["benchmarks/a.py::bench_b"]}, 0, "only some benchmarks were chosen"),
+        ({"collected": set()}, 0, "bench_pack.py, "),
+    ],
+)
+def test_committed_results_stay_where_a_run_is_not_whole(changed, status, said):
+    assert said in conftest.part_of(run_of(**changed), status, "cpu")
+
+
+def test_pytest_benchmark_is_told_the_rounds_of_the_contest():
+    moments = []
+
+    class Pretended:
+        def __init__(self):
+            self.extra_info = {}
+
+        def pedantic(self, work, rounds):
+            for _ in range(rounds):
+                begin = self._timer()
+                assert work() is None
+                moments.append(self._timer() - begin)
+
+    shown = Pretended()
+    conftest._show(shown, Contest("job", "A", 7, print), [0.5, 0.25])
+    assert moments == [0.5, 0.25]
+    assert shown.extra_info == {"tokens": 7}

@@ -1,0 +1,681 @@
+"""The command, with the real engine, environment and tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import json
+import operator
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trajpack
+from tests.commands.command import Done, call, refusal
+from tests.support.warm_programs import WarmPrograms
+from trajpack import PackedBatch, Trajectory, Turn, pack
+from trajpack.agent.agents.answer_log import AnswerLog
+from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.engines.transformers_engine import TransformersEngine
+from trajpack.agent.environments.math_verify import MathVerifyEnvironment
+from trajpack.agent.errors import EngineEndedError
+from trajpack.agent.models.tiny_model import build_tiny_model
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.rollout.files import tokenizer_folder
+from trajpack.agent.runner.policy import RolloutPolicy
+from trajpack.cli import main, run
+
+pytestmark = pytest.mark.usefixtures("warm_judge")
+torch.set_num_threads(1)
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
+SMALL = ["--num-prompts", "2", "--turns", "2", "--max-new-tokens", "8", "--concurrency", "1"]
+
+
+def tokens(batch: PackedBatch) -> list[tuple[str, list[int], list[int]]]:
+    return [
+        (trajectory.id, list(turn.prompt_ids), list(turn.completion_ids))
+        for trajectory in batch.unpack()
+        for turn in trajectory.turns
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rollout")
+
+
+@pytest.fixture(scope="module")
+def rolled_out(folder: Path) -> Done:
+    return call("rollout", *SMALL, "--out", folder / "batch.safetensors")
+
+
+@pytest.fixture(scope="module")
+def batch_file(folder: Path, rolled_out: Done) -> Path:
+    assert rolled_out.status == 0, rolled_out.stderr
+    return folder / "batch.safetensors"
+
+
+def test_rollout_packs_every_sample_of_every_prompt_in_order(batch_file: Path) -> None:
+    trajectories = PackedBatch.load(batch_file).unpack()
+    prompts = ["chain_sum-0-0", "chain_sum-0-1"]
+    assert [one.id for one in trajectories] == [f"{p}@{k}" for p in prompts for k in range(2)]
+    assert [one.group for one in trajectories] == [p for p in prompts for _ in range(2)]
+    for trajectory in trajectories:
+        first, second = trajectory.turns
+        assert 1 <= len(first.completion_ids) <= 8
+        seen = [*first.prompt_ids, *first.completion_ids]
+        assert list(second.prompt_ids)[: len(seen)] == seen
+
+
+def test_rollout_leaves_the_answers_and_the_tokenizer_beside_the_batch(batch_file: Path) -> None:
+    logs = sorted((batch_file.parent / "batch.answers" / "0").glob("*.jsonl"))
+    assert [len(log.read_text().splitlines()) for log in logs] == [2] * 4
+    assert (batch_file.parent / "batch.tokenizer" / "tokenizer.json").is_file()
+    assert sorted(path.name for path in batch_file.parent.iterdir()) == [
+        "batch.answers",
+        "batch.safetensors",
+        "batch.tokenizer",
+    ]
+
+
+def test_rollout_reports_what_it_came_to_without_control_characters(
+    rolled_out: Done, batch_file: Path
+) -> None:
+    for text in rolled_out[1:]:
+        assert all(char.isprintable() or char == "\n" for char in text)
+    assert re.search(
+        r"episodes 4 of 4, 8 turns, [\d,]+ tokens/s, \d+% right, 0:\d\d\n",
+        rolled_out.stderr,
+    )
+    batch = PackedBatch.load(batch_file)
+    num_as_turns = sum(len(prompt) + len(completion) for _, prompt, completion in tokens(batch))
+    assert f"{num_as_turns:,} against {batch.num_tokens:,}, a ratio of " in rolled_out.stdout
+    assert "4 finished, 0 of them failed" in rolled_out.stdout
+    assert "random weights" in rolled_out.stdout
+    for path in (
+        batch_file,
+        batch_file.with_suffix(".tokenizer"),
+        batch_file.with_suffix(".answers"),
+    ):
+        assert f"{path}\n" in rolled_out.stdout
+
+
+def test_the_seed_decides_every_token_of_a_rollout_one_at_a_time(
+    batch_file: Path, tmp_path: Path
+) -> None:
+    again, other = tmp_path / "again.safetensors", tmp_path / "other.safetensors"
+    assert call("rollout", *SMALL, "--out", again).status == 0
+    assert call("rollout", *SMALL, "--out", other, "--seed", 1).status == 0
+    first, second = PackedBatch.load(batch_file), PackedBatch.load(again)
+    assert tokens(first) == tokens(second)
+    assert torch.equal(first.rollout_logprobs, second.rollout_logprobs)
+    assert tokens(first) != tokens(PackedBatch.load(other))
+
+
+def test_layout_and_discount_reach_the_batch(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "turns.safetensors"
+    options = ["--layout", "turns", "--turn-discount", "0.5", "--group-size", "1"]
+    assert call("rollout", *SMALL, *options, "--out", out).status == 0
+    batch = PackedBatch.load(out)
+    assert (batch.layout, len(batch), len(batch.ids)) == ("turns", 4, 2)
+    assert batch.turn_discounts == (0.5, 0.5)
+
+
+def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> None:
+    done = call("inspect", batch_file, "--sequences", 1, "--width", 100)
+    assert done.status == 0
+    assert not done.stderr
+    assert "\x1b" not in done.stdout
+    assert "4 in 2 groups" in done.stdout
+    assert "sequence 0: chain_sum-0-0@0 of group chain_sum-0-0" in done.stdout
+    assert "3 more sequences; --sequences 4 shows all" in done.stdout
+    kinds = re.findall(r"^│ +(prompt|observation|generated) ", done.stdout, re.MULTILINE)
+    assert kinds == ["prompt", "generated", "observation", "generated"]
+    assert "State the final answer to the following arithmetic problem" in done.stdout
+    assert re.search(r"turn 1 +reward -?1, return -?1, ", done.stdout)
+
+
+def test_inspect_without_a_tokenizer_shows_ids(tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("a", [Turn([101, 102], [103], [-0.5])])]).save(path)
+    done = call("inspect", path)
+    assert "101 102" in done.stdout
+    assert "token ids" in done.stdout
+
+
+def test_inspect_says_when_the_tokenizer_is_another_ones(batch_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("a", [Turn([1, 90_000], [3], [-0.5])])]).save(path)
+    done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
+    assert done.status == 0
+    assert "1 token not in the vocabulary" in done.stderr
+
+
+def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Path) -> None:
+    line = {
+        "id": "[red]\x1b[31m\u202e",
+        "prompt": "[bold]x[/bold] \x1b[2J :smile: [/]",
+        "solutions": ["2"],
+    }
+    (tmp_path / "evil.jsonl").write_text(json.dumps(line))
+    out = tmp_path / "evil.safetensors"
+    done = call("rollout", *SMALL, "--dataset", tmp_path / "evil.jsonl", "--out", out)
+    assert done.status == 0
+    assert "has 1 question, fewer than 2" in done.stderr
+    shown = call("inspect", out).stdout
+    for text in (*done[1:], shown):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert r"sequence 0: [red]\x1b[31m\u202e@0" in shown
+    assert r"[bold]x[/bold] \x1b[2J :smile: [/]" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--turns", "0"], "Invalid value for '--turns'"),
+        (["--num-prompts", "10000001"], "Invalid value for '--num-prompts'"),
+        (["--max-new-tokens", "1" * 30], "Invalid value for '--max-new-tokens'"),
+        (["--num-prompts", "many"], "Invalid value for '--num-prompts'"),
+        (["--layout", "tree"], "Invalid value for '--layout'"),
+        (["--bogus"], "No such option: --bogus"),
+        (["--turn-discount", "nan"], "turn_discount must be finite, got nan"),
+        (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
+        (["--dataset", "."], "cannot read .: Is a directory"),
+        (["--model", "missing"], "cannot load a model from missing: it is not a folder"),
+        (["--model", "."], "cannot load a model from .: it has no config.json"),
+        (["--device", "no-such"], "device 'no-such' cannot be used: "),
+        (["--device", "meta"], "device 'meta' cannot be used: "),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
+        (["--max-new-tokens", "9000"], "question 'chain_sum-0-0' is too long: "),
+        (["--out", "batch.txt"], "--out must be a .safetensors file, got batch.txt"),
+        (["--out", "file/batch.safetensors"], "cannot write file: "),
+        (["--answers", "file"], "cannot write file: "),
+        (
+            ["--out", "a.safetensors", "--answers", "a.tokenizer/b"],
+            "--answers must not be a.tokenizer or in it, got a.tokenizer/b",
+        ),
+    ],
+)
+def test_rollout_refuses_in_one_line_and_writes_nothing(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert message in refusal("rollout", "--num-prompts", 1, *options)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
+
+
+def test_a_malformed_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path, out = tmp_path / "sums.jsonl", tmp_path / "batch.safetensors"
+    path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question": \n')
+    line = refusal("rollout", "--dataset", path, "--out", out)
+    assert "sums.jsonl, line 3: not JSON" in line
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_the_old_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "batch.safetensors"
+    out.write_text("what was there")
+    monkeypatch.setattr(os, "fsync", fsync)
+    line = refusal("rollout", *SMALL, "--out", out)
+    assert line.endswith(f"cannot write {out}: No space left on device")
+    assert out.read_text() == "what was there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.answers", out.name]
+
+
+def test_nothing_is_written_if_every_episode_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def step(*_: object) -> None:
+        raise RuntimeError("the judge is ill")
+
+    monkeypatch.setattr(MathVerifyEnvironment, "step", step)
+    out = tmp_path / "batch.safetensors"
+    line = refusal("rollout", *SMALL, "--out", out)
+    assert "all 4 episodes failed" in line
+    assert "the judge is ill" in line
+    assert not out.exists()
+
+
+def test_some_failures_are_reported_beside_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = MathVerifyEnvironment.step
+
+    async def step(self: MathVerifyEnvironment, action: Any) -> Any:
+        if action[0] == "chain_sum-0-0@1":
+            raise RuntimeError("the judge is ill")
+        return await honest(self, action)
+
+    monkeypatch.setattr(MathVerifyEnvironment, "step", step)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--out", out)
+    assert done.status == 0
+    assert PackedBatch.load(out).ids == ("chain_sum-0-0@0", "chain_sum-0-1@0", "chain_sum-0-1@1")
+    assert "4 finished, 1 of them failed" in done.stdout
+    assert "the judge is ill" in done.stdout
+
+
+def test_a_programming_error_is_not_dressed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(trajpack.TrajectoryBuffer, "pack", pack)
+    with pytest.raises(ValueError, match="a bug"):
+        call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
+
+
+def test_rollout_runs_a_model_from_a_folder(batch_file: Path, tmp_path: Path) -> None:
+    model, tokenizer = build_tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--model", tmp_path / "model", "--out", out)
+    assert done.status == 0
+    assert "random weights" not in done.stdout
+    assert tokens(PackedBatch.load(out)) == tokens(PackedBatch.load(batch_file))
+
+
+def test_a_broken_model_folder_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = build_tiny_model()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    assert f"cannot load a model from {tmp_path}: " in refusal("rollout", "--model", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert f"cannot load a tokenizer from {tmp_path}: " in refusal("rollout", "--model", tmp_path)
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="needs the questions of GSM8K")
+def test_rollout_asks_real_questions(tmp_path: Path) -> None:
+    out = tmp_path / "batch.safetensors"
+    options = ["--dataset", GSM8K, "--num-prompts", 4, "--group-size", 1, "--max-new-tokens", 8]
+    done = call("rollout", *options, "--out", out)
+    assert done.status == 0, done.stderr
+    assert PackedBatch.load(out).ids == tuple(f"gsm8k_test-{line}@0" for line in range(1, 5))
+    assert "Janet" in call("inspect", out, "--sequences", 1).stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file or directory"), (b"short", "is not a readable packed batch")],
+)
+def test_inspect_refuses_what_is_no_batch(
+    content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "batch.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    assert message in refusal("inspect", path)
+
+
+def test_inspect_refuses_a_folder_without_tokenizer(batch_file: Path, tmp_path: Path) -> None:
+    line = refusal("inspect", batch_file, "--tokenizer", tmp_path)
+    assert f"cannot load a tokenizer from {tmp_path}: it has no tokenizer_config.json" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", [["inspect"], ["--help"]])
+def test_output_that_goes_nowhere_is_refused(batch_file: Path, command: list[str]) -> None:
+    err = io.StringIO()
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w", buffering=1)
+    with redirect_stdout(full), redirect_stderr(err):
+        status = run(
+            [*command, *(["--sequences", "0", str(batch_file)] * (command == ["inspect"]))]
+        )
+    full.close()
+    assert status == 2
+    assert err.getvalue() == (
+        "trajpack: error: cannot write standard output: No space left on device\n"
+    )
+
+
+def test_help_and_version() -> None:
+    assert call("--version") == (0, "trajpack 0.1.0\n", "")
+    assert "trajpack inspect demo/batch.safetensors" in call("--help").stdout
+    assert "reasoning-gym" in call("rollout", "--help").stdout
+    assert call().status == 2
+    assert "No such command 'teach'; see trajpack --help" in refusal("teach")
+
+
+def test_main_exits_with_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["trajpack", "--version"])
+    with redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 0
+
+
+WITHOUT_EACH = """
+import os, sys, torch  # once, for all
+for module in sys.argv[2:]:
+    if not os.fork():
+        out = os.open(f"{sys.argv[1]}/{module}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 2)
+        sys.modules[module] = None
+        from trajpack.cli import run
+        status = run(["rollout", "--out", f"{sys.argv[1]}/batch.safetensors"])
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_missing_package_is_named_with_what_to_install(tmp_path: Path) -> None:
+    modules = ["anyio", "math_verify"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", WITHOUT_EACH, str(tmp_path), *modules],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["2"] * len(modules)
+    for module in modules:
+        said = (tmp_path / module).read_text()
+        line = said.splitlines()[-1]
+        assert line.startswith("trajpack: error: ")
+        assert module in line
+        assert line.endswith("install trajpack[agent]")
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("module", ["transformers", "reasoning_gym"])
+def test_a_missing_package_that_is_imported_late_is_named_too(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    line = refusal("rollout", "--out", tmp_path / "batch.safetensors")
+    assert module in line
+    assert line.endswith("install trajpack[agent]")
+
+
+def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("terminal.occupy_closed_descriptors", "cli.run"):
+        monkeypatch.setattr(f"trajpack.{name}", interrupted)
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code == 130
+
+
+def test_foreign_files_in_the_tokenizers_place_are_refused_before_the_rollout(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "batch.tokenizer").mkdir()
+    thesis = tmp_path / "batch.tokenizer" / "thesis.tex"
+    thesis.write_text("years of work")
+    done = call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
+    assert done.status == 2
+    assert "will not be replaced: it holds thesis.tex" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert thesis.read_text() == "years of work"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [thesis]
+
+
+def end_engine_after(monkeypatch: pytest.MonkeyPatch, num_good: int) -> None:
+    """Have the engine end after some episodes."""
+    honest = MathMultiTurnAgent.collect_trajectory
+    qids: list[str] = []
+
+    async def collect(self: MathMultiTurnAgent, prompt: Prompt, *rest: Any) -> list[Trajectory]:
+        qids.append(prompt.id)
+        if len(qids) > num_good:
+            raise EngineEndedError(prompt.id, "generation has died: OutOfMemory")
+        return await honest(self, prompt, *rest)
+
+    monkeypatch.setattr(MathMultiTurnAgent, "collect_trajectory", collect)
+
+
+def test_a_dead_engine_leaves_what_had_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_engine_after(monkeypatch, 3)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--num-prompts", "20", "--out", out)
+    assert done.status == 2
+    assert len(PackedBatch.load(out).ids) == 3
+    (line,) = (line for line in done.stderr.splitlines() if "error" in line)
+    assert line == (
+        "trajpack: error: generation has died: OutOfMemory: 1 of 40 episodes failed and 36 were "
+        f"never started; the batch is in {out}"
+    )
+
+
+def test_a_dead_engine_and_nothing_finished_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_engine_after(monkeypatch, 0)
+    line = refusal("rollout", *SMALL, "--num-prompts", "20", "--out", tmp_path / "b.safetensors")
+    assert line.endswith("1 of 40 episodes failed and 39 were never started; no batch was written")
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+def test_answers_that_cannot_be_logged_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(AnswerLog, "write", write)
+    done = call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
+    assert done.status == 0
+    (line,) = (line for line in done.stderr.splitlines() if "No space left" in line)
+    assert line.endswith("(and 3 more like it)")
+
+
+def test_an_engine_that_keeps_a_rollout_waiting_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, said = TransformersEngine._take, io.StringIO()
+
+    async def late(engine: TransformersEngine, *observation: Any) -> None:
+        while "has not replied" not in said.getvalue():  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+        answer(engine, *observation)
+
+    def take(engine: TransformersEngine, *observation: Any) -> None:
+        tasks.append(asyncio.ensure_future(late(engine, *observation)))
+
+    tasks: list[Any] = []
+    monkeypatch.setattr(TransformersEngine, "_take", take)
+    impatient = partial(RolloutPolicy, silence_warning_s=0.01)
+    monkeypatch.setattr("trajpack.agent.rollout.rollout.RolloutPolicy", impatient)
+    out = tmp_path / "batch.safetensors"
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        assert run(["rollout", *map(str, SMALL), "--out", str(out)]) == 0
+    assert "trajpack: engine TransformersEngine has not replied for 0 s" in said.getvalue()
+
+
+def test_values_are_shown_on_a_narrow_terminal(
+    batch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "turns: 8, longest" in call("inspect", batch_file, "--width", 30).stdout
+    monkeypatch.setenv("COLUMNS", "30")
+    assert "turns: 8, longest" in call("inspect", batch_file, "--sequences", 0).stdout
+
+
+def test_inspect_in_full_leaves_nothing_out(tmp_path: Path) -> None:
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("a", [Turn(list(range(500)), [103], [-0.5])])]).save(path)
+    assert "tokens ...]" in call("inspect", path).stdout
+    assert "tokens ...]" not in call("inspect", path, "--full").stdout
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """As in a terminal; a test run in the background may have been told to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def signal_before(monkeypatch: pytest.MonkeyPatch, place: str, *numbers: signal.Signals) -> None:
+    """Send this program signals when the command comes to ``place``."""
+    honest = operator.attrgetter(place)(trajpack)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(f"trajpack.{place}", signalled)
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(
+    ("place", "number", "status"),
+    [
+        ("TrajectoryBuffer.pack", signal.SIGINT, 130),
+        ("TrajectoryBuffer.pack", signal.SIGTERM, 143),
+        ("rollout_command.save_rollout", signal.SIGINT, 130),
+        ("PackedBatch.save", signal.SIGINT, 130),
+        ("rollout_command.report", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_after_the_episodes_waits_for_the_batch(
+    place: str,
+    number: signal.Signals,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signal_before(monkeypatch, place, number)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--out", out)
+    assert done.status == status
+    assert "trajpack: saving what has finished; Ctrl-C again" in done.stderr
+    assert len(PackedBatch.load(out).ids) == 4
+    assert f"batch      {out}" in done.stdout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(
+    ("place", "is_written"), [("TrajectoryBuffer.pack", False), ("rollout_command.report", True)]
+)
+def test_a_second_signal_ends_at_once_and_tells_what_is_on_disk(
+    place: str, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal_before(monkeypatch, place, signal.SIGINT, signal.SIGINT)
+    out = tmp_path / "batch.safetensors"
+    done = call("rollout", *SMALL, "--out", out)
+    assert done.status == 130
+    said = f"the batch is in {out}" if is_written else "no batch was written"
+    assert done.stderr.endswith(f"trajpack: interrupted: {said}\n")
+    assert out.exists() == is_written
+    assert tokenizer_folder(out).exists() == is_written
+
+
+FRESH = [sys.executable, "-P", "-c", "from trajpack.cli import main; main()"]
+
+
+def shell(line: str, command: list[str], tmp_path: Path) -> Done:
+    """Run a line of bash in which ``trajpack`` is the command."""
+    script = f'trajpack() {{ {shlex.join(command)} "$@"; }}; set -o pipefail; {line}'
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+ROLLOUT = "trajpack rollout --num-prompts 1 --turns 1 --max-new-tokens 8 --out batch.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("streams", "status", "is_fresh"),
+    [
+        (">&- 2>&- <&-", 0, True),  # an interpreter starts without any
+        ("> result 2> /dev/full", 0, False),
+        ("2>&1 | head -1", 0, False),
+        ("> /dev/full", 2, False),
+    ],
+)
+def test_a_rollout_survives_its_output(
+    streams: str, status: int, is_fresh: bool, tmp_path: Path, warm_programs: WarmPrograms
+) -> None:
+    command = FRESH if is_fresh else warm_programs.command("trajpack")
+    done = shell(f"{ROLLOUT} {streams}", command, tmp_path)
+    assert done.status == status, done.stderr
+    assert len(PackedBatch.load(tmp_path / "batch.safetensors").ids) == 2
+    assert "Traceback" not in done.stderr + done.stdout
+    if status:
+        assert done.stderr.endswith(
+            "error: cannot write standard output: No space left on device; "
+            "the batch is in batch.safetensors\n"
+        )
+
+
+def test_a_reader_that_goes_away_is_no_error(batch_file: Path, warm_programs: WarmPrograms) -> None:
+    inspect = f"trajpack inspect --full {batch_file.name} | head -1"
+    warm = warm_programs.command("trajpack")
+    for line, command in ((inspect, warm), ("trajpack --help | true", FRESH)):
+        done = shell(line, command, batch_file.parent)
+        assert (done.status, done.stderr) == (0, "")
+
+
+def interrupt(
+    out: Path, command: list[str], after: str, number: signal.Signals = signal.SIGINT
+) -> Done:
+    """Run a long rollout in a process of its own and signal once it says ``after``."""
+    options = "--num-prompts", "500", "--max-new-tokens", "16"
+    with subprocess.Popen(
+        [*command, "rollout", "--out", str(out), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stderr is not None
+        said = ""
+        while not re.search(after, said):
+            line = child.stderr.readline()
+            assert line, said
+            said += line
+        child.send_signal(number)
+        stdout, stderr = child.communicate(timeout=60)
+    return Done(child.returncode, stdout, said + stderr)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(
+    number: signal.Signals, status: int, tmp_path: Path, warm_programs: WarmPrograms
+) -> None:
+    out = tmp_path / "batch.safetensors"
+    command = warm_programs.command("trajpack")
+    done = interrupt(out, command, after=r"episodes [1-9]\d* of 1,000", number=number)
+    assert done.status == status, done.stderr
+    assert "stopping" in done.stderr
+    assert "Traceback" not in done.stderr
+    trajectories = PackedBatch.load(out).unpack()
+    assert 1 <= len(trajectories) < 1000
+    assert f"{len(trajectories):,} of 1,000 episodes" in done.stdout
+    assert all(len(trajectory.turns) == 3 for trajectory in trajectories)
+
+
+def test_an_interrupt_before_anything_had_finished_writes_nothing(tmp_path: Path) -> None:
+    # A test run in the background of a shell would hand down that the signal is ignored.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command = [*FRESH[:-1], start + FRESH[-1]]
+    done = interrupt(tmp_path / "batch.safetensors", command, after="loading")
+    assert done.status == 130
+    assert done.stderr.endswith("trajpack: interrupted: no batch was written\n")
+    assert not list(tmp_path.rglob("*.safetensors"))

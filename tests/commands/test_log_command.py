@@ -1,0 +1,250 @@
+"""``trajpack rollout --log`` and ``trajpack replay``, with real crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.commands.command import call, refusal
+from tests.support.warm_programs import WarmPrograms
+from trajpack import PackedBatch, Trajectory, Turn
+from trajpack.agent.errors import EpisodeCancelledError, EpisodeError
+from trajpack.agent.rollout.log import RolloutLog
+from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
+from trajpack.agent.rollout.settings import RolloutSettings
+from trajpack.agent.runner.runner import EpisodeResult
+from trajpack.packing.trajectory_log.log import TrajectoryLog
+
+pytestmark = pytest.mark.usefixtures("warm_judge")
+torch.set_num_threads(1)
+SMALL = ["--num-prompts", 2, "--turns", 2, "--max-new-tokens", 8, "--concurrency", 1]
+EPISODES = [f"chain_sum-0-{prompt}@{sample}" for prompt in (0, 1) for sample in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Rollout:
+    return prepare_rollout(
+        RolloutSettings(num_prompts=2, num_turns=2, max_new_tokens=8, concurrency=1)
+    )
+
+
+def tokens(trajectory: Trajectory) -> list[tuple[list[int], list[int], list[float]]]:
+    return [
+        (list(turn.prompt_ids), list(turn.completion_ids), list(turn.completion_logprobs))
+        for turn in trajectory.turns
+    ]
+
+
+def batch_of(file: Path) -> dict[str, list[tuple[list[int], list[int], list[float]]]]:
+    return {one.id: tokens(one) for one in PackedBatch.load(file).unpack()}
+
+
+def contents(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(file, "pt") as opened:
+        names = list(opened.keys())
+        return {name: opened.get_tensor(name) for name in names}, opened.metadata()
+
+
+def logged(folder: Path) -> dict[str, list[tuple[list[int], list[int], list[float]]]]:
+    with TrajectoryLog.open(folder, mode="read") as log:
+        return {
+            trajectory.id: tokens(trajectory)
+            for episode in log.replay()
+            for trajectory in episode.trajectories
+        }
+
+
+def test_a_rollout_that_was_killed_goes_on_without_doing_anything_twice(
+    tmp_path: Path, warm_programs: WarmPrograms
+) -> None:
+    out, folder = tmp_path / "batch.safetensors", tmp_path / "log"
+    options = ["--num-prompts", "60", "--turns", "2", "--max-new-tokens", "8", "--log", folder]
+    program = warm_programs.command("trajpack")
+    command = [*program, "rollout", "--out", out, *options, "--concurrency", "1"]
+    with subprocess.Popen(
+        [*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stderr is not None
+        said = ""
+        while not (url := re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", said)):
+            line = child.stderr.readline()
+            assert line, said
+            said += line
+        while not (folder / "log.sqlite").exists() or not logged(folder):
+            assert child.poll() is None, child.stderr.read()
+            time.sleep(0.01)
+        with urlopen(url[1]) as page:
+            served = page.read().decode()
+        # not the child, which stands between: it ends when the program has
+        os.kill(int((folder / "writer.lock").read_text()), signal.SIGKILL)
+    assert float(re.search(r"^trajpack_turns_total (\S+)$", served, re.M)[1]) > 0  # type: ignore[index]
+    before = logged(folder)
+    assert 0 < len(before) < 120
+    assert not out.exists()
+    done = call("rollout", "--out", out, *options)
+    assert done.status == 0, done.stderr
+    assert f"{folder} has {len(before)} of 120 episodes: going on from there" in done.stderr
+    assert f"120 finished, 0 of them failed, {len(before)} earlier" in done.stdout
+    after = batch_of(out)
+    assert len(after) == 120
+    assert after == logged(folder)
+    assert {name: after[name] for name in before} == before
+    answers = {path.stem: path for path in (tmp_path / "batch.answers").rglob("*.jsonl")}
+    done_twice = [
+        name for name in before if len(answers[name].read_text().splitlines()) != len(before[name])
+    ]
+    assert not done_twice
+
+
+def test_a_finished_rollout_is_packed_again_and_nothing_is_generated(tmp_path: Path) -> None:
+    out, again, folder = (tmp_path / name for name in ("a.safetensors", "b.safetensors", "log"))
+    assert call("rollout", *SMALL, "--out", out, "--log", folder).status == 0
+    done = call("rollout", *SMALL, "--out", again, "--log", folder)
+    assert f"{folder} has 4 of 4 episodes" in done.stderr
+    assert batch_of(again) == batch_of(out)
+    replayed = tmp_path / "new" / "c.safetensors"
+    done = call("replay", folder, "--out", replayed)
+    assert (done.status, done.stderr) == (0, "")
+    (ours, meta), (theirs, their_meta) = contents(replayed), contents(out)
+    assert meta == their_meta
+    assert ours.keys() == theirs.keys()  # one at a time, they finished in the prompts' order
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert "4, 0 of them failed" in done.stdout
+    assert "tokenizer" not in call("inspect", replayed).stderr
+    assert (tmp_path / "new" / "c.tokenizer" / "tokenizer_config.json").is_file()
+    turns = call("replay", folder, "--out", replayed, "--layout", "turns")
+    assert "layout turns" in turns.stdout
+
+
+def test_what_goes_on_does_not_draw_the_first_samples_again(
+    prepared: Rollout, tmp_path: Path
+) -> None:
+    async def first() -> EpisodeResult:
+        async with prepared.episodes() as stream:
+            return await anext(stream)
+
+    result = asyncio.run(first())
+    assert result.qid == EPISODES[0]
+    with RolloutLog(tmp_path / "log", prepared) as log:
+        log.record(result)
+    out = tmp_path / "batch.safetensors"
+    assert call("rollout", *SMALL, "--out", out, "--log", tmp_path / "log").status == 0
+    batch = batch_of(out)
+    assert batch[EPISODES[0]] == tokens(result.trajectories[0])
+    assert batch[EPISODES[0]][0][0] == batch[EPISODES[1]][0][0]  # the same prompt
+    assert batch[EPISODES[0]][0][1] != batch[EPISODES[1]][0][1]
+
+
+def test_what_failed_is_tried_again_and_what_was_cancelled_was_never_there(
+    prepared: Rollout, tmp_path: Path
+) -> None:
+    prompt, folder = prepared.prompts[0], tmp_path / "log"
+    escape = "worse\x1b[2J"
+    with RolloutLog(folder, prepared) as log:
+        log.record(EpisodeResult(prompt, (), EpisodeError(EPISODES[0], escape)))
+        log.record(EpisodeResult(prompt, (), EpisodeCancelledError(EPISODES[1], "stop"), sample=1))
+    done = call("replay", folder)
+    assert done.status == 0
+    assert "1, 1 of them failed" in done.stdout
+    assert "worse" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert refusal("replay", folder, "--out", tmp_path / "none.safetensors").endswith(
+        "has no trajectories; no batch was written"
+    )
+    out = tmp_path / "batch.safetensors"
+    assert call("rollout", *SMALL, "--out", out, "--log", folder).status == 0
+    with TrajectoryLog.open(folder, mode="read") as read:
+        assert (sorted(read.finished), read.failed) == (EPISODES, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (["--seed", 1], "seed was 0, now it is 1"),
+        (["--group-size", 3], "group_size was 2, now it is 3"),
+        (["--num-prompts", 3], "num_prompts was 2, now it is 3"),
+        (["--turn-discount", 0.5], "turn_discount was 1.0, now it is 0.5"),
+    ],
+)
+def test_another_rollout_does_not_go_on_in_the_log(
+    change: list[object], reason: str, prepared: Rollout, tmp_path: Path
+) -> None:
+    with RolloutLog(tmp_path / "log", prepared):
+        pass
+    out = tmp_path / "batch.safetensors"
+    said = refusal("rollout", *SMALL, *change, "--out", out, "--log", tmp_path / "log")
+    assert said.endswith(f"is the log of another rollout: {reason}")
+
+
+def test_a_log_that_cannot_be_used_is_refused_in_one_line(
+    prepared: Rollout, tmp_path: Path
+) -> None:
+    rollout = ["rollout", *SMALL, "--out", tmp_path / "batch.safetensors", "--log"]
+    folder = tmp_path / "log"
+    with RolloutLog(folder, prepared):
+        assert "has a writer already" in refusal(*rollout, folder)
+    (folder / "rollout.json").write_text("[")
+    assert "rollout.json is not what a rollout wrote" in refusal(*rollout, folder)
+    (folder / "rollout.json").write_text("[]")
+    assert "rollout.json is not what a rollout wrote" in refusal(*rollout, folder)
+    foreign = tmp_path / "foreign"
+    with TrajectoryLog.open(foreign) as log:
+        log.append("q", [Trajectory("q", [Turn([1], [2], [-1.0])])])
+    assert refusal(*rollout, foreign).endswith("is no rollout's log: it has no rollout.json")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    assert "thesis.txt" in refusal(*rollout, tmp_path / "other")
+    (tmp_path / "file").touch()
+    assert "cannot write" in refusal(*rollout, tmp_path / "file")
+    assert "holds no trajectory log" in refusal("replay", tmp_path / "nowhere")
+    for content in (b"", b"x" * 100_000, (folder / "log.sqlite").read_bytes()[:-1]):
+        (folder / "log.sqlite").write_bytes(content)
+        assert "log.sqlite is damaged" in refusal("replay", folder)
+        assert "log.sqlite is damaged" in refusal(*rollout, folder)
+
+
+def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> None:
+    folder, out = tmp_path / "log", tmp_path / "batch.safetensors"
+    trajectory = Trajectory("q", [Turn([1], [2], [-1.0]), Turn([1, 2, 3], [4], [-0.5])])
+    with TrajectoryLog.open(folder) as log:
+        log.append("q", [trajectory])
+    assert call("replay", folder, "--out", out).status == 0
+    assert batch_of(out) == {"q": tokens(trajectory)}
+    (tmp_path / "batch.tokenizer").mkdir()
+    assert refusal("replay", folder, "--out", out).endswith("is that of another batch")
+
+
+def test_a_damaged_log_is_refused_in_one_line_that_no_text_of_it_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    name = "worse\x1b[2J\nline"
+    with TrajectoryLog.open(folder) as log:
+        log.append(name, [Trajectory("q", [Turn([1], [2], [-1.0])])])
+    content = (folder / "log.sqlite").read_bytes()
+    place = content.index(b"tpe1") + 8
+    (folder / "log.sqlite").write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    said = refusal("replay", folder)
+    assert "log.sqlite is damaged: episode" in said
+    assert "\x1b" not in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_log_of_an_earlier_release_is_named_by_replay_and_converted_by_its_next_writer(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "log"
+    shutil.copytree(Path(__file__).parent / "packing" / "old_log", folder)
+    assert "converts it" in refusal("replay", folder)
+    pytest.importorskip("pyarrow")
+    TrajectoryLog.open(folder).close()
+    assert "6, 1 of them failed" in call("replay", folder).stdout

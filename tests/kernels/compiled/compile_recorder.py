@@ -1,0 +1,130 @@
+"""A driver that stands in for a GPU's: it serves CPU tensors and launches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from compile_planted import PLANTED
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from trajpack.kernels import block_shapes
+from trajpack.kernels.credit.scores_triton import scores_kernel
+from trajpack.kernels.credit.spread_triton import spread_kernel
+from trajpack.kernels.fields.build_triton import build_kernel
+from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
+from trajpack.kernels.fields.gather_words_triton import gather_words_kernel
+from trajpack.kernels.groups.group_advantages_triton import group_advantages_kernel
+from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
+from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
+from trajpack.kernels.reduce.segment_reduce_triton import (
+    chunk_fold_kernel,
+    chunk_partials_kernel,
+    segment_reduce_kernel,
+)
+from trajpack.kernels.reduce.whiten_triton import (
+    chunk_moments_kernel,
+    merge_chunks_kernel,
+    whiten_by_sums_kernel,
+    whiten_kernel,
+)
+from trajpack.kernels.scan.credit_scan_triton import (
+    block_states_kernel,
+    block_steps_kernel,
+    walk_kernel,
+)
+from trajpack.kernels.scan.discounted_returns_triton import (
+    discounted_returns_kernel,
+    superblock_returns_kernel,
+    superblock_sums_kernel,
+)
+
+KERNELS = (
+    build_kernel,
+    walk_kernel,
+    block_steps_kernel,
+    block_states_kernel,
+    discounted_returns_kernel,
+    superblock_sums_kernel,
+    superblock_returns_kernel,
+    gather_fields_kernel,
+    gather_words_kernel,
+    group_advantages_kernel,
+    pad_kernel,
+    unpad_kernel,
+    scores_kernel,
+    segment_reduce_kernel,
+    chunk_partials_kernel,
+    chunk_fold_kernel,
+    select_tokens_kernel,
+    spread_kernel,
+    chunk_moments_kernel,
+    merge_chunks_kernel,
+    whiten_kernel,
+    whiten_by_sums_kernel,
+)
+
+
+class Recorder:
+    """A driver that serves CPU tensors, for ``target``, and launches nothing."""
+
+    def __init__(self, target: GPUTarget, device: int) -> None:
+        self.target, self.device, self.launches = target, device, []
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device  # Triton keeps compiled kernels apart by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 64 * 1024}
+
+    def load_binary(self, *_: Any) -> tuple[None, int, int, int, int]:
+        return None, 0, 0, 0, 1024
+
+    def unload_module(self, _: None) -> None:
+        pass
+
+    def launcher_cls(self, source: ASTSource, _: Any) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            named = dict(zip(source.fn.arg_names, arguments[9:], strict=True))
+            grid = list(arguments[:3])
+            self.launches.append({"kernel": source.fn.__name__, "grid": grid, "arguments": named})
+
+        return launch
+
+    def variants(self) -> list[Any]:
+        caches = [kernel.device_caches[self.device][0] for kernel in (*KERNELS, *PLANTED)]
+        return [compiled for cache in caches for compiled in cache.values()]
+
+
+def architecture(target: GPUTarget) -> str:
+    """Return a target's name as the table of block shapes has it."""
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+@contextmanager
+def recording(target: GPUTarget, device: int) -> Iterator[Recorder]:
+    """Launch on ``target``, with the block shapes that it has; keep apart what is compiled."""
+    recorder = Recorder(target, device)
+    driver.set_active(recorder)
+    real = block_shapes.architecture_of
+    block_shapes.architecture_of = lambda _: architecture(target)
+    block_shapes.launch_on.cache_clear()
+    try:
+        yield recorder
+    finally:
+        block_shapes.architecture_of = real
+        block_shapes.launch_on.cache_clear()

@@ -1,0 +1,188 @@
+"""Launches that between them make Triton compile every variant of every kernel, but for the scans.
+
+Of these there are a few; `compile_credit.launches_of_every_scan` has all kinds by all observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from compile_credit import launches_of_scans, launches_of_spreads
+from compile_groups import launches_of_groups
+from compile_planted import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
+from compile_selection import launches_of_selections
+
+from trajpack.kernels.fields.build_triton import build_forward
+from trajpack.kernels.fields.gather_fields import Moved
+from trajpack.kernels.fields.gather_fields_triton import gather_fields_forward
+from trajpack.kernels.fields.gather_words_triton import gather_words_forward
+from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
+from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
+from trajpack.kernels.reduce.whiten_triton import (
+    chunk_moments,
+    merge_chunks,
+    whiten_by_chunks,
+    whiten_by_sums_forward,
+)
+from trajpack.kernels.scan.discounted_returns_triton import (
+    segment_returns,
+    superblock_returns,
+    superblock_sums,
+)
+
+PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
+Launches = Iterator[tuple[str, partial[Any]]]
+DEMANDING = {
+    "build_forward": {"aligned"},
+    "segment_returns": {"aligned"},
+    "superblock_sums": {"aligned"},
+    "superblock_returns": {"aligned"},
+    "gather_words_forward": {"aligned"},
+    "gather_fields_forward": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
+    "pad_forward": {"3 x 1", "3 x 2"},
+    "unpad_forward": {"3 x 1", "3 x 2"},
+    "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
+    "merge_forward": set[str](),  # the kernel is that of select_forward
+    "walk_segments": {"reset, float64, a rate each", "pieces, vtrace"},
+    "steps_of_blocks": {"pieces, k3"},
+    "write_blocks": {"pieces, vtrace"},
+    "scores_forward": {"turns"},
+    "spread_forward": {"trajectories and steps"},
+    "group_advantages_forward": {
+        "mean by std",
+        "second_best by std",
+        "leave_one_out by leave_one_out_std, valid",
+    },
+    "segment_rows": {"mean of float32, masked"},
+    "chunk_partials": {"mean of float32, masked"},
+    "chunk_fold": {"mean of float32, masked"},
+    "merge_chunks": {"partials"},
+    "chunk_moments": {"float64"},
+    "whiten_by_chunks": {"float64"},
+    "whiten_by_sums_forward": {"float64"},
+}
+"""By what launches: the variants that take most registers, shuffles and barriers, or stand beside
+those under another ceiling. Aligned inputs are where the compiler may widen an access."""
+
+
+def demanding_launches(device: str = "cpu") -> Launches:
+    """Yield of every variant those that a kernel's bounds are closest to."""
+    for label, launch in launches_of_every_variant(device):
+        if label in DEMANDING[launch.func.__name__]:
+            yield label, launch
+
+
+def launches_of_every_variant(device: str = "cpu") -> Launches:
+    """Yield what the inputs are like, and a launch on them that compiles one variant."""
+    words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
+    runs = words[:24].view(3, 8)
+    returns = torch.zeros(9, device=device)
+    yield "aligned", partial(build_forward, words, runs, returns, 1500)
+    yield "unaligned", partial(build_forward, words[1:], runs, returns[1:], 1500)
+    yield from launches_of_returns(returns, cu_seqlens)
+    table = torch.zeros((5, 4), dtype=torch.int64, device=device)
+    yield "aligned", partial(gather_words_forward, table, 1500)
+    yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
+    yield from launches_of_every_field(words, runs)
+    yield from launches_of_every_row(cu_seqlens)
+    yield from launches_of_selections(words)
+    yield from launches_of_scans(cu_seqlens)
+    yield from launches_of_spreads(cu_seqlens)
+    yield from launches_of_groups(returns)
+    yield from launches_of_segments(cu_seqlens)
+    yield from launches_of_whitening(returns)
+
+
+def launches_of_returns(returns: torch.Tensor, cu_seqlens: torch.Tensor) -> Launches:
+    """Discounted returns by both regimes, for rewards of both dtypes."""
+    discounts = torch.ones(8, dtype=torch.float64, device=returns.device)
+    for dtype in (torch.float32, torch.float64):
+        rewards = returns.to(dtype)
+        shifted = rewards[1:], cu_seqlens[1:], discounts[1:]
+        for label, inputs in (
+            ("aligned", (rewards, cu_seqlens, discounts)),
+            ("unaligned", shifted),
+        ):
+            sums = torch.zeros(2, dtype=torch.float64, device=returns.device)
+            sums = sums[label == "unaligned" :]
+            yield label, partial(segment_returns, *inputs)
+            yield label, partial(superblock_sums, *inputs)
+            yield label, partial(superblock_returns, *inputs, sums)
+
+
+def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
+    """Extra fields of every unit, one and several to a row, one and several at once."""
+    fields = {unit: Moved(1, unit, -1, unit % 2) for unit in (1, 2, 4, 8)}
+    cases = {f"1 x {unit}": [field] for unit, field in fields.items()}
+    cases |= {f"3 x {unit}": [field._replace(width=3)] for unit, field in fields.items()}
+    cases["1 x 1, all tokens"] = [fields[1]._replace(generated_only=0)]
+    cases["1 x 2, generated"] = [fields[2]._replace(generated_only=1)]
+    several = [fields[1], fields[2]._replace(width=3), fields[4], fields[8]]
+    cases["1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"] = several
+    for label, moved in cases.items():
+        sources = torch.zeros((3, len(moved)), dtype=torch.int64, device=words.device)
+        yield label, partial(gather_fields_forward, words, runs, sources, 1500, moved)
+    unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
+    shifted = words[1:], words[25:49].view(3, 8), unaligned
+    yield f"{label}, unaligned", partial(gather_fields_forward, *shifted, 1500, several)
+
+
+def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
+    """Pad and unpad rows of one unit and of several, for every width of a unit."""
+    memory = torch.zeros(9000, dtype=torch.int8, device=cu_seqlens.device)
+    for unit in (1, 2, 4, 8, 16):
+        unaligned = f"3 x {unit} unaligned", 3 * unit, unit % 16, cu_seqlens[1:]
+        aligned = [(f"{units} x {unit}", units * unit, 0, cu_seqlens) for units in (1, 3)]
+        for label, row, start, ends in (*aligned, unaligned):
+            batch = len(ends) - 1
+            packed = memory[start : start + 99 * row].view(99, row)
+            padded = memory[start : start + batch * 12 * row].view(batch, 12, row)
+            yield label, partial(pad_forward, packed, ends, 12, 1, "left")
+            yield label, partial(unpad_forward, padded, ends, 99, "left")
+
+
+def launches_of_whitening(returns: torch.Tensor) -> Launches:
+    """Moments and whitening of both dtypes; inputs that are not aligned are moved first."""
+    partials = torch.zeros((5, 3), dtype=torch.float64, device=returns.device)
+    sums = partials.view(-1)[1:4]
+    yield "partials", partial(merge_chunks, partials, 0.5)
+    for dtype in (torch.float32, torch.float64):
+        x = returns.to(dtype)
+        mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        label = str(dtype).removeprefix("torch.")
+        yield label, partial(chunk_moments, x, mask)
+        yield label, partial(whiten_by_chunks, x, mask.view(torch.int8), partials, 1, 0.0, True)
+        yield label, partial(whiten_by_sums_forward, x, mask, sums, 0.5, 1, 0.0, True)
+
+
+def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
+    """Segment reductions by both regimes: every sum, mean and maximum that is made its own way."""
+    device = cu_seqlens.device
+    words, mask = (torch.zeros(n, dtype=torch.int64, device=device) for n in (9999, 2000))
+    f32, f64, i64 = torch.float32, torch.float64, torch.int64
+    rows = [("sum", f32, False), ("sum", f64, True), ("sum", torch.bool, False)]
+    rows += [("mean", f32, True), ("max", f32, True), ("max", i64, False)]
+    for reduction, dtype, has_mask in rows:
+        x = words.view(dtype)[:9000]
+        counted = mask.view(torch.bool)[1:9001] if has_mask else None
+        label = f"{reduction} of {dtype}{', masked' * has_mask}".replace("torch.", "")
+        out = words.view(dtype if dtype in (f32, f64) else i64)[1:9]
+        yield label, partial(segment_rows, x, cu_seqlens, counted, out, reduction)
+        if dtype == f32 and reduction != "max":
+            partials = words.view(f64)[:160], words.view(torch.int32)[:160]
+            yield label, partial(chunk_partials, x, cu_seqlens, counted, reduction)
+            inputs = x, cu_seqlens, counted, out, reduction
+            yield label, partial(chunk_fold, *inputs, *partials)
+
+
+def launches_of_planted(backend: str) -> Launches:
+    """Kernels with a fault each."""
+    words = torch.zeros(99, dtype=torch.int32)
+    for kernel in (masked_kernel, hinted_kernel, shuffled_kernel):
+        yield "planted", partial(kernel[(1,)], words, words, 99, **PLAIN)
+    if backend == "cuda":
+        crowded = PLAIN | {"BLOCK": 8192, "maxnreg": 32}
+        yield "planted", partial(crowded_kernel[(1,)], words, words, 99, **crowded)

@@ -1,0 +1,42 @@
+"""A call compiles what it needs once: no size of its inputs asks for another variant of a kernel.
+
+So a step that ran once compiles nothing when sequences have other lengths, nor in the capture of a
+CUDA graph. Triton makes a variant for an integer of 1, one for multiples of 16, one for all
+others and one for int64, of every integer that a kernel does not exclude.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from tests.kernels.compiled.test_compiled import REGISTERS
+from trajpack import kernels
+
+PARTS = {"gae, gradient": 2, "vtrace": 2, "split and merge": 2}
+"""Operators that launch a kernel for two things: a scan and its gradient, the values behind the
+tokens and V-trace, a micro-batch and the batch that is merged. All others launch it for one."""
+
+
+def test_no_size_asks_for_a_variant_of_its_own(compiled: Any) -> None:
+    for operator, of_kernels in compiled["sizes"].items():
+        assert of_kernels, operator
+        for kernel, variants in of_kernels.items():
+            if operator != "planted":
+                assert len(variants) == PARTS.get(operator, 1), (operator, kernel, variants)
+
+
+def test_variants_by_size_would_be_noticed(compiled: Any) -> None:
+    (variants,) = compiled["sizes"]["planted"].values()
+    assert [sizes[0] for sizes in variants] == [1, 2, 16]
+
+
+def test_every_kernel_and_every_operator_is_called(compiled: Any) -> None:
+    sizes = compiled["sizes"]
+    called = {kernel for of_kernels in sizes.values() for kernel in of_kernels}
+    assert called - {"sized_kernel"} == {kernel for kernel, _ in REGISTERS}
+    operators = {operator.partition(",")[0] for operator in sizes}
+    for name in kernels.__all__:
+        operator = getattr(kernels, name)
+        if callable(operator) and "impl" in inspect.signature(operator).parameters:
+            assert name in operators

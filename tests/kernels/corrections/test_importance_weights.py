@@ -1,0 +1,295 @@
+"""`importance_weights` against a loop over tokens and segments in Python's floats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack.kernels.corrections.importance_rules import Correction, Rejection
+from trajpack.kernels.corrections.importance_weights import IMPORTANCE_METRICS, importance_weights
+from trajpack.testing import assert_same_bits, boundaries
+
+LENGTHS = [5, 0, 1, 30, 7, 2, 64, 3]
+RULES = [
+    Correction(),
+    Correction.tis(1.2),
+    Correction(low=0.8, high=1.25),
+    Correction.icepop(0.7, 1.4),
+    Correction.tis(1.5, level="segment"),
+    Correction.mis(0.2, 1.5),
+    Correction.mis(0.9, 1.1, level="geometric"),
+    Correction(level="geometric", outside="keep"),
+    Correction(level="segment", outside="keep", normalize=True),
+    Correction(outside="mask", low=0.8, high=1.3, normalize=True),
+    Correction(level="none", normalize=True, rejection=Rejection(0.9, 1.1)),
+    Correction(high=1.3, rejection=Rejection(0.7, 1.6, level="token")),
+    Correction(level="segment", high=2.0, normalize=True, rejection=Rejection(0.95, 1.05)),
+    Correction.tis(1.1, level="geometric"),
+    Correction(high=1.2, rejection=Rejection(0.5, 2.0, level="segment")),
+]
+
+
+class Case:
+    """Random log-probabilities of two policies that differ a little, and segments."""
+
+    def __init__(self, lengths: list[int] = LENGTHS, seed: int = 0, spread: float = 0.2) -> None:
+        random = np.random.default_rng(seed)
+        num = sum(lengths)
+        rollout = -random.exponential(1.0, num)
+        self.rollout_logprobs = torch.from_numpy(rollout).float()
+        self.logprobs = torch.from_numpy(rollout + random.normal(0, spread, num)).float()
+        self.loss_mask = torch.from_numpy(random.random(num) < 0.7)
+        self.cu_seqlens = boundaries(lengths)
+        ends = np.cumsum(lengths)
+        self.spans = [
+            (int(end) - length, int(end)) for end, length in zip(ends, lengths, strict=True)
+        ]
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.logprobs, self.rollout_logprobs, self.loss_mask
+
+
+def bound(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -20.0), 20.0))
+
+
+class Loop:
+    """What the weights and metrics are, one token after another."""
+
+    def __init__(self, case: Case, rule: Correction) -> None:
+        self.case, self.rule = case, rule
+        self.x = (case.logprobs.double() - case.rollout_logprobs.double()).tolist()
+        mask = case.loss_mask.tolist()
+        self.segments = [[t for t in range(*span) if mask[t]] for span in case.spans]
+        self.generated = [t for t, is_generated in enumerate(mask) if is_generated]
+        if rule.needs_segments:
+            self.generated = sorted(t for tokens in self.segments for t in tokens)
+        self.ratios = self.of_level(rule.level)
+        self.weights = self.weigh()
+
+    def of_level(self, level: str) -> dict[int, float]:
+        if level in ("token", "none"):
+            return {t: bound(self.x[t]) for t in self.generated}
+        ratios = {}
+        for tokens in self.segments:
+            logs = [self.x[t] for t in tokens]
+            divisor = len(logs) if level == "geometric" else 1
+            ratios.update({t: bound(math.fsum(logs) / divisor) for t in tokens})
+        return ratios
+
+    def stays(self, token: int, rejection: Rejection) -> bool:
+        """Whether a token's logarithm, or what those of its segment sum up to, is in the window."""
+        own = next((tokens for tokens in self.segments if token in tokens), [token])
+        logs = [min(max(self.x[t], -20.0), 20.0) for t in own]
+        looked_at = {
+            "token": min(max(self.x[token], -20.0), 20.0),
+            "segment": math.fsum(logs),
+            "geometric": math.fsum(logs) / len(logs),
+        }[rejection.level]
+        low = math.log(rejection.low) if rejection.low else -math.inf
+        return low <= looked_at <= math.log(rejection.high)
+
+    def weigh(self) -> dict[int, float]:
+        rule, weights = self.rule, {}
+        for t, ratio in self.ratios.items():
+            inside = rule.low <= ratio <= rule.high
+            if rule.level == "none":
+                weights[t] = 1.0
+            elif rule.outside == "truncate":
+                weights[t] = min(max(ratio, rule.low), rule.high)
+            else:
+                weights[t] = ratio if inside or rule.outside == "keep" else 0.0
+        if rule.normalize:
+            of_segments = rule.level in ("segment", "geometric")
+            units = [tokens[0] for tokens in self.segments if tokens]
+            units = units if of_segments else self.generated
+            mean = math.fsum(weights[t] for t in units) / len(units)
+            weights = {t: weight / mean for t, weight in weights.items()}
+        self.rejected = set()
+        if rule.rejection:
+            self.rejected = {t for t in self.generated if not self.stays(t, rule.rejection)}
+        return {t: 0.0 if t in self.rejected else weight for t, weight in weights.items()}
+
+    def expected(self) -> list[float]:
+        return [self.weights.get(t, 0.0) for t in range(len(self.x))]
+
+    def metrics(self) -> list[float]:
+        num, ratios, weights = len(self.generated), self.ratios.values(), self.weights.values()
+        k3 = [bound(self.x[t]) - 1 - self.x[t] for t in self.generated]
+        return [
+            float(num),
+            math.fsum(ratios) / num,
+            min(ratios),
+            max(ratios),
+            sum(ratio < self.rule.low for ratio in ratios) / num,
+            sum(ratio > self.rule.high for ratio in ratios) / num,
+            len(self.rejected) / num,
+            math.fsum(weights) / num,
+            max(weights),
+            math.fsum(weights) ** 2 / (num * math.fsum(w * w for w in weights)),
+            -math.fsum(self.x[t] for t in self.generated) / num,
+            math.fsum(k3) / num,
+        ]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_weights_and_metrics_are_those_of_the_loop(rule: Correction) -> None:
+    case = Case()
+    loop = Loop(case, rule)
+    expected = torch.tensor(loop.expected())
+    weights, metrics = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+    assert (weights.dtype, metrics.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        dict(zip(IMPORTANCE_METRICS, metrics.tolist(), strict=True)),
+        dict(zip(IMPORTANCE_METRICS, loop.metrics(), strict=True)),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+    assert 0 < (expected != 0).sum() < len(expected)
+
+
+@pytest.mark.parametrize("level", ["token", "segment", "geometric"])
+@pytest.mark.parametrize("window", [(0.5, 2.0), (0.0, 3.0), (1e-3, math.inf), (1e-12, 1e12)])
+def test_what_stays_is_told_by_logarithms_of_tokens_within_20(level: Any, window: Any) -> None:
+    """Also where policies are far apart, and where bounds are: 300 batches of each level."""
+    rejection = Rejection(*window, level)
+    rejected = 0
+    for seed in range(75):
+        case = Case([4, 1, 7, 3], seed, spread=(0.3, 3.0, 30.0)[seed % 3])
+        rule = Correction(level="none", rejection=rejection)
+        loop = Loop(case, rule)
+        weights, _ = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+        assert weights.tolist() == loop.expected()
+        rejected += len(loop.rejected)
+    assert (rejected > 50) == (level == "segment" or window[1] != 1e12)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["ids", "no ids"])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.needs_segments], ids=str)
+def test_spans_in_any_order_may_leave_tokens_out(rule: Correction, given: bool) -> None:
+    case = Case()
+    case.spans = [case.spans[i] for i in (6, 3, 1, 0, 2)]
+    ids = torch.full_like(case.loss_mask, -1, dtype=torch.int32)
+    for i, (begin, end) in enumerate(case.spans):
+        ids[begin:end] = i
+    weights, metrics = importance_weights(
+        *case.tokens(),
+        rule,
+        segments=torch.tensor(case.spans, dtype=torch.int32),
+        segment_ids=ids if given else None,
+    )
+    loop = Loop(case, rule)
+    torch.testing.assert_close(weights, torch.tensor(loop.expected()), rtol=1e-6, atol=0)
+    assert not weights[ids < 0].any()
+    torch.testing.assert_close(metrics.tolist(), loop.metrics(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_interpreted_kernels_agree(impl: str) -> None:
+    case = Case()
+    for rule in (RULES[8], RULES[12]):
+        found = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens, impl=impl)  # type: ignore[arg-type]
+        torch.testing.assert_close(found[0], torch.tensor(Loop(case, rule).expected()))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("filler", [math.nan, math.inf, -math.inf])
+def test_what_stands_on_other_tokens_does_not_matter(rule: Correction, filler: float) -> None:
+    case = Case()
+    expected = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+    case.logprobs[~case.loss_mask] = filler
+    found = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+    case.rollout_logprobs[~case.loss_mask] = filler
+    again = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+    for one in (found, again):
+        assert_same_bits(one[0], expected[0])
+        assert_same_bits(one[1], expected[1])
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.normalize], ids=str)
+def test_a_segment_s_weights_do_not_depend_on_its_company(rule: Correction) -> None:
+    case = Case()
+    together, _ = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+    for begin, end in case.spans:
+        alone, _ = importance_weights(
+            *(one[begin:end] for one in case.tokens()), rule, segments=boundaries([end - begin])
+        )
+        assert_same_bits(alone, together[begin:end])
+
+
+def test_logarithms_are_kept_within_twenty() -> None:
+    logprobs, rollout_logprobs = (
+        torch.tensor([-1.0, -90.0, -math.inf]),
+        torch.tensor([-90.0, -1, -1]),
+    )
+    mask = torch.ones(3, dtype=torch.bool)
+    weights, metrics = importance_weights(logprobs, rollout_logprobs, mask, Correction())
+    expected = torch.tensor([math.exp(20), math.exp(-20), math.exp(-20)])
+    torch.testing.assert_close(weights, expected)
+    assert metrics.isfinite().all()
+    # a sum is bounded as a whole, not its terms
+    pair = torch.tensor([-1.0, -31.0]), torch.tensor([-31.0, -1.5]), mask[:2]
+    rule = Correction(level="segment")
+    weights, _ = importance_weights(*pair, rule, segments=boundaries([2]))
+    torch.testing.assert_close(weights, torch.full((2,), math.exp(0.5)))
+
+
+def test_nan_is_seen_unless_a_window_drops_it() -> None:
+    logprobs = torch.tensor([math.nan, -1.0, -1.0])
+    inputs = logprobs, torch.tensor([-1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool)
+    cu_seqlens = boundaries([2, 1])
+
+    def weights(rule: Correction) -> torch.Tensor:
+        return importance_weights(*inputs, rule, segments=cu_seqlens)[0]
+
+    assert weights(Correction.tis()).isnan().tolist() == [True, False, False]
+    assert weights(Correction.tis(level="segment")).isnan().tolist() == [True, True, False]
+    assert weights(Correction.icepop()).tolist() == [0.0, 1.0, 1.0]
+    assert weights(Correction.mis()).tolist() == [0.0, 0.0, 1.0]
+    assert weights(Correction(rejection=Rejection(0.9, 1.1))).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("num", [0, 3])
+def test_nothing_generated_weighs_and_measures_nothing(rule: Correction, num: int) -> None:
+    tokens, mask = torch.full((num,), math.nan), torch.zeros(num, dtype=torch.bool)
+    for segments in (boundaries([num]), torch.zeros(0, 2, dtype=torch.int32)):
+        weights, metrics = importance_weights(tokens, tokens, mask, rule, segments=segments)
+        assert_same_bits(weights, torch.zeros(num))
+        assert_same_bits(metrics, torch.zeros(len(IMPORTANCE_METRICS), dtype=torch.float64))
+
+
+def test_no_gradient_flows() -> None:
+    case = Case()
+    case.logprobs.requires_grad_()
+    weights, metrics = importance_weights(*case.tokens(), Correction.tis())
+    assert not weights.requires_grad
+    assert not metrics.requires_grad
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_shapes_alone_are_enough(rule: Correction) -> None:
+    case = Case()
+    tokens = [one.to("meta") for one in case.tokens()]
+    for segments in (case.cu_seqlens, torch.zeros(4, 2, dtype=torch.int32)):
+        for ids in (None, case.loss_mask.int().to("meta")):
+            weights, metrics = importance_weights(
+                *tokens, rule, segments=segments.to("meta"), segment_ids=ids
+            )
+            assert (weights.shape, weights.dtype) == (case.loss_mask.shape, torch.float32)
+            assert metrics.shape == (len(IMPORTANCE_METRICS),)
+            assert weights.device.type == metrics.device.type == "meta"
+
+
+@pytest.mark.parametrize("rule", [RULES[3], RULES[12]], ids=str)
+def test_it_compiles_into_one_graph(rule: Correction) -> None:
+    compiled = torch.compile(importance_weights, fullgraph=True, backend="aot_eager")
+    case = Case()
+    found = compiled(*case.tokens(), rule, segments=case.cu_seqlens)
+    expected = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)

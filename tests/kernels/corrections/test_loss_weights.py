@@ -1,0 +1,237 @@
+"""`loss_weights` against each aggregation, written as the loop that it stands for."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack.kernels.corrections.loss_weights import AGGREGATIONS, loss_denominator, loss_weights
+from trajpack.testing import assert_same_bits
+
+NUM_SEQUENCES, NUM_GROUPS, CONSTANT = 12, 5, 77.0
+
+
+class Case:
+    """Tokens of sequences in any order; some sequences and groups are without any."""
+
+    def __init__(self, num: int = 300, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        ids = random.integers(-1, NUM_SEQUENCES - 2, num)
+        self.sequence_ids = torch.from_numpy(ids).int()
+        # sequence 3 has tokens, but generated none of them
+        self.loss_mask = torch.from_numpy((random.random(num) < 0.6) & (ids != 3))
+        self.group_ids = torch.tensor([0, 3, 0, 1, 0, 3, -1, 3, 0, 0, 4, 4], dtype=torch.int32)
+        self.losses = torch.from_numpy(random.standard_normal(num))
+
+    def weights(self, aggregation: Any, **options: Any) -> torch.Tensor:
+        if aggregation == "constant":
+            options.setdefault("denominator", CONSTANT)
+        return loss_weights(aggregation, self.loss_mask, **self.options(), **options)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "sequence_ids": self.sequence_ids,
+            "num_sequences": NUM_SEQUENCES,
+            "group_ids": self.group_ids,
+            "num_groups": NUM_GROUPS,
+        }
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        """Return loss, sequence and group (-1: none) of each generated token."""
+        groups = self.group_ids.tolist()
+        return [
+            (loss, sequence, groups[sequence] if sequence >= 0 else -1)
+            for loss, sequence, generated in zip(
+                self.losses.tolist(),
+                self.sequence_ids.tolist(),
+                self.loss_mask.tolist(),
+                strict=True,
+            )
+            if generated
+        ]
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def aggregate(rows: list[tuple[float, int, int]], aggregation: str) -> float:
+    """Say what the aggregated loss is, without weights."""
+    losses = [loss for loss, _, _ in rows]
+    if aggregation == "token_mean":
+        return mean(losses)
+    if aggregation == "constant":
+        return math.fsum(losses) / CONSTANT
+    parts = defaultdict(list)
+    for loss, sequence, group in rows:
+        part = group if aggregation == "prompt_mean" else sequence
+        if part >= 0:
+            parts[part].append(loss)
+    whole = math.fsum if aggregation == "sequence_mean_token_sum" else mean
+    return mean([whole(part) for part in parts.values()])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_weighted_sum_is_the_aggregated_loss(aggregation: Any, seed: int) -> None:
+    case = Case(seed=seed)
+    weights = case.weights(aggregation)
+    assert weights.dtype == torch.float32
+    assert not weights[~case.loss_mask].any()
+    found = (weights.double() * case.losses).sum().item()
+    assert found == pytest.approx(aggregate(case.rows(), aggregation), rel=1e-6, abs=1e-7)
+
+
+def test_each_weight_is_the_share_of_its_part() -> None:
+    mask = torch.tensor([True, True, False, True, True, True, True])
+    ids = torch.tensor([0, 0, 0, 2, 2, 2, -1])
+    groups = torch.tensor([1, 0, 1])
+    options = {"sequence_ids": ids, "num_sequences": 3, "group_ids": groups, "num_groups": 2}
+    expected: dict[Any, list[float]] = {
+        "token_mean": [1 / 6, 1 / 6, 0, 1 / 6, 1 / 6, 1 / 6, 1 / 6],
+        "sequence_mean_token_mean": [1 / 4, 1 / 4, 0, 1 / 6, 1 / 6, 1 / 6, 0],
+        "sequence_mean_token_sum": [1 / 2, 1 / 2, 0, 1 / 2, 1 / 2, 1 / 2, 0],
+        "prompt_mean": [1 / 5, 1 / 5, 0, 1 / 5, 1 / 5, 1 / 5, 0],
+    }
+    for aggregation, shares in expected.items():
+        found = loss_weights(aggregation, mask, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, torch.tensor(shares))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_how_a_trajectory_is_packed_does_not_matter(aggregation: Any) -> None:
+    """Two trajectories of turns, as one row per turn and as one row per trajectory."""
+    generated = {(0, 0): 3, (0, 1): 5, (1, 0): 2, (1, 1): 4, (1, 2): 1}  # of (trajectory, turn)
+    prompt = 2
+    turns, merged = [], []  # of (trajectory, turn, token) in the order of the layout
+    for (trajectory, turn), num in generated.items():
+        # in "turns" a turn's row begins with all that came before, not to be trained again
+        before = sum(
+            prompt + generated[earlier]
+            for earlier in generated
+            if earlier[0] == trajectory and earlier[1] < turn
+        )
+        turns += [(trajectory, turn, None)] * (before + prompt)
+        turns += [(trajectory, turn, token) for token in range(num)]
+        merged += [(trajectory, turn, None)] * prompt
+        merged += [(trajectory, turn, token) for token in range(num)]
+    weights = []
+    for layout in (turns, merged):
+        found = loss_weights(
+            aggregation,
+            torch.tensor([token is not None for _, _, token in layout]),
+            torch.tensor([trajectory for trajectory, _, _ in layout]),
+            num_sequences=2,
+            group_ids=torch.tensor([0, 0]),
+            num_groups=1,
+            denominator=30.0 if aggregation == "constant" else None,
+        )
+        weights.append(
+            {key: w for key, w in zip(layout, found.tolist(), strict=True) if key[2] is not None}
+        )
+    assert weights[0] == weights[1]
+    assert len(weights[0]) == 15
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_weights_follow_their_tokens(aggregation: Any) -> None:
+    case, expected = Case(), Case().weights(aggregation)
+    order = torch.from_numpy(np.random.default_rng(1).permutation(len(case.losses)))
+    case.sequence_ids, case.loss_mask = case.sequence_ids[order], case.loss_mask[order]
+    assert_same_bits(case.weights(aggregation), expected[order])
+    # and sequences, their numbers
+    renumbered = torch.from_numpy(np.random.default_rng(2).permutation(NUM_SEQUENCES)).int()
+    owned = case.sequence_ids >= 0
+    case.sequence_ids[owned] = renumbered[case.sequence_ids[owned].long()]
+    case.group_ids[renumbered.long()] = case.group_ids.clone()
+    assert_same_bits(case.weights(aggregation), expected[order])
+
+
+@pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if name != "constant"])
+def test_the_denominator_is_what_is_divided_by(aggregation: Any) -> None:
+    case = Case()
+    found = loss_denominator(aggregation, case.loss_mask, **case.options())
+    assert (found.shape, found.dtype) == ((), torch.int64)
+    rows = case.rows()
+    expected = {
+        "token_mean": len(rows),
+        "prompt_mean": len({group for _, _, group in rows if group >= 0}),
+    }.get(aggregation, len({sequence for _, sequence, _ in rows if sequence >= 0}))
+    assert found.item() == expected
+    given: Any
+    for given in (found, found.float(), float(expected), expected):
+        assert_same_bits(case.weights(aggregation, denominator=given), case.weights(aggregation))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_ranks_add_up_to_the_whole(aggregation: Any) -> None:
+    """Whole groups on each rank; what they need of each other is one sum of counts."""
+    case = Case()
+    whole = case.weights(aggregation)
+    groups = torch.cat([case.group_ids, torch.tensor([-1])])[case.sequence_ids.long()]
+    ranks = [groups <= 0, groups > 0]
+    options = case.options()
+    parts = [{**options, "sequence_ids": case.sequence_ids[rank]} for rank in ranks]
+    masks = [case.loss_mask[rank] for rank in ranks]
+    total: Any = CONSTANT
+    if aggregation != "constant":
+        total = sum(
+            loss_denominator(aggregation, m, **p) for m, p in zip(masks, parts, strict=True)
+        )
+    for rank, mask, part in zip(ranks, masks, parts, strict=True):
+        found = loss_weights(aggregation, mask, **part, denominator=total)
+        assert_same_bits(found, whole[rank])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("num", "num_sequences"), [(0, 0), (0, 3), (4, 0), (4, 3), (1, 1)])
+def test_nothing_generated_weighs_nothing(aggregation: Any, num: int, num_sequences: int) -> None:
+    options: Any = {
+        "sequence_ids": torch.zeros(num, dtype=torch.int32),
+        "num_sequences": num_sequences,
+        "group_ids": torch.zeros(num_sequences, dtype=torch.int32),
+        "num_groups": 1,
+    }
+    mask = torch.zeros(num, dtype=torch.bool)
+    denominator = 3 if aggregation == "constant" else None
+    found = loss_weights(aggregation, mask, **options, denominator=denominator)
+    assert_same_bits(found, torch.zeros(num))
+    if aggregation != "constant":
+        assert loss_denominator(aggregation, mask, **options).item() == 0
+
+
+def test_an_id_out_of_range_belongs_to_none() -> None:
+    mask, ids = torch.ones(4, dtype=torch.bool), torch.tensor([0, 5, -7, 2**40])
+    found = loss_weights("sequence_mean_token_mean", mask, ids, num_sequences=2)
+    assert found.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_shapes_alone_are_enough(aggregation: Any) -> None:
+    mask = torch.empty(6, dtype=torch.bool, device="meta")
+    options: Any = {
+        "sequence_ids": torch.empty(6, dtype=torch.int32, device="meta"),
+        "num_sequences": 3,
+        "group_ids": torch.empty(3, dtype=torch.int64, device="meta"),
+        "num_groups": 2,
+    }
+    for denominator in (5.0, torch.tensor(5, device="meta"), None):
+        if denominator is None and aggregation == "constant":
+            continue
+        found = loss_weights(aggregation, mask, **options, denominator=denominator)
+        assert (found.shape, found.dtype, found.device.type) == ((6,), torch.float32, "meta")
+    if aggregation != "constant":
+        assert loss_denominator(aggregation, mask, **options).shape == ()
+
+
+def test_it_compiles_into_one_graph() -> None:
+    compiled = torch.compile(loss_weights, fullgraph=True, backend="aot_eager")
+    case = Case()
+    for aggregation in ("token_mean", "prompt_mean"):
+        found = compiled(aggregation, case.loss_mask, **case.options())
+        assert_same_bits(found, case.weights(aggregation))

@@ -1,0 +1,172 @@
+"""What `with_advantages` asks of the device beyond a pack: launches, of Triton and of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.kernels.test_launches import RecordedOps
+from tests.packing.credit.credit_cases import (
+    EVERY,
+    given_beside,
+    inputs_of,
+    small_scans,
+    some_trajectories,
+)
+from trajpack import GAE, GRPO, TurnGAE, TurnReturns, pack
+from trajpack.packing.credit import advantages as credit
+from trajpack.packing.credit.estimators import KLPenalty
+
+SCAN = ["block_steps_kernel", "block_states_kernel"]
+"""Of more than 8,192 tokens; else it is one launch."""
+MEASURE = ["chunk_moments_kernel", "merge_chunks_kernel"]
+WHITEN = ["chunk_moments_kernel", "whiten_kernel"]
+GROUP = ["scores_kernel", "group_advantages_kernel", "spread_kernel"]
+LAUNCHES = {
+    "GAE": SCAN + MEASURE,
+    "GAE, whitened": SCAN + WHITEN,
+    "TurnGAE": [*SCAN, "spread_kernel", "merge_chunks_kernel"],
+    "TurnGAE, whitened": [*SCAN, "spread_kernel", "whiten_kernel"],
+    "VTrace, carry": SCAN + MEASURE,
+    "ReinforcePlusPlus": SCAN + WHITEN,
+    "TurnReturns": ["spread_kernel", "merge_chunks_kernel", "aten::clone"],
+    "TurnReturns, whitened": ["spread_kernel", "whiten_kernel"],
+    "ReinforcePlusPlusBaseline": [*GROUP, "whiten_kernel"],
+    "ReinforcePlusPlusBaseline by n": [*GROUP, "whiten_kernel"],
+    "GAE, whitened by n": SCAN + WHITEN,
+    "TurnReturns, whitened by n": ["spread_kernel", "whiten_kernel"],
+}
+GROUPS = [
+    "GRPO", "GRPO, zero", "GRPO, others", "GRPO, about others", "DrGRPO", "RLOO", "OPO", "MaxRL",
+    "MaxRL, signed", "GPG", "PassAtK", "PassAtK, std",
+]  # fmt: skip
+LAUNCHES |= {name: [*GROUP, "merge_chunks_kernel"] for name in GROUPS}
+QUIET = {
+    "aten::as_strided", "aten::detach", "aten::empty", "aten::empty_like", "aten::new_empty",
+    "aten::expand", "aten::select", "aten::slice", "aten::unbind", "aten::view", "aten::alias",
+    "aten::reshape", "aten::contiguous", "aten::resolve_conj", "aten::empty_strided",
+    "aten::set_", "aten::unsqueeze", "aten::lift_fresh", "aten::view_as", "aten::t",
+}  # fmt: skip
+"""What launches nothing."""
+
+
+@contextmanager
+def unexecuted() -> Iterator[list[str]]:
+    """Note the kernels that are launched, and let them do nothing."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launched: list[str] = []
+
+    def note(self: Any, *_: Any, **__: Any) -> None:
+        launched.append(self.fn.__name__)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", note)
+        yield launched
+
+
+def torch_ops(profiled: profile) -> list[str]:
+    """Return what torch did by itself, or inside an op of trajpack."""
+    return [
+        event.name
+        for event in profiled.events()
+        if event.name.startswith("aten::")
+        and event.name not in QUIET
+        and (event.cpu_parent is None or not event.cpu_parent.name.startswith("aten::"))
+    ]
+
+
+def launches_of(estimator: Any, layout: Any = "merged", **more: Any) -> list[str]:
+    """Return kernels and torch ops, each a launch where the batch lives on a device."""
+    trajectories = some_trajectories(8)
+    batch = pack(trajectories, layout, device="cpu")
+    inputs = inputs_of(batch, estimator, given_beside(trajectories))
+    batch.tensors()  # which are made when they are first asked for
+    with unexecuted() as launched, profile(activities=[ProfilerActivity.CPU]) as profiled:
+        batch.with_advantages(estimator, impl="triton", **inputs, **more)
+    assert launched, estimator
+    return launched + torch_ops(profiled)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_an_estimator_is_four_launches_at_most(name: str, layout: str) -> None:
+    with small_scans(fewest=8):
+        launched = launches_of(EVERY[name], layout)
+    assert launched == LAUNCHES[name]
+    assert len(launched) <= 4
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_what_is_short_is_scanned_in_one_launch() -> None:
+    assert launches_of(EVERY["GAE"]) == ["walk_kernel", *MEASURE]
+    assert launches_of(EVERY["VTrace, carry"]) == ["walk_kernel", *MEASURE]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_penalty_a_clip_and_a_bootstrap_cost_nothing() -> None:
+    more = {"kl": KLPenalty(0.1), "reward_clip": 1.0, "truncated": "bootstrap"}
+    with small_scans(fewest=8):
+        assert launches_of(dataclasses.replace(EVERY["GAE"], **more)) == LAUNCHES["GAE"]
+        assert len(launches_of(GRPO(reward_clip=1.0))) == 4
+
+
+MORE = {
+    "tokens between turns that are steps": (EVERY["GAE, ignore"], 7),
+    "such steps of V-trace": (EVERY["VTrace, reset"], 7),
+    "groups, cut-off masked": (GRPO(truncated="mask"), 8),
+    "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 9),
+    "a scan, cut-off masked": (GAE(truncated="mask"), 9),
+    "turns, cut-off masked": (TurnGAE(truncated="mask"), 10),
+    "step groups": (EVERY["GiGPO"], 26),
+}
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("name", MORE)
+def test_what_costs_more_costs_no_more_than_it_did(name: str) -> None:
+    estimator, most = MORE[name]
+    with small_scans(fewest=8):
+        assert 4 < len(launches_of(estimator)) <= most
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_whitening_over_ranks_makes_the_moments_twice() -> None:
+    """Those that are measured, and the sums that are added up."""
+    with small_scans(fewest=8):
+        launched = launches_of(EVERY["GAE, whitened"], all_reduce=lambda sums: sums)
+    assert launched == [*SCAN, *MEASURE, *MEASURE, "whiten_by_sums_kernel"]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_launch_by_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = credit.scores_of_trajectories
+
+    def adding(rewards: torch.Tensor, *rest: Any) -> Any:
+        return scores(rewards + 1, *rest)
+
+    monkeypatch.setattr(credit, "scores_of_trajectories", adding)
+    assert launches_of(GRPO()) == [*LAUNCHES["GRPO"], "aten::add"]
+
+
+def test_the_device_sees_its_own_ops_alone_and_no_copy() -> None:
+    """A batch on the meta device, of which no op looks into another."""
+    trajectories = some_trajectories(8)
+    for name in LAUNCHES:
+        batch = pack(trajectories, device="meta")
+        host = pack(trajectories, device="cpu")
+        inputs = inputs_of(host, EVERY[name], given_beside(trajectories))
+        on_meta = {key: tensor.to("meta") for key, tensor in inputs.items()}
+        batch.tensors()
+        with RecordedOps("meta") as recorded:
+            batch.with_advantages(EVERY[name], impl="triton", **on_meta)
+        launching = {op for op in recorded.counts if op.startswith("trajpack.")}
+        quiet = {"aten.select.int", "aten.detach.default", "aten.slice.Tensor"}
+        assert set(recorded.counts) - launching - quiet <= {"aten.clone.default"}, name

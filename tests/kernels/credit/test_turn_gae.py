@@ -1,0 +1,210 @@
+"""`turn_gae` against a loop over turns, AReaL's own vectors, and turns in unusual places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.credit.token_loops import (
+    Batch,
+    Walk,
+    assert_rounds,
+    batch_of,
+    gae_by_loop,
+    joined,
+    plain_gae,
+    small_blocks,
+)
+from trajpack.kernels.credit.gae import gae
+from trajpack.kernels.credit.turn_gae import turn_gae
+from trajpack.testing import assert_same_bits, boundaries
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+TURNS = ("0011", "", "--0--112-", "0", "---", "111--111", "0-1-2-3-0-", "-" * 17 + "5" * 17 + "6")
+"""Turns of sequences, a letter a token; ``-`` was not generated."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
+def batch_and_turns(turns: tuple[str, ...] = TURNS) -> tuple[Batch, torch.Tensor]:
+    masks = ["".join("." if letter == "-" else "g" for letter in turn) for turn in turns]
+    ids = [-1 if letter == "-" else int(letter) for turn in turns for letter in turn]
+    return batch_of(masks), torch.tensor(ids, dtype=torch.int32)
+
+
+def by_turn(walk: Walk, ids: list[int]) -> tuple[list[float], list[float]]:
+    """Gather the turns of a sequence, take a token for each, and hand its numbers to all."""
+    turns: list[dict[str, Any]] = []
+    before = None
+    for token, turn in enumerate(ids):
+        if turn >= 0 and turn != before:
+            turns.append({"reward": 0.0, "value": walk.values[token], "tokens": []})
+        if turn >= 0:
+            turns[-1]["tokens"].append(token)
+        if turns:
+            turns[-1]["reward"] += walk.rewards[token]
+        before = turn
+    rewards, values = ([turn[name] for turn in turns] for name in ("reward", "value"))
+    given = plain_gae(Walk(rewards, values, [True] * len(turns), *walk[3:]))
+    rows = [0.0] * len(ids), [0.0] * len(ids)
+    for turn, *numbers in zip(turns, *given, strict=True):
+        for row, number in zip(rows, numbers, strict=True):
+            for token in turn["tokens"]:
+                row[token] = number
+    return rows
+
+
+def options(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: rows for name, rows in batch.options().items() if name != "loss_mask"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_it_is_what_the_loop_over_turns_says(dtype: torch.dtype, impl: Any) -> None:
+    batch, ids = batch_and_turns()
+    rows = turn_gae(
+        batch.rewards, batch.values, batch.cu_seqlens, ids.to(dtype), impl=impl, **options(batch)
+    )
+    parts = zip(batch.walks(), (part.tolist() for part in ids.split(batch.lengths)), strict=True)
+    for actual, exact in zip(rows, joined([by_turn(*part) for part in parts]), strict=True):
+        assert_rounds(actual, exact)
+
+
+def test_areal_has_these_numbers(impl: Any) -> None:
+    """Its returns are the value where ours are 0: on tokens that were not generated."""
+    rewards, values = torch.tensor([0.0, 3, 0, 0, 4]), torch.tensor([1.0, 5, 9, 2, 8])
+    ids = torch.tensor([0, 0, -1, 2, 2], dtype=torch.int32)
+    advantages, returns = turn_gae(
+        rewards, values, boundaries([5]), ids, gamma=0.5, lam=0.25, bootstrap=torch.tensor([8.0]),
+        impl=impl,
+    )  # fmt: skip
+    assert advantages.tolist() == [3.75, 3.75, 0, 6, 6]
+    assert returns.tolist() == [4.75, 4.75, 0, 8, 8]
+    ids = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    advantages, _ = turn_gae(
+        torch.tensor([0.0, 1, 0, 2]), torch.zeros(4), boundaries([4]), ids, lam=0.5, impl=impl
+    )
+    assert advantages.tolist() == [2.0] * 4
+
+
+def test_areal_has_these_numbers_for_tokens(impl: Any) -> None:
+    """Its mask is rolled by one, and holds what it carries where ours is 0."""
+    mask = torch.tensor([True, True, False, False, True, True, False])
+    rewards = torch.tensor([0.0, 0, 0, 0, 0, 1, 0])
+    advantages, _ = gae(
+        rewards, torch.zeros(7), boundaries([7]), gamma=0.5, lam=1.0, loss_mask=mask,
+        observation="carry_drop", impl=impl,
+    )  # fmt: skip
+    assert advantages.tolist() == [0.125, 0.25, 0, 0, 0.5, 1, 0]
+
+
+def test_a_turn_of_one_token_each_is_gae_of_tokens(impl: Any) -> None:
+    batch, ids = batch_and_turns(("0123456", "01--2-34"))
+    rows = turn_gae(batch.rewards, batch.values, batch.cu_seqlens, ids, impl=impl, **options(batch))
+    exact = joined([gae_by_loop(walk, "carry") for walk in batch.walks()])
+    for actual, expected in zip(rows, exact, strict=True):
+        assert_rounds(actual, expected)
+
+
+def test_the_same_number_on_both_sides_of_a_boundary_is_two_turns(impl: Any) -> None:
+    batch, ids = batch_and_turns(("-11", "111", "1"))
+    for part, whole in zip(
+        turn_gae(
+            batch.rewards[3:6], batch.values[3:6], boundaries([3]), ids[3:6], impl=impl,
+            **options(batch.taken([1])),
+        ),
+        turn_gae(batch.rewards, batch.values, batch.cu_seqlens, ids, impl=impl, **options(batch)),
+        strict=True,
+    ):  # fmt: skip
+        assert_same_bits(whole[3:6], part)
+
+
+def test_a_sequence_has_the_same_bits_in_any_company(impl: Any) -> None:
+    batch, ids = batch_and_turns()
+    order = np.random.default_rng(0).permutation(len(TURNS)).tolist()
+    other = batch.taken(order)
+    parts = ids.split(batch.lengths)
+    shuffled = torch.cat([parts[at] for at in order])
+    together = turn_gae(
+        batch.rewards, batch.values, batch.cu_seqlens, ids, impl=impl, **options(batch)
+    )
+    apart = turn_gae(
+        other.rewards, other.values, other.cu_seqlens, shuffled, impl=impl, **options(other)
+    )
+    for rows, moved in zip(together, apart, strict=True):
+        whole = rows.split(batch.lengths)
+        assert_same_bits(moved, torch.cat([whole[at] for at in order]))
+
+
+@pytest.mark.parametrize("turns", [(), ("",), ("", "0", ""), ("-",)])
+def test_short_sequences_work(turns: tuple[str, ...], impl: Any) -> None:
+    batch, ids = batch_and_turns(turns)
+    _, returns = turn_gae(
+        batch.rewards, batch.values, batch.cu_seqlens, ids, impl=impl, **options(batch)
+    )
+    exact = torch.where(ids >= 0, batch.rewards.double(), 0.0)
+    if len(ids):
+        at = [len(turn) == 1 for turn in turns].index(True)
+        exact += (batch.gammas * batch.bootstrap)[at] * (ids >= 0)
+    assert_rounds(returns, exact.numpy())
+
+
+def test_rewards_have_a_gradient(impl: Any) -> None:
+    rewards = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([-1, 0, 0, -1, 1, -1])
+    advantages, _ = turn_gae(
+        rewards, torch.zeros(6), boundaries([6]), ids, gamma=0.5, lam=0.5, impl=impl
+    )
+    (gradient,) = torch.autograd.grad(advantages @ torch.tensor([9.0, 1, 2, 9, 4, 9]), rewards)
+    assert gradient.tolist() == [0.0, 3.0, 3.0, 3.0, 4.75, 4.75]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_into_one_graph(dynamic: bool) -> None:
+    def advantages(*inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack(turn_gae(*inputs))
+
+    compiled = torch.compile(advantages, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for turns in (("001-1", "0"), ("-0", "", "01122")):
+        batch, ids = batch_and_turns(turns)
+        inputs = batch.rewards, batch.values, batch.cu_seqlens, ids
+        assert_same_bits(compiled(*inputs), advantages(*inputs))
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("num", [0, 7])
+def test_shapes_alone_are_enough_on_the_meta_device(num: int, impl: Any) -> None:
+    tokens, cu_seqlens = torch.empty(num, device="meta"), boundaries([num, 0]).to("meta")
+    ids = torch.empty(num, dtype=torch.int32, device="meta")
+    for rows in turn_gae(tokens, tokens, cu_seqlens, ids, impl=impl):
+        assert (rows.shape, rows.dtype, rows.device.type) == ((num,), torch.float32, "meta")
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changed"),
+    [
+        (TypeError, "^turn_gae: rewards must be a tensor, got list", {"rewards": [1.0]}),
+        (TypeError, "turn_ids must be int32 or int64, got float32", {"turn_ids": torch.ones(3)}),
+        (ValueError, r"turn_ids must have 1 dim.*\[1, 3\]", {"turn_ids": torch.arange(3)[None]}),
+        (ValueError, r"turn_ids must have one entry for each of 3 token\(s\), got shape \[2\]",
+         {"turn_ids": torch.arange(2)}),
+        (ValueError, "turn_ids is on meta but", {"turn_ids": torch.arange(3).to("meta")}),
+        (ValueError, r"turn_gae: values must have one.*\[2\]", {"values": torch.ones(2)}),
+        (TypeError, "gamma must be a number", {"gamma": None}),
+        (ValueError, r"bootstrap must have one entry for each of 1 segment\(s\)",
+         {"bootstrap": torch.ones(2)}),
+        (ValueError, "max_seqlen must not be negative", {"max_seqlen": -1}),
+        (ValueError, "impl must be", {"impl": "numpy"}),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_named(error: type[Exception], match: str, changed: dict[str, Any]) -> None:
+    right = {"rewards": torch.ones(3), "values": torch.ones(3), "cu_seqlens": boundaries([3])}
+    with pytest.raises(error, match=match):
+        turn_gae(**{**right, "turn_ids": torch.arange(3), **changed})

@@ -1,0 +1,248 @@
+"""`vtrace` against the sums that define it, and against GAE and torchrl where they are the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.credit.token_loops import (
+    MASKS,
+    OBSERVATIONS,
+    Batch,
+    Ratios,
+    assert_rounds,
+    batch_of,
+    joined,
+    small_blocks,
+    vtrace_by_loop,
+)
+from trajpack.kernels.credit.gae import gae
+from trajpack.kernels.credit.vtrace import vtrace
+from trajpack.testing import assert_same_bits, boundaries
+
+CLIPS = {"rho_clip": 0.875, "c_clip": 0.75, "advantage_rho_clip": 1.25}
+"""All different, on both sides of 1, and exact in float32, as Triton's kernels get them."""
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
+def traced(batch: Batch, impl: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return vtrace(
+        batch.rewards, batch.values, batch.cu_seqlens, batch.logprobs, batch.rollout_logprobs,
+        impl=impl, **batch.options() | options,
+    )  # fmt: skip
+
+
+def expected_of(batch: Batch, observation: str, clips: dict[str, float]) -> Any:
+    logprobs = (rows.double() for rows in (batch.logprobs, batch.rollout_logprobs))
+    ratios = (next(logprobs) - next(logprobs)).exp().split(batch.lengths)
+    pairs = zip(batch.walks(), ratios, strict=True)
+    return joined([vtrace_by_loop(w, Ratios(r.tolist(), **clips), observation) for w, r in pairs])
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_it_is_the_sum_that_defines_it(observation: Any, impl: Any) -> None:
+    batch = batch_of(MASKS)
+    actual = traced(batch, impl, observation=observation, **CLIPS)
+    for rows, exact in zip(actual, expected_of(batch, observation, CLIPS), strict=True):
+        assert_rounds(rows, exact)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_every_clip_counts(name: str, impl: Any) -> None:
+    batch = batch_of(["gg..gggg", "ggg"])
+    clips = CLIPS | {name: math.inf}
+    actual = traced(batch, impl, **clips)
+    for rows, exact in zip(actual, expected_of(batch, "carry", clips), strict=True):
+        assert_rounds(rows, exact)
+    clipped = torch.cat(traced(batch, impl, **CLIPS))
+    assert not torch.allclose(torch.cat(actual), clipped)
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_on_policy_it_is_gae_with_full_traces(observation: Any, impl: Any) -> None:
+    batch = batch_of(MASKS)
+    same = batch._replace(rollout_logprobs=batch.logprobs, lams=torch.ones(len(MASKS)))
+    expected = gae(
+        batch.rewards, batch.values, batch.cu_seqlens, observation=observation, impl=impl,
+        **same.options(),
+    )  # fmt: skip
+    for rows, other in zip(traced(same, impl, observation=observation), expected, strict=True):
+        assert_rounds(rows, other.double().numpy(), magnitude=1e6)
+
+
+def test_it_is_what_torchrl_has(impl: Any) -> None:
+    torchrl = pytest.importorskip("torchrl.objectives.value.functional")
+    batch = batch_of(["g" * 30])
+    following = torch.cat([batch.values[1:], batch.bootstrap])
+    columns = [rows.double()[:, None] for rows in (
+        batch.logprobs, batch.rollout_logprobs, batch.values, following, batch.rewards
+    )]  # fmt: skip
+    done = torch.zeros(30, 1, dtype=torch.bool)
+    expected = torchrl.vtrace_advantage_estimate(
+        0.9, *columns, done, rho_thresh=torch.tensor(1.1), c_thresh=torch.tensor(0.8)
+    )
+    actual = traced(
+        batch, impl, gamma=0.9, lam=1.0, rho_clip=1.1, c_clip=0.8, advantage_rho_clip=1.1
+    )
+    for rows, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(rows.double(), other[:, 0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_nothing_is_given_to_what_was_not_generated(observation: Any, impl: Any) -> None:
+    batch = batch_of(MASKS)
+    for rows in traced(batch, impl, observation=observation):
+        assert_same_bits(rows[~batch.loss_mask], torch.zeros(int((~batch.loss_mask).sum())))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 1, 0]])
+def test_short_sequences_work(lengths: list[int], impl: Any) -> None:
+    batch = batch_of(["g" * length for length in lengths])
+    advantages, targets = traced(batch, impl)
+    ratio = (batch.logprobs.double() - batch.rollout_logprobs).exp().clamp(max=1).numpy()
+    following = (batch.gammas * batch.bootstrap)[torch.tensor(lengths) == 1]
+    exact = ratio * (batch.rewards.double() + following - batch.values).numpy()
+    assert_rounds(advantages, exact)
+    assert_rounds(targets, batch.values.double().numpy() + exact)
+
+
+@pytest.mark.parametrize("observation", ["carry", "carry_drop", "compact", "multiply"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_nothing_known_of_an_observation_counts(observation: Any, impl: Any) -> None:
+    """Neither its value nor its log-probabilities."""
+    batch = batch_of(MASKS[:4])
+    spoilt = batch._replace(
+        **{
+            name: torch.where(batch.loss_mask, getattr(batch, name), math.nan)
+            for name in ("values", "logprobs", "rollout_logprobs")
+        }
+    )
+    for rows, clean in zip(
+        traced(spoilt, impl, observation=observation),
+        traced(batch, impl, observation=observation),
+        strict=True,
+    ):
+        assert_same_bits(rows, clean)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", ["rewards", "values", "logprobs"])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_no_number_leaks_into_another_sequence(observation: Any, name: str, impl: Any) -> None:
+    batch = batch_of(["gg..g", "g.gg.", "..ggg."])
+    spoilt = getattr(batch, name).clone()
+    spoilt[5:10] = math.nan
+    for rows, clean in zip(
+        traced(batch._replace(**{name: spoilt}), impl, observation=observation),
+        traced(batch, impl, observation=observation),
+        strict=True,
+    ):
+        assert_same_bits(rows[:5], clean[:5])
+        assert_same_bits(rows[10:], clean[10:])
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_a_sequence_has_the_same_bits_in_any_company(observation: Any, impl: Any) -> None:
+    batch = batch_of(MASKS)
+    order = np.random.default_rng(0).permutation(len(MASKS)).tolist()
+    together = traced(batch, impl, observation=observation)
+    shuffled = traced(batch.taken(order), impl, observation=observation)
+    for rows, other in zip(together, shuffled, strict=True):
+        parts = rows.split(batch.lengths)
+        assert_same_bits(other, torch.cat([parts[at] for at in order]))
+
+
+def test_it_has_no_gradient() -> None:
+    batch = batch_of(["gg"])
+    with pytest.raises(ValueError, match=r"no gradient flows to rewards; pass rewards.detach\(\)"):
+        traced(batch._replace(rewards=batch.rewards.requires_grad_()), "torch")
+    with torch.no_grad():
+        assert not traced(batch, "torch")[0].requires_grad
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_shapes_alone_are_enough_on_the_meta_device(observation: Any, impl: Any) -> None:
+    batch = batch_of(MASKS)
+    moved = batch._replace(
+        **{n: r.to("meta") for n, r in batch._asdict().items() if n != "lengths"}
+    )
+    rows = vtrace(
+        moved.rewards, moved.values, batch.cu_seqlens.to("meta"), moved.logprobs,
+        moved.rollout_logprobs, impl=impl, observation=observation, **moved.options(),
+    )  # fmt: skip
+    for result in rows:
+        assert (result.shape, result.dtype) == (batch.rewards.shape, torch.float32)
+        assert result.device.type == "meta"
+
+
+def test_the_operator_is_registered_right(impl: Any) -> None:
+    batch = batch_of(["gg.g", "", "g"])
+    inputs = [batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, batch.logprobs]
+    rates = 1.0, batch.gammas, 0.5, None, batch.bootstrap, list(CLIPS.values())
+    rest = "reset", impl, 4
+    torch.library.opcheck(
+        torch.ops.trajpack.vtrace.default, (*inputs, batch.rollout_logprobs, *rates, *rest)
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_into_one_graph(dynamic: bool) -> None:
+    def targets(*inputs: torch.Tensor) -> torch.Tensor:
+        advantages, targets = vtrace(*inputs, lam=0.5)
+        return advantages + targets
+
+    compiled = torch.compile(targets, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for masks in (["ggg", "gggg"], ["g", "", "gggggggg"]):
+        batch = batch_of(masks)
+        inputs = batch.rewards, batch.values, batch.cu_seqlens
+        logprobs = batch.logprobs, batch.rollout_logprobs
+        assert_same_bits(compiled(*inputs, *logprobs), targets(*inputs, *logprobs))
+
+
+THREE = torch.ones(3)
+CU = boundaries([2, 1])
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changed"),
+    [
+        (TypeError, "^vtrace: rewards must be a tensor, got list", {"rewards": [1.0]}),
+        (TypeError, "values must be float32 or float64, got int64", {"values": torch.arange(3)}),
+        (ValueError, r"values must have one entry for each of 3 tok.*\[2\]", {"values": THREE[1:]}),
+        (TypeError, "cu_seqlens must be int32, got int64", {"cu_seqlens": CU.long()}),
+        (ValueError, r"logprobs must have 1 dim.*\[1, 3\]", {"logprobs": THREE[None]}),
+        (ValueError, "logprobs is on meta but", {"logprobs": THREE.to("meta")}),
+        (ValueError, r"rollout_logprobs must have one.*\[4\]", {"rollout_logprobs": torch.ones(4)}),
+        (ValueError, "no gradient flows to logprobs; pass logprobs.detach",
+         {"logprobs": torch.ones(3, requires_grad=True)}),
+        (TypeError, "gamma must be a number or a tensor, got '1'", {"gamma": "1"}),
+        (ValueError, r"lam must have one entry for each of 2 segment.*\[3\]", {"lam": THREE}),
+        (TypeError, "loss_mask must be bool, got float32", {"loss_mask": THREE}),
+        (ValueError, r"bootstrap must have one entry for each of 2", {"bootstrap": THREE}),
+        (ValueError, "observation must be one of 'carry', .*, got 'hold'", {"observation": "hold"}),
+        (ValueError, "rho_clip must be above 0, got 0.0", {"rho_clip": 0.0}),
+        (ValueError, "c_clip must be above 0, got -1", {"c_clip": -1}),
+        (ValueError, "advantage_rho_clip must be .*, got nan", {"advantage_rho_clip": math.nan}),
+        (TypeError, "rho_clip must be a number, got True", {"rho_clip": True}),
+        (TypeError, "c_clip must be a number, got None", {"c_clip": None}),
+        (TypeError, "max_seqlen must be an int or None, got 3.0", {"max_seqlen": 3.0}),
+        (ValueError, "impl must be 'auto', .*, got 'numpy'", {"impl": "numpy"}),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_named(error: type[Exception], match: str, changed: dict[str, Any]) -> None:
+    right = dict.fromkeys(("rewards", "values", "logprobs", "rollout_logprobs"), THREE)
+    with pytest.raises(error, match=match):
+        vtrace(**{**right, "cu_seqlens": CU, **changed})

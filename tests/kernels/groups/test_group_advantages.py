@@ -1,0 +1,329 @@
+"""Group advantages: every rule against a loop over groups, edges, laws, other systems."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernels.groups.score_loops import (
+    COMBINATIONS,
+    assert_near,
+    by_loop,
+    expected_of,
+    random_groups,
+)
+from trajpack.kernels.groups.group_advantages import (
+    Baseline,
+    group_advantages,
+    group_advantages_reference,
+)
+from trajpack.kernels.groups.group_terms import Rule
+from trajpack.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
+BASELINES = get_args(Baseline)
+
+
+@pytest.mark.parametrize("singleton", ["raw", "zero"])
+@pytest.mark.parametrize(("baseline", "scale"), COMBINATIONS)
+def test_every_rule_equals_a_loop_over_groups(
+    impl: Any, baseline: Any, scale: Any, singleton: Any
+) -> None:
+    inputs = random_groups(90, 35)
+    if baseline != "length_weighted":
+        del inputs["lengths"]
+    rule = {"baseline": baseline, "scale": scale, "singleton": singleton}
+    expected = expected_of(inputs, **rule)
+    assert expected.count_nonzero() > 10
+    assert_near(group_advantages(**inputs, **rule, impl=impl), expected)
+    scores, ids, lengths, valid = map(inputs.get, ("scores", "group_ids", "lengths", "valid"))
+    reference = group_advantages_reference(
+        scores,
+        ids,
+        35,
+        Rule(baseline, scale, 1, 1e-6, singleton),
+        lengths,
+        valid,  # type: ignore[arg-type]
+    )
+    assert_near(reference, expected)
+
+
+@pytest.mark.parametrize("num_groups", [1, 16, 17])
+@pytest.mark.parametrize("members", [1, 63, 64, 65, 1024, 1025, 2100])
+def test_members_and_groups_may_end_anywhere(impl: Any, members: int, num_groups: int) -> None:
+    inputs = random_groups(members, num_groups, seed=members)
+    rule = {"baseline": "length_weighted", "scale": "std"}
+    assert_near(group_advantages(**inputs, **rule, impl=impl), expected_of(inputs, **rule))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"baseline": "leave_one_out", "scale": "leave_one_out_std"},
+        {"baseline": "leave_one_out", "scale": "std_about_baseline"},
+        {"baseline": "none", "scale": "std_about_baseline"},
+        {"scale": "signed_mean"},
+    ],
+)
+@pytest.mark.parametrize(("ddof", "eps"), [(0, 0.0), (1, 0.5), (2, 1e-4), (5, 0.0)])
+def test_ddof_and_eps_are_what_divides(impl: Any, ddof: int, eps: float, kind: Any) -> None:
+    inputs = random_groups(60, 16, seed=3)
+    del inputs["lengths"]
+    rule = {"ddof": ddof, "eps": eps} | kind
+    assert_near(group_advantages(**inputs, **rule, impl=impl), expected_of(inputs, **rule))
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("lengths", [torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("scores", [torch.float32, torch.float64])
+def test_any_dtype_and_stride_is_taken(
+    impl: Any, scores: torch.dtype, lengths: torch.dtype, ids: torch.dtype
+) -> None:
+    inputs = random_groups(70, 9, dtype=scores)
+    expected = expected_of(inputs, baseline="length_weighted")
+    inputs["group_ids"], inputs["lengths"] = (
+        inputs["group_ids"].to(ids),
+        inputs["lengths"].to(lengths),
+    )
+    for name, tensor in inputs.items():
+        if isinstance(tensor, torch.Tensor):
+            inputs[name] = torch.stack([tensor, tensor], 1)[:, 1]
+    assert_near(group_advantages(**inputs, baseline="length_weighted", impl=impl), expected)
+
+
+@given(
+    ids=st.lists(st.integers(-2, 20), max_size=70),
+    num_groups=st.integers(0, 19),
+    combination=st.sampled_from(COMBINATIONS),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30)
+def test_any_groups_equal_a_loop(
+    impl: Any, ids: list[int], num_groups: int, combination: Any, seed: int
+) -> None:
+    baseline, scale = combination
+    inputs = random_groups(len(ids), 20, seed)
+    inputs |= {"group_ids": torch.tensor(ids, dtype=torch.int64), "num_groups": num_groups}
+    if baseline != "length_weighted":
+        del inputs["lengths"]
+    rule = {"baseline": baseline, "scale": scale}
+    assert_near(group_advantages(**inputs, **rule, impl=impl), expected_of(inputs, **rule))
+
+
+def test_ids_out_of_range_count_nowhere_and_are_not_wrapped(impl: Any) -> None:
+    ids = torch.tensor([0, -1, 1, 2**32, 0, 1 + 2**32, 2, -(2**63), 2**63 - 1])
+    scores = torch.tensor([1.0, torch.nan, 5.0, 99.0, 2.0, 99.0, 99.0, torch.inf, 99.0])
+    found = group_advantages(scores, ids, num_groups=2, scale="none", impl=impl)
+    assert found.tolist() == [-0.5, 0, 5, 0, 0.5, 0, 0, 0, 0]
+
+
+def test_without_groups_or_members_there_is_nothing(impl: Any) -> None:
+    ids = torch.zeros(70, dtype=torch.int32)
+    assert_same_bits(
+        group_advantages(torch.ones(70), ids, num_groups=0, impl=impl), torch.zeros(70)
+    )
+    for num_groups in (0, 3):
+        found = group_advantages(torch.ones(0), ids[:0], num_groups=num_groups, impl=impl)
+        assert_same_bits(found, torch.zeros(0))
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_member_that_is_not_valid_changes_nothing(impl: Any, baseline: Any) -> None:
+    scores = torch.tensor([1.0, torch.nan, 3.0, 4.0, torch.inf, 7.0])
+    ids, valid = torch.tensor([0, 0, 0, 0, 0, 1]), torch.tensor([1, 0, 1, 1, 0, 1]).bool()
+    lengths = torch.tensor([1.0, torch.nan, 2.0, 3.0, 9.0, 0.0])
+    options = {"num_groups": 2, "baseline": baseline, "impl": impl}
+    kept = {"lengths": lengths[valid]} if baseline == "length_weighted" else {}
+    marked = {"lengths": lengths} if baseline == "length_weighted" else {}
+    found = group_advantages(scores, ids, valid=valid, **marked, **options)
+    assert found[~valid].tolist() == [0, 0]
+    assert_same_bits(found[valid], group_advantages(scores[valid], ids[valid], **kept, **options))
+
+
+@pytest.mark.parametrize("value", [0.1, -3e30])
+@pytest.mark.parametrize(("baseline", "scale"), COMBINATIONS)
+def test_a_group_of_one_score_gets_exactly_zero(
+    impl: Any, baseline: Any, scale: Any, value: float
+) -> None:
+    scores, ids = torch.full((37,), value), torch.zeros(37, dtype=torch.int32)
+    scores[5], ids[5] = 8.0, 1
+    lengths = torch.arange(37) if baseline == "length_weighted" else None
+    found = group_advantages(
+        scores, ids, num_groups=2, baseline=baseline, scale=scale, lengths=lengths, impl=impl
+    )
+    group = found[ids == 0]
+    if baseline != "none" or scale == "std":
+        assert_same_bits(group, torch.zeros(36))  # nor -0
+    elif scale == "none":
+        assert_same_bits(group, scores[ids == 0])
+
+
+def test_groups_of_low_variance_are_not_shrunk(impl: Any) -> None:
+    near = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
+    scores = torch.tensor([1.0, near, 1.0, near, 1e8, 1e8 + 8, 1e8 + 16])
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    found = group_advantages(scores, ids, num_groups=2, eps=0.0, impl=impl)
+    half = 0.75**0.5
+    assert_near(found, torch.tensor([-half, half, -half, half, -1, 0, 1]))
+
+
+def test_an_outlier_below_costs_no_digits(impl: Any) -> None:
+    scores = torch.randn(200, generator=torch.Generator().manual_seed(0)) / 1000
+    scores[17] = -(2.0**20)
+    ids = torch.zeros(200, dtype=torch.int64)
+    found = group_advantages(scores, ids, num_groups=1, impl=impl)
+    torch.testing.assert_close(
+        found.double(), torch.from_numpy(by_loop(scores.numpy(), ids.numpy(), 1)), rtol=1e-6, atol=0
+    )
+
+
+OTHERS = {"baseline": "leave_one_out", "scale": "leave_one_out_std"}
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([5.0], [5.0]),  # singleton="raw"
+        ([1.0, 3.0], [-2.0, 2.0]),  # of one other there is no deviation
+        ([1.0, 0.0, 0.0, 0.0], [1.0, -(3**-0.5), -(3**-0.5), -(3**-0.5)]),  # equal others
+        ([0.0, 0.0, 0.0, -1.0], [3**-0.5, 3**-0.5, 3**-0.5, -1.0]),
+        ([0.1] * 5, [0.0] * 5),
+        ([0.1, 0.1, 0.1, 0.1, 1.1], [-0.5, -0.5, -0.5, -0.5, 1.0]),
+        ([1.0, 2.0, 3.0], [-1.5 * 2**0.5, 0.0, 1.5 * 2**0.5]),
+        ([1.0, 1.0, 3.0, 3.0], [-2 * 3**-0.5, -2 * 3**-0.5, 2 * 3**-0.5, 2 * 3**-0.5]),
+    ],
+)
+def test_the_deviation_of_the_others_by_hand(impl: Any, scores: Any, expected: Any) -> None:
+    ids = torch.zeros(len(scores), dtype=torch.int64)
+    found = group_advantages(
+        torch.tensor(scores, dtype=torch.float64), ids, num_groups=1, eps=0.0, impl=impl,
+        **OTHERS,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert_near(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("outlier", [-(2.0**20), 2.0**20, 1e30])
+@pytest.mark.parametrize("scale", ["leave_one_out_std", "std_about_baseline"])
+def test_an_outlier_does_not_hide_how_the_others_differ(
+    impl: Any, scale: Any, outlier: float
+) -> None:
+    """The others of the outlier differ by thousandths, of which a sum with it keeps nothing."""
+    scores = torch.randn(40, generator=torch.Generator().manual_seed(0)) / 1000
+    scores[17] = outlier
+    ids = torch.zeros(40, dtype=torch.int64)
+    rule = {"baseline": "leave_one_out", "scale": scale, "eps": 0.0}
+    found = group_advantages(scores, ids, num_groups=1, impl=impl, **rule)  # type: ignore[arg-type]
+    expected = torch.from_numpy(by_loop(scores.numpy(), ids.numpy(), 1, **rule))  # type: ignore[arg-type]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [c for c in COMBINATIONS if c[1] != "nonzero"])
+def test_a_singleton_keeps_the_bits_of_its_score(impl: Any, baseline: Any, scale: Any) -> None:
+    scores = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    ids = torch.randperm(40)
+    lengths = torch.ones(40) if baseline == "length_weighted" else None
+    options = {"num_groups": 40, "baseline": baseline, "scale": scale, "lengths": lengths}
+    found = group_advantages(scores, ids, **options, impl=impl)  # type: ignore[arg-type]
+    assert_same_bits(found, scores)
+    found = group_advantages(scores, ids, **options, singleton="zero", impl=impl)  # type: ignore[arg-type]
+    assert_same_bits(found, torch.zeros(40))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("baseline", "scale"),
+    [*((baseline, "std") for baseline in BASELINES), ("leave_one_out", "leave_one_out_std"),
+     ("none", "std_about_baseline"), ("mean", "signed_mean")],
+)  # fmt: skip
+def test_a_score_that_is_not_finite_spoils_its_own_group_alone(
+    impl: Any, baseline: Any, scale: Any, odd: float
+) -> None:
+    ids = torch.tensor([0, 1, 0, 1, 2, 2, 1, 2, 0, 3])
+    scores = torch.arange(10.0)
+    lengths = torch.ones(10) if baseline == "length_weighted" else None
+    options: dict[str, Any] = {"num_groups": 4, "baseline": baseline, "scale": scale}
+    options |= {"lengths": lengths, "impl": impl}
+    clean = group_advantages(scores, ids, **options)
+    scores[3] = odd
+    found = group_advantages(scores, ids, **options)
+    assert found[ids == 1].isnan().all()
+    assert_same_bits(found[ids != 1], clean[ids != 1])
+    alone = torch.full((2,), odd)
+    for same in (torch.tensor([0, 0]), torch.tensor([0, 1])):
+        options["lengths"] = None if lengths is None else lengths[:2]
+        assert group_advantages(alone, same, **options).isnan().all()
+
+
+def test_lengths_that_sum_to_zero_weigh_alike(impl: Any) -> None:
+    scores, ids = torch.tensor([1.0, 2.0, 6.0, 5.0]), torch.tensor([0, 0, 0, 1])
+    found = group_advantages(
+        scores, ids, num_groups=2, baseline="length_weighted", scale="none",
+        lengths=torch.zeros(4, dtype=torch.int32), impl=impl,
+    )  # fmt: skip
+    assert found.tolist() == [-2, -1, 3, 5]
+
+
+@pytest.mark.parametrize(("baseline", "scale"), [c for c in COMBINATIONS if c[1] != "nonzero"])
+def test_order_and_company_of_a_group_change_no_bit(impl: Any, baseline: Any, scale: Any) -> None:
+    """Rewards of ten bits: all sums are exact, so that no order can show."""
+    rng = np.random.default_rng(5)
+    scores = torch.from_numpy(rng.integers(-512, 512, 150) / 256).float()
+    ids = torch.from_numpy(rng.integers(0, 40, 150))
+    lengths = torch.from_numpy(rng.integers(0, 64, 150)) if baseline == "length_weighted" else None
+    options = {"num_groups": 40, "baseline": baseline, "scale": scale, "impl": impl}
+    found = group_advantages(scores, ids, lengths=lengths, **options)
+    order = torch.from_numpy(rng.permutation(150))
+    rename = torch.from_numpy(rng.permutation(40))
+    mixed = group_advantages(
+        scores[order], rename[ids[order]],
+        lengths=None if lengths is None else lengths[order], **options,
+    )  # fmt: skip
+    assert_same_bits(mixed, found[order])
+    some = ids < 7
+    fewer = None if lengths is None else lengths[some]
+    alone = group_advantages(
+        scores[some], ids[some], lengths=fewer, **(options | {"num_groups": 7})
+    )
+    assert_same_bits(alone, found[some])
+
+
+def test_groups_of_two_and_three_are_as_in_areal(impl: Any) -> None:
+    scores, ids = torch.tensor([1.0, 3.0, 10.0, 20.0, 30.0]), torch.tensor([0, 0, 1, 1, 1])
+    options: dict[str, Any] = {"baseline": "leave_one_out", "scale": "none", "impl": impl}
+    found = group_advantages(scores, ids, num_groups=2, **options)
+    assert found.tolist() == [-2, 2, -15, 0, 15]
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"scale": "none"},
+    "rloo": {"baseline": "leave_one_out", "scale": "none"},
+    "opo": {"baseline": "length_weighted", "scale": "none"},
+}
+
+
+@pytest.mark.skipif(not ORACLE.exists(), reason="the outputs of other systems are not here")
+@pytest.mark.parametrize("name", RULES)
+def test_what_verl_computed_is_computed(impl: Any, name: str) -> None:
+    cases = json.loads(gzip.decompress(ORACLE.read_bytes()))["groups"]
+    assert len(cases) >= 20
+    for case in cases[:: 1 if impl == "torch" else 3]:
+        lengths = torch.tensor(case["lengths"]) if name == "opo" else None
+        found = group_advantages(
+            torch.tensor(case["scores"]), torch.tensor(case["group_ids"]), impl=impl,
+            num_groups=max(case["group_ids"]) + 1, lengths=lengths, **RULES[name],
+        )  # fmt: skip
+        expected = torch.tensor(case["expected"][name])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,446 @@
+"""Padding and its inverse: meaning, every dtype and shape, gradients, memory, refusals."""
+
+from __future__ import annotations
+
+import tracemalloc
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.interpreter import wrapping
+from trajpack.kernels.rearrange import pad_triton
+from trajpack.kernels.rearrange.pad import pad, pad_reference
+from trajpack.kernels.rearrange.pad_host import SHORT
+from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
+from trajpack.kernels.rearrange.padding import BITS
+from trajpack.kernels.rearrange.unpad import unpad, unpad_reference
+from trajpack.testing import assert_same_bits, boundaries
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SIDES = ("left", "right")
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.uint16,
+    torch.float32,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+)
+LENGTHS = {
+    "no sequences": [],
+    "only empty sequences": [0, 0, 0],
+    "one token": [1],
+    "a tile less one, a tile, a tile and one": [1023, 1024, 1025],
+    "a row that ends one place before its tile": [1023, 7],
+    "a sequence over several tiles": [3, 5000, 4],
+    "many in a tile": [i * 7 % 5 for i in range(300)],
+    "empty at both ends": [0, 0, 9, 0, 2, 0],
+}
+RESTS = [(), (1,), (3,), (4,), (2, 3), (5, 0), (8, 2)]
+
+
+def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    pair = (t.detach().contiguous().view(BITS[t.element_size()]) for t in (actual, expected))
+    assert_same_bits(*pair)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return a tensor of arbitrary bits, every kind of NaN among them; bool is 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    top = 2 if dtype == torch.bool else 256
+    shape = (*shape, dtype.itemsize)
+    raw = torch.randint(0, top, shape, dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).squeeze(-1)
+
+
+def by_loop(
+    packed: torch.Tensor, lengths: list[int], max_seqlen: int, value: Any, side: str
+) -> torch.Tensor:
+    """Copy one sequence after the other."""
+    shape = (len(lengths), max_seqlen, *packed.shape[1:])
+    out = torch.full(shape, value, dtype=packed.dtype).view(BITS[packed.element_size()])
+    bits = packed.contiguous().view(out.dtype)
+    start = 0
+    for row, length in zip(out, lengths, strict=True):
+        first = max_seqlen - length if side == "left" else 0
+        row[first : first + length] = bits[start : start + length]
+        start += length
+    return out.view(packed.dtype)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_small_batch_is_padded_and_unpadded(impl: Any, side: Any) -> None:
+    packed, cu_seqlens = torch.tensor([5, 6, 7, 8]), boundaries([1, 0, 3])
+    rows = {
+        "right": [[5, -1, -1, -1], [-1, -1, -1, -1], [6, 7, 8, -1]],
+        "left": [[-1, -1, -1, 5], [-1, -1, -1, -1], [-1, 6, 7, 8]],
+    }[side]
+    padded = pad(packed, cu_seqlens, 4, value=-1, side=side, impl=impl)
+    assert padded.tolist() == rows
+    assert padded.is_contiguous()
+    assert unpad(padded, cu_seqlens, 4, side=side, impl=impl).tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_they_equal_a_loop_over_sequences(impl: Any, lengths: list[int], side: Any) -> None:
+    for rest, room in (((), 0), ((3,), 2), ((4,), 0)):
+        packed = random_bits((sum(lengths), *rest), torch.float32)
+        max_seqlen = max(lengths, default=0) + room
+        expected = by_loop(packed, lengths, max_seqlen, 0.5, side)
+        ends = boundaries(lengths)
+        padded = pad(packed, ends, max_seqlen, value=0.5, side=side, impl=impl)
+        assert_bits(padded, expected)
+        assert_bits(unpad(padded, ends, len(packed), side=side, impl=impl), packed)
+
+
+@pytest.mark.parametrize("rest", RESTS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_dtype_and_trailing_dimensions_are_moved_bit_for_bit(
+    impl: Any, dtype: torch.dtype, rest: tuple[int, ...]
+) -> None:
+    lengths, ends = [3, 0, 7, 1], boundaries([3, 0, 7, 1])
+    packed = random_bits((11, *rest), dtype)
+    for side in SIDES:
+        padded = pad(packed, ends, 9, value=1, side=side, impl=impl)  # type: ignore[arg-type]
+        assert_bits(padded, by_loop(packed, lengths, 9, 1, side))
+        assert_bits(unpad(padded, ends, 11, side=side, impl=impl), packed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_the_references_equal_a_loop_over_sequences(lengths: list[int], side: Any) -> None:
+    for dtype in (torch.bfloat16, torch.complex128):
+        packed, ends = random_bits((sum(lengths), 2), dtype), boundaries(lengths)
+        max_seqlen = max(lengths, default=0) + 1
+        padded = pad_reference(packed, ends, max_seqlen, value=2, side=side)
+        assert_bits(padded, by_loop(packed, lengths, max_seqlen, 2, side))
+        assert_bits(unpad_reference(padded, ends, len(packed), side=side), packed)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30) | st.sampled_from([255, 256, 1024]), max_size=8),
+    rest=st.sampled_from(RESTS),
+    dtype=st.sampled_from(DTYPES),
+    room=st.integers(0, 3),
+    side=st.sampled_from(SIDES),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25)
+def test_unpad_undoes_pad_for_any_lengths(
+    impl: Any,
+    lengths: list[int],
+    rest: tuple[int, ...],
+    dtype: torch.dtype,
+    room: int,
+    side: Any,
+    seed: int,
+) -> None:
+    packed, ends = random_bits((sum(lengths), *rest), dtype, seed), boundaries(lengths)
+    max_seqlen = max(lengths, default=0) + room
+    padded = pad(packed, ends, max_seqlen, value=1, side=side, impl=impl)
+    assert_bits(padded, by_loop(packed, lengths, max_seqlen, 1, side))
+    assert_bits(unpad(padded, ends, len(packed), side=side, impl=impl), packed)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (-1, torch.int8),
+        (-100, torch.int64),
+        (2**63 - 1, torch.int64),
+        (255, torch.uint8),
+        (True, torch.bool),
+        (-0.0, torch.float32),
+        (float("nan"), torch.float64),
+        (float("-inf"), torch.bfloat16),
+        (3, torch.float16),
+        (0.5, torch.float8_e5m2),
+        (1 - 2j, torch.complex128),
+        (1 - 2j, torch.complex64),
+    ],
+    ids=str,
+)
+def test_padding_has_the_bits_of_the_value(impl: Any, value: Any, dtype: torch.dtype) -> None:
+    for rest in ((), (3,), (2, 8)):
+        padded = pad(random_bits((2, *rest), dtype), boundaries([2, 0]), 5, value=value, impl=impl)
+        assert_bits(padded[0, 2:], torch.full((3, *rest), value, dtype=dtype))
+        assert_bits(padded[1], torch.full((5, *rest), value, dtype=dtype))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+@pytest.mark.parametrize("rest", [(), (3,), (4,), (8,)], ids=str)
+def test_inputs_at_any_address_and_of_any_stride_are_read_right(
+    impl: Any, shift: int, rest: tuple[int, ...]
+) -> None:
+    ends, lengths = boundaries([4, 6]), [4, 6]
+    memory = random_bits((10, shift + int(np.prod(rest)) + 3), torch.float32)
+    packed = memory[:, shift : shift + int(np.prod(rest))].unflatten(1, rest or (1,))
+    packed = packed if rest else packed.squeeze(1)
+    padded = pad(packed, ends, 7, impl=impl)
+    assert_bits(padded, by_loop(packed, lengths, 7, 0, "right"))
+    room = torch.nn.functional.pad(padded, [0, 0] * len(rest) + [shift, 2])
+    assert_bits(unpad(room[:, shift : shift + 7], ends, 10, impl=impl), packed)
+    flipped = padded.transpose(0, 1).contiguous().transpose(0, 1)
+    assert_bits(unpad(flipped, ends, 10, impl=impl), packed)
+
+
+def test_trailing_dimensions_may_be_transposed(impl: Any) -> None:
+    packed = random_bits((5, 3, 4), torch.int16).transpose(1, 2)
+    padded = pad(packed, boundaries([2, 3]), 3, impl=impl)
+    assert_bits(padded, by_loop(packed, [2, 3], 3, 0, "right"))
+    assert_bits(unpad(padded.transpose(2, 3), boundaries([2, 3]), 5, impl=impl), packed.mT)
+
+
+def test_conjugates_are_padded_by_value(impl: Any) -> None:
+    packed = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    padded = pad(packed, boundaries([1, 1]), 1, impl=impl)
+    assert padded.tolist() == [[1 - 2j], [3 + 4j]]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_are_right(impl: Any, dtype: torch.dtype, side: Any) -> None:
+    ends = boundaries([1, 0, 2])
+    packed = torch.randn(3, 1, dtype=dtype, requires_grad=True)
+    padded = torch.randn(3, 3, 1, dtype=dtype, requires_grad=True)
+    options = {"side": side, "impl": impl}
+    # of a random direction, or of every entry: the interpreter takes its time
+    check = partial(torch.autograd.gradcheck, fast_mode=impl == "triton")
+    assert check(lambda x: pad(x, ends, 3, value=3, **options), packed)
+    assert check(lambda x: unpad(x, ends, 3, **options), padded)
+
+
+@pytest.mark.parametrize("rest", [(), (2,)], ids=str)
+def test_gradients_that_are_expanded_are_read_right(impl: Any, rest: tuple[int, ...]) -> None:
+    ends = boundaries([2, 1])
+    packed = torch.zeros(3, *rest, requires_grad=True)
+    pad(packed, ends, 4, impl=impl).sum().backward()
+    assert_same_bits(packed.grad, torch.ones(3, *rest))  # type: ignore[arg-type]
+    padded = torch.zeros(2, 4, *rest, requires_grad=True)
+    unpad(padded, ends, 3, impl=impl).sum().backward()
+    expected = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0]]).reshape(2, 4, *[1] * len(rest))
+    assert_same_bits(padded.grad, expected.expand(2, 4, *rest).contiguous())  # type: ignore[arg-type]
+
+
+def test_nothing_but_boundaries_is_kept_for_the_gradient(impl: Any) -> None:
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    ends = boundaries([2, 1])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        pad(torch.zeros(3, 9, requires_grad=True), ends, 4, impl=impl)
+        unpad(torch.zeros(2, 4, 9, requires_grad=True)[:, :-1], ends, 3, impl=impl)
+    assert [tensor.dtype for tensor in saved] == [torch.int32, torch.int32]
+    assert all(torch.equal(tensor, ends) for tensor in saved)
+
+
+class Allocations(TorchDispatchMode):
+    """Sums the bytes of all memory that ops hand out new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, torch.UntypedStorage] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), keywords: Any = None):  # type: ignore[no-untyped-def]
+        known = {t.untyped_storage()._cdata for t in arguments if isinstance(t, torch.Tensor)}
+        result = op(*arguments, **(keywords or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if storage._cdata not in known | set(self.seen):
+                self.seen[storage._cdata] = storage
+                self.bytes += storage.nbytes()
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_launcher_allocates_the_result_and_no_more(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = MagicMock()  # the interpreter would copy the arguments
+    monkeypatch.setattr(pad_triton, "pad_kernel", launched)
+    monkeypatch.setattr(pad_triton, "unpad_kernel", launched)
+    logits = torch.zeros(4, 9, 4096, device=device)
+    ends = boundaries([8, 3, 0, 6]).to(device)
+    with Allocations() as unpadding:
+        packed = unpad_forward(logits[:, :-1], ends, 17, "right")
+    with Allocations() as padding:
+        pad_forward(packed, ends, 8, 0.5, "right")
+    assert launched.__getitem__.call_count == 2
+    slack = 16 * 1024 + 64  # one tile, and the bits of the value
+    assert packed.nbytes <= unpadding.bytes <= packed.nbytes + slack
+    assert 4 * 8 * 4096 * 4 <= padding.bytes <= 4 * 8 * 4096 * 4 + slack
+
+
+def test_the_host_allocates_the_result_and_no_more() -> None:
+    logits, ends = torch.zeros(4, 9, 40_000), boundaries([8, 3, 0, 6])
+    unpad(logits[:, :-1], ends, 17)  # imports
+    tracemalloc.start()
+    packed = unpad(logits[:, :-1], ends, 17)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert packed.nbytes <= peak <= packed.nbytes + 100_000
+
+
+@pytest.mark.parametrize("mean", [SHORT // 16, SHORT])
+def test_short_and_long_rows_are_the_same_on_the_host(mean: int) -> None:
+    lengths = np.random.default_rng(0).integers(0, mean // 4, 50).tolist()
+    packed, ends = random_bits((sum(lengths), 2), torch.int32), boundaries(lengths)
+    for side in SIDES:
+        padded = pad(packed, ends, max(lengths), value=7, side=side)  # type: ignore[arg-type]
+        assert_bits(padded, by_loop(packed, lengths, max(lengths), 7, side))
+        wider = torch.nn.functional.pad(padded, (0, 1))[..., :-1]
+        for rows in (padded, wider):
+            assert_bits(unpad(rows, ends, len(packed), side=side), packed)  # type: ignore[arg-type]
+
+
+BROKEN = {
+    "beyond the tokens": [0, 4, 900],
+    "negative": [-5, -2, 3],
+    "begins late": [700, 800, 900],
+    "backward": [0, 9, 2, 11, -(2**31), 2**31 - 1],
+    "a sequence too long": [0, 9, 11],
+}
+
+
+@pytest.mark.parametrize("ends", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.usefixtures("interpreter")
+def test_the_kernels_stay_inside_whatever_boundaries_say(ends: list[int], side: Any) -> None:
+    """As on a device, where nothing checks them; an address outside would crash or show."""
+    table = torch.zeros(4096, dtype=torch.int32)
+    table[1000:] = 2**31 - 1  # with what lies before and after, more sequences than there are
+    table[1000 : 1000 + len(ends)] = torch.tensor(ends, dtype=torch.int32)
+    cu_seqlens = table[1000 : 1000 + len(ends)]
+    inside = torch.full((3000,), 9)
+    inside[1000:1011] = 1
+    packed = inside[1000:1011]
+    with wrapping():
+        padded = pad_forward(packed, cu_seqlens, 5, 0, side)
+    assert set(padded.unique().tolist()) <= {0, 1}
+    batch = len(ends) - 1
+    inside[1000 : 1000 + batch * 5] = 1
+    rows = inside[1000 : 1000 + batch * 5].view(batch, 5)
+    with wrapping():
+        unpadded = unpad_forward(rows, cu_seqlens, 11, side)
+    assert set(unpadded.unique().tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.usefixtures("interpreter")
+def test_the_tail_of_a_sequence_too_long_is_dropped(side: Any) -> None:
+    ends = boundaries([4, 1])
+    packed = torch.tensor([1, 2, 3, 4, 5])
+    expected = pad_reference(packed, ends, 2, side=side)
+    assert expected[0].tolist() == [1, 2]
+    assert_bits(pad_forward(packed, ends, 2, 0, side), expected)
+    taken = unpad_reference(expected, ends, 5, side=side)
+    assert taken.tolist() == [1, 2, 0, 0, 5]
+    assert_bits(unpad_forward(expected, ends, 5, side), taken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> None:
+    ends = boundaries([2, 0, 3])
+    leaves = [torch.ones(5, 2, dtype=dtype), torch.ones(3, 4, 2, dtype=dtype)]
+    if dtype.is_floating_point:
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+    ops = torch.ops.trajpack
+    torch.library.opcheck(ops.pad.default, (leaves[0], ends, 4, 1, "left", impl))
+    torch.library.opcheck(ops.unpad.default, (leaves[1], ends, 5, "left", impl))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_they_compile_into_one_graph(dynamic: bool) -> None:
+    def loss(packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
+        padded = pad(packed * 2, cu_seqlens, max_seqlen, side="left")
+        return unpad(padded.cumsum(1), cu_seqlens, packed.shape[0], side="left").square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for lengths in ([3, 4], [1, 0, 8]):
+        eager, traced = (torch.arange(sum(lengths) + 0.0).requires_grad_() for _ in range(2))
+        arguments = boundaries(lengths), max(lengths)
+        loss(eager, *arguments).backward()
+        compiled(traced, *arguments).backward()
+        assert_same_bits(traced.grad, eager.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
+def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
+    ends = torch.empty(4, device="meta", dtype=torch.int32)
+    packed = torch.empty(7, 2, device="meta", dtype=torch.bfloat16)
+    padded = pad(packed, ends, 5, value=1.5, impl=impl)
+    assert (padded.shape, padded.dtype, padded.device.type) == ((3, 5, 2), packed.dtype, "meta")
+    back = unpad(padded, ends, 7, impl=impl)
+    assert (back.shape, back.dtype, back.device.type) == (packed.shape, packed.dtype, "meta")
+
+
+def test_the_references_read_no_value() -> None:
+    ends = torch.empty(4, device="meta", dtype=torch.int32)
+    padded = pad_reference(torch.empty(7, 2, device="meta"), ends, 5, value=1.5, side="left")
+    assert unpad_reference(padded, ends, 7, side="left").shape == (7, 2)
+
+
+X, ENDS = torch.arange(3.0), boundaries([2, 1])
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments", "options"),
+    [
+        (TypeError, r"^pad: packed must be a tensor, got list", ([1.0], ENDS, 2), {}),
+        (ValueError, r"packed must have at least 1 dim.*got shape \[\]", (X[0], ENDS, 2), {}),
+        (TypeError, "cu_seqlens must be int32, got int64", (X, ENDS.long(), 2), {}),
+        (ValueError, "cu_seqlens is on meta", (X, ENDS.to("meta"), 2), {}),
+        (TypeError, "max_seqlen must be an integer, got 2.0", (X, ENDS, 2.0), {}),
+        (ValueError, r"max_seqlen must be in \[0, 2147479552\], got -1", (X, ENDS, -1), {}),
+        (ValueError, "max_seqlen 1, sequence 0 has 2 tokens", (X, ENDS, 1), {}),
+        (ValueError, "num_tokens 3 .* from 0 to 4", (X, boundaries([4]), 4), {}),
+        (ValueError, "from 1 to 3", (X, ENDS + torch.tensor([1, 0, 0]).int(), 2), {}),
+        (ValueError, "in steps of -1 or more", (X, boundaries([4, -1]), 4), {}),
+        (ValueError, "side must be 'left' or 'right', got 'up'", (X, ENDS, 2), {"side": "up"}),
+        (ValueError, "impl must be", (X, ENDS, 2), {"impl": "fast"}),
+        (TypeError, "value must be a value of float32, got '0'", (X, ENDS, 2), {"value": "0"}),
+        (TypeError, "value of float32, got 1j", (X, ENDS, 2), {"value": 1j}),
+        (TypeError, "value of int64, got 0.5", (X.long(), ENDS, 2), {"value": 0.5}),
+        (ValueError, r"\[0, 255\] for uint8, got -1", (X.byte(), ENDS, 2), {"value": -1}),
+        (ValueError, r"\[0, 1\] for bool, got 2", (X.bool(), ENDS, 2), {"value": 2}),
+    ],
+)  # fmt: skip
+def test_wrong_input_of_pad_is_named(
+    error: type[Exception], match: str, arguments: Any, options: Any
+) -> None:
+    with pytest.raises(error, match=match):
+        pad(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, r"^unpad: padded must be a tensor, got int", (1, ENDS, 3)),
+        (ValueError, r"padded must have at least 2 dim.*got shape \[3\]", (X, ENDS, 3)),
+        (ValueError, r"3 entries .* shape \[2, 3\], got 2", (X.expand(2, 3), ENDS[:2], 3)),
+        (TypeError, "num_tokens must be an integer, got None", (X.expand(2, 3), ENDS, None)),
+        (ValueError, "num_tokens must be in .*, got -3", (X.expand(2, 3), ENDS, -3)),
+        (ValueError, "num_tokens 4 .* from 0 to 3", (X.expand(2, 3), ENDS, 4)),
+        (ValueError, "max_seqlen 1, sequence 0 has 2", (X.expand(2, 3)[:, :1], ENDS, 3)),
+    ],
+)  # fmt: skip
+def test_wrong_input_of_unpad_is_named(error: type[Exception], match: str, arguments: Any) -> None:
+    with pytest.raises(error, match=match):
+        unpad(*arguments)

@@ -1,0 +1,297 @@
+"""Whitening: its meaning, batches of little or no variance, laws, sums of several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from trajpack.kernels import moment_sums, whiten
+from trajpack.kernels.reduce import whiten_triton
+from trajpack.kernels.reduce.moments import masked_moments_reference, moments_of_sums
+from trajpack.kernels.reduce.whiten import whiten_reference, whiten_with_moments
+from trajpack.kernels.reduce.whiten_host import CHUNK as CHUNK_ON_HOST
+from trajpack.testing import assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CHUNK = whiten_triton.CHUNK
+SIZES = [0, 1, 2, 100, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77]
+
+
+def batch(
+    size: int,
+    mean: float = 0.5,
+    std: float = 3.0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return entries and a mask; what is not counted is NaN or infinite."""
+    rng = np.random.default_rng(seed)
+    x = torch.from_numpy(mean + std * rng.standard_normal(size)).to(dtype)
+    counted = rng.random(size) < 0.6
+    uncounted = rng.choice([np.nan, np.inf, -np.inf], size)
+    return torch.where(torch.from_numpy(counted), x, torch.from_numpy(uncounted).to(dtype)), (
+        torch.from_numpy(counted)
+    )
+
+
+def by_numpy(
+    x: torch.Tensor, mask: torch.Tensor, ddof: int = 1, eps: float = 0.0, center: bool = True
+) -> npt.NDArray[np.float64]:
+    """Whiten in the words of the formula, over the list of counted entries."""
+    counted = [float(value) for value, counts in zip(x, mask, strict=True) if counts]
+    out = np.zeros(len(x))
+    if not counted:
+        return out
+    mean = float(np.mean(counted))
+    std = 0.0
+    if len(counted) > ddof:
+        std = float(np.sqrt(sum((v - mean) ** 2 for v in counted) / (len(counted) - ddof)))
+    whitened = [(v - mean) / (std + eps) if std else 0.0 for v in counted]
+    out[mask.numpy()] = np.array(whitened) + (0.0 if center else mean)
+    return out
+
+
+def assert_close(actual: torch.Tensor, expected: Any, tolerance: float = 1e-6) -> None:
+    assert actual.dtype == torch.float32
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_batch_to_check_by_hand(impl: Any) -> None:
+    x, mask = torch.tensor([4.0, 8.0, 99.0, 0.0]), torch.tensor([True, True, False, True])
+    assert whiten(x, mask, impl=impl).tolist() == [0.0, 1.0, 0.0, -1.0]
+    assert whiten(x, mask, center=False, impl=impl).tolist() == [4.0, 5.0, 0.0, 3.0]
+    assert whiten(x, mask, eps=12.0, impl=impl).tolist() == [0.0, 0.25, 0.0, -0.25]
+    biased = whiten(x, mask, ddof=0, impl=impl)
+    assert_close(biased, [0.0, 1.5**0.5, 0.0, -(1.5**0.5)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_equals_the_formula(impl: Any, size: int, dtype: torch.dtype) -> None:
+    x, mask = batch(size, dtype=dtype)
+    for options in ({}, {"ddof": 0, "eps": 0.1}, {"center": False}):
+        expected = by_numpy(x, mask, **options)
+        assert_close(whiten(x, mask, impl=impl, **options), expected)
+        sums = moment_sums(x, mask, shift=0.25, impl=impl)
+        assert_close(whiten(x, mask, sums=sums, shift=0.25, impl=impl, **options), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_references_equal_the_formula(size: int) -> None:
+    x, mask = batch(size)
+    count, mean, squares, *_ = masked_moments_reference(x, mask)
+    for ddof, eps, center in ((1, 0.0, True), (0, 0.1, False)):
+        whitened = whiten_reference(x, mask, (count, mean, squares), ddof, eps, center)
+        assert_close(whitened, by_numpy(x, mask, ddof, eps, center))
+
+
+def test_many_chunks_on_the_host_equal_the_formula() -> None:
+    x, mask = batch(2 * CHUNK_ON_HOST + 5, mean=-7.0)
+    mask[CHUNK_ON_HOST : CHUNK_ON_HOST + 10] = False
+    assert_close(whiten(x, mask), by_numpy(x, mask))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(("at_once", "programs"), [(1, 1), (2, 2), (4, 3)])
+def test_chunks_in_several_groups_and_several_to_a_program(
+    at_once: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whiten_triton, "CHUNK", 16)
+    x, mask = batch(7 * 16 + 3)
+    mask[32:48] = False  # a chunk without an entry that counts
+    once = whiten_with_moments(x, mask, 1, 0.0, True, "triton")
+    monkeypatch.setattr(whiten_triton, "PARTIALS", at_once)
+    monkeypatch.setattr(whiten_triton, "MOST_PROGRAMS", programs)
+    whitened, moments = whiten_with_moments(x, mask, 1, 0.0, True, "triton")
+    assert_close(whitened, by_numpy(x, mask))
+    torch.testing.assert_close(moments, once[1], rtol=1e-14, atol=0)
+    sums = moment_sums(x, mask, impl="triton")
+    assert_close(whiten(x, mask, sums=sums, impl="triton"), by_numpy(x, mask))
+
+
+LOW_VARIANCE = {
+    "a millionth": (1.0, 1e-6),
+    "a large mean": (1e4, 1e-2),
+    "a large negative mean": (-3e6, 1.0),
+    "tiny": (0.0, 1e-18),
+    "tiny beyond float32": (0.0, 1e-40),
+    "huge": (0.0, 1e30),
+}
+
+
+@pytest.mark.parametrize(("mean", "std"), LOW_VARIANCE.values(), ids=LOW_VARIANCE.keys())
+@pytest.mark.parametrize("by_sums", [False, True])
+def test_a_batch_of_little_variance_is_not_shrunk(
+    impl: Any, mean: float, std: float, by_sums: bool
+) -> None:
+    x, mask = batch(5000, mean, std)
+    sums = moment_sums(x, mask, impl=impl) if by_sums else None
+    counted = whiten(x, mask, sums=sums, impl=impl)[mask].double()
+    assert counted.std().item() == pytest.approx(1, abs=1e-3)
+    assert counted.mean().item() == pytest.approx(0, abs=1e-3)
+
+
+def test_the_least_variance_that_float32_has_needs_no_shift_or_a_near_one(impl: Any) -> None:
+    x = torch.tensor([1.0, 1.0 + 2**-23]).repeat(500)
+    mask = torch.ones(1000, dtype=torch.bool)
+    expected = by_numpy(x, mask)
+    assert_close(whiten(x, mask, impl=impl), expected)
+    near = moment_sums(x, mask, shift=1.0, impl=impl)
+    assert_close(whiten(x, mask, sums=near, shift=1.0, impl=impl), expected)
+    far = moment_sums(x, mask, impl=impl)  # cannot tell them apart
+    assert_same_bits(whiten(x, mask, sums=far, impl=impl), torch.zeros(1000))
+
+
+@pytest.mark.parametrize("value", [0.1, -0.0, 1e-30, -3e38, 16777217.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batch_without_variance_is_exactly_zero(
+    impl: Any, value: float, dtype: torch.dtype
+) -> None:
+    x, mask = batch(CHUNK + 905, dtype=dtype)
+    x = torch.where(mask, torch.full_like(x, value), x)
+    assert not whiten(x, mask, impl=impl).any()
+    kept = whiten(x, mask, center=False, impl=impl)
+    assert_close(kept, np.where(mask, x.float().numpy(), np.float32(0.0)))
+    for shift in (0.0, 1.7):
+        ranks = [
+            moment_sums(*part, shift=shift, impl=impl)
+            for part in zip(x.split(1201), mask.split(1201), strict=True)
+        ]
+        sums = torch.stack(ranks).sum(0)
+        assert not whiten(x, mask, sums=sums, shift=shift, impl=impl).any()
+
+
+def test_rounding_of_the_sums_of_equal_entries_is_no_variance(impl: Any) -> None:
+    """Of so many sums, some come out above those of entries without a spread."""
+    rng = np.random.default_rng(0)
+    mask = torch.ones(17, dtype=torch.bool)
+    for value in rng.standard_normal(20):
+        x = torch.full((17,), value, dtype=torch.float64)
+        ranks = [moment_sums(x[:count], mask[:count], impl=impl) for count in (17, 11, 3)]
+        sums = torch.stack(ranks).sum(0)
+        assert not whiten(x, mask, sums=sums, impl=impl).any()
+
+
+@pytest.mark.parametrize("by_sums", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "ddof", "centred", "kept"),
+    [
+        ([], 1, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        ([], 0, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
+        ([1], 1, [0.0, 0.0, 0.0], [0.0, 5.0, 0.0]),
+        ([1], 0, [0.0, 0.0, 0.0], [0.0, 5.0, 0.0]),
+        ([1, 2], 0, [0.0, -1.0, 1.0], [0.0, 5.0, 7.0]),
+    ],
+)
+def test_few_entries_are_defined(
+    impl: Any, by_sums: bool, counts: list[int], ddof: int, centred: list[float], kept: list[float]
+) -> None:
+    x, mask = torch.tensor([float("nan"), 5.0, 7.0]), torch.zeros(3, dtype=torch.bool)
+    mask[counts] = True
+    sums = moment_sums(x, mask, impl=impl) if by_sums else None
+    options: Any = {"sums": sums, "ddof": ddof, "impl": impl}
+    assert whiten(x, mask, **options).tolist() == centred
+    assert whiten(x, mask, center=False, **options).tolist() == kept
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_counted_nan_or_infinity_is_not_hidden(impl: Any) -> None:
+    for wrong in (float("nan"), float("inf")):
+        x, mask = batch(CHUNK + 9)
+        x[7], mask[7] = wrong, True
+        sums = moment_sums(x, mask, impl=impl)
+        for whitened in (whiten(x, mask, impl=impl), whiten(x, mask, sums=sums, impl=impl)):
+            assert whitened[mask].isnan().all()
+            assert not whitened[~mask].any()
+
+
+def test_near_a_variance_of_one_it_is_what_verl_computes(impl: Any) -> None:
+    x, mask = batch(999, 0.3, 1.0)
+    counted = x[mask]
+    verl = (counted - counted.mean()) * torch.rsqrt(counted.var() + 1e-8)
+    assert_close(whiten(x, mask, impl=impl)[mask], verl.numpy(), 2e-6)
+    assert_close(
+        whiten(x, mask, center=False, impl=impl)[mask], (verl + counted.mean()).numpy(), 2e-6
+    )
+
+
+def test_order_does_not_matter_but_to_rounding(impl: Any) -> None:
+    x, mask = batch(CHUNK + 300)
+    order = torch.from_numpy(np.random.default_rng(1).permutation(len(x)))
+    shuffled = whiten(x[order], mask[order], impl=impl)
+    assert_close(shuffled, whiten(x, mask, impl=impl)[order].numpy())
+
+
+@pytest.mark.parametrize("padding", [1, 3, CHUNK, 3 * CHUNK + 5, CHUNK_ON_HOST])
+def test_entries_appended_that_do_not_count_change_no_bit(impl: Any, padding: int) -> None:
+    x, mask = batch(CHUNK + 3001)
+    longer = torch.cat([x, torch.full((padding,), float("nan"))])
+    counts = torch.cat([mask, torch.zeros(padding, dtype=torch.bool)])
+    for center in (True, False):
+        alone = whiten_with_moments(x, mask, 1, 0.0, center, impl)
+        padded = whiten_with_moments(longer, counts, 1, 0.0, center, impl)
+        assert_same_bits(padded[0][: len(x)], alone[0])
+        assert not padded[0][len(x) :].any()
+        assert_same_bits(padded[1], alone[1])
+    sums = moment_sums(x, mask, impl=impl)
+    assert_same_bits(moment_sums(longer, counts, impl=impl), sums)
+    expected = whiten(x, mask, sums=sums, impl=impl)
+    assert_same_bits(whiten(longer, counts, sums=sums, impl=impl)[: len(x)], expected)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_inputs_at_any_address_and_of_any_stride_give_the_same_bits(impl: Any, shift: int) -> None:
+    x, mask = batch(700)
+    expected = whiten(x, mask, impl=impl)
+    wide, bits = (torch.stack([t, t], 1).repeat(2, 1)[:-shift] for t in (x, mask))
+    views = wide[len(x) - shift :, 0], bits[len(x) - shift :, 1]
+    moved = [torch.cat([t[:shift], t])[shift:] for t in (x, mask)]
+    assert_same_bits(whiten(*moved, impl=impl), expected)
+    contiguous = [view.clone(memory_format=torch.contiguous_format) for view in views]
+    assert_same_bits(whiten(*views, impl=impl), whiten(*contiguous, impl=impl))
+
+
+def test_the_sums_may_lie_anywhere(impl: Any) -> None:
+    x, mask = batch(100)
+    sums = moment_sums(x, mask, impl=impl)
+    memory = torch.zeros(9, dtype=torch.float64)
+    memory[1::3] = sums
+    assert_same_bits(
+        whiten(x, mask, sums=memory[1::3], impl=impl), whiten(x, mask, sums=sums, impl=impl)
+    )
+
+
+def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
+    for share, kept in ((2.0**-45, True), (2.0**-47, False)):
+        count, mean = 1000.0, 3.0
+        entries = [count, count * mean, count * mean**2 * (1 + share)]
+        sums = torch.tensor(entries, dtype=torch.float64)
+        _, found, squares = moments_of_sums(sums, 1.0)
+        assert found.item() == mean + 1
+        assert (squares.item() > 0) == kept
+
+
+def test_whitening_takes_two_launches_and_with_sums_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {name: MagicMock() for name in dir(whiten_triton) if name.endswith("_kernel")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(whiten_triton, name, kernel)
+
+    def launches() -> dict[str, int]:
+        done = {name: kernel.__getitem__.call_count for name, kernel in kernels.items()}
+        for kernel in kernels.values():
+            kernel.reset_mock()
+        return {name: count for name, count in done.items() if count}
+
+    x, mask = (t.to("meta") for t in batch(3 * CHUNK))
+    whiten_triton.whiten_forward(x, mask, 1, 0.0, True)
+    assert launches() == {"chunk_moments_kernel": 1, "whiten_kernel": 1}
+    whiten_triton.moments_forward(x, mask, 0.0)
+    assert launches() == {"chunk_moments_kernel": 1, "merge_chunks_kernel": 1}
+    whiten_triton.whiten_by_sums_forward(x, mask, x.new_empty(3).double(), 0.0, 1, 0.0, True)
+    assert launches() == {"whiten_by_sums_kernel": 1}

@@ -1,0 +1,278 @@
+import numpy as np
+import pytest
+import torch
+
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.buffer.staging import Staging
+from trajpack.packing.buffer.tables import columns_for
+from trajpack.testing import assert_batches_equal, random_trajectory
+
+
+def conversation(name="a", num_turns=3, seed=0, **sizes):
+    generator = np.random.default_rng(seed)
+    sizes = {"prompt": (2, 9), "completion": (1, 9)} | sizes
+    return random_trajectory(generator, name, num_turns=num_turns, **sizes)
+
+
+def test_a_conversation_is_one_chain_and_each_token_is_stored_once():
+    buffer = TrajectoryBuffer()
+    trajectory = conversation(num_turns=4)
+    buffer.add(trajectory)
+    last = trajectory.turns[-1]
+    assert buffer.num_tokens == len(last.prompt_ids) + len(last.completion_ids)
+    assert buffer.pack().seqlens == (buffer.num_tokens,)
+    assert len(buffer) == 1
+    assert buffer.num_turns == 4
+
+
+def test_a_prompt_that_drops_a_token_begins_a_new_chain():
+    turns = [Turn([1, 2], [3, 4], [0, 0]), Turn([1, 2, 3, 5], [6], [0])]
+    batch = pack([Trajectory("a", turns)])
+    assert batch.seqlens == (4, 5)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 1, 2, 3, 5, 6]
+
+
+def test_a_prompt_that_is_shorter_than_its_chain_begins_a_new_chain():
+    turns = [Turn([1, 2], [3], [0]), Turn([1, 2], [4], [0])]
+    assert pack([Trajectory("a", turns)]).seqlens == (3, 3)
+
+
+def test_a_chain_broken_in_its_middle_is_not_extended():
+    turns = [Turn([1, 2, 3], [4], [0]), Turn([1, 9, 3, 4, 5], [6], [0])]
+    assert pack([Trajectory("a", turns)]).seqlens == (4, 6)
+
+
+def test_interleaved_sub_agents_keep_a_chain_each():
+    turns = [
+        Turn([1], [2], [0]),
+        Turn([7], [8], [0]),
+        Turn([1, 2, 3], [4], [0]),
+        Turn([7, 8, 9], [5], [0]),
+    ]
+    batch = pack([Trajectory("a", turns)])
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 7, 8, 9, 5]
+    assert batch.turn_ids.tolist() == [-1, 0, -1, 2, -1, 1, -1, 3]
+    assert batch.turn_sequence.tolist() == [0, 1, 0, 1]
+
+
+def test_a_turn_extends_the_longest_chain_that_is_a_prefix():
+    turns = [Turn([1], [], []), Turn([2], [3], [0]), Turn([2], [3], [0]), Turn([2, 3, 4], [5], [0])]
+    # two equal chains [2, 3]: the latest goes on
+    batch = pack([Trajectory("a", turns)])
+    assert batch.turn_sequence.tolist() == [0, 1, 2, 2]
+    turns = [Turn([1], [], []), Turn([9], [], []), Turn([1, 2], [3], [0]), Turn([1], [5], [0])]
+    turns += [Turn([1, 2, 3, 4], [6], [0])]
+    assert pack([Trajectory("a", turns)]).turn_sequence.tolist() == [0, 1, 0, 2, 0]
+
+
+def test_chains_are_not_shared_between_trajectories():
+    one = Trajectory("a", [Turn([1, 2], [3], [0])])
+    two = Trajectory("b", [Turn([1, 2, 3, 4], [5], [0])])
+    assert pack([one, two]).seqlens == (3, 5)
+
+
+def test_equal_histories_in_other_containers_are_one_chain():
+    turns = [
+        Turn([1, 2], (3,), [0]),
+        Turn(np.array([1, 2, 3, 4], np.int64), torch.tensor([5]), np.zeros(1)),
+        Turn(torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int16), [7], torch.zeros(1).bfloat16()),
+    ]
+    assert pack([Trajectory("a", turns)]).input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_buffer_is_reusable_and_batches_outlive_it():
+    buffer = TrajectoryBuffer()
+    first, second = conversation(seed=1), conversation("b", seed=2)
+    buffer.add(first)
+    batch = buffer.pack()
+    buffer.clear()
+    assert buffer.num_tokens == buffer.num_turns == len(buffer) == buffer.num_bytes == 0
+    buffer.add(second)
+    assert buffer.pack().unpack() == [second]
+    assert batch.unpack() == [first]
+
+
+def test_a_batch_that_is_gone_leaves_its_memory_to_the_next():
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.add(conversation(seed=1))
+    first = buffer.pack()
+    kept = first.unpack()
+    place = first.input_ids.data_ptr()
+    second = buffer.pack("turns")
+    assert second.input_ids.data_ptr() != place
+    assert first.unpack() == kept
+    del first
+    assert buffer.pack().input_ids.data_ptr() == place
+    assert second.unpack() == kept
+
+
+def test_packing_leaves_the_buffer_as_it_was():
+    buffer = TrajectoryBuffer()
+    buffer.add(conversation(seed=1))
+    before = buffer.pack()
+    assert_batches_equal(before, buffer.pack())
+    buffer.add(conversation("b", seed=2))
+    assert buffer.pack().ids == ("a", "b")
+    assert_batches_equal(before, pack([conversation(seed=1)]))
+
+
+COLUMNS = columns_for(())
+
+
+def test_pinned_memory_is_asked_of_the_host_whatever_the_default_device(monkeypatch):
+    asked = []
+    genuine = torch.empty
+
+    def empty(size, **options):
+        asked.append(options)
+        return genuine(size, dtype=options["dtype"])
+
+    monkeypatch.setattr(torch, "empty", empty)
+    Staging(torch.device("cuda"), COLUMNS)
+    assert all(options["device"] == "cpu" and options["pin_memory"] for options in asked)
+    assert asked
+
+
+class Copy:
+    """Stands in for the event of a copy in flight."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first, second = Copy(), Copy()
+    staging = Staging(torch.device("cpu"), COLUMNS)
+
+    def write(value):
+        staging.reserve(5, 1, words_used=0)
+        staging.stream[:5] = value
+
+    write(3)
+    in_flight = staging.send(5)
+    staging._region.copies = [first]
+    staging.clear(1)
+    assert len(staging._region.words) >= len(staging._spare.words), "room for as much"
+    write(7)
+    assert in_flight.stream.tolist() == [3] * 5
+    assert first.waits == 0
+    staging._region.copies = [second]
+    staging.clear(1)
+    write(8)
+    assert (first.waits, second.waits) == (1, 0)
+
+
+def test_every_copy_of_a_region_is_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    copies = [Copy(), Copy()]
+    staging._region.copies = copies
+    staging.reserve(5, 1, words_used=0)
+    assert [copy.waits for copy in copies] == [1, 1]
+    assert staging._region.copies == []
+
+
+def test_a_region_that_a_graph_has_captured_is_not_written_again():
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging.reserve(5, 1, words_used=0)
+    staging.stream[:5] = 3
+    captured = staging._region
+    captured.captured = True
+    staging.reserve(5, 1, words_used=5)
+    assert staging._region is not captured
+    assert staging.stream[:5].tolist() == [3] * 5, "what it holds goes on"
+    staging._region.captured = True
+    staging.clear(1)
+    staging.reserve(5, 1, words_used=0)
+    staging.stream[:5] = 4
+    assert captured.stream[:5].tolist() == [3] * 5
+
+
+def test_a_buffer_is_not_written_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging._region.copies = [Copy()]
+    with pytest.raises(RuntimeError, match="cannot be written while a CUDA graph is captured"):
+        staging.reserve(5, 1, words_used=0)
+
+
+def test_room_for_rows_follows_their_number():
+    staging = Staging(torch.device("cpu"), COLUMNS)
+    staging.reserve(100_000, 5000, words_used=0)
+    assert staging._region.num_rows >= 5000
+    staging.clear(5000)
+    assert staging._region.num_rows <= 2 * 5000 + 2500
+    staging.clear(20)
+    assert staging._region.num_rows == 32
+    words = staging._region.words
+    staging.reserve(100_000, 16, words_used=0)
+    assert staging._region.words is words, "memory is kept"
+
+
+def test_growing_loses_nothing():
+    buffer = TrajectoryBuffer()
+    added = []
+    for index in range(200):
+        added.append(conversation(str(index), seed=index))
+        buffer.add(added[-1])
+    assert buffer.pack("turns").unpack() == added
+
+
+def test_what_does_not_fit_is_refused_and_leaves_nothing_behind():
+    fits = Trajectory("fits", [Turn([1] * 6, [2], [0])])
+    large = Trajectory("large", [Turn([1] * 3, [2], [0])])
+    buffer = TrajectoryBuffer(capacity=10)
+    buffer.add(fits)
+    with pytest.raises(ValueError, match=r"'large' needs 4 tokens, but 3 of the buffer's 10"):
+        buffer.add(large)
+    assert buffer.pack().unpack() == [fits]
+    buffer.clear()
+    buffer.add(large)
+    assert buffer.pack().unpack() == [large]
+
+
+def test_a_capacity_counts_each_token_once():
+    buffer = TrajectoryBuffer(capacity=5)
+    buffer.add(Trajectory("a", [Turn([1, 2], [3], [0]), Turn([1, 2, 3, 4], [5], [0])]))
+    assert buffer.num_tokens == 5
+
+
+def test_num_bytes_counts_tokens_and_generated_tokens():
+    buffer = TrajectoryBuffer()
+    buffer.add(Trajectory("a", [Turn([1] * 1000, [2] * 500, [0.0] * 500)]))
+    small = TrajectoryBuffer()
+    small.add(Trajectory("a", [Turn([1], [2], [0.0])]))
+    assert buffer.num_bytes - small.num_bytes == 4 * (999 + 499) + 4 * 499
+    assert small.num_bytes == 4 * 3
+
+
+def test_a_capacity_below_one_is_refused():
+    with pytest.raises(ValueError, match="capacity must be at least 1 token, got 0"):
+        TrajectoryBuffer(capacity=0)
+
+
+def test_unknown_layouts_and_implementations_are_refused():
+    buffer = TrajectoryBuffer()
+    with pytest.raises(ValueError, match="layout must be 'merged' or 'turns', got 'tree'"):
+        buffer.pack(layout="tree")
+    with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton', got 'cuda'"):
+        buffer.pack(impl="cuda")
+
+
+def test_a_buffer_says_what_it_holds():
+    buffer = TrajectoryBuffer(device="cpu", capacity=1000)
+    buffer.add(Trajectory("a", [Turn([1], [2], [0.0])]))
+    assert repr(buffer) == "TrajectoryBuffer(1 trajectories, 1 turns, 2 of 1,000 tokens, for cpu)"
+
+
+def test_versions_follow_the_spans_or_the_start_version():
+    spans = Turn([1], [2, 3, 4], [0, 0, 0], version_spans=[(4, 0, 1), (6, 1, 3)])
+    bounds = Turn([1], [2, 3, 4], [0, 0, 0], version_start=4, version_end=6)
+    batch = pack([Trajectory("a", [spans]), Trajectory("b", [bounds])])
+    assert batch.policy_versions.tolist() == [-1, 4, 6, 6, -1, 4, 4, 4]
+    assert batch.turn_version_start.tolist() == [4, 4]
+    assert batch.turn_version_end.tolist() == [6, 6]

@@ -1,0 +1,188 @@
+"""However a buffer is filled, it holds and packs the same, and packing costs the host the same."""
+
+import copy
+import cProfile
+import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajpack import Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing import layout as layout_module
+from trajpack.packing.buffer import store as store_module
+from trajpack.packing.buffer.tables import GrowingArray
+from trajpack.testing import assert_batches_equal, random_trajectory, trajectory_lists
+
+LAYOUTS = ["merged", "turns"]
+
+
+@pytest.mark.parametrize("settled", [1, 3, 64])
+def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
+    monkeypatch.setattr(store_module, "SETTLED", settled)
+
+    @given(drawn=trajectory_lists(max_size=9), choices=st.randoms(use_true_random=True))
+    @settings(max_examples=30)
+    def check(drawn, choices):
+        buffer = TrajectoryBuffer(device="cpu")
+        kept = []
+        while len(kept) < len(drawn):
+            some = drawn[len(kept) :][: choices.randint(0, 3)]
+            (buffer.extend if len(some) != 1 else lambda one: buffer.add(*one))(some)
+            kept += some
+            if choices.random() < 0.5:
+                layout = choices.choice(LAYOUTS)
+                assert_batches_equal(buffer.pack(layout), pack(kept, layout, device="cpu"))
+            if choices.random() < 0.2:
+                buffer.clear()
+                drawn, kept = drawn[len(kept) :], []
+        for layout in LAYOUTS:
+            assert_batches_equal(buffer.pack(layout), pack(kept, layout, device="cpu"))
+            assert buffer.pack(layout).unpack() == kept
+
+    check()
+
+
+def filled(num_trajectories, device="meta"):
+    rng = np.random.default_rng(0)
+    sizes = {"prompt": (1, 9), "completion": (1, 9)}
+    buffer = TrajectoryBuffer(device=device)
+    buffer.extend(
+        random_trajectory(rng, str(i), num_turns=2, **sizes) for i in range(num_trajectories)
+    )
+    return buffer
+
+
+def calls_of(work):
+    """Functions called by Python while ``work`` runs, how often."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    return sorted((str(entry.code), entry.callcount) for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_does_the_same_for_a_pack_of_any_size(layout):
+    small, large = filled(40), filled(4000)
+    for buffer in (small, large):
+        buffer.pack(layout)
+    few, many = (calls_of(lambda b=buffer: b.pack(layout)) for buffer in (small, large))
+    assert few == many
+    assert sum(count for _, count in few) < 600
+
+
+def test_a_host_that_does_more_for_more_would_be_noticed():
+    small, large = filled(40), filled(4000)
+    few, many = (calls_of(lambda b=b: [int(i) for i in b.pack().ids]) for b in (small, large))
+    assert few != many
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_keep_what_they_were_packed_with_while_the_buffer_goes_on(layout):
+    rng = np.random.default_rng(1)
+    everything = [random_trajectory(rng, str(i), num_turns=2, prompt=(1, 5)) for i in range(300)]
+    buffer = TrajectoryBuffer(device="cpu")
+    batches = []
+    for begin in range(0, 300, 75):
+        buffer.extend(everything[begin : begin + 75])
+        batches.append(buffer.pack(layout))  # its host tuples are asked for at the end
+    buffer.clear()
+    buffer.extend(everything[:200])
+    buffer.pack("turns" if layout == "merged" else "merged")
+    for number, batch in enumerate(batches):
+        assert batch.unpack() == everything[: 75 * (number + 1)]
+        assert batch.ids == tuple(str(i) for i in range(75 * (number + 1)))
+        assert sum(batch.seqlens) == batch.num_tokens
+        assert len(batch.turn_discounts) == len(batch.ids)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packs_of_the_same_are_the_same_bits(layout, impl):
+    buffer = filled(30, "cpu")
+    first = buffer.pack(layout, impl)
+    for _ in range(20 if impl == "torch" else 4):  # the interpreter runs one program at a time
+        assert_batches_equal(buffer.pack(layout, impl), first)
+
+
+def test_attributes_that_a_batch_lacks_are_named():
+    batch = filled(3).pack()
+    with pytest.raises(AttributeError, match="'PackedBatch' object has no attribute 'advantage'"):
+        _ = batch.advantage
+    assert batch.turn_rewards is batch.turn_rewards, "made once"
+
+
+def test_a_buffer_takes_any_iterable_of_trajectories():
+    made = (Trajectory(str(i), [Turn([1], [i], [0.0])]) for i in range(3))
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(made)
+    buffer.extend([])
+    assert buffer.pack().ids == ("0", "1", "2")
+    assert torch.equal(buffer.pack().input_ids, torch.tensor([1, 0, 1, 1, 1, 2]))
+
+
+def test_a_buffer_is_neither_copied_nor_pickled():
+    buffer = filled(3, "cpu")
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="send trajectories or packed batches"):
+            copying(buffer._store.staging)
+    with pytest.raises(TypeError, match="send trajectories or packed batches"):
+        pickle.dumps(buffer)
+
+
+def test_an_interrupted_change_of_layout_leaves_the_buffer_whole(monkeypatch):
+    buffer = filled(100, "cpu")
+    expected = {layout: buffer.pack(layout) for layout in LAYOUTS}
+    for layout in (*LAYOUTS, *LAYOUTS):
+        with monkeypatch.context() as patch:
+
+            def interrupted(self, begin, block):
+                raise KeyboardInterrupt
+
+            patch.setattr(GrowingArray, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.pack("turns" if buffer._store.state.layout == "merged" else "merged")
+        assert_batches_equal(buffer.pack(layout), expected[layout])
+
+
+def test_a_batch_too_long_for_one_layout_is_packed_in_another(monkeypatch):
+    monkeypatch.setattr(layout_module, "MAX_TOKENS", 50)
+    turns = [Turn([1] * n, [1], [0.0]) for n in range(1, 12)]
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.add(Trajectory("a", turns[:1]))
+    buffer.pack("turns")
+    monkeypatch.setattr(store_module, "SETTLED", 1)
+    buffer.add(Trajectory("b", turns))
+    with pytest.raises(ValueError, match="layout 'turns' needs"):
+        buffer.pack("turns")
+    assert buffer.pack("merged").ids == ("a", "b")
+
+
+def test_the_callers_arrays_are_not_held():
+    prompt = np.arange(1000, dtype=np.int32)
+    buffer = TrajectoryBuffer(device="cpu")
+    before = sys.getrefcount(prompt)
+    buffer.add(Trajectory("a", [Turn(prompt, [1], [0.0])]))
+    assert sys.getrefcount(prompt) == before
+
+
+def test_deferred_fields_are_read_from_many_threads():
+    for _ in range(30):
+        batch = filled(5).pack()
+        with ThreadPoolExecutor(8) as pool:
+            read = list(pool.map(lambda _, b=batch: (b.ids, b.seqlens), range(16)))
+        assert len(set(read)) == 1
+
+
+def test_deferred_tensors_are_a_trainers_whoever_asks_first():
+    batch = filled(5).pack()
+    with torch.inference_mode():
+        assert batch.turn_rewards.is_inference() is False
+
+
+def test_one_trajectory_is_not_several():
+    with pytest.raises(TypeError, match="trajectories must be several of Trajectory, got Traj"):
+        TrajectoryBuffer().extend(Trajectory("a", [Turn([1], [2], [0.0])]))

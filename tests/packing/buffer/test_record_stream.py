@@ -1,0 +1,129 @@
+"""Memory of a batch that another stream reads: all of it is known to the allocator."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack import (
+    GAE,
+    GRPO,
+    Alignment,
+    PackedBatch,
+    StaticBatch,
+    TokenField,
+    Trajectory,
+    TrajectoryBuffer,
+    Turn,
+    pack_resident,
+    plan_micro_batches,
+)
+from trajpack.packing.micro_batches import micro_batch
+
+FIELDS = [TokenField("values", torch.float32), TokenField("experts", torch.uint8, (2,))]
+NAMES = [field.name for field in dataclasses.fields(PackedBatch)]
+STREAM = object()
+"""Stands in for a stream, which is handed on and no more."""
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Storages that ``record_stream`` was called for, on tensors that have one each."""
+    storages = []
+
+    def record_stream(tensor, stream):
+        assert stream is STREAM
+        storages.append(tensor.untyped_storage()._cdata)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    monkeypatch.setattr(micro_batch, "WITHOUT_STREAMS", ("cpu",))  # meta has some, too
+    return storages
+
+
+def trajectories(count=5):
+    def turn(index):
+        rows = {"values": np.ones(2), "experts": np.ones((2, 2), np.uint8)}
+        return Turn([1, 2, 3] * (index + 1), [4, 5], [-0.5, -0.5], 1.0 * index, fields=rows)
+
+    return [Trajectory(str(i), [turn(i), turn(i + 1)], group="g") for i in range(count)]
+
+
+def packed():
+    """A batch of a device, without values."""
+    buffer = TrajectoryBuffer(device="meta", fields=FIELDS)
+    buffer.extend(trajectories())
+    return buffer.pack()
+
+
+def storages_of(batch):
+    """All storages of the batch, lazily made tensors among them."""
+    tensors = [*batch.tensors().values(), *batch.fields.values()]
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+@pytest.mark.parametrize("touched", [(), ("turn_spans", "seqlens"), tuple(NAMES)])
+def test_every_storage_of_a_batch_is_recorded_once(touched, recorded):
+    batch = packed()
+    for name in touched:
+        getattr(batch, name)
+    batch.record_stream(STREAM)
+    assert len(recorded) == len(set(recorded))
+    assert set(recorded) == storages_of(batch), "also of tensors that are made only now"
+
+
+def test_tables_are_recorded_with_the_allocation_that_they_lie_in(recorded):
+    """A table that is asked for later has no memory of its own."""
+    batch = packed()
+    batch.record_stream(STREAM)
+    assert batch.turn_spans.untyped_storage()._cdata in recorded
+    tables = {getattr(batch, name).untyped_storage()._cdata for name in ("cu_turns", "group_ids")}
+    assert tables == {batch.cu_seqlens.untyped_storage()._cdata}
+
+
+@pytest.mark.parametrize("derive", [
+    lambda batch: batch.with_advantages(GRPO()),
+    lambda batch: batch.with_advantages(GAE(), values=batch.fields["values"]),
+    lambda batch: batch.to("meta"),
+], ids=["GRPO", "GAE", "to"])  # fmt: skip
+def test_batches_that_are_made_of_others_are_recorded_whole(derive, recorded):
+    batch = derive(packed())
+    batch.record_stream(STREAM)
+    assert sorted(recorded) == sorted(storages_of(batch))
+
+
+def test_turns_of_the_device_are_recorded_whole(recorded):
+    turn = Turn(*(torch.ones(3, device="meta", dtype=t) for t in (int, int, torch.float32)))
+    batch = pack_resident([Trajectory("a", [turn])])
+    batch.record_stream(STREAM)
+    assert sorted(recorded) == sorted(storages_of(batch))
+
+
+@pytest.mark.parametrize("alignment", [Alignment(), Alignment(sequence_multiple=8)])
+def test_every_storage_of_a_micro_batch_is_recorded_once(alignment, recorded):
+    batch = packed().with_advantages(GRPO())
+    plan = plan_micro_batches(batch.seqlens, 64, align=alignment.sequence_multiple)
+    weights = {"weights": batch.loss_weights("token_mean")}
+    for part in batch.micro_batches(plan, alignment, weights):
+        recorded.clear()
+        part.record_stream(STREAM)
+        assert sorted(recorded) == sorted(storages_of(part))
+        assert not set(recorded) & storages_of(batch)
+
+
+def test_a_static_batch_gives_batches_that_can_be_recorded(recorded):
+    static = StaticBatch(capacity=200, max_turns=12, device="meta", fields=FIELDS)
+    buffer = TrajectoryBuffer(device="meta", fields=FIELDS)
+    buffer.extend(trajectories())
+    batch = buffer.pack_into(static)
+    batch.record_stream(STREAM)
+    assert sorted(recorded) == sorted(storages_of(batch))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_is_recorded_where_there_are_no_streams(device):
+    buffer = TrajectoryBuffer(device=device, fields=FIELDS)
+    buffer.extend(trajectories())
+    batch = buffer.pack()
+    batch.record_stream(STREAM)  # torch itself would raise
+    batch.select([0]).record_stream(STREAM)

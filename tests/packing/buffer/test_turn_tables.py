@@ -1,0 +1,191 @@
+"""What of a batch is new with each turn, how much of it was generated, and who is in a group."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
+from trajpack.packing import layout as layout_module
+from trajpack.packing.buffer import store as store_module
+from trajpack.packing.buffer.tables import GrowingArray
+from trajpack.testing import assert_batches_equal, trajectory_lists
+
+LAYOUTS = ["merged", "turns"]
+layouts = st.sampled_from(LAYOUTS)
+
+
+def new_in_chains(trajectory):
+    """Tokens that are new with each turn: by comparing lists, the longest chain first."""
+    chains = []
+    for turn in trajectory.turns:
+        prompt, completion = (list(map(int, ids)) for ids in (turn.prompt_ids, turn.completion_ids))
+        fitting = [chain for chain in chains if prompt[: len(chain)] == chain]
+        held = max(fitting, key=len, default=[])
+        if held:
+            chains.remove(held)
+        chains.append(prompt + completion)
+        yield prompt[len(held) :] + completion
+
+
+def new_tokens(batch):
+    spans = zip(batch.turn_begin.tolist(), batch.turn_spans[:, 1].tolist(), strict=True)
+    return [batch.input_ids[begin:end].tolist() for begin, end in spans]
+
+
+@given(trajectory_lists(), layouts)
+def test_the_tokens_new_with_a_turn_are_those_its_chain_did_not_hold(given_trajectories, layout):
+    batch = pack(given_trajectories, layout=layout)
+    expected = [tokens for trajectory in given_trajectories for tokens in new_in_chains(trajectory)]
+    assert new_tokens(batch) == expected
+    begin, first = batch.turn_begin, batch.turn_spans[:, 0]
+    assert bool((batch.cu_seqlens[batch.turn_sequence.long()] <= begin).all())
+    assert bool((begin <= first).all())
+    assert not any(batch.loss_mask[b:f].any() for b, f in zip(begin, first, strict=True))
+
+
+@given(trajectory_lists())
+def test_what_is_new_with_a_turn_is_the_same_in_both_layouts(given_trajectories):
+    merged, turns = (pack(given_trajectories, layout=layout) for layout in LAYOUTS)
+    lengths = [batch.turn_spans[:, 1] - batch.turn_begin for batch in (merged, turns)]
+    assert torch.equal(*lengths)
+    assert new_tokens(merged) == new_tokens(turns)
+    for name in ("cu_generated", "group_ids", "num_groups"):
+        one, other = getattr(merged, name), getattr(turns, name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+
+
+@given(trajectory_lists())
+def test_in_merged_sequences_the_turns_follow_each_other_without_a_gap(given_trajectories):
+    batch = pack(given_trajectories)
+    ranges = zip(batch.turn_begin.tolist(), batch.turn_spans[:, 1].tolist(), strict=True)
+    in_order = sorted(ranges)
+    bounds = [0, *(end for _, end in in_order)]
+    assert [begin for begin, _ in in_order] == bounds[:-1]
+    assert bounds[-1] == batch.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("layout", "begins"), [("merged", [0, 7, 4, 9]), ("turns", [0, 4, 10, 15])]
+)
+def test_interleaved_chains_by_hand(layout, begins):
+    turns = [
+        Turn([1, 2], [3, 3], [0, 0], version_spans=[VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)]),
+        Turn([9], [8], [0]),
+        Turn([1, 2, 3, 3, 4], [5, 5], [0, 0]),
+        Turn([9, 8], [], []),
+    ]
+    batch = pack([Trajectory("a", turns)], layout)
+    assert batch.turn_begin.dtype == batch.cu_generated.dtype == torch.int32
+    assert batch.turn_begin.tolist() == begins
+    assert batch.cu_generated.tolist() == [0, 2, 3, 5, 5]
+
+
+@given(trajectory_lists(), layouts)
+def test_generated_tokens_are_counted_in_the_order_of_turns(given_trajectories, layout):
+    batch = pack(given_trajectories, layout=layout)
+    sizes = [len(turn.completion_ids) for t in given_trajectories for turn in t.turns]
+    assert batch.cu_generated.tolist() == list(itertools.accumulate(sizes, initial=0))
+    assert int(batch.cu_generated[-1]) == batch.num_generated
+
+
+def one_turn(group):
+    return Trajectory("a", [Turn([1], [2], [0.0])], group=group)
+
+
+def numbered(groups):
+    """Numbers by looking back, one trajectory at a time."""
+    numbers = []
+    for index, group in enumerate(groups):
+        before = groups.index(group)
+        fresh = group is None or before == index
+        numbers.append(1 + max(numbers, default=-1) if fresh else numbers[before])
+    return numbers
+
+
+@given(st.lists(st.none() | st.sampled_from(["", "a", "b", "c"]), max_size=12), layouts)
+def test_groups_are_numbered_as_they_appear(groups, layout):
+    batch = pack([one_turn(group) for group in groups], layout=layout)
+    assert batch.group_ids.dtype == torch.int32
+    assert batch.group_ids.tolist() == numbered(groups)
+    assert batch.num_groups == len(set(numbered(groups)))
+    assert type(batch.num_groups) is int
+
+
+def test_groups_are_known_however_the_buffer_is_filled_and_until_it_is_cleared():
+    groups = [None if i % 5 == 0 else str(i * i % 7) for i in range(300)]
+    buffer = TrajectoryBuffer(device="cpu")
+    for _ in range(2):
+        for begin in range(0, 300, 100):
+            buffer.extend(map(one_turn, groups[begin : begin + 90]))
+            for group in groups[begin + 90 : begin + 100]:
+                buffer.add(one_turn(group))
+            batch = buffer.pack()
+            assert batch.group_ids.tolist() == numbered(groups[: begin + 100])
+        assert batch.num_groups == max(numbered(groups)) + 1
+        buffer.clear()
+        groups = groups[::-1]
+    assert batch.group_ids.tolist() == numbered(groups[::-1]), "the batch before keeps its own"
+    assert buffer.pack().num_groups == 0
+
+
+def test_groups_of_a_call_that_failed_are_forgotten(monkeypatch):
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(map(one_turn, ["a", None, "b"]))
+    buffer.pack()
+    monkeypatch.setattr(store_module, "SETTLED", 1)
+
+    def interrupted(self, begin, block):
+        raise KeyboardInterrupt
+
+    for failing in (["c", "d", "e"], ["e", None]):
+        with monkeypatch.context() as patch:
+            patch.setattr(GrowingArray, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                buffer.extend(map(one_turn, failing))
+    buffer.extend(map(one_turn, ["d", "b", "c", "d"]))
+    assert buffer.pack().group_ids.tolist() == [0, 1, 2, 3, 2, 4, 3]
+    assert buffer.pack().num_groups == 5
+
+
+def test_groups_that_wait_for_another_layout_are_numbered_once(monkeypatch):
+    monkeypatch.setattr(layout_module, "MAX_TOKENS", 50)
+    monkeypatch.setattr(store_module, "SETTLED", 1)
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.add(one_turn("a"))
+    buffer.pack("turns")
+    turns = [Turn([1] * n, [1], [0.0]) for n in range(1, 12)]
+    for group in ("b", None, "a", "b"):
+        buffer.add(Trajectory("long", turns, group=group))
+    with pytest.raises(ValueError, match="layout 'turns' needs"):
+        buffer.pack("turns")
+    batch = buffer.pack("merged")
+    assert (batch.group_ids.tolist(), batch.num_groups) == ([0, 1, 2, 0, 1], 3)
+    assert batch.cu_generated.tolist() == list(range(46))
+
+
+def test_a_layout_worked_out_anew_keeps_what_does_not_depend_on_it():
+    rng = np.random.default_rng(0)
+    given_trajectories = [one_turn(str(group)) for group in rng.integers(0, 9, 200)]
+    buffer = TrajectoryBuffer(device="cpu")
+    for begin in range(0, 200, 50):
+        buffer.extend(given_trajectories[begin : begin + 50])
+        for layout in LAYOUTS:
+            expected = pack(given_trajectories[: begin + 50], layout, device="cpu")
+            assert_batches_equal(buffer.pack(layout), expected)
+
+
+def test_padding_is_no_group_and_no_turn():
+    static = StaticBatch(capacity=9, max_turns=4, device="cpu")
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(map(one_turn, ["a", None, "a"]))
+    batch = buffer.pack_into(static)
+    assert batch.group_ids.tolist() == [0, 1, 0, -1]
+    assert batch.num_groups == 2
+    assert batch.cu_generated.tolist() == [0, 1, 2, 3, 3]
+    assert batch.turn_begin.tolist() == [0, 2, 4, 6]
+    assert static.unpadded().group_ids.tolist() == [0, 1, 0]
+    assert static.unpadded().cu_generated.tolist() == [0, 1, 2, 3]

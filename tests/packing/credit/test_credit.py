@@ -1,0 +1,183 @@
+"""What estimators make of packed batches, beside loops over the trajectories."""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+
+from tests.packing.credit.credit_cases import (
+    EVERY,
+    KL,
+    LAYOUTS,
+    small_scans,
+    some_trajectories,
+)
+from tests.packing.credit.credit_check import check
+from trajpack import GAE, GRPO, GiGPO, Trajectory, Turn, TurnGAE, TurnReturns, VTrace, pack
+
+IN_KERNELS = [
+    (name, LAYOUTS[index % 2])
+    for index, name in enumerate(EVERY)
+    if not name.endswith(("carry_drop", "compact", "multiply"))  # the scans' own tests have them
+]
+TOKENS = {name: EVERY[name] for name in ("GAE", "GAE, ignore", "TurnGAE", "VTrace, carry")}
+TOKENS |= {"ReinforcePlusPlus": EVERY["ReinforcePlusPlus"]}
+GROUPS = {name: EVERY[name] for name in ("GRPO", "OPO", "GPG", "PassAtK, std", "GiGPO")}
+GROUPS |= {"ReinforcePlusPlusBaseline": EVERY["ReinforcePlusPlusBaseline"]}
+OF_ALL_KINDS = TOKENS | GROUPS | {"TurnReturns": EVERY["TurnReturns, whitened"]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_estimator_gives_what_a_loop_gives(name, layout):
+    for seed in range(3):
+        check(some_trajectories(40, 12, seed), EVERY[name], "torch", layout)
+
+
+@pytest.mark.parametrize(("name", "layout"), IN_KERNELS)
+def test_the_kernels_give_what_a_loop_gives(name, layout):
+    with small_scans():
+        check(some_trajectories(9, 6), EVERY[name], "triton", layout)
+
+
+@pytest.mark.parametrize("name", ["GAE", "TurnGAE", "VTrace, carry"])
+def test_the_kernels_do_so_in_one_walk_too(name):
+    with small_scans(fewest=1000):
+        check(some_trajectories(8, 6), EVERY[name], "triton")
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KL)
+def test_the_divergence_from_a_reference_is_a_penalty_on_each_token(kind, impl):
+    few = impl == "triton"
+    for name, estimator in TOKENS.items():
+        penalized = dataclasses.replace(estimator, kl=KL[kind])
+        if not few or (name, kind) in (("GAE", "k1"), ("TurnGAE", "k2"), ("VTrace, carry", "k3")):
+            with small_scans():
+                check(some_trajectories(8 if few else 30, 6), penalized, impl)
+
+
+def test_a_penalty_without_clamp_is_unbounded_and_without_logprobs_of_the_rollout():
+    turn = Turn([1], [2, 3], [-1.0, -100.0])
+    batch = pack([Trajectory("a", [turn])], device="cpu")
+    ref = torch.tensor([float("nan"), -1.5, -50.0])
+    for clamp, last in ((None, 50.0), (10.0, 10.0)):
+        rule = dataclasses.replace(KL["k1"], coefficient=1.0, clamp=clamp)
+        credited = batch.with_advantages(
+            GAE(lam=1.0, kl=rule), values=torch.zeros(3), ref_logprobs=ref
+        )
+        assert credited.advantages.tolist() == [0.0, last - 0.5, last]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("truncated", "name"),
+    [*product(["mask"], OF_ALL_KINDS), *product(["bootstrap"], TOKENS)],
+)
+def test_what_was_cut_off_is_left_out_or_goes_on(name, layout, truncated):
+    estimator = dataclasses.replace(OF_ALL_KINDS[name], truncated=truncated)
+    trajectories = some_trajectories(40, 12)
+    credited = check(trajectories, estimator, layout=layout)
+    kept = check(trajectories, OF_ALL_KINDS[name], layout=layout)
+    assert not torch.equal(credited.advantages, kept.advantages)
+
+
+@pytest.mark.parametrize(
+    ("truncated", "name"),
+    [
+        *product(["mask"], ["GAE", "TurnGAE", "GRPO", "GiGPO"]),
+        *product(["bootstrap"], ["GAE", "TurnGAE", "VTrace, carry"]),
+    ],
+)
+def test_the_kernels_do_so_with_what_was_cut_off(name, truncated):
+    estimator = dataclasses.replace(EVERY[name], truncated=truncated)
+    with small_scans():
+        check(some_trajectories(8, 6), estimator, "triton")
+
+
+@pytest.mark.parametrize("name", sorted({*TOKENS, *GROUPS} - {"GiGPO"}))
+def test_rewards_of_turns_or_scores_are_clipped(name):
+    estimator = dataclasses.replace(OF_ALL_KINDS[name], reward_clip=0.75)
+    credited = check(some_trajectories(30), estimator)
+    plain = check(some_trajectories(30), OF_ALL_KINDS[name])
+    assert not torch.equal(credited.advantages, plain.advantages)
+
+
+@pytest.mark.parametrize("name", ["GAE", "GRPO"])
+def test_the_kernels_clip_too(name):
+    with small_scans():
+        check(some_trajectories(8, 6), dataclasses.replace(EVERY[name], reward_clip=0.75), "triton")
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_scores_take_the_place_of_summed_rewards(name):
+    for clip in (None,) if name == "GiGPO" else (None, 0.5):
+        check(
+            some_trajectories(30), dataclasses.replace(EVERY[name], reward_clip=clip),
+            with_scores=True,
+        )  # fmt: skip
+
+
+def credit_by_hand(turns, estimator, layout="merged", **inputs):
+    batch = pack([Trajectory("a", turns)], layout, device="cpu")
+    return batch.with_advantages(estimator, values=torch.zeros(batch.num_tokens), **inputs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_reward_of_a_turn_without_tokens_goes_to_the_token_before(layout):
+    turns = [Turn([1], [2, 3], [0, 0], 1.0), Turn([9], [], [], 4.0), Turn([8], [], [], 16.0)]
+    none_yet = [Turn([7], [], [], 64.0), *turns]
+    for given_turns, skipped in ((turns, 0), (none_yet, 1)):
+        for estimator in (GAE(1.0, 0.0), GAE(1.0, 0.0, "ignore")):
+            credited = credit_by_hand(given_turns, estimator, layout)
+            assert credited.advantages[skipped:].tolist()[:3] == [0.0, 0.0, 21.0]
+            assert not credited.advantages[skipped + 3 :].any()
+        credited = credit_by_hand(given_turns, TurnGAE(1.0, 0.0), layout)
+        assert credited.advantages[skipped:].tolist()[:3] == [0.0, 21.0, 21.0]
+
+
+def test_with_every_token_one_turn_two_ways_to_see_turns_agree():
+    """A turn of one token is an action either way; on policy, V-trace is GAE with λ = 1."""
+    turns = [Turn([1] * n, [2], [-0.5], float(n), n == 4) for n in range(1, 5)]
+    batch = pack([Trajectory("a", turns), Trajectory("b", turns[:2])], "turns", device="cpu")
+    values = torch.linspace(-1, 1, batch.num_tokens)
+    bootstrap = torch.tensor([5.0, 7.0])
+    more = {"values": values, "bootstrap": bootstrap}
+    by_token, by_turn, vtrace = (
+        batch.with_advantages(estimator, **more, **logprobs)
+        for estimator, logprobs in (
+            (GAE(0.5, 1.0, truncated="bootstrap"), {}),
+            (TurnGAE(0.5, 1.0, truncated="bootstrap"), {}),
+            (VTrace(0.5, truncated="bootstrap"), {"logprobs": batch.rollout_logprobs}),
+        )
+    )
+    for other in (by_turn, vtrace):
+        assert torch.equal(by_token.advantages, other.advantages)
+        assert torch.equal(by_token.returns, other.returns)
+    last = batch.turn_spans[3, 0]
+    assert by_token.returns[last] == 4.0 + 0.5 * 5.0
+    assert by_token.returns[batch.turn_spans[5, 0]] == 2.0
+
+
+def test_step_groups_are_of_one_task_and_negative_states_of_none():
+    one = Trajectory("1", [Turn([1], [2], [0], 1.0), Turn([1], [3], [0], 2.0)], "x")
+    two = Trajectory("2", [Turn([1], [2], [0], 3.0)], "x")
+    other = Trajectory("3", [Turn([1], [2], [0], 9.0)])
+    batch = pack([one, two, other], "turns", device="cpu")
+    steps = (
+        batch.with_advantages(GiGPO(1.0, "none"), state_ids=torch.tensor([7, -1, 7, 7])).advantages
+        - batch.with_advantages(GiGPO(0.0, "none"), state_ids=torch.zeros(4).int()).advantages
+    )
+    assert steps[batch.turn_spans[:, 0].long()].tolist() == [0.0, 0.0, 0.0, 0.0]
+    apart = batch.with_advantages(GiGPO(1.0, "none"), state_ids=torch.tensor([-1, 7, 7, 7]))
+    assert apart.advantages[batch.turn_spans[:, 0].long()].tolist() == [0.0, -0.5, 0.5, 0.0]
+
+
+def test_turn_returns_are_those_that_were_packed():
+    batch = pack(some_trajectories(20), device="cpu")
+    credited = batch.with_advantages(TurnReturns())
+    assert torch.equal(credited.advantages, batch.returns)
+    assert credited.advantages.data_ptr() != batch.returns.data_ptr()
+    assert batch.advantages is None
+    assert batch.with_advantages(GRPO()).returns is batch.returns

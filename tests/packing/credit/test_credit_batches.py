@@ -1,0 +1,193 @@
+"""Credit of batches of every kind: empty, padded, resident, without values, saved, moved."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from tests.packing.credit.credit_cases import (
+    EVERY,
+    LAYOUTS,
+    given_beside,
+    inputs_of,
+    is_whitened,
+    small_scans,
+    some_trajectories,
+)
+from tests.packing.credit.credit_check import MORE, assert_close, credited, named
+from trajpack import (
+    GAE,
+    GRPO,
+    PackedBatch,
+    StaticBatch,
+    Trajectory,
+    TrajectoryBuffer,
+    Turn,
+    pack,
+    pack_resident,
+)
+from trajpack.packing.credit import estimators
+from trajpack.packing.credit.inputs import num_groups_of, pieces_of
+from trajpack.testing import assert_batches_equal, assert_same_bits
+
+
+def assert_same_credit(actual: PackedBatch, expected: PackedBatch) -> None:
+    for name in ("advantages", "returns", "metrics"):
+        assert_same_bits(getattr(actual, name), getattr(expected, name), name)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*EVERY, *MORE])
+def test_an_empty_batch_and_one_without_generated_tokens_are_given_nothing(name, layout, impl):
+    silent = [Trajectory("a", [Turn([1], [], [], 3.0)], "x")] * 2
+    for trajectories in ([], silent):
+        with small_scans():
+            batch = credited(trajectories, named(name), layout, impl=impl)
+        assert batch.advantages.tolist() == batch.returns.tolist() == [0.0] * len(trajectories)
+        none = [0.0, 0.0, 0.0, float("inf"), -float("inf")]
+        assert batch.metrics.tolist() == none
+
+
+@pytest.mark.parametrize("name", [*EVERY, *MORE])
+def test_a_single_token_has_a_value(name):
+    batch = credited([Trajectory("a", [Turn([1], [2], [-0.5], 3.0)], "x")], named(name))
+    assert bool(batch.advantages.isfinite().all())
+    assert batch.advantages[0] == 0
+    assert batch.metrics[0] == 1
+    if is_whitened(named(name)):
+        assert batch.advantages[1] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*EVERY, *MORE])
+def test_no_value_is_read_from_the_device(name, layout):
+    estimator, trajectories = named(name), some_trajectories(8)
+    host = pack(trajectories, layout, device="cpu")
+    inputs = inputs_of(host, estimator, given_beside(trajectories))
+    on_meta = {key: tensor.to("meta") for key, tensor in inputs.items()}
+    expected = host.with_advantages(estimator, **inputs)
+    for impl in ("torch", "triton"):
+        batch = pack(trajectories, layout, device="meta")
+        batch = batch.with_advantages(estimator, impl=impl, **on_meta)
+        for key in ("advantages", "returns", "metrics"):
+            actual, same = getattr(batch, key), getattr(expected, key)
+            assert actual.is_meta
+            assert (actual.shape, actual.dtype) == (same.shape, same.dtype)
+
+
+def padded(rows, size, fill):
+    return torch.cat([rows, rows.new_full((size - rows.shape[0],), fill)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*EVERY, *MORE])
+def test_padding_changes_nothing(name, layout):
+    """What stands beside padding is NaN, or a state like others."""
+    estimator, trajectories = named(name), some_trajectories(8)
+    plain = pack(trajectories, layout, device="cpu")
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(trajectories)
+    static = StaticBatch(plain.num_tokens + 77, plain.num_turns + 5, device="cpu")
+    buffer.pack_into(static, layout)
+    inputs = inputs_of(plain, estimator, given_beside(trajectories))
+    expected = plain.with_advantages(estimator, **inputs)
+    sizes = {"bootstrap": static.max_turns, "state_ids": static.max_turns}
+    inside = {
+        key: padded(rows, sizes.get(key, static.capacity), 0 if key == "state_ids" else torch.nan)
+        for key, rows in inputs.items()
+    }
+    batch = static.batch.with_advantages(estimator, **inside)
+    assert_close(batch.advantages[: plain.num_tokens], expected.advantages, estimator)
+    assert_same_bits(batch.returns[: plain.num_tokens], expected.returns)
+    assert not batch.advantages[plain.num_tokens :].any()
+    assert not batch.returns[plain.num_tokens :].any()
+    torch.testing.assert_close(batch.metrics, expected.metrics, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
+def test_turns_that_live_on_the_device_are_given_the_same(name, layout):
+    if layout == "turns" and getattr(EVERY[name], "observation", "carry") in (
+        "ignore", "multiply", "reset",
+    ):  # fmt: skip
+        return  # there all of a prompt is new with its turn, for prompts are not compared
+    turns, seen = [], [4]
+    for size in (3, 0, 2):
+        turns.append(Turn([*seen, 7], [5] * size, [-0.5] * size, float(size)))
+        seen = [*seen, 7, *[5] * size]
+    trajectories = [Trajectory(str(n), turns[: n + 1], "x") for n in range(3)]
+    lives = [
+        dataclasses.replace(
+            t,
+            turns=[
+                dataclasses.replace(
+                    turn,
+                    prompt_ids=torch.tensor(turn.prompt_ids),
+                    completion_ids=torch.tensor(turn.completion_ids, dtype=torch.int64),
+                    completion_logprobs=torch.tensor(turn.completion_logprobs),
+                )
+                for turn in t.turns
+            ],
+        )
+        for t in trajectories
+    ]
+    estimator, beside = EVERY[name], given_beside(trajectories)
+    expected = credited(trajectories, estimator, layout, beside)
+    batch = pack_resident(lives, layout)
+    inputs = inputs_of(expected, estimator, beside)
+    assert_same_credit(batch.with_advantages(estimator, **inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["GAE", "GRPO"])
+def test_credit_goes_wherever_a_batch_goes(name, tmp_path):
+    batch = credited(some_trajectories(), EVERY[name])
+    batch.save(tmp_path / "batch.safetensors")
+    for same in (
+        PackedBatch.load(tmp_path / "batch.safetensors"),
+        pickle.loads(pickle.dumps(batch)),
+        dataclasses.replace(batch),
+    ):
+        assert_same_credit(same, batch)
+        assert_batches_equal(same, batch)
+        assert same.metric_names == batch.metric_names
+    moved = batch.to("meta")
+    assert moved.advantages.is_meta
+    assert moved.metrics.is_meta
+    assert batch.to("cpu") is batch
+
+
+def test_credit_is_replaced_and_all_else_is_shared():
+    batch = credited(some_trajectories(), GAE())
+    again = batch.with_advantages(GRPO())
+    assert not torch.equal(again.advantages, batch.advantages)
+    assert again.input_ids is batch.input_ids
+    bare = pack(some_trajectories(), device="cpu")
+    assert bare.advantages is None
+    assert bare.metric_names == ()
+
+
+def test_repeats_are_the_same_bits():
+    for name in ("GAE, whitened", "GRPO", "GiGPO", "VTrace, carry"):
+        one, other = (credited(some_trajectories(30), EVERY[name]) for _ in range(2))
+        assert_same_credit(one, other)
+
+
+def test_estimators_are_values():
+    for estimator in (EVERY | MORE).values():
+        assert pickle.loads(pickle.dumps(estimator)) == estimator
+        assert hash(estimator) == hash(dataclasses.replace(estimator))
+        assert isinstance(estimator, estimators.Estimator)
+
+
+def test_a_full_static_batch_is_still_one_of_fixed_size():
+    """It will be filled with other batches: host values must settle nothing that is launched."""
+    turns = [Trajectory(str(n), [Turn([1], [2] * n, [0.0] * n)]) for n in range(1, 4)]
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(turns)
+    for capacity in (9, 12):
+        static = buffer.pack_into(StaticBatch(capacity, 3, device="cpu"))
+        assert pieces_of(static, GAE())[1] == static.num_tokens == capacity
+        assert num_groups_of(static) == 3
+        assert pieces_of(pack(turns, device="cpu"), GAE())[1] == 6

@@ -1,0 +1,187 @@
+"""Wrong input to estimators and to `with_advantages`: what is said about it."""
+
+import re
+
+import pytest
+import torch
+
+from tests.packing.credit.credit_cases import EVERY
+from trajpack import (
+    GAE,
+    GRPO,
+    GiGPO,
+    KLPenalty,
+    MaxRL,
+    PassAtK,
+    Trajectory,
+    Turn,
+    TurnGAE,
+    TurnReturns,
+    VTrace,
+    pack,
+)
+from trajpack.packing.credit.estimators import ReinforcePlusPlus, TokenEstimator
+from trajpack.packing.credit.group_estimators import GroupEstimator
+
+KL = KLPenalty(0.1)
+TOKENS = torch.zeros(5)
+
+
+def batch():
+    turns = [Turn([1], [2], [-0.5], 1.0), Turn([1, 2, 3], [4, 5], [-0.5, -0.5], truncated=True)]
+    return pack([Trajectory("a", turns)], device="cpu")
+
+
+WRONG = {
+    "GAE needs values, got None": (GAE(), {}),
+    "TurnGAE needs values, got None": (TurnGAE(), {"values": None}),
+    "VTrace needs values, got None": (VTrace(), {"logprobs": TOKENS}),
+    "VTrace needs logprobs, got None": (VTrace(), {"values": TOKENS}),
+    "GAE needs ref_logprobs, got None": (GAE(kl=KL), {"values": TOKENS}),
+    "GAE needs bootstrap, got None": (GAE(truncated="bootstrap"), {"values": TOKENS}),
+    "GiGPO needs state_ids, got None": (GiGPO(), {}),
+    "GAE takes no ref_logprobs: it has no kl": (
+        GAE(), {"values": TOKENS, "ref_logprobs": TOKENS},
+    ),
+    "GRPO takes no ref_logprobs: it has no kl": (GRPO(), {"ref_logprobs": TOKENS}),
+    "GAE takes no bootstrap: ": (GAE(), {"values": TOKENS, "bootstrap": torch.zeros(1)}),
+    "TurnReturns takes no bootstrap: ": (TurnReturns(), {"bootstrap": torch.zeros(1)}),
+    "GRPO takes no state_ids: it has no step groups": (
+        GRPO(), {"state_ids": torch.zeros(2).int()},
+    ),
+    "GAE takes no scores: it does not compare trajectories": (
+        GAE(), {"values": TOKENS, "scores": torch.zeros(1)},
+    ),
+    "values must have one entry for each token, 5, got [4]": (GAE(), {"values": TOKENS[1:]}),
+    "ref_logprobs must have one entry for each token, 5, got [6]": (
+        GAE(kl=KL), {"values": TOKENS, "ref_logprobs": torch.zeros(6)},
+    ),
+    "bootstrap must have one entry for each trajectory, 1, got [2]": (
+        GAE(truncated="bootstrap"), {"values": TOKENS, "bootstrap": torch.zeros(2)},
+    ),
+    "scores must have one entry for each trajectory, 1, got [5]": (GRPO(), {"scores": TOKENS}),
+    "state_ids must have one entry for each turn, 2, got [1]": (
+        GiGPO(), {"state_ids": torch.zeros(1).long()},
+    ),
+    "values must have 1 dimension(s), got shape [1, 5]": (GAE(), {"values": TOKENS[None]}),
+    "values is on meta but the other inputs are on cpu": (GAE(), {"values": TOKENS.to("meta")}),
+    "no gradient flows to values; pass values.detach()": (
+        GAE(), {"values": torch.zeros(5, requires_grad=True)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_value_error_says_what_lacks_or_would_go_unnoticed(message):
+    estimator, inputs = WRONG[message]
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        batch().with_advantages(estimator, **inputs)
+    assert str(raised.value).startswith("with_advantages: ")
+
+
+OF_WRONG_TYPE = {
+    "values must be": (GAE(), {"values": TOKENS.long()}),
+    "logprobs must be": (VTrace(), {"values": TOKENS, "logprobs": [0.0] * 5}),
+    "bootstrap must be": (
+        GAE(truncated="bootstrap"), {"values": TOKENS, "bootstrap": torch.zeros(1).half()},
+    ),
+    "state_ids must be": (GiGPO(), {"state_ids": torch.zeros(2)}),
+    "scores must be": (GRPO(), {"scores": torch.zeros(1).bfloat16()}),
+    "estimator must be an Estimator, got 'grpo'": ("grpo", {}),
+    "estimator must be an Estimator, got TokenEstimator(": (TokenEstimator(), {}),
+    "estimator must be an Estimator, got GroupEstimator(": (GroupEstimator(), {}),
+    "estimator must be an Estimator, got <class": (GRPO, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", OF_WRONG_TYPE)
+def test_a_type_error_says_what_came(message):
+    estimator, inputs = OF_WRONG_TYPE[message]
+    with pytest.raises(TypeError, match=re.escape(message)) as raised:
+        batch().with_advantages(estimator, **inputs)
+    assert str(raised.value).startswith("with_advantages: ")
+
+
+def test_an_input_of_another_name_is_none():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+        batch().with_advantages(GAE(), value=TOKENS)
+
+
+def test_an_implementation_is_one_of_three():
+    with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton', got 'cuda'"):
+        batch().with_advantages(GRPO(), impl="cuda")
+
+
+def test_a_value_head_is_fine_where_no_gradient_is_recorded():
+    values = torch.zeros(5, requires_grad=True)
+    with torch.no_grad():
+        credited = batch().with_advantages(GAE(), values=values)
+    assert not credited.advantages.requires_grad
+
+
+def test_inputs_of_other_strides_and_of_float64_are_taken():
+    values = torch.linspace(-1, 1, 5)
+    expected = batch().with_advantages(GAE(), values=values).advantages
+    spaced = torch.stack([values, values], 1)[:, 0]
+    for given in (spaced, values.double()):
+        assert torch.equal(batch().with_advantages(GAE(), values=given).advantages, expected)
+
+
+WRONG_ESTIMATORS = {
+    "GAE: observation must be one of 'carry', ": lambda: GAE(observation="skip"),
+    "VTrace: observation must be one of 'carry', ": lambda: VTrace(observation="skip"),
+    "ReinforcePlusPlus: observation must be one of": lambda: ReinforcePlusPlus(1.0, "skip"),
+    "VTrace: rho_clip must be above 0, got 0": lambda: VTrace(rho_clip=0),
+    "VTrace: advantage_rho_clip must be above 0, got -1": lambda: VTrace(advantage_rho_clip=-1),
+    "truncated must be one of 'keep', 'mask', 'bootstrap', got 'drop'": (
+        lambda: GRPO(truncated="drop")
+    ),
+    "GRPO: truncated='bootstrap' needs an estimator over tokens": (
+        lambda: GRPO(truncated="bootstrap")
+    ),
+    "TurnReturns: truncated='bootstrap' needs": lambda: TurnReturns(truncated="bootstrap"),
+    "GRPO: reward_clip must be above 0, got -1.0": lambda: GRPO(reward_clip=-1.0),
+    "KLPenalty: estimator must be one of 'k1', 'k2', 'k3', got 'k4'": (
+        lambda: KLPenalty(0.1, "k4")
+    ),
+    "KLPenalty: clamp must be above 0, got 0.0": lambda: KLPenalty(0.1, clamp=0.0),
+    "KLPenalty: coefficient must be finite and not negative, got -1": lambda: KLPenalty(-1),
+    "TurnReturns: reward_clip cannot change returns": lambda: TurnReturns(reward_clip=1.0),
+    "GiGPO: reward_clip cannot change the turns' returns": lambda: GiGPO(reward_clip=1.0),
+    "GAE: gamma must be finite and not negative, got -0.1": lambda: GAE(-0.1),
+    "TurnGAE: lam must be finite and not negative, got inf": lambda: TurnGAE(lam=float("inf")),
+    "GRPO: eps must be finite and not negative, got -5": lambda: GRPO(eps=-5),
+    "GRPO: singleton must be 'raw' or 'zero', got 'one'": lambda: GRPO(singleton="one"),
+    "GiGPO: scale must be 'std' or 'none', got 'mean'": lambda: GiGPO(scale="mean"),
+    "GRPO: scale must be 'std', 'leave_one_out_std' or 'std_about_baseline', got 'none'": (
+        lambda: GRPO(scale="none")
+    ),
+    "GRPO: baseline must be 'mean' or 'leave_one_out', got 'none'": lambda: GRPO(baseline="none"),
+    "GRPO: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'": (
+        lambda: GRPO(scale="leave_one_out_std")
+    ),
+    "GRPO: ddof must be 0 or 1, got 2": lambda: GRPO(ddof=2),
+    "GAE: ddof must be 0 or 1, got -1": lambda: GAE(ddof=-1),
+    "MaxRL: scale must be 'mean' or 'signed_mean', got 'std'": lambda: MaxRL(scale="std"),
+    "PassAtK: scale must be 'std' or 'none', got 'mean'": lambda: PassAtK(scale="mean"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ESTIMATORS)
+def test_an_estimator_that_makes_no_sense_is_not_made(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        WRONG_ESTIMATORS[message]()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: GRPO(reward_clip="1"), lambda: KLPenalty(0.1, clamp=True)]
+)
+def test_a_bound_is_a_number(make):
+    with pytest.raises(TypeError, match="must be a number"):
+        make()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_estimators_cannot_be_changed(name):
+    with pytest.raises(AttributeError):
+        EVERY[name].truncated = "mask"

@@ -1,0 +1,255 @@
+"""Micro-batches: what slices of the batch come to, and outputs that go back to their places."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.packing.micro_batches.micro_batch_loops import check_micro_batch
+from trajpack import GRPO, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.plan.plan import plan_micro_batches
+from trajpack.testing import assert_same_bits, random_trajectory, trajectory_lists
+
+FIELDS = [
+    TokenField("experts", torch.uint8, shape=(2, 3), fill=255),
+    TokenField("reference", torch.float64, fill=-1.0),
+]
+
+
+def some_batch(count=7, layout="merged", fields=FIELDS, device="cpu", num_turns=3):
+    """Conversations of short turns, each with a field of experts and one of numbers."""
+    rng = np.random.default_rng(count)
+    trajectories = []
+    for index in range(count):
+        drawn = random_trajectory(
+            rng, str(index), num_turns=num_turns, prompt=(1, 9), completion=(0, 20)
+        )
+        turns = [
+            dataclasses.replace(turn, fields=rows_of(rng, turn, fields)) for turn in drawn.turns
+        ]
+        trajectories.append(Trajectory(str(index), turns, group=str(index // 3)))
+    return pack(trajectories, layout, fields=fields, device=device)
+
+
+def rows_of(rng, turn, fields):
+    size = len(turn.completion_ids)
+    rows = {
+        "experts": rng.integers(0, 9, (size, 2, 3), dtype=np.uint8),
+        "reference": rng.standard_normal(size),
+    }
+    return {field.name: rows[field.name] for field in fields}
+
+
+def of_the_loss(batch):
+    """Tensors that a loss takes beside the batch's own."""
+    count = batch.num_tokens
+    return {
+        "values": torch.linspace(0, 1, max(count, 1))[:count],
+        "top": torch.arange(4 * count, dtype=torch.bfloat16).view(count, 4),
+        "kept": torch.arange(count) % 2 == 0,
+    }
+
+
+ALIGNMENTS = {
+    "none": Alignment(),
+    "sequences of 8": Alignment(sequence_multiple=8),
+    "total of 128": Alignment(total_multiple=128, positions="zero", token_id=5),
+    "both, extending": Alignment(sequence_multiple=4, total_multiple=24, tail="extend"),
+    "extending alone": Alignment(total_multiple=64, tail="extend"),
+    "separate": Alignment(sequence_multiple=4, total_multiple=32, tail="separate"),
+    "fixed": Alignment(sequence_multiple=2, total=2048, max_sequences=9),
+    "fixed, extending": Alignment(total=1024, max_sequences=9, tail="extend", positions="zero"),
+}
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+@pytest.mark.parametrize("alignment", ALIGNMENTS.values(), ids=ALIGNMENTS.keys())
+def test_a_selection_is_what_slices_come_to(alignment, layout):
+    batch = some_batch(layout=layout).with_advantages(GRPO())
+    tensors = of_the_loss(batch)
+    for sequences in ([0], [5, 2, 2, 6], list(range(7)), []):
+        selected = batch.select(sequences, alignment, tensors)
+        check_micro_batch(selected, batch, sequences, alignment, tensors=tensors)
+
+
+@pytest.mark.parametrize("alignment", [ALIGNMENTS["separate"], ALIGNMENTS["fixed, extending"]])
+def test_the_kernel_selects_the_same(interpreter_on, alignment):
+    batch = some_batch(4)
+    tensors = of_the_loss(batch)
+    selected = batch.select([3, 1], alignment, tensors, impl="triton")
+    check_micro_batch(selected, batch, [3, 1], alignment, tensors=tensors)
+
+
+@pytest.fixture
+def interpreter_on():
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off where a GPU is present")
+
+
+@given(
+    drawn=trajectory_lists(max_size=5),
+    layout=st.sampled_from(["merged", "turns"]),
+    alignment=st.builds(
+        Alignment,
+        sequence_multiple=st.sampled_from([1, 2, 8]),
+        total_multiple=st.sampled_from([1, 3, 16]),
+        tail=st.sampled_from(["sequence", "extend", "separate"]),
+        positions=st.sampled_from(["continue", "zero"]),
+        max_sequences=st.none() | st.just(20),
+    ),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=25)
+def test_a_plan_is_carried_out_and_outputs_come_back(drawn, layout, alignment, seed):
+    batch = pack(drawn, layout, device="cpu")
+    room = max([60, *batch.seqlens]) + seed
+    plan = plan_micro_batches(
+        batch.seqlens, room + 8, align=alignment.sequence_multiple, multiple_of=1 + seed % 4,
+        max_sequences=20,
+    )  # fmt: skip
+    micro_batches = batch.split(plan, alignment)
+    assert len(micro_batches) == len(plan)
+    for micro_batch, sequences in zip(micro_batches, plan, strict=True):
+        check_micro_batch(micro_batch, batch, sequences.tolist(), alignment)
+    outputs = [
+        torch.where(one.prompt_mask | one.loss_mask, one.input_ids + 1, 77) for one in micro_batches
+    ]
+    assert_same_bits(batch.merge(plan, outputs, alignment), batch.input_ids + 1)
+
+
+def test_micro_batches_come_one_by_one_and_are_those_of_split():
+    batch = some_batch()
+    plan = plan_micro_batches(batch.seqlens, 100, multiple_of=4)
+    one_by_one = batch.micro_batches(plan)
+    first = next(one_by_one)
+    together = batch.split(plan)
+    for one, other in zip([first, *one_by_one], together, strict=True):
+        for name, tensor in other.tensors().items():
+            assert_same_bits(one.tensors()[name], tensor, name)
+
+
+def test_what_is_wrong_with_a_plan_is_said_before_the_first_micro_batch():
+    batch = some_batch()
+    with pytest.raises(ValueError, match="the plan is for 2 sequences, the batch has 7"):
+        batch.micro_batches(plan_micro_batches([3, 4], 9))
+
+
+# --- merging
+
+
+@pytest.mark.parametrize("alignment", ALIGNMENTS.values(), ids=ALIGNMENTS.keys())
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_merging_brings_every_token_back_and_its_gradient(alignment, shape):
+    batch = some_batch()
+    plan = plan_micro_batches(batch.seqlens, 128, align=alignment.sequence_multiple)
+    outputs = [
+        torch.randn(one.num_tokens, *shape, requires_grad=True)
+        for one in batch.micro_batches(plan, alignment)
+    ]
+    merged = batch.merge(plan, outputs, alignment)
+    assert merged.shape == (batch.num_tokens, *shape)
+    weights = torch.randn(merged.shape)
+    (merged * weights).sum().backward()
+    split = batch.split(plan, alignment, {"weights": weights, "merged": merged.detach()})
+    for output, one in zip(outputs, split, strict=True):
+        real = one.prompt_mask | one.loss_mask
+        assert_same_bits(output.grad, one.fields["weights"])
+        assert_same_bits(output.detach()[real], one.fields["merged"][real])
+        assert (output.grad[~real] == 0).all()
+
+
+def test_what_a_plan_left_out_has_the_fill():
+    turns = [Turn([1], [2, 3], [-1.0] * 2), Turn([1, 2, 3, 4], [5, 6, 7], [-1.0] * 3)]
+    batch = pack([Trajectory("a", turns), Trajectory("b", turns[:1]), Trajectory("c", turns)])
+    assert batch.turn_ends() == [[3, 7], [3], [3, 7]]
+    plan = plan_micro_batches(
+        batch.seqlens, 5, oversized="truncate_at_turn", turn_ends=batch.turn_ends()
+    )
+    assert dict(plan.truncated) == {0: 3, 2: 3}
+    split = batch.split(plan)
+    for one, sequences in zip(split, plan, strict=True):
+        check_micro_batch(one, batch, sequences.tolist(), Alignment(), [3] * len(sequences))
+    merged = batch.merge(plan, [one.input_ids for one in split], fill=-1)
+    assert merged.tolist() == [1, 2, 3, -1, -1, -1, -1, 1, 2, 3, 1, 2, 3, -1, -1, -1, -1]
+    dropping = plan_micro_batches(batch.seqlens, 5, oversized="drop")
+    outputs = [one.rollout_logprobs for one in batch.split(dropping)]
+    merged = batch.merge(dropping, outputs, fill=float("nan"))
+    assert merged.isnan().tolist() == [True] * 7 + [False] * 3 + [True] * 7
+    alone = plan_micro_batches(batch.seqlens, 5, oversized="own_bin", align=2)
+    for one, sequences in zip(batch.split(alone, Alignment(2)), alone, strict=True):
+        check_micro_batch(one, batch, sequences.tolist(), Alignment(2))
+
+
+def test_dummies_have_no_loss_and_give_nothing_back():
+    batch = some_batch(3)
+    plan = plan_micro_batches(batch.seqlens, 500, multiple_of=4)
+    split = batch.split(plan, Alignment(total_multiple=16), of_the_loss(batch))
+    dummies = [one for one in split if one.is_dummy]
+    assert len(dummies) == 1
+    for one in dummies:
+        assert (one.num_tokens, one.seqlens, one.sequences) == (16, (16,), ())
+        assert not one.loss_mask.any()
+        assert not one.prompt_mask.any()
+        assert (one.labels() == -100).all()
+        assert (one.labels(generated_only=False) == -100).all()
+        assert "0 sequences; 16 tokens, 16 of padding" in repr(one)
+    outputs = [one.input_ids.float() + float(one.is_dummy) for one in split]
+    assert_same_bits(
+        batch.merge(plan, outputs, Alignment(total_multiple=16)), batch.input_ids.float()
+    )
+
+
+# --- other batches
+
+
+def test_a_padded_batch_is_cut_up_like_any_other():
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend([Trajectory(str(i), [Turn([1] * (i + 1), [2, 3], [-1.0] * 2)]) for i in range(3)])
+    static = StaticBatch(capacity=40, max_turns=5, device="cpu")
+    batch = buffer.pack_into(static)
+    check_micro_batch(batch.select([2, 0]), batch, [2, 0], Alignment())
+    assert batch.turn_ends() == [[3], [4], [5], [], [], []]
+    assert batch.layout_tokens() == (12, 12)
+    plan = plan_micro_batches(batch.seqlens[:3], 9)
+    with pytest.raises(ValueError, match="the plan is for 3 sequences, the batch has 6"):
+        batch.split(plan)
+    unpadded = static.unpadded()
+    merged = unpadded.merge(plan, [one.input_ids for one in unpadded.split(plan)])
+    assert_same_bits(merged, unpadded.input_ids.clone())
+
+
+def test_an_empty_batch_has_nothing_but_dummies():
+    batch = pack([], device="cpu")
+    plan = plan_micro_batches(batch.seqlens, 8)
+    for one in (*batch.split(plan), batch.select([])):
+        assert one.is_dummy
+        assert one.num_tokens == 1
+    assert batch.turn_ends() == []
+    assert batch.layout_tokens() == (0, 0)
+    assert batch.layout_tokens().ratio == 1.0
+
+
+@pytest.mark.parametrize("layout", ["merged", "turns"])
+@given(drawn=trajectory_lists())
+@settings(max_examples=15)
+def test_turns_are_counted_whatever_the_layout(drawn, layout):
+    batch = pack(drawn, layout, device="cpu")
+    counted = batch.layout_tokens()
+    assert counted.turns == sum(pack(drawn, "turns", device="cpu").seqlens)
+    assert counted.merged == sum(pack(drawn, "merged", device="cpu").seqlens)
+    ends = batch.turn_ends()
+    assert [one[-1] for one in ends] == list(batch.seqlens)
+    assert sum(map(len, ends)) == batch.num_turns
+
+
+def test_a_selection_is_a_copy():
+    batch = some_batch(2)
+    before = batch.input_ids.clone()
+    batch.select([0, 1]).input_ids.fill_(-1)
+    assert_same_bits(batch.input_ids, before)

@@ -1,0 +1,231 @@
+"""A writer stays with the log that it opened, wherever its process and its folder go."""
+
+import errno
+import os
+import shutil
+import threading
+
+import pytest
+
+from tests.packing.trajectory_log.log_cases import BY_HAND, assert_holds, episode, read, write
+from trajpack.packing.trajectory_log.log import TrajectoryLog
+from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError
+
+GONE = (LogInUseError, OSError)
+"""What is raised where the log of a writer is no longer at its path."""
+
+
+def append(log, number):
+    log.append(f"e{number}", [episode(number)])
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_keeps_away(log, folder):
+    """Raise unless a writer refuses to write into a folder that is another one's, and says so."""
+    before = files(folder)
+    append(log, 90)
+    for _ in range(2):
+        with pytest.raises(GONE, match=str(folder)):
+            log.flush()
+    with pytest.raises(GONE, match=str(folder)):
+        append(log, 91)
+    assert (log.num_pending, "e90" in log, "e91" in log) == (1, True, False)
+    with pytest.raises(GONE, match=str(folder)):
+        log.close()
+    assert files(folder) == before
+
+
+def test_a_relative_path_means_the_folder_that_it_named_when_the_log_was_opened(
+    tmp_path, monkeypatch
+):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    write(tmp_path / "b" / "log", range(30))
+    before = files(tmp_path / "b" / "log")
+    monkeypatch.chdir(tmp_path / "a")
+    with TrajectoryLog.open("log", options=BY_HAND) as log:
+        append(log, 0)
+        monkeypatch.chdir(tmp_path / "b")
+        log.flush()
+        append(log, 1)
+        reader = TrajectoryLog.open(os.path.join("..", "a", "log"), mode="read")
+        monkeypatch.chdir(tmp_path)
+        assert [one.episode for one in reader.replay()] == ["e0"]
+    assert_holds(tmp_path / "a" / "log", range(2))
+    assert files(tmp_path / "b" / "log") == before
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_log_begun_where_an_older_one_was_is_left_alone(tmp_path, is_open):
+    old = TrajectoryLog.open(tmp_path / "log", options=BY_HAND)
+    append(old, 0)
+    old.flush()
+    (tmp_path / "log").rename(tmp_path / "log.1")
+    with TrajectoryLog.open(tmp_path / "log", options=BY_HAND) as new:
+        for number in range(3):
+            append(new, number)
+            new.flush()
+        if is_open:
+            assert_keeps_away(old, tmp_path / "log")
+    if not is_open:
+        assert_keeps_away(old, tmp_path / "log")
+    assert_holds(tmp_path / "log", range(3))
+    assert_holds(tmp_path / "log.1", [0])
+
+
+@pytest.mark.parametrize("there", ["nothing", "a folder", "a copy", "an older copy"])
+def test_a_log_that_was_moved_away_is_not_followed_nor_made_anew(tmp_path, there):
+    folder, elsewhere = tmp_path / "log", tmp_path / "moved"
+    write(folder, [0])
+    shutil.copytree(folder, tmp_path / "older")
+    log = TrajectoryLog.open(folder, options=BY_HAND)
+    append(log, 1)
+    log.flush()
+    folder.rename(elsewhere)
+    if there == "a folder":
+        folder.mkdir()
+    elif "copy" in there:
+        shutil.copytree(elsewhere if there == "a copy" else tmp_path / "older", folder)
+    if there == "nothing":
+        append(log, 2)
+        with pytest.raises(OSError, match=str(folder)) as caught:
+            log.close()
+        assert caught.value.errno == errno.ENOENT
+        assert not folder.exists()
+    else:
+        assert_keeps_away(log, folder)
+    assert_holds(elsewhere, range(2))
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_file_that_was_removed_or_replaced_is_not_written_to(tmp_path, is_replaced):
+    write(tmp_path / "other", range(5))
+    log = TrajectoryLog.open(tmp_path / "log", options=BY_HAND)
+    append(log, 0)
+    log.flush()
+    if is_replaced:
+        shutil.copy(tmp_path / "other" / "log.sqlite", tmp_path / "new")
+        (tmp_path / "new").replace(tmp_path / "log" / "log.sqlite")
+    else:
+        (tmp_path / "log" / "log.sqlite").unlink()
+    assert_keeps_away(log, tmp_path / "log")
+    if is_replaced:
+        assert_holds(tmp_path / "log", range(5))
+    else:
+        with pytest.raises(
+            DamagedLogError, match=r"log\.sqlite is missing, but log\.sqlite-journal"
+        ):
+            TrajectoryLog.open(tmp_path / "log")
+
+
+def test_a_reader_of_a_log_that_was_replaced_says_so(tmp_path):
+    write(tmp_path / "log", range(2))
+    reader = TrajectoryLog.open(tmp_path / "log", mode="read")
+    (tmp_path / "log").rename(tmp_path / "log.1")
+    with pytest.raises(FileNotFoundError, match=r"log\.sqlite"):
+        list(reader.replay())
+    write(tmp_path / "log", range(5))
+    with pytest.raises(OSError, match="another log lies at its path"):
+        list(reader.replay())
+
+
+def test_a_lock_that_was_removed_is_made_again(tmp_path):
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
+        append(log, 0)
+        (tmp_path / "writer.lock").unlink()
+        log.flush()
+        with pytest.raises(LogInUseError, match=f"process {os.getpid()} "):
+            TrajectoryLog.open(tmp_path)
+    assert_holds(tmp_path, [0])
+
+
+def test_of_two_writers_after_a_lock_was_removed_one_is_refused(tmp_path):
+    first = TrajectoryLog.open(tmp_path, options=BY_HAND)
+    append(first, 0)
+    first.flush()
+    (tmp_path / "writer.lock").unlink()
+    with TrajectoryLog.open(tmp_path, options=BY_HAND) as second:
+        append(second, 1)
+        second.flush()
+        append(first, 2)
+        with pytest.raises(LogInUseError, match="may have another writer"):
+            first.flush()
+        append(second, 3)
+        second.flush()
+    with pytest.raises(LogInUseError, match=r"may have another writer|has appended"):
+        first.close()
+    assert [one.episode for one in read(tmp_path)] == ["e0", "e1", "e3"]
+    assert_holds_after_more(tmp_path)
+
+
+def assert_holds_after_more(folder):
+    with TrajectoryLog.open(folder) as log:
+        append(log, 4)
+    assert [one.episode for one in read(folder)] == ["e0", "e1", "e3", "e4"]
+
+
+def test_two_writers_whose_locks_fail_them_do_not_harm_each_other(tmp_path, monkeypatch):
+    """As on a file system without locks: SQLite's own, and the rows' numbers, are left."""
+    first = TrajectoryLog.open(tmp_path, options=BY_HAND)
+    monkeypatch.setattr(first._writer._lock, "check", lambda: None)
+    (tmp_path / "writer.lock").unlink()
+    second = TrajectoryLog.open(tmp_path, options=BY_HAND)
+    monkeypatch.setattr(second._writer._lock, "check", lambda: None)
+    logs, refused, taken = [first, second], [], []
+
+    def work(which):
+        for number in range(which, 40, 2):
+            try:
+                append(logs[which], number)
+                logs[which].flush()
+                taken.append(f"e{number}")
+            except LogInUseError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert refused
+    assert all("another writer has appended" in one for one in refused)
+    assert sorted(one.episode for one in read(tmp_path)) == sorted(taken)
+    for log in logs:
+        try:
+            log.close()
+        except LogInUseError:
+            continue
+
+
+def test_a_path_may_hold_characters_that_an_address_may_not(tmp_path):
+    folder = tmp_path / "a?b#c%41 ü;mode=ro&\udcff'"
+    write(folder, [0], [1])
+    assert_holds(folder, range(2))
+
+
+def test_a_link_to_a_log_is_the_log(tmp_path):
+    write(tmp_path / "log", [0])
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    write(tmp_path / "link", [1])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "log.sqlite").symlink_to(tmp_path / "log" / "log.sqlite")
+    assert_holds(tmp_path / "other", range(2))
+    write(tmp_path / "other", [2])
+    assert_holds(tmp_path / "log", range(3))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "device"])
+def test_a_name_that_is_no_file_is_refused(tmp_path, kind):
+    path = tmp_path / "log.sqlite"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "nothing")
+    for mode in ("read", "append"):
+        with pytest.raises((DamagedLogError, OSError), match=r"log\.sqlite"):
+            TrajectoryLog.open(tmp_path, mode=mode)

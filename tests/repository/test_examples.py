@@ -1,0 +1,64 @@
+"""Every example runs: in docstrings, in the README, in docs/ and in examples/."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted(
+    ".".join(("trajpack", *path.relative_to(ROOT).with_suffix("").parts))
+    for layer in ("kernels", "packing", "agent")
+    for path in (ROOT / layer).rglob("*.py")
+    if ">>>" in path.read_text()
+)
+MODULES.append("trajpack.testing")
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "```python" in page.read_text()
+]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+SHORTER = {"grpo.py": ["3"], "ray_rollouts.py": ["2"]}
+"""Arguments that make a script end sooner."""
+WARM = {"calculator.py", "grpo.py", "rewritten_history.py", "trl_grpo.py"}
+"""Scripts that import much: a process that has done so already runs them."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.usefixtures("warm_judge")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_of_a_page_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    names = {"__name__": "page"}
+    for block in blocks:
+        if ">>>" in block:
+            example = parser.get_doctest(block, names, page.name, str(page), 0)
+            example.globs = names  # a later block goes on with the names of an earlier one
+            runner.run(example, clear_globs=False)
+        else:
+            exec(compile(block, str(page), "exec"), names)
+    assert not runner.failures
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_example_scripts_run(script, tmp_path, warm_programs):
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    fresh = [sys.executable, "-W", "error"]
+    command = warm_programs.command("script") if script.name in WARM else fresh
+    command = [*command, str(script), *SHORTER.get(script.name, [])]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)

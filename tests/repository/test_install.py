@@ -1,0 +1,374 @@
+"""Installation in a fresh copy of the source: what is refused, what stays, what is removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.source_copy import copy_source
+
+LAYERS = ("kernels", "packing", "agent")
+NEEDED = "trajpack needs Python 3.11, 3.12 or 3.13"
+
+
+def found_pythons() -> dict[str, str]:
+    """Return interpreters of this machine by version, those that run."""
+    places = [Path(folder) for folder in os.environ["PATH"].split(os.pathsep)]
+    places += Path.home().glob(".pyenv/versions/*/bin")
+    found = {}
+    for place in places:
+        for python in place.glob("python[23]*"):
+            if re.fullmatch(r"python[23](\.\d+)?", python.name):
+                done = run([python, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"])
+                if done.returncode == 0:
+                    found.setdefault(done.stdout.strip(), str(python))
+    return found
+
+
+def run(command: list[object], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command as in a shell of its own, not in one that make has started."""
+    hidden = ("MAKE", "MFLAGS", "VENV", "PYTHON", "WORKERS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def is_good(version: str) -> bool:
+    return version.startswith(("3.11.", "3.12.", "3.13."))
+
+
+PYTHONS = found_pythons()
+WRONG = {version: python for version, python in PYTHONS.items() if not is_good(version)}
+some_wrong = pytest.mark.skipif(not WRONG, reason="no Python of another version on this machine")
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy in which no test leaves anything."""
+    return copy_source(tmp_path_factory.mktemp("fresh") / "trajpack")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The little that making an environment looks at."""
+    for name in (".ci", *LAYERS):
+        (tmp_path / name).mkdir()
+    (tmp_path / "src" / "trajpack").mkdir(parents=True)
+    for layer in LAYERS:
+        (tmp_path / "src" / "trajpack" / layer).symlink_to(f"../../{layer}")
+    root = Path(__file__).parents[2]
+    for name in (".ci/make-venv", "pyproject.toml", "Makefile", "constraints.txt"):
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    return tmp_path
+
+
+def make_venv(folder: Path, python: object) -> subprocess.CompletedProcess[str]:
+    return run(["sh", ".ci/make-venv", python, ".venv"], folder)
+
+
+def runs(folder: Path) -> bool:
+    return run([folder / ".venv/bin/python", "-c", "import pip"]).returncode == 0
+
+
+def refusal(folder: Path, python: object) -> str:
+    """Return the one line that `make install` says beside make's own."""
+    before = sorted(folder.rglob("*"))
+    done = run(["make", "install", f"PYTHON={python}"], folder)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    said, by_make = done.stderr.splitlines()
+    assert re.match(r"make: \*\*\* \[.*\] Error 1$", by_make)
+    assert sorted(folder.rglob("*")) == before
+    return said
+
+
+def test_the_versions_are_those_of_the_project(fresh: Path) -> None:
+    said = refusal(fresh, "no-such-python")
+    assert said.startswith(f"{NEEDED}; no-such-python does not run here: make install PYTHON=")
+
+
+@some_wrong
+@pytest.mark.parametrize("version", WRONG)
+def test_a_wrong_python_is_refused_in_one_sentence(version: str, fresh: Path) -> None:
+    said = refusal(fresh, WRONG[version])
+    assert said.startswith(f"{NEEDED}; {WRONG[version]} is {version}: make install PYTHON=python3.")
+
+
+def test_a_python_that_is_but_a_shim_is_refused_in_one_sentence(
+    fresh: Path, tmp_path: Path
+) -> None:
+    shim = tmp_path / "python3.12"
+    shim.write_text("#!/bin/sh\necho 'a shim: command not found' >&2\nexit 127\n")
+    shim.chmod(0o755)
+    assert refusal(fresh, shim).startswith(f"{NEEDED}; {shim} does not run here: make install ")
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_a_python_without_what_makes_environments_is_refused(
+    module: str, copy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("lacking")
+    (folder / f"{module}.py").write_text("raise ImportError('not packaged')\n")
+    python = folder / "python3"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    major, minor = sys.version_info[:2]
+    assert refusal(copy, python) == (
+        f"{python} has no venv or no ensurepip module: install them (Debian, Ubuntu: apt install "
+        f"python{major}.{minor}-venv), or take another Python by make install PYTHON=..."
+    )
+
+
+def test_after_a_refusal_a_good_python_makes_the_environment(copy: Path) -> None:
+    refusal(copy, "no-such-python")
+    done = make_venv(copy, sys.executable)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert runs(copy)
+    (copy / ".venv" / "mark").touch()
+    assert make_venv(copy, "no-such-python").returncode == 0  # it is there: no other is needed
+    assert (copy / ".venv" / "mark").exists()
+
+
+@some_wrong
+def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(copy: Path) -> None:
+    version, python = max((v, p) for v, p in WRONG.items() if v.startswith("3."))
+    run([python, "-m", "venv", "--without-pip", ".venv"], copy)
+    assert refusal(copy, python).startswith(f"{NEEDED}; {python} is {version}:")
+    done = make_venv(copy, sys.executable)
+    assert done.returncode == 0
+    assert done.stderr == (
+        "replacing .venv: it is not a whole environment of Python 3.11, 3.12 or 3.13\n"
+    )
+    assert runs(copy)
+
+
+@pytest.mark.parametrize("half", ["without pip", "without its Python", "empty"])
+def test_a_half_made_environment_is_made_anew(half: str, copy: Path) -> None:
+    if half == "empty":
+        (copy / ".venv").mkdir()
+    else:
+        run([sys.executable, "-m", "venv", "--without-pip", ".venv"], copy)
+    if half == "without its Python":
+        (copy / ".venv/bin/python").unlink()
+        (copy / ".venv/bin/python").symlink_to("/nowhere/python3.11")
+    assert make_venv(copy, sys.executable).returncode == 0
+    assert runs(copy)
+
+
+def test_what_is_no_environment_is_left_alone(copy: Path) -> None:
+    (copy / ".venv").mkdir()
+    (copy / ".venv" / "thesis.tex").write_text("years of work")
+    said = refusal(copy, sys.executable)
+    assert said.startswith(".venv is no virtual environment: move it away, or choose another place")
+    assert (copy / ".venv" / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_link_to_an_environment_elsewhere_is_replaced_and_not_followed(
+    copy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    shared = tmp_path_factory.mktemp("shared")
+    (shared / "pyvenv.cfg").write_text("home = /nowhere\n")
+    (copy / ".venv").symlink_to(shared)
+    assert make_venv(copy, sys.executable).returncode == 0
+    assert runs(copy)
+    assert not (copy / ".venv").is_symlink()
+    assert [path.name for path in shared.iterdir()] == ["pyvenv.cfg"]
+
+
+def test_an_environment_that_cannot_be_made_leaves_nothing(
+    copy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    python = tmp_path_factory.mktemp("failing") / "python3"
+    python.write_text(
+        '#!/bin/sh\n[ "$2" = venv ] && { mkdir -p .venv/bin; touch .venv/bin/python; exit 1; }\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    assert refusal(copy, python) == f"{python} cannot make a virtual environment in .venv"
+
+
+# an environment that is there
+
+
+@pytest.fixture
+def installed(copy: Path) -> Path:
+    """A copy whose environment make takes for installed."""
+    assert make_venv(copy, sys.executable).returncode == 0
+    (copy / ".venv/.installed").touch()
+    return copy
+
+
+def test_an_environment_that_works_is_not_installed_again(installed: Path) -> None:
+    before = (installed / ".venv/.installed").stat().st_mtime_ns
+    for given in ([], [f"PYTHON={sys.executable}"]):
+        done = run(["make", "install", *given], installed)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "pip" not in done.stdout
+    assert (installed / ".venv/.installed").stat().st_mtime_ns == before
+
+
+def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
+    for python in ["no-such-python", *WRONG.values()]:
+        assert refusal(installed, python).startswith(f"{NEEDED}; {python} ")
+    major, minor, micro = sys.version_info[:3]
+    for version, python in PYTHONS.items():
+        if is_good(version) and not version.startswith(f"{major}.{minor}."):
+            assert refusal(installed, python) == (
+                f".venv is of Python {major}.{minor}.{micro} and {python} is "
+                f"{version}: make clean lets another environment be made"
+            )
+
+
+def test_a_default_python_of_another_version_is_not_compared(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "python3").write_text("#!/bin/sh\necho 3.4.5\n")
+    (folder / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    done = run(["make", "install"], installed)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("become", ["another", "nothing"])
+def test_an_environment_whose_python_has_changed_is_installed_again(
+    become: str, installed: Path
+) -> None:
+    python = installed / ".venv/bin/python"
+    python.unlink()
+    if become == "another":
+        python.write_text("#!/bin/sh\necho 3.4.5\n")
+        python.chmod(0o755)
+    else:
+        python.symlink_to("/nowhere/python3.11")
+    done = run(["make", "--dry-run", "install"], installed)
+    assert "-m pip install" in done.stdout
+    assert not (installed / ".venv/.installed").exists()
+
+
+@pytest.mark.parametrize("venv", ["my venv", "", " "])
+def test_an_environment_of_no_single_path_is_refused(venv: str, fresh: Path) -> None:
+    done = run(["make", "install", f"VENV={venv}"], fresh)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "*** VENV must be one path without spaces, got '" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# copies without links
+
+
+@pytest.fixture(scope="module", params=["texts", "lost", "unzipped"])
+def without_links(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies by tools that do not know symbolic links; Python's zipfile is one."""
+    folder = tmp_path_factory.mktemp("links")
+    if request.param != "unzipped":
+        return copy_source(folder / "trajpack", links=request.param)
+    source = copy_source(folder / "source")
+    with zipfile.ZipFile(folder / "trajpack.zip", "w") as archive:
+        for path in source.rglob("*"):
+            name = str(path.relative_to(source))
+            if path.is_symlink():
+                entry = zipfile.ZipInfo(name)
+                entry.external_attr = 0o120777 << 16
+                archive.writestr(entry, os.readlink(path))
+            elif path.is_file():
+                archive.write(path, name)
+    with zipfile.ZipFile(folder / "trajpack.zip") as archive:
+        archive.extractall(folder / "trajpack")
+    return folder / "trajpack"
+
+
+LOST = (
+    "trajpack cannot be built: src/trajpack/kernels, src/trajpack/packing, src/trajpack/agent "
+    "should be symbolic links to the folders kernels, packing, agent, and this copy of the source "
+    "has lost them; clone it with git"
+)
+
+
+@pytest.mark.parametrize("how", ["wheel", "install"])
+def test_a_copy_without_links_is_not_built_and_says_why(
+    how: str, without_links: Path, tmp_path: Path
+) -> None:
+    options = {"wheel": ["--wheel-dir", tmp_path], "install": ["--target", tmp_path]}[how]
+    pip = [sys.executable, "-m", "pip", how, "--no-build-isolation", "--no-deps", "--no-index"]
+    done = run([*pip, *options, "."], without_links)
+    assert done.returncode != 0
+    assert LOST in " ".join(f"{done.stdout} {done.stderr}".split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_without_links_makes_no_source_distribution(without_links: Path) -> None:
+    code = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
+    done = run([sys.executable, "-c", code], without_links)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith(LOST)
+
+
+def test_a_copy_without_links_is_not_imported_and_says_why(without_links: Path) -> None:
+    code = "import sys; sys.path.insert(0, 'src'); import trajpack"
+    done = run([sys.executable, "-P", "-c", code], without_links)
+    last = done.stderr.splitlines()[-1]
+    assert re.match(
+        r"ImportError: trajpack\.\w+ is not there: this copy of the source has lost", last
+    )
+    assert "src/trajpack/kernels, src/trajpack/packing and src/trajpack/agent" in last
+    assert "clone it with git" in last
+
+
+def test_a_copy_without_links_is_not_installed_and_says_why(without_links: Path) -> None:
+    said = refusal(without_links, sys.executable)
+    assert re.match(r"src/trajpack/\w+ is no link to the folder \w+: this copy of the source", said)
+
+
+# clean
+
+
+def test_clean_removes_what_make_has_made_and_nothing_else(tmp_path: Path) -> None:
+    copy = copy_source(tmp_path / "trajpack")
+    shared = tmp_path / "elsewhere"
+    (shared / "__pycache__").mkdir(parents=True)
+    (copy / "notes.txt").write_text("mine")
+    (copy / "trajpack-rollout").mkdir()
+    (copy / "trajpack-rollout" / "batch.safetensors").write_text("mine, too")
+    (copy / "mine").mkdir()
+    (copy / "mine" / "__pycache__").mkdir()
+    (copy / "linked").symlink_to(shared)
+    kept = sorted(copy.rglob("*"))
+    for name in (
+        ".venv/bin/python", ".venv/.installed", ".venv/triton/3.7.0/x", "build/soak/x.html",
+        "demo/batch.safetensors", "demo/answers/0", "src/trajpack.egg-info/PKG-INFO",
+        ".mypy_cache/x", ".ruff_cache/x", ".pytest_cache/x", ".hypothesis/x", ".benchmarks/x",
+        "kernels/__pycache__/x.pyc", "agent/servers/__pycache__/x.pyc", "tests/__pycache__/x.pyc",
+        "src/trajpack/__pycache__/x.pyc", "examples/__pycache__/x.pyc",
+    ):  # fmt: skip
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text("made")
+    done = run(["make", "clean"], copy)
+    assert done.returncode == 0, done.stderr
+    assert sorted(copy.rglob("*")) == kept
+    assert (shared / "__pycache__").is_dir()
+    assert run(["make", "clean"], copy).returncode == 0
+
+
+def test_clean_removes_a_link_to_an_environment_and_not_the_environment(tmp_path: Path) -> None:
+    copy = copy_source(tmp_path / "trajpack")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "pyvenv.cfg").touch()
+    (copy / ".venv").symlink_to(tmp_path / "shared")
+    assert run(["make", "clean"], copy).returncode == 0
+    assert not (copy / ".venv").is_symlink()
+    assert (tmp_path / "shared" / "pyvenv.cfg").exists()
+
+
+def test_help_lists_every_target_with_what_it_does(fresh: Path) -> None:
+    shown = run(["make"], fresh).stdout
+    for target in ("install", "clean", "check", "test", "demo", "train"):
+        assert re.search(rf"^{target} +[A-Z]", shown, re.MULTILINE), target

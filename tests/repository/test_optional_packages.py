@@ -1,0 +1,318 @@
+"""An installation without extras: what works, and what names the extra that it lacks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trajpack
+from tests.repository.test_architecture import PRODUCT, ROOT
+from trajpack.packing.optional import BROUGHT_BY, explained, require
+
+OF_CORE = {"jinja2", "pydantic"}
+"""Optional by their own names, but brought by torch and typer."""
+HIDE = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Core:
+    "Finds what every installation has."
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {set(BROUGHT_BY) - OF_CORE!r}:
+            return None
+        return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [one for one in sys.meta_path if one is not PathFinder] + [Core()]
+"""
+
+
+REFUSE = HIDE.replace(
+    "return None", "raise ModuleNotFoundError(f'No module named {name!r}', name=name)"
+)
+"""As `HIDE`, by a finder that raises where others return ``None``."""
+
+
+def core_only(code: str, *arguments: object, check: bool = True, hide: str = HIDE) -> Any:
+    """Run code in a fresh interpreter that has no optional package."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", hide + code, *map(str, arguments)],
+        check=check, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+ENTRIES = {
+    "agent.build_tiny_model()": ("tokenizers", "trajpack[agent]"),
+    "agent.arithmetic.build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
+    "agent.tiny_model.build_qwen3(None, 0, max_positions=1, initializer_range=1)": (
+        "transformers", "trajpack[agent]"),
+    "agent.causal_model.load_model('folder')": ("transformers", "trajpack[agent]"),
+    "agent.causal_model.load_tokenizer('folder')": ("transformers", "trajpack[agent]"),
+    "agent.causal_model.ModelLimits.load('folder')": ("transformers", "trajpack[agent]"),
+    "agent.TransformersEngine(None)": ("transformers", "trajpack[agent]"),
+    "agent.MathMultiTurnAgent(None, 'folder', None)": ("transformers", "trajpack[agent]"),
+    "agent.RolloutRunner(None, None, None)": ("anyio", "trajpack[agent]"),
+    "agent.reasoning_gym_questions(size=1, seed=0)": ("reasoning_gym", "trajpack[agent]"),
+    "agent.MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
+    "agent.grpo_report.write_page([], '')": ("plotly", "trajpack[agent]"),
+    "agent.rollout.prepare_rollout(agent.rollout_settings.RolloutSettings())": (
+        "anyio", "trajpack[agent]"),
+    "agent.RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
+    "agent.serve_metrics(None)": ("prometheus_client", "trajpack[metrics]"),
+    "agent.RolloutTracer()": ("opentelemetry", "trajpack[metrics]"),
+    "agent.VLLMEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
+    "agent.SGLangEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
+    "agent.ServerSettings.from_environment()": ("pydantic_settings", "trajpack[servers]"),
+    "agent.ray.RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
+    "agent.ray.TrainerRanks(None, 1)": ("ray", "trajpack[ray]"),
+    "agent.ray.local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
+    "agent.TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
+    "packing.TrajectoryLog.open('log').export_parquet('log.parquet')": ("pyarrow", "trajpack[log]"),
+    "adapters.verl.to_data_proto(None)": ("verl", "verl"),
+    "adapters.verl.to_tensordict(None)": ("tensordict", "tensordict"),
+    "adapters.openrlhf.to_experience(None)": ("openrlhf", "openrlhf"),
+    "adapters.megatron.to_packed_seq_params(None)": ("megatron", "megatron-core"),
+    "adapters.tinker.to_datums(None)": ("tinker", "tinker"),
+    "testing.trajectories()": ("hypothesis", "hypothesis"),
+    "testing.trajectory_lists()": ("hypothesis", "hypothesis"),
+}  # fmt: skip
+"""What needs an optional package: the first that it misses, and what to install."""
+
+CALL_EACH = """
+import json
+import os
+from importlib import import_module
+import trajpack
+from trajpack import agent, packing, testing
+for name in ("verl", "openrlhf", "megatron", "tinker"):
+    import_module(f"trajpack.packing.adapters.{name}")
+adapters, found = packing.adapters, {}
+os.chdir(sys.argv[2])
+for entry in json.loads(sys.argv[1]):
+    try:
+        eval(entry)
+        found[entry] = "no error"
+    except ModuleNotFoundError as error:
+        found[entry] = f"{error.name}|{error}"
+    except Exception as error:
+        found[entry] = repr(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("hide", [HIDE, REFUSE], ids=["hidden", "refused"])
+def test_whatever_needs_an_optional_package_names_what_to_install(
+    hide: str, tmp_path: Path
+) -> None:
+    found = json.loads(core_only(CALL_EACH, json.dumps([*ENTRIES]), tmp_path, hide=hide).stdout)
+    expected = {
+        entry: f"{module}|No module named {module!r}: install {brought_by}"
+        for entry, (module, brought_by) in ENTRIES.items()
+    }
+    assert found == expected
+
+
+BEHIND = {
+    "agent/blocking_work.py": "agent/runner/runner.py",
+    "agent/runner/attempt.py": "agent/runner/runner.py",
+    "agent/runner/run.py": "agent/runner/runner.py",
+    "agent/runner/gate.py": "agent/runner/runner.py",
+    "agent/runner/trajectory_check.py": "agent/runner/runner.py",
+    "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
+    "agent/observability/families.py": "agent/observability/metrics.py",
+    "agent/ray/rollouts/life.py": "agent/ray/rollouts/workers.py",
+    "agent/ray/rollouts/worker.py": "agent/ray/rollouts/workers.py",
+    "agent/ray/room.py": "agent/ray/rollouts/workers.py",
+    "agent/ray/training/rank.py": "agent/ray/training/trainers.py",
+    "agent/ray/training/training.py": "agent/ray/rollouts/workers.py",
+    "agent/rollout/workers.py": "agent/ray/cluster.py",
+    "agent/servers/paced_stream.py": "agent/servers/engine.py",
+    "agent/servers/requesting.py": "agent/servers/engine.py",
+    "agent/servers/client.py": "agent/servers/engine.py",
+    "agent/engines/transformers_batching.py": "agent/engines/transformers_engine.py",
+}
+"""Files that are reached through another alone, which asks for the package."""
+ELSEWHERE = {
+    ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
+    ("agent/servers/responses/sglang.py", "msgspec"): "done without",
+    ("agent/servers/responses/vllm.py", "msgspec"): "done without",
+    ("src/trajpack/commands/rollout.py", "transformers"): "explained by the command",
+    ("src/trajpack/commands/train.py", "transformers"): "explained by the command",
+}
+
+
+def optional_imports(path: Path) -> set[str]:
+    """Return the packages that a file imports when it runs and that may be missing."""
+    tree = ast.parse(path.read_text())
+    checked_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    core = {"__future__", "numpy", "rich", "safetensors", "torch", "trajpack", "typer"}
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in checked_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found - core - sys.stdlib_module_names
+
+
+def required_in(path: Path) -> set[str]:
+    return {
+        argument.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "require"
+        for argument in ast.walk(node)
+        if isinstance(argument, ast.Constant)
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=str(path.relative_to(ROOT))) for path in PRODUCT],
+)
+def test_every_optional_import_is_behind_what_names_it(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    door = ROOT / BEHIND.get(name, name)
+    for module in optional_imports(path):
+        if path.name.endswith("_triton.py") and module == "triton":
+            continue
+        assert module in BROUGHT_BY, module
+        if (name, module) not in ELSEWHERE:
+            assert module in required_in(path) | required_in(door), module
+
+
+def test_what_is_to_be_installed_brings_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = {
+        extra: {re.split(r"[\[>=;<]", one)[0].lower().replace("-", "_") for one in packages}
+        for extra, packages in project["optional-dependencies"].items()
+    }
+    others = {
+        "opentelemetry": "opentelemetry_sdk",
+        "pydantic": "pydantic_settings",
+        "tokenizers": "transformers",
+    }
+    for module, package in BROUGHT_BY.items():
+        if package.startswith("trajpack["):
+            extra = package.removeprefix("trajpack[").removesuffix("]")
+            assert others.get(module, module) in brought[extra], module
+
+
+def test_every_installation_has_what_the_command_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {re.split(r"[>=;<]", one)[0] for one in project["dependencies"]}
+    assert core == {"numpy", "rich", "safetensors", "torch", "typer"}
+
+
+def test_require_is_silent_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("anyio", "torch")
+    monkeypatch.setitem(sys.modules, "anyio", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"No module named 'anyio': install trajpack\[agent\]"
+    ):
+        require("torch", "anyio")
+
+
+def test_an_error_is_explained_once_and_a_strange_one_not() -> None:
+    once = explained(ModuleNotFoundError("No module named 'ray'", name="ray"))
+    assert explained(once) is once
+    strange = ModuleNotFoundError("No module named 'numbers2'", name="numbers2")
+    assert explained(strange) is strange
+    assert explained(ModuleNotFoundError("no")).args == ("no",)
+
+
+PACK = """
+import torch, trajpack
+turn = trajpack.Turn([1, 2], [3], [-0.5], reward=1.0)
+batch = trajpack.pack([trajpack.Trajectory(name, [turn], group="g") for name in "ab"])
+batch = batch.with_advantages(trajpack.RLOO())
+plan = trajpack.plan_micro_batches(batch.seqlens, capacity=8)
+assert len(batch.split(plan)) == 1
+batch.save(sys.argv[1])
+"""
+COMMAND = "from trajpack.cli import main; sys.argv[0] = 'trajpack'; main()"
+
+
+@pytest.mark.parametrize("hide", [HIDE, REFUSE], ids=["hidden", "refused"])
+def test_packing_and_the_command_work_without_extras(hide: str, tmp_path: Path) -> None:
+    core = partial(core_only, hide=hide)
+    file = tmp_path / "batch.safetensors"
+    core(PACK, file)
+    shown = core(COMMAND, "inspect", file)
+    assert "turns" in shown.stdout
+    assert shown.stderr == ""
+    (tmp_path / "batch.tokenizer").mkdir()
+    (tmp_path / "batch.tokenizer" / "tokenizer_config.json").write_text("{}")
+    shown = core(COMMAND, "inspect", file)
+    assert "turns" in shown.stdout
+    assert shown.stderr == (
+        "trajpack: token ids in place of text: No module named 'transformers': install "
+        "trajpack[agent]\n"
+    )
+    refused = core(COMMAND, "rollout", "--out", tmp_path / "b.safetensors", check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "trajpack: error: No module named 'transformers': install trajpack[agent]"
+    )
+
+
+QUICK = [["--help"], ["--version"], ["rollout", "--help"], ["replay", "--help"],
+         ["inspect", "--help"], ["train", "--help"]]  # fmt: skip
+REFUSED = [[], ["teach"], ["rollout", "--nope"], ["inspect"], ["rollout", "--turns", "two"]]
+
+
+def test_help_and_refusals_import_no_torch_and_need_no_extra() -> None:
+    code = f"""
+from trajpack.cli import run
+assert not {{*map(run, {QUICK!r})}} - {{0}}
+assert {{*map(run, {REFUSED!r})}} == {{2}}
+print(*sorted(sys.modules), file=sys.stderr)
+"""
+    done = core_only(code)
+    loaded = set(done.stderr.splitlines()[-1].split())
+    assert {"typer", "trajpack.commands"} <= loaded
+    assert not {
+        name for name in loaded if name.partition(".")[0] in {"torch", *BROUGHT_BY} - OF_CORE
+    }
+    assert f"trajpack {trajpack.__version__}\n" in done.stdout
+
+
+INTERRUPT = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits none
+
+class Interrupts:
+    "Sends Ctrl-C in the middle of an import."
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["typer", "numpy", "torch", "torch.nn", "trajpack.packing.batch.batch"]
+)
+def test_ctrl_c_in_the_middle_of_any_import_is_one_line(module: str) -> None:
+    code = f"MODULE = {module!r}\n{INTERRUPT}{COMMAND}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, "inspect", "no such file"],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "trajpack: interrupted\n"

@@ -1,0 +1,110 @@
+"""The public surface is a promise: what it holds, that it is sorted, and that it is documented."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import trajpack
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ["agent", "kernels", "packing"]
+
+
+def test_the_facade_exports_what_users_were_promised():
+    assert trajpack.__all__ == sorted(trajpack.__all__)
+    assert set(trajpack.__all__) >= {
+        "PackedBatch",
+        "Trajectory",
+        "TrajectoryBuffer",
+        "Turn",
+        "VersionSpan",
+        "pack",
+        "unpack",
+    }
+
+
+@pytest.mark.parametrize("name", trajpack.__all__)
+def test_every_exported_name_is_documented(name):
+    exported = getattr(trajpack, name)
+    assert inspect.getdoc(exported)
+    if inspect.isclass(exported):
+        for member, value in vars(exported).items():
+            if not member.startswith("_") and (
+                inspect.isfunction(value) or isinstance(value, property)
+            ):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", trajpack.__all__)
+def test_no_exported_function_swallows_keywords(name):
+    exported = getattr(trajpack, name)
+    if inspect.isclass(exported) and issubclass(exported, Exception):
+        return  # takes what Python's own do
+    parameters = inspect.signature(exported).parameters.values()
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def names_of_layers():
+    modules = [importlib.import_module(f"trajpack.{layer}") for layer in LAYERS]
+    return [
+        pytest.param(module, name, id=f"{module.__name__}.{name}")
+        for module in modules
+        for name in module.__all__
+    ]
+
+
+@pytest.mark.parametrize(("layer", "name"), names_of_layers())
+def test_every_name_of_a_layer_can_be_imported_and_is_documented(layer, name):
+    exported = getattr(layer, name)
+    assert exported.__name__ == name
+    assert inspect.getdoc(exported)
+
+
+@pytest.mark.parametrize("layer", ["", *LAYERS])
+def test_type_checkers_are_told_the_same_names(layer):
+    stub = ast.parse((ROOT / (layer or "src/trajpack") / "__init__.pyi").read_text())
+    told = {
+        alias.asname: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module != "trajpack"
+        for alias in node.names
+    }
+    module = importlib.import_module(f"trajpack.{layer}".rstrip("."))
+    assert sorted(told) == module.__all__
+    for name, source in told.items():
+        assert getattr(importlib.import_module(source), name) is getattr(module, name)
+
+
+@pytest.mark.parametrize("module", [trajpack, trajpack.agent, trajpack.kernels, trajpack.packing])
+def test_completion_is_shown_every_name(module):
+    assert {*module.__all__} <= {*dir(module)}
+    assert len(dir(module)) == len({*dir(module)})
+
+
+def test_the_version_is_that_of_the_distribution():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "trajpack.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", trajpack.__version__)
+
+
+def test_a_module_of_a_layer_is_found_by_its_name_alone():
+    code = "import trajpack; assert trajpack.packing.rows.scores.row_scores; trajpack.kernels.runs"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'trajpack' has no attribute 'unpacked'"):
+        trajpack.unpacked  # noqa: B018
+    assert not hasattr(trajpack, "_private")
+
+
+def test_an_unknown_name_of_a_layer_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'trajpack.agent' has no attribute 'Agents'"):
+        trajpack.agent.Agents  # noqa: B018

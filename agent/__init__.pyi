@@ -1,70 +1,91 @@
-"""What `trajpack.agent` exports, for type checkers; `trajpack` itself makes it so."""
+"""Names that `trajpack.agent` exports. The runtime reads this list too."""
 
 from trajpack.agent.agents.chat_agent import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
-from trajpack.agent.agents.registry import make_agent as make_agent
-from trajpack.agent.agents.registry import register_agent as register_agent
+from trajpack.agent.agents.registry import (
+    make_agent as make_agent,
+    register_agent as register_agent,
+)
 from trajpack.agent.agents.tool_agent import ToolAgent as ToolAgent
 from trajpack.agent.agents.tools import Tool as Tool
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
 from trajpack.agent.environments.code import CodeEnvironment as CodeEnvironment
-from trajpack.agent.environments.code_cases import CodeProblem as CodeProblem
-from trajpack.agent.environments.code_cases import InputCase as InputCase
-from trajpack.agent.environments.code_cases import ValueCase as ValueCase
+from trajpack.agent.environments.code_cases import (
+    CodeProblem as CodeProblem,
+    InputCase as InputCase,
+    ValueCase as ValueCase,
+)
 from trajpack.agent.environments.exact_answers import (
     ExactAnswerEnvironment as ExactAnswerEnvironment,
 )
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment as MathVerifyEnvironment
-from trajpack.agent.environments.questions import Question as Question
-from trajpack.agent.environments.questions import load_questions as load_questions
-from trajpack.agent.environments.questions import reasoning_gym_questions as reasoning_gym_questions
-from trajpack.agent.errors import EngineEndedError as EngineEndedError
-from trajpack.agent.errors import EnvironmentFailedError as EnvironmentFailedError
-from trajpack.agent.errors import EpisodeCancelledError as EpisodeCancelledError
-from trajpack.agent.errors import EpisodeError as EpisodeError
-from trajpack.agent.errors import EpisodeTimeoutError as EpisodeTimeoutError
-from trajpack.agent.errors import GenerationError as GenerationError
-from trajpack.agent.errors import MalformedResponseError as MalformedResponseError
-from trajpack.agent.errors import RequestRefusedError as RequestRefusedError
-from trajpack.agent.errors import ServerUnavailableError as ServerUnavailableError
-from trajpack.agent.errors import StaleEpisodeError as StaleEpisodeError
+from trajpack.agent.environments.questions import (
+    Question as Question,
+    load_questions as load_questions,
+    reasoning_gym_questions as reasoning_gym_questions,
+)
+from trajpack.agent.errors import (
+    EngineEndedError as EngineEndedError,
+    EnvironmentFailedError as EnvironmentFailedError,
+    EpisodeCancelledError as EpisodeCancelledError,
+    EpisodeError as EpisodeError,
+    EpisodeTimeoutError as EpisodeTimeoutError,
+    GenerationError as GenerationError,
+    MalformedResponseError as MalformedResponseError,
+    RequestRefusedError as RequestRefusedError,
+    ServerUnavailableError as ServerUnavailableError,
+    StaleEpisodeError as StaleEpisodeError,
+)
 from trajpack.agent.models.tiny_model import build_tiny_model as build_tiny_model
 from trajpack.agent.observability.metrics import RolloutMetrics as RolloutMetrics
 from trajpack.agent.observability.pack_watch import watch_pack as watch_pack
-from trajpack.agent.observability.server import MetricsServer as MetricsServer
-from trajpack.agent.observability.server import serve_metrics as serve_metrics
+from trajpack.agent.observability.server import (
+    MetricsServer as MetricsServer,
+    serve_metrics as serve_metrics,
+)
 from trajpack.agent.observability.tracing import RolloutTracer as RolloutTracer
-from trajpack.agent.protocols import Agent as Agent
-from trajpack.agent.protocols import Engine as Engine
-from trajpack.agent.protocols import Environment as Environment
-from trajpack.agent.protocols import GenerationOutput as GenerationOutput
-from trajpack.agent.protocols import Prompt as Prompt
-from trajpack.agent.protocols import SamplingParams as SamplingParams
-from trajpack.agent.runner.filters import not_all_equal as not_all_equal
-from trajpack.agent.runner.filters import success_rate_between as success_rate_between
+from trajpack.agent.protocols import (
+    Agent as Agent,
+    Engine as Engine,
+    Environment as Environment,
+    GenerationOutput as GenerationOutput,
+    Prompt as Prompt,
+    SamplingParams as SamplingParams,
+)
+from trajpack.agent.runner.filters import (
+    not_all_equal as not_all_equal,
+    success_rate_between as success_rate_between,
+)
 from trajpack.agent.runner.observers import RolloutObserver as RolloutObserver
-from trajpack.agent.runner.policy import BackOff as BackOff
-from trajpack.agent.runner.policy import GroupPolicy as GroupPolicy
-from trajpack.agent.runner.policy import RetryPolicy as RetryPolicy
-from trajpack.agent.runner.policy import RolloutPolicy as RolloutPolicy
-from trajpack.agent.runner.policy import StalenessPolicy as StalenessPolicy
-from trajpack.agent.runner.runner import EpisodeResult as EpisodeResult
-from trajpack.agent.runner.runner import GroupResult as GroupResult
-from trajpack.agent.runner.runner import Progress as Progress
-from trajpack.agent.runner.runner import RolloutRunner as RolloutRunner
+from trajpack.agent.runner.policy import (
+    BackOff as BackOff,
+    GroupPolicy as GroupPolicy,
+    RetryPolicy as RetryPolicy,
+    RolloutPolicy as RolloutPolicy,
+    StalenessPolicy as StalenessPolicy,
+)
+from trajpack.agent.runner.runner import (
+    EpisodeResult as EpisodeResult,
+    GroupResult as GroupResult,
+    Progress as Progress,
+    RolloutRunner as RolloutRunner,
+)
 from trajpack.agent.sandbox.limits import SandboxLimits as SandboxLimits
 from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox
 from trajpack.agent.seeding import derive_seed as derive_seed
 from trajpack.agent.servers.kinds.settings import ServerSettings as ServerSettings
 from trajpack.agent.servers.kinds.sglang import SGLangEngine as SGLangEngine
 from trajpack.agent.servers.kinds.vllm import VLLMEngine as VLLMEngine
-from trajpack.agent.servers.options import RetryLimits as RetryLimits
-from trajpack.agent.servers.options import ServerOptions as ServerOptions
-from trajpack.agent.servers.options import TimeLimits as TimeLimits
-from trajpack.agent.training.policy_trainer import PolicyTrainer as PolicyTrainer
-from trajpack.agent.training.policy_trainer import token_logprobs as token_logprobs
+from trajpack.agent.servers.options import (
+    RetryLimits as RetryLimits,
+    ServerOptions as ServerOptions,
+    TimeLimits as TimeLimits,
+)
+from trajpack.agent.training.policy_trainer import (
+    PolicyTrainer as PolicyTrainer,
+    token_logprobs as token_logprobs,
+)
 from trajpack.agent.trl.prompts import trl_dataset_rows as trl_dataset_rows
-from trajpack.agent.trl.rollout import TRLRollout as TRLRollout
-from trajpack.agent.trl.rollout import episode_reward as episode_reward
+from trajpack.agent.trl.rollout import TRLRollout as TRLRollout, episode_reward as episode_reward

@@ -1,15 +1,21 @@
-"""What `trajpack.kernels` exports, for type checkers; `trajpack` itself makes it so."""
+"""Names that `trajpack.kernels` exports. The runtime reads this list too."""
 
-from trajpack.kernels.corrections.importance_rules import Correction as Correction
-from trajpack.kernels.corrections.importance_rules import Rejection as Rejection
+from trajpack.kernels.corrections.importance_rules import (
+    Correction as Correction,
+    Rejection as Rejection,
+)
 from trajpack.kernels.corrections.importance_weights import importance_weights as importance_weights
 from trajpack.kernels.corrections.kl_penalty import kl_penalty as kl_penalty
-from trajpack.kernels.corrections.loss_weights import loss_denominator as loss_denominator
-from trajpack.kernels.corrections.loss_weights import loss_weights as loss_weights
+from trajpack.kernels.corrections.loss_weights import (
+    loss_denominator as loss_denominator,
+    loss_weights as loss_weights,
+)
 from trajpack.kernels.corrections.reward_shaping import overlong_penalty as overlong_penalty
-from trajpack.kernels.corrections.staleness import policy_age as policy_age
-from trajpack.kernels.corrections.staleness import staleness_mask as staleness_mask
-from trajpack.kernels.corrections.staleness import staleness_weights as staleness_weights
+from trajpack.kernels.corrections.staleness import (
+    policy_age as policy_age,
+    staleness_mask as staleness_mask,
+    staleness_weights as staleness_weights,
+)
 from trajpack.kernels.credit.discounted_returns import discounted_returns as discounted_returns
 from trajpack.kernels.credit.gae import gae as gae
 from trajpack.kernels.credit.td_lambda import td_lambda as td_lambda
@@ -18,32 +24,36 @@ from trajpack.kernels.credit.vtrace import vtrace as vtrace
 from trajpack.kernels.fields.build import build as build
 from trajpack.kernels.fields.gather_words import gather_words as gather_words
 from trajpack.kernels.groups.group_advantages import group_advantages as group_advantages
-from trajpack.kernels.groups.group_recipes import dr_grpo as dr_grpo
-from trajpack.kernels.groups.group_recipes import gpg as gpg
-from trajpack.kernels.groups.group_recipes import grpo as grpo
-from trajpack.kernels.groups.group_recipes import grpo_pass_at_k as grpo_pass_at_k
-from trajpack.kernels.groups.group_recipes import max_rl as max_rl
-from trajpack.kernels.groups.group_recipes import opo as opo
 from trajpack.kernels.groups.group_recipes import (
+    dr_grpo as dr_grpo,
+    gpg as gpg,
+    grpo as grpo,
+    grpo_pass_at_k as grpo_pass_at_k,
+    max_rl as max_rl,
+    opo as opo,
     reinforce_plus_plus_baseline as reinforce_plus_plus_baseline,
+    rloo as rloo,
 )
-from trajpack.kernels.groups.group_recipes import rloo as rloo
 from trajpack.kernels.groups.step_groups import step_advantages as step_advantages
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
-)
-from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_order as context_parallel_order,
 )
 from trajpack.kernels.rearrange.merge_tokens import merge_tokens as merge_tokens
 from trajpack.kernels.rearrange.pad import pad as pad
 from trajpack.kernels.rearrange.select_tokens import select_tokens as select_tokens
-from trajpack.kernels.rearrange.shift import drop_tokens as drop_tokens
-from trajpack.kernels.rearrange.shift import shift_tokens as shift_tokens
+from trajpack.kernels.rearrange.shift import (
+    drop_tokens as drop_tokens,
+    shift_tokens as shift_tokens,
+)
 from trajpack.kernels.rearrange.unpad import unpad as unpad
-from trajpack.kernels.reduce.moments import masked_moments as masked_moments
-from trajpack.kernels.reduce.moments import moment_sums as moment_sums
-from trajpack.kernels.reduce.segment_reduce import segment_max as segment_max
-from trajpack.kernels.reduce.segment_reduce import segment_mean as segment_mean
-from trajpack.kernels.reduce.segment_reduce import segment_sum as segment_sum
+from trajpack.kernels.reduce.moments import (
+    masked_moments as masked_moments,
+    moment_sums as moment_sums,
+)
+from trajpack.kernels.reduce.segment_reduce import (
+    segment_max as segment_max,
+    segment_mean as segment_mean,
+    segment_sum as segment_sum,
+)
 from trajpack.kernels.reduce.whiten import whiten as whiten

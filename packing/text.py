@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from trajpack.packing.batch.inspection import printable
-
 _MAX_CHARS = 300
 
 
@@ -35,4 +33,19 @@ def one_line(value: object, max_chars: int = _MAX_CHARS) -> str:
         printable(text)
         if rest <= 0
         else f"{printable(text[:max_chars])}... ({rest:,} more characters)"
+    )
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Escape what could act on a terminal or stay invisible, but for characters in ``keep``.
+
+    Example:
+        >>> printable("a\x1b[31m\tb"), printable("a\nb", keep="\n")
+        ('a\\x1b[31m\\tb', 'a\nb')
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
     )

@@ -21,7 +21,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from trajpack.packing.batch.inspection import printable
+from trajpack.packing.text import printable
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789@_-.,:=+")
 _MAX_NAME_CHARS = 160

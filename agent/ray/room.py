@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from trajpack.agent.ray.rollouts.options import WorkerOptions
-from trajpack.agent.ray.training.rank import RankOptions
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trajpack.agent.ray.rollouts.options import WorkerOptions
+    from trajpack.agent.ray.training.rank import RankOptions
 
 
 def lacking_room(who: str, count: int, options: WorkerOptions | RankOptions) -> str:

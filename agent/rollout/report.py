@@ -32,8 +32,13 @@ class ProgressBoard:
     """
 
     def __init__(self, num_episodes: int, console: Console, say: Callable[[str], None]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress as Bar,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         self._is_live = console.is_terminal and not console.is_dumb_terminal
         columns = (

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.servers.responses import sglang as sglang_json
-from trajpack.agent.servers.responses import vllm as vllm_json
+from trajpack.agent.servers.responses import sglang as sglang_json, vllm as vllm_json
 from trajpack.agent.servers.responses.json_parts import JsonParts, Sample
 from trajpack.agent.servers.responses.sglang import read_sglang_sample
 from trajpack.agent.servers.responses.vllm import read_sample

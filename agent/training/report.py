@@ -33,8 +33,13 @@ class TrainBoard:
     def __init__(
         self, settings: TrainSettings, console: Console, say: Callable[[str], None]
     ) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn as Elapsed,
+        )
 
         self._is_live = console.is_terminal and not console.is_dumb_terminal
         columns = (

@@ -16,9 +16,8 @@ from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import MAX_TOKENS
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.tables import number_groups
 from trajpack.packing.conversion import FLOAT32_MAX, INT32_MAX, shown
-from trajpack.packing.layout import LAYOUTS
+from trajpack.packing.layout import LAYOUTS, number_groups
 from trajpack.packing.token_fields import TokenField, check_fields
 
 TURN_DTYPES = {

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from trajpack.packing.text import printable
+
 if TYPE_CHECKING:
     from rich.panel import Panel
     from rich.table import Table
@@ -66,21 +68,6 @@ def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
             context = "observation"
         spans.append(Span(kind, start + begin, start + stop, turn))
     return spans
-
-
-def printable(text: str, keep: str = "") -> str:
-    r"""Escape what could act on a terminal or stay invisible, but for characters in ``keep``.
-
-    Example:
-        >>> printable("a\x1b[31m\tb"), printable("a\nb", keep="\n")
-        ('a\\x1b[31m\\tb', 'a\nb')
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
-        for char in text
-    )
 
 
 def _visible(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,7 +11,15 @@ import numpy.typing as npt
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.packing.buffer.chains import Intake
 from trajpack.packing.buffer.staging import Column
-from trajpack.packing.layout import SPAN_COLUMNS, Arrangement, Layout, Origin, Spans, arrange
+from trajpack.packing.layout import (
+    SPAN_COLUMNS,
+    Arrangement,
+    Layout,
+    Origin,
+    Spans,
+    arrange,
+    number_groups,
+)
 from trajpack.packing.token_fields import TokenField
 
 I32, F64 = np.dtype(np.int32), np.dtype(np.float64)
@@ -70,34 +78,6 @@ class Counts(NamedTuple):
     generated: int = 0
     groups: int = 0
     """Distinct groups; a trajectory without one is its own."""
-
-
-def number_groups(
-    groups: Iterable[str | None], known: dict[str, int], num_groups: int
-) -> tuple[list[int], int]:
-    """Number groups in order of first appearance; ``None`` is always a group of its own.
-
-    Args:
-        groups: Group of each trajectory.
-        known: Number of each group named before. Groups that are new are added, and what a call
-            added that did not count, at its end, is removed first.
-        num_groups: Groups before.
-
-    Returns:
-        The number of each trajectory's group, and how many groups there are then.
-
-    Example:
-        >>> number_groups(["b", None, "a", "b", None], {}, 0)
-        ([0, 1, 2, 0, 3], 4)
-    """
-    while known and next(reversed(known.values())) >= num_groups:
-        known.popitem()
-    numbers = []
-    for group in groups:
-        number = num_groups if group is None else known.setdefault(group, num_groups)
-        num_groups += number == num_groups
-        numbers.append(number)
-    return numbers, num_groups
 
 
 class GrowingArray:

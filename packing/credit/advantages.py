@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from trajpack.kernels.groups.group_advantages import group_advantages
 from trajpack.kernels.groups.step_groups import step_advantages
 from trajpack.kernels.reduce.moments import masked_moments, moment_sums
 from trajpack.kernels.reduce.whiten import whiten, whiten_with_moments
-from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.credit import estimators, group_estimators
 from trajpack.packing.credit.inputs import (
     OP,
@@ -34,6 +33,9 @@ from trajpack.packing.credit.inputs import (
     pieces_of,
     turns_of,
 )
+
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
 
 METRICS = (
     "advantage_count",

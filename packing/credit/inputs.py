@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,8 +11,10 @@ from trajpack.kernels.credit.spread import Turns
 from trajpack.kernels.scan.credit_scan import Limits, Pieces
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.validation import check_device, check_tensor
-from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.credit import estimators, group_estimators
+
+if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
 
 OP = "with_advantages"
 FLOATS = (torch.float32, torch.float64)

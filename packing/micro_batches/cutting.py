@@ -12,7 +12,6 @@ from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.rearrange.merge_tokens import merge_tokens
 from trajpack.kernels.rearrange.select_tokens import Segment, TokenSources
 from trajpack.kernels.rearrange.token_rows import Number
-from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 from trajpack.packing.micro_batches.tables import (
@@ -25,6 +24,7 @@ from trajpack.packing.micro_batches.tables import (
 )
 
 if TYPE_CHECKING:
+    from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.plan.plan import Plan
 
 OWN = ("input_ids", "turn_ids", "prompt_mask", "loss_mask", "rollout_logprobs", "policy_versions")

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.testing import assert_batches_equal, trajectories, trajectory_lists

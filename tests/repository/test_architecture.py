@@ -1,6 +1,7 @@
 """Imports point one way, functions stay small, and optional packages stay optional."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ ALLOWED = {
 PRODUCT = sorted(
     path for folder in (*ALLOWED, "src/trajpack") for path in (ROOT / folder).rglob("*.py")
 )
+MAX_FILES = 16
+"""Files of a folder, ``__init__.py`` not counted; beyond about a dozen it is two concepts."""
 MAX_FUNCTION_LINES = 60
 """Lines of code that a screen shows; a kernel is one flat body and may have more."""
 OPTIONAL = {
@@ -68,6 +71,61 @@ def test_imports_point_from_agent_to_packing_to_kernels(layer):
             if parts[0] == "trajpack":
                 assert len(parts) > 1, f"{path} imports the facade"
                 assert parts[1] in ALLOWED[layer], f"{path} imports {module}"
+
+
+def folder_of(module):
+    """Return the folder of a module of the package, as a path from the root; None outside."""
+    parts = module.split(".")
+    for end in range(len(parts), 1, -1):
+        path = ROOT.joinpath(*parts[1:end])
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            folder = path if path.is_dir() else path.parent
+            return str(folder.relative_to(ROOT))
+    return None
+
+
+def imports_at_run_time(tree):
+    """Yield the modules that a file imports, without those under ``if TYPE_CHECKING``."""
+    typing_only = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in typing_only:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import) and node not in typing_only:
+            yield from (alias.name for alias in node.names)
+
+
+def folder_edges():
+    """Return for each folder of the three layers the folders that it imports."""
+    edges = {}
+    for path in PRODUCT:
+        if path.is_relative_to(ROOT / "src") or path.name == "__init__.py":
+            continue  # an __init__.py re-exports from below
+        folder = str(path.parent.relative_to(ROOT))
+        found = edges.setdefault(folder, set())
+        for module in imports_at_run_time(ast.parse(path.read_text())):
+            if module.startswith("trajpack."):
+                found.add(folder_of(module))
+    return {folder: found - {folder, None} for folder, found in edges.items()}
+
+
+def test_folders_do_not_import_each_other_in_circles():
+    edges = folder_edges()
+    order = list(graphlib.TopologicalSorter(edges).static_order())  # CycleError names a circle
+    assert {*edges} <= {*order}
+
+
+@pytest.mark.parametrize("folder", sorted(folder_edges()))
+def test_a_folder_is_small_and_says_what_it_is_for(folder):
+    files = [path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= MAX_FILES, sorted(path.name for path in files)
+    if folder not in ALLOWED:
+        described = ast.parse((ROOT / folder / "__init__.py").read_text())
+        assert ast.get_docstring(described)
 
 
 @pytest.mark.parametrize("path", product_files())

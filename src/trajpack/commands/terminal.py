@@ -115,14 +115,14 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 def tell(console: Console, text: str, style: str | None = None) -> None:
     """Print one line that is never wrapped, so that paths can be copied."""
-    from trajpack.packing.batch.inspection import printable
+    from trajpack.packing.text import printable
 
     console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
     """Print one line about what is going on, apart from the result."""
-    from trajpack.packing.batch.inspection import printable
+    from trajpack.packing.text import printable
 
     sys.stderr.write(f"trajpack: {printable(text)}\n")
     sys.stderr.flush()

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.errors import EpisodeError

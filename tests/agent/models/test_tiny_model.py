@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trajpack.agent.models.tiny_model import build_tiny_model
 

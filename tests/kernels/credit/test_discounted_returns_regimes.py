@@ -10,8 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.scan import discounted_returns_triton

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.kernels.credit.token_loops import (
     FLAGS,

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels.groups.group_recipes import grpo
 from trajpack.kernels.groups.step_groups import number_pairs, step_advantages

@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels import validation
 from trajpack.kernels.rearrange import select_tokens_triton

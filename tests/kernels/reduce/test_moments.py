@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels import masked_moments, moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton

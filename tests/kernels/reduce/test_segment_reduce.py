@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels.reduce import segment_reduce_triton
 from trajpack.kernels.reduce.segment_reduce import segment_max, segment_mean, segment_sum

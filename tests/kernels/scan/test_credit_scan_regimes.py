@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
 from trajpack.kernels.scan import credit_scan_triton

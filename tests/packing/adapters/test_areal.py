@@ -3,8 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.row_cases import conversation, forked_batch, padded, plain_batch
 from tests.packing.adapters.stand_ins import stand_in, stand_ins

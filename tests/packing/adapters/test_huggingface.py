@@ -3,8 +3,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import DataCollatorWithFlattening
 
 from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch

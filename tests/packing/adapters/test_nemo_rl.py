@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.row_cases import forked_batch, padded, plain_batch
 from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack

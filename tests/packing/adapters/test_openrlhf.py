@@ -1,7 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.row_cases import forked_batch, padded, plain_batch
 from tests.packing.adapters.stand_ins import stand_ins

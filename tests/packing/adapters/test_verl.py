@@ -3,8 +3,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.packed_loss import clipped_loss
 from tests.packing.adapters.row_cases import (

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
 from trajpack.packing import layout as layout_module

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.packing.credit.credit_cases import LAYOUTS, generated, some_trajectories
 from tests.packing.credit.group_loops import lengths_of

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.micro_batches.micro_batch_loops import check_micro_batch
 from trajpack import GRPO, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack

@@ -8,8 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.plan import plan_loops
 from tests.packing.plan.plan_loops import MIXES, karmarkar_karp

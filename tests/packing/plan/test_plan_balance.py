@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.plan.plan_loops import karmarkar_karp, karmarkar_karp_and_swaps
 from trajpack import plan_micro_batches, plan_ranks

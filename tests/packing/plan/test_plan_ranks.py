@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.plan.plan_loops import MIXES
 from tests.packing.plan.test_plan import BALANCING, EVERY, held_by

@@ -1,7 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.row_cases import conversation, forked_batch, plain_batch, rows_by_loop
 from trajpack import StaticBatch, TrajectoryBuffer, pack

@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from benchmarks import trajectory_log as benchmark
 from tests.packing.trajectory_log.log_cases import (

@@ -14,9 +14,11 @@ import pytest
 
 from tests.packing.trajectory_log.log_cases import BY_HAND, read, turn, wait_until
 from trajpack import Trajectory
-from trajpack.packing.trajectory_log import index as log_index
-from trajpack.packing.trajectory_log import log as trajectory_log
-from trajpack.packing.trajectory_log import writer as log_writer
+from trajpack.packing.trajectory_log import (
+    index as log_index,
+    log as trajectory_log,
+    writer as log_writer,
+)
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogOptions
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.agent.servers.loopback import Answer, Asked, generate, options, serving
 from tests.packing.adapters.peers import find_peer

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.agent.servers.responses.vllm_bodies import LIMITS, chat, completions, encode, generate
 from trajpack.agent.servers.engine_response import EngineResponse, read_vllm_response

@@ -16,8 +16,8 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.protocols import Agent, Engine, Environment
 from trajpack.agent.ray.cluster import local_cluster
-from trajpack.agent.ray.rollouts.options import WorkerOptions
-from trajpack.agent.ray.rollouts.workers import RolloutWorkers
+from trajpack.agent.ray.worker import WorkerOptions
+from trajpack.agent.ray.workers import RolloutWorkers
 from trajpack.agent.rollout.engine import rollout_engine, sampling_seed
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 

@@ -19,12 +19,13 @@ from trajpack.agent.rollout.files import (
 )
 from trajpack.agent.rollout.log import RolloutLog
 from trajpack.agent.rollout.outcome import RolloutOutcome
-from trajpack.agent.rollout.report import ProgressBoard, report
+from trajpack.agent.rollout.report import report
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner import watchdog
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.commands.interruption import Interruption
+from trajpack.commands.progress import EpisodeBoard
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch.inspection import counted, summary
 from trajpack.packing.layout import Layout
@@ -102,7 +103,7 @@ def _go_on(
         there = f"{len(collected.earlier):,} of {prepared.num_episodes:,} episodes"
         say(f"{log.folder} has {there}: going on from there")
     console = make_console(stderr=True)
-    with _summarised_warnings() as warnings, ProgressBoard(num_left, console, say) as board:
+    with _summarised_warnings() as warnings, EpisodeBoard(num_left, console, say) as board:
         warnings.say_now = board.say
         if num_left:
             asyncio.run(collected.gather(board, interruption))
@@ -172,7 +173,7 @@ class _Collected:
             earlier = list(self._log.earlier(self._prepared.prompts, settings.group_size))
         return earlier + self._new
 
-    async def gather(self, board: ProgressBoard, interruption: Interruption) -> None:
+    async def gather(self, board: EpisodeBoard, interruption: Interruption) -> None:
         """Gather results until all are there or the first signal came, and make it wait then."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -206,7 +207,7 @@ def _defer() -> None:
 
 
 def _check_any(
-    prepared: Rollout, outcome: RolloutOutcome, board: ProgressBoard, interruption: Interruption
+    prepared: Rollout, outcome: RolloutOutcome, board: EpisodeBoard, interruption: Interruption
 ) -> None:
     """Raise if no episode gave anything to pack."""
     if outcome.trajectories:
@@ -220,8 +221,8 @@ def _check_any(
     raise SetupError(f"all {num_failed} episodes failed, most of them so: {reason}; {_NOTHING}")
 
 
-def _engine_failure(prepared: Rollout, outcome: RolloutOutcome, board: ProgressBoard) -> str:
-    num_left = board.num_episodes - board.progress.num_started
+def _engine_failure(prepared: Rollout, outcome: RolloutOutcome, board: EpisodeBoard) -> str:
+    num_left = prepared.num_episodes - len(outcome.results)
     num_failed = sum(outcome.failures.values())
     return (
         f"{outcome.engine_failure}: {num_failed:,} of {prepared.num_episodes:,} episodes failed "

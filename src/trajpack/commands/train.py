@@ -11,11 +11,10 @@ import torch
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout.files import check_writable
-from trajpack.agent.training.grpo import Training
-from trajpack.agent.training.records import StepRecord
-from trajpack.agent.training.report import TrainBoard, report, write_page
-from trajpack.agent.training.settings import TrainSettings
+from trajpack.agent.training.grpo import StepRecord, Training, TrainSettings
+from trajpack.agent.training.report import report, write_page
 from trajpack.commands.interruption import Interruption
+from trajpack.commands.progress import TrainBoard
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch.inspection import summary
 from trajpack.packing.optional import require
@@ -55,7 +54,7 @@ def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> No
     with _single_threaded(), TrainBoard(settings, make_console(stderr=True), say) as board:
         training = Training(settings)
         for step, loss in enumerate(training.warm_up(), start=1):
-            board.warm_up(step, loss)
+            board.show("warm-up", step, f"loss {loss:.2f}")
         asyncio.run(_learn(training, records, board, interruption))
     if not records:
         raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks import rivals
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.packing import plan_loops
-from trajpack.packing.plan.bounds import lower_bound
+from trajpack.packing.plan.statistics import lower_bound
 from trajpack.packing.plan.plan import plan_micro_batches
 
 FEWEST, EVEN = "plan few micro-batches", "plan 64 even ones"

@@ -165,21 +165,7 @@ def cut(
         TypeError: If one of ``tensors`` is no tensor.
         ValueError: If one has the wrong shape or device, or a name that is taken.
     """
-    named = {name: getattr(batch, name) for name in OWN} | dict(batch.fields)
-    if batch.advantages is not None:
-        named["advantages"] = batch.advantages
-    taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
-    for name, tensor in (tensors or {}).items():
-        check_given(name, tensor, taken, num_tokens=batch.num_tokens, device=batch.device)
-        if tensor.dtype.itemsize > MAX_ITEMSIZE or 0 in tensor.shape[1:]:
-            raise ValueError(
-                f"tensors: {name!r} must have rows, of a dtype of at most {MAX_ITEMSIZE} bytes, "
-                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            )
-        named[name] = tensor
-    fills = {**FILLS, "input_ids": alignment.token_id}
-    fills |= {field.name: field.fill for field in batch.token_fields}
-    sources = TokenSources(list(named.values()), [fills.get(name, 0) for name in named])
+    names, sources = _sources(batch, tensors, alignment)
     tables = _send(
         [
             _Table(
@@ -199,7 +185,7 @@ def cut(
         rows, position_ids, sequence_ids = sources.select(
             table, num_tokens, alignment.positions, impl
         )
-        selected = dict(zip(named, rows, strict=True))
+        selected = dict(zip(names, rows, strict=True))
         seqlens, padded_seqlens = tuple(lengths.tolist()), tuple(padded.tolist())
         num_boundaries = alignment.num_boundaries or len(padded_seqlens) + 1
         cu_padded = table[Segment.START, :num_boundaries]
@@ -221,6 +207,27 @@ def cut(
         )
 
     return map(select, placed, tables)
+
+
+def _sources(
+    batch: PackedBatch, tensors: Mapping[str, torch.Tensor] | None, alignment: Alignment
+) -> tuple[list[str], TokenSources]:
+    """Return the names and values of all tensors over tokens, the caller's included."""
+    named = {name: getattr(batch, name) for name in OWN} | dict(batch.fields)
+    if batch.advantages is not None:
+        named["advantages"] = batch.advantages
+    taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
+    for name, tensor in (tensors or {}).items():
+        check_given(name, tensor, taken, num_tokens=batch.num_tokens, device=batch.device)
+        if tensor.dtype.itemsize > MAX_ITEMSIZE or 0 in tensor.shape[1:]:
+            raise ValueError(
+                f"tensors: {name!r} must have rows, of a dtype of at most {MAX_ITEMSIZE} bytes, "
+                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            )
+        named[name] = tensor
+    fills = {**FILLS, "input_ids": alignment.token_id}
+    fills |= {field.name: field.fill for field in batch.token_fields}
+    return list(named), TokenSources(list(named.values()), [fills.get(name, 0) for name in named])
 
 
 def merged(

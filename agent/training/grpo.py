@@ -1,4 +1,4 @@
-"""The demonstration of GRPO: settings, the training loop, and the record of each step."""
+"""The demonstration of GRPO: the training loop and the record of each step."""
 
 from __future__ import annotations
 
@@ -24,64 +24,19 @@ from trajpack.agent.training.arithmetic import (
     lazy_demonstrations,
 )
 from trajpack.agent.training.policy_trainer import PolicyTrainer, StepOutcome, warm_up
+from trajpack.agent.training.settings import TrainSettings
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.credit.group_estimators import GRPO
 
 MAX_LOGPROB_GAP = 1e-5
 """Largest allowed difference of log-probabilities between trainer and engine at equal weights."""
-_LIMITS = {
-    "num_steps": (1, 10_000),
-    "num_prompts": (1, 1_000),
-    "group_size": (2, 1_000),
-    "num_turns": (1, 16),
-    "warm_up_steps": (1, 10_000),
-    "capacity": (128, 1_000_000),  # a conversation of 16 turns fits
-    "seed": (0, 2**32 - 1),
-}
 _NUM_EPOCHS = 2
 _PAGE_SIZE = 16
 _DEMONSTRATIONS = 48
 _WARM_UP_RATE = 3e-3
 _QUESTION_TOKENS, _MAX_NEW_TOKENS, _FEEDBACK_TOKENS = 5, 3, 4
 _MAX_CONCURRENCY = 64
-
-
-@dataclass(frozen=True)
-class TrainSettings:
-    """Settings of a training.
-
-    The same settings give the same initial weights and the same questions. The sampled tokens
-    also depend on the clock, since weights change while episodes run.
-
-    Raises:
-        SetupError: If a value is out of range.
-    """
-
-    num_steps: int = 30
-    """Number of policy-gradient steps."""
-    num_prompts: int = 16
-    """Questions for each step."""
-    group_size: int = 8
-    """Episodes for each question."""
-    num_turns: int = 3
-    """Maximum number of answers in an episode, which ends with the first right one."""
-    warm_up_steps: int = 120
-    """Number of supervised steps before the first episode."""
-    learning_rate: float = 1e-3
-    """Learning rate of the policy-gradient steps."""
-    capacity: int = 512
-    """Maximum number of tokens in a micro-batch."""
-    seed: int = 0
-    """Seed of weights, questions, demonstrations and sampling."""
-
-    def __post_init__(self) -> None:
-        for name, (least, most) in _LIMITS.items():
-            if not least <= getattr(self, name) <= most:
-                limits = f"from {least:,} to {most:,}"
-                raise SetupError(f"{name} must be {limits}, got {getattr(self, name):,}")
-        if not 0 < self.learning_rate < float("inf"):
-            raise SetupError(f"learning_rate must be positive, got {self.learning_rate}")
 
 
 @dataclass(frozen=True)

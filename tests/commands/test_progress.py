@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.agent.training.test_grpo_report import RECORDS
 from trajpack.agent.runner.runner import Progress
-from trajpack.agent.training.grpo import TrainSettings
+from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.progress import EpisodeBoard, TrainBoard
 
 SETTINGS = TrainSettings(num_steps=8, warm_up_steps=2)

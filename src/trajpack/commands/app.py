@@ -170,7 +170,7 @@ def train(
 
     Example: trajpack train --out demo/train.html
     """
-    from trajpack.agent.training.grpo import TrainSettings
+    from trajpack.agent.training.settings import TrainSettings
     from trajpack.commands.train import train
 
     settings = TrainSettings(

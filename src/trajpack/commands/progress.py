@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trajpack.agent.runner.runner import Progress as Episodes
 
 if TYPE_CHECKING:
-    from trajpack.agent.training.grpo import StepRecord, TrainSettings
+    from trajpack.agent.training.grpo import StepRecord
+    from trajpack.agent.training.settings import TrainSettings
 
 _LINE_INTERVAL_S = 5.0
 _RATE_WINDOW_S = 10.0
@@ -90,6 +91,8 @@ class EpisodeBoard(Board):
 
     def __init__(self, num_episodes: int, console: Console, say: Callable[[str], None]) -> None:
         super().__init__({"episodes": num_episodes}, console, say)
+        self.total = num_episodes
+        """Number of episodes."""
         self.progress = Episodes()
         """Latest progress."""
         self._recent = deque([(0.0, 0)])

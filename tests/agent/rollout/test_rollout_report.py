@@ -5,8 +5,7 @@ from __future__ import annotations
 from trajpack import Trajectory, Turn
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout.outcome import RolloutOutcome
-from trajpack.agent.rollout.report import report
+from trajpack.agent.rollout.report import RolloutOutcome, report
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 
 LAST = Progress(num_finished=3, num_tokens=5000, elapsed_s=2.0)
@@ -25,7 +24,7 @@ def test_the_report_compares_layouts_and_counts_failures() -> None:
         )
     )
     buffer = outcome.fill_buffer("cpu")
-    rows = report(outcome, LAST, buffer.pack(), buffer.num_tokens)
+    rows = report(outcome, LAST, buffer.pack(), num_merged=buffer.num_tokens)
     named = dict(rows)
     assert named["right answers"] == "1 of 3 (33.3%)"
     # as turns 3 + 5 + 2, merged 5 + 2

@@ -21,7 +21,6 @@ from trajpack.agent.training import grpo
 from trajpack.agent.training.grpo import (
     StepRecord,
     Training,
-    TrainSettings,
     check_logprobs,
     pack_episodes,
     record_step,
@@ -29,6 +28,7 @@ from trajpack.agent.training.grpo import (
 )
 from trajpack.agent.training.policy_trainer import StepOutcome
 from trajpack.agent.training.report import rise
+from trajpack.agent.training.settings import TrainSettings
 
 torch.set_num_threads(1)
 SMALL = TrainSettings(num_steps=3, num_prompts=2, group_size=4, warm_up_steps=2)

@@ -1,0 +1,54 @@
+"""Settings of the demonstration of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trajpack.agent.errors import SetupError
+
+_LIMITS = {
+    "num_steps": (1, 10_000),
+    "num_prompts": (1, 1_000),
+    "group_size": (2, 1_000),
+    "num_turns": (1, 16),
+    "warm_up_steps": (1, 10_000),
+    "capacity": (128, 1_000_000),  # a conversation of 16 turns fits
+    "seed": (0, 2**32 - 1),
+}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Settings of a training.
+
+    The same settings give the same initial weights and the same questions. The sampled tokens
+    also depend on the clock, since weights change while episodes run.
+
+    Raises:
+        SetupError: If a value is out of range.
+    """
+
+    num_steps: int = 30
+    """Number of policy-gradient steps."""
+    num_prompts: int = 16
+    """Questions for each step."""
+    group_size: int = 8
+    """Episodes for each question."""
+    num_turns: int = 3
+    """Maximum number of answers in an episode, which ends with the first right one."""
+    warm_up_steps: int = 120
+    """Number of supervised steps before the first episode."""
+    learning_rate: float = 1e-3
+    """Learning rate of the policy-gradient steps."""
+    capacity: int = 512
+    """Maximum number of tokens in a micro-batch."""
+    seed: int = 0
+    """Seed of weights, questions, demonstrations and sampling."""
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _LIMITS.items():
+            if not least <= getattr(self, name) <= most:
+                limits = f"from {least:,} to {most:,}"
+                raise SetupError(f"{name} must be {limits}, got {getattr(self, name):,}")
+        if not 0 < self.learning_rate < float("inf"):
+            raise SetupError(f"learning_rate must be positive, got {self.learning_rate}")

@@ -33,9 +33,9 @@ class MathVerifyEnvironment:
 
     Worker processes check the answers. They start when needed and import neither torch nor the
     caller's script, so a script needs no ``__main__`` guard. They get only the environment
-    variables that imports need. No text of a model is run as code: some scorers of reasoning-gym evaluate
-    their input, so they get numbers, operators and names of common functions only. Any other
-    answer to their questions is right if it equals the entry's answer, and otherwise wrong.
+    variables that imports need. No text of a model is run as code: some scorers of reasoning-gym
+    evaluate their input, so they get numbers, operators and names of common functions only. Any
+    other answer to their questions is right if it equals the entry's answer, and otherwise wrong.
 
     A check that exceeds its time or memory counts as wrong. If a worker is lost for any other
     reason, a new one repeats the check once.

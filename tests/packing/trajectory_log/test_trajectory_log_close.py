@@ -31,9 +31,9 @@ from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls, needs_sqlite_
 from trajpack import Trajectory
 from trajpack.packing.trajectory_log import writer as log_writer
 from trajpack.packing.trajectory_log.database import LogFile
-from trajpack.packing.trajectory_log.index import EpisodeIndex
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogInUseError, LogOptions
+from trajpack.packing.trajectory_log.writer import EpisodeIndex
 
 
 class SlowDisk:

@@ -93,16 +93,16 @@ class EpisodeIndex:
                 if isinstance(row, DamagedLogError):
                     faults[entry.number] = row
             for entry in entries:
-                replaced = self._written.get(entry.text)
+                name = entry.text
+                replaced = self._written.get(name)
                 if entry.number in faults or (replaced and entry.failed and not replaced.failed):
                     continue
-                self._add(entry)
-                self._count(entry, 1)
-                if replaced:  # failed, or damaged once, skipped and logged again
-                    self._count(replaced, -1)
+                self._add(name, entry)
         file.check_end(state)
         self._num_rows = state.num_episodes
         self.num_episodes = len(self._written)
+        for written in self._written.values():
+            self._count(written, 1)
         for fault in faults.values():
             warnings.warn(f"1 episode skipped: {fault}", stacklevel=4)
 
@@ -156,7 +156,7 @@ class EpisodeIndex:
         """
         with self._lock:
             for one, entry in zip(batch, entries, strict=True):
-                self._add(entry)  # before it leaves `pending`: it is always in one
+                self._add(one.name, entry)  # before it leaves `pending`: it is always in one
                 if self.pending.get(one.name) is one:
                     del self.pending[one.name]
                     self.num_pending_bytes -= entry.num_bytes
@@ -195,8 +195,8 @@ class EpisodeIndex:
         """Return the error of a closed log."""
         return ValueError(f"log {self._file.path.parent} is closed")
 
-    def _add(self, entry: Entry) -> None:
-        self._written[entry.text] = _Written(entry.number, *entry[2:6])
+    def _add(self, name: str, entry: Entry) -> None:
+        self._written[name] = _Written(entry.number, *entry[2:6])
 
     def _count(self, entry: Entry | _Written, sign: int) -> None:
         self.num_trajectories += sign * entry.num_trajectories

@@ -105,11 +105,11 @@ def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path
 def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_path, monkeypatch):
     failing = [2, 0, 4]
 
-    def add(index, entry, really=EpisodeIndex._add):
+    def add(index, name, entry, really=EpisodeIndex._add):
         if entry.number in failing[:1]:
             del failing[0]
             raise MemoryError
-        return really(index, entry)
+        return really(index, name, entry)
 
     monkeypatch.setattr(EpisodeIndex, "_add", add)
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:

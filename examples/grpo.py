@@ -23,7 +23,7 @@ from trajpack.agent import (
     SamplingParams,
     TransformersEngine,
 )
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import ExactAnswerEnvironment
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
     build_arithmetic_model,

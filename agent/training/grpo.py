@@ -11,7 +11,7 @@ from functools import partial
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines.transformers_engine import TransformersEngine
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import ExactAnswerEnvironment
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.protocols import Prompt, SamplingParams

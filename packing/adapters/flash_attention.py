@@ -1,4 +1,4 @@
-"""flash-attn's variable-length interface: where sequences lie, for queries and for keys."""
+"""flash-attn's variable-length interface: boundaries of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trajpack.packing.rows.packed import Packed, places_of
 def to_varlen(batch: Packed) -> dict[str, Any]:
     """Return keyword arguments of ``flash_attn_varlen_func`` beside query, key and value.
 
-    ========================== ===== ======= ==================================
+    ========================== ===== ======= ======================================
     key                        dtype shape   content
-    ========================== ===== ======= ==================================
-    cu_seqlens_q, cu_seqlens_k int32 [n + 1] where sequences lie, on the device
+    ========================== ===== ======= ======================================
+    cu_seqlens_q, cu_seqlens_k int32 [n + 1] boundaries of sequences, on the device
     max_seqlen_q, max_seqlen_k int           tokens of the longest
     causal                     bool          True
-    ========================== ===== ======= ==================================
+    ========================== ===== ======= ======================================
 
     Query, key and value are ``[tokens, heads, head size]``, of the batch's tokens in their order.
     Padding behind a sequence belongs to it: causal attention keeps it from the tokens before.
 
-    Not carried: everything that is not attention's.
+    Not carried: everything but attention's arguments.
 
     Cost: views; the longest sequence is known to the host. No synchronisation.
 

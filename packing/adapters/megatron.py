@@ -1,4 +1,4 @@
-"""Megatron-Core's ``PackedSeqParams``: where sequences of a packed micro-batch lie."""
+"""Megatron-Core's ``PackedSeqParams``: boundaries of the sequences of a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     ========================================= ===== ======= ========================================
     qkv_format                                str           ``"thd"``
     cu_seqlens_q, cu_seqlens_kv               int32 [n + 1] sums of true lengths
-    cu_seqlens_q_padded, cu_seqlens_kv_padded int32 [n + 1] where sequences lie in memory
+    cu_seqlens_q_padded, cu_seqlens_kv_padded int32 [n + 1] boundaries in memory
     max_seqlen_q, max_seqlen_kv               int           longest sequence, its padding counted
     pad_between_seqs                          bool          whether sequences are padded
     total_tokens                              int           tokens, padding counted
     seq_idx                                   int32 [1, T]  number of the token's sequence
     ========================================= ===== ======= ========================================
 
-    Older versions of the class lack the last three: `to_packed_seq_params` gives it what it takes.
-    Its other fields say how ranks share the work, which a batch does not know: ``cp_group``,
-    ``local_cp_size``.
+    Older versions of the class lack the last three, which `to_packed_seq_params` then omits. Fields
+    about the ranks, ``cp_group`` and ``local_cp_size``, are for the caller.
 
     Args:
-        batch: A batch, or a micro-batch of which each sequence takes a multiple of what the
-            parallelism needs: twice the context-parallel ranks times the tensor-parallel ones.
-        lengths: ``"both"`` gives true lengths beside padded ones, and says that there is padding;
-            ``"padded"`` gives padded ones in their place too, for engines that count padding
-            as tokens of the sequence.
+        batch: A batch, or a micro-batch whose sequences are multiples of the parallelism's need:
+            twice the context-parallel ranks times the tensor-parallel ones.
+        lengths: ``"both"`` gives true and padded lengths, and says that there is padding;
+            ``"padded"`` gives padded ones for both, for engines that treat padding as tokens.
 
     Raises:
         ValueError: If ``lengths`` is neither.
@@ -71,15 +69,15 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
 def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
     """Return the ``PackedSeqParams`` of the installed Megatron-Core for the batch's tokens.
 
-    The model takes it beside ``input_ids[None]``, ``position_ids[None]`` and no attention mask:
-    what `packed_seq_params_kwargs` says, as far as the installed version has a field for it.
+    The model takes it with ``input_ids[None]``, ``position_ids[None]`` and no attention mask. Has
+    those fields of `packed_seq_params_kwargs` that the installed version has.
 
     Raises:
         ImportError: If Megatron-Core is not installed.
         ValueError: If ``lengths`` is neither.
 
-    Cost: views. No synchronisation: where the class would derive ``seq_idx`` itself, which
-    reads the device, it is set afterwards to what the batch has.
+    Cost: views. No synchronisation: the class would read the device to derive ``seq_idx``, so that
+    is set afterwards.
     """
     require("megatron")
     from megatron.core.packed_seq_params import PackedSeqParams

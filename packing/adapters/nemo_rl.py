@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.rearrange.pad import Number, pad
+from trajpack.kernels.rearrange.pad import Number
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.rows.lists import RowLists
-from trajpack.packing.rows.names import check_field_names
+from trajpack.packing.rows.packed import advantages_of
+from trajpack.packing.rows.rows import RowLists, check_field_names, right_padded
 from trajpack.packing.rows.scores import Score, row_scores
 
 
@@ -18,39 +18,38 @@ def to_loss_inputs(
 ) -> dict[str, Any]:
     """Return the keys of ``ClippedPGLossDataDict``: a row for each sequence, right-padded.
 
-    ``B`` rows of ``S`` tokens. Column ``j`` belongs to token ``j``; the loss leaves out column
-    0, in which there is nothing, and compares column ``j`` with what is predicted at ``j - 1``.
+    ``B`` rows of ``S`` tokens. Column ``j`` belongs to token ``j``; the loss ignores column 0 and
+    compares column ``j`` with the prediction at ``j - 1``.
 
-    ========================= ======= ====== ==============================================
-    key                       dtype   shape  content, and what stands at padding
-    ========================= ======= ====== ==============================================
-    input_ids                 int64   [B, S] tokens; pad_token_id
-    input_lengths             int32   [B]    tokens of each sequence
-    generation_logprobs       float32 [B, S] of the rollout; 0
-    prev_logprobs             float32 [B, S] extra field of that name, else the rollout's; 0
-    reference_policy_logprobs float32 [B, S] extra field of that name, if there is one; 0
-    advantages                float32 [B, S] of the batch; 0
-    token_mask                float32 [B, S] 1 where generated; 0
-    sample_mask               float32 [B]    1
-    each other field          its own [B, S, *] 0
-    ========================= ======= ====== ==============================================
+    ========================= ======= ========= ================================ ============
+    key                       dtype   shape     content                          padding
+    ========================= ======= ========= ================================ ============
+    input_ids                 int64   [B, S]    tokens                           pad_token_id
+    input_lengths             int32   [B]       tokens of each sequence
+    generation_logprobs       float32 [B, S]    of the rollout                   0
+    prev_logprobs             float32 [B, S]    extra field, else the rollout's  0
+    reference_policy_logprobs float32 [B, S]    extra field, if there is one     0
+    advantages                float32 [B, S]    of the batch                     0
+    token_mask                float32 [B, S]    1 where generated                0
+    sample_mask               float32 [B]       1
+    each other field          its own [B, S, *]                                  0
+    ========================= ======= ========= ================================ ============
 
-    ``BatchedDataDict`` takes it. Not carried: rewards, returns, policy versions, truncation,
-    which trajectory or group a row is of.
+    ``BatchedDataDict`` takes it. Not carried: rewards, returns, policy versions, truncation, the
+    row's trajectory and group.
 
     Args:
         batch: With advantages, in any layout.
-        pad_token_id: What stands at padding of token ids.
+        pad_token_id: Token id at padding.
         sequence_multiple: ``S`` is a multiple of it (``make_sequence_length_divisible_by``).
 
     Raises:
         ValueError: If the batch has no advantages or is padded, ``sequence_multiple`` is not
-            positive, or an extra field is named as another key.
+            positive, or an extra field has the name of another key.
 
     Cost: a launch for each key. No synchronisation.
     """
-    if batch.advantages is None:
-        raise ValueError("to_loss_inputs: the batch has no advantages, call with_advantages first")
+    advantages = advantages_of("to_loss_inputs", batch)
     if sequence_multiple < 1:
         raise ValueError(
             f"to_loss_inputs: sequence_multiple must be 1 or more, got {sequence_multiple}"
@@ -59,85 +58,76 @@ def to_loss_inputs(
     width = -(-batch.max_seqlen // sequence_multiple) * sequence_multiple
 
     def padded(packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        return pad(packed, batch.cu_seqlens, width, value=value)
+        return right_padded(batch, packed, value, width=width)
 
-    fields = {"prev_logprobs": batch.rollout_logprobs, **batch.fields}
     found = {
         "input_ids": padded(batch.input_ids, pad_token_id),
         "input_lengths": batch.cu_seqlens.diff(),
         "generation_logprobs": padded(batch.rollout_logprobs),
-        "advantages": padded(batch.advantages),
+        "advantages": padded(advantages),
         "token_mask": padded(batch.loss_mask.float()),
         "sample_mask": torch.ones(len(batch), device=batch.device),
     }
     check_field_names("to_loss_inputs", batch, found)
+    fields = {"prev_logprobs": batch.rollout_logprobs, **batch.fields}
     return found | {name: padded(values) for name, values in fields.items()}
 
 
 def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[str, Any]:
-    """Return what NeMo-RL's rollouts return: a log of messages for each sequence.
+    """Return the output of NeMo-RL's rollouts: a log of messages for each sequence.
 
-    ================ ============== ======= ===============================================
-    key              entry          dtype   content
-    ================ ============== ======= ===============================================
-    message_log      list of dict           messages, in order; see below
-    total_reward     float          float32 ``[B]``, see ``rewards``
-    length           int            int32   ``[B]``: tokens of the first message
-    loss_multiplier  float          float32 ``[B]``: 1
-    truncated        bool           bool    ``[B]``: whether the last turn was cut off
-    idx              int                    list: which trajectory of the batch it is of
-    ================ ============== ======= ===============================================
+    ================ ======= ============ =============================================
+    key              dtype   shape        content
+    ================ ======= ============ =============================================
+    message_log              list of list messages in order, see below
+    total_reward     float32 [B]          see ``rewards``
+    length           int32   [B]          tokens of the first message
+    loss_multiplier  float32 [B]          1
+    truncated        bool    [B]          whether the last turn was truncated
+    idx                      list of int  index of the row's trajectory in the batch
+    ================ ======= ============ =============================================
 
-    A message is a stretch of tokens that were generated, of role ``"assistant"``, or were not,
-    of role ``"user"``: ``role``, ``content`` (empty: texts are not known), ``token_ids`` int64,
-    ``token_loss_mask`` int64, ``generation_logprobs`` float32. NeMo-RL's
-    ``batched_message_log_to_flat_message`` makes rows of them. Not carried: policy versions,
-    rewards of single turns, extra fields.
+    A message is a run of generated tokens (role ``"assistant"``) or of other tokens (``"user"``):
+    ``role``, ``content`` (empty, since texts are unknown), ``token_ids`` int64, ``token_loss_mask``
+    int64, ``generation_logprobs`` float32. NeMo-RL's ``batched_message_log_to_flat_message`` makes
+    rows of them. Not carried: policy versions, rewards of single turns, extra fields.
 
     Args:
         batch: In any layout.
-        rewards: ``"rewards"``: the sum over the sequence's turns; ``"returns"``: the return of
-            its first turn, discounted.
+        rewards: ``"rewards"``: the sum over the sequence's turns; ``"returns"``: the discounted
+            return of its first turn.
 
     Raises:
         ValueError: If the batch is padded, or ``rewards`` is neither.
 
-    Cost: boundaries are read back to the host, which synchronises a device; the messages'
-    tensors are views of the batch.
+    Cost: reads boundaries back to the host, which synchronises a device; the messages' tensors are
+    views of the batch.
     """
     rows = RowLists(batch)
     spans = batch.turn_spans.tolist()
     logs = []
-    for (begin, _, end), turns in zip(rows.spans, rows.turns, strict=True):
-        log, reached = [], begin
-        for turn in turns:
-            start, stop = spans[turn]
-            log += _message(batch, "user", reached, start) + _message(
-                batch, "assistant", start, stop
-            )
+    for (first, _, end), turns in zip(rows.spans, rows.turns, strict=True):
+        log, reached = [], first
+        for start, stop in [*(spans[turn] for turn in turns), (end, end)]:
+            for role, begin, limit in (("user", reached, start), ("assistant", start, stop)):
+                if begin < limit:
+                    of = slice(begin, limit)
+                    log.append(
+                        {
+                            "role": role,
+                            "content": "",
+                            "token_ids": batch.input_ids[of],
+                            "token_loss_mask": batch.loss_mask[of].long(),
+                            "generation_logprobs": batch.rollout_logprobs[of],
+                        }
+                    )
             reached = max(reached, stop)
-        logs.append(log + _message(batch, "user", reached, end))
+        logs.append(log)
     return {
         "message_log": logs,
         "length": torch.tensor([len(log[0]["token_ids"]) for log in logs], dtype=torch.int32),
         "total_reward": row_scores(batch, rewards).cpu(),
         "loss_multiplier": torch.ones(len(logs)),
-        "truncated": torch.tensor(rows.truncated(), dtype=torch.bool),
+        "truncated": torch.tensor(rows.truncated, dtype=torch.bool),
         "idx": rows.trajectories,
     }
-
-
-def _message(batch: PackedBatch, role: str, begin: int, end: int) -> list[dict[str, Any]]:
-    """Return a message of these tokens, or none where there are none."""
-    if begin >= end:
-        return []
-    of = slice(begin, end)
-    return [
-        {
-            "role": role,
-            "content": "",
-            "token_ids": batch.input_ids[of],
-            "token_loss_mask": batch.loss_mask[of].long(),
-            "generation_logprobs": batch.rollout_logprobs[of],
-        }
-    ]

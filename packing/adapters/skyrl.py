@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -12,34 +13,48 @@ from trajpack.kernels.rearrange.pad import Number, pad
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
-from trajpack.packing.rows.arrays import reward_or_missing, routes_of_all
-from trajpack.packing.rows.lists import RowLists
 from trajpack.packing.rows.masked_tokens import MaskedTokens
-from trajpack.packing.rows.names import check_field_names, row_groups
-from trajpack.packing.rows.rows import prompt_lengths_of, widths_of
+from trajpack.packing.rows.reading import (
+    check_carried,
+    check_keys,
+    check_known_fields,
+    reward_or_missing,
+    routes_of_all,
+)
+from trajpack.packing.rows.rows import (
+    RowLists,
+    check_field_names,
+    prompt_lengths_of,
+    row_groups,
+    widths_of,
+)
 from trajpack.packing.rows.sampling_mask import mask_rows
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
 ROUTE_DTYPES = (torch.uint8, torch.int16, torch.int32)
-"""Dtypes of experts' numbers that SkyRL takes."""
+"""Dtypes of expert numbers that SkyRL takes."""
 CARRIED = {"routed_experts": "rollout_expert_indices", "sampling_mask": "rollout_sample_support"}
-"""Extra fields that SkyRL has under names of its own."""
-LEFT_OUT = (
-    *("rollout_metrics", "env_metrics", "trajectory_generation_times", "trajectory_time_splits"),
-    *("pixel_values", "image_grid_thw"),
+"""SkyRL's names of extra fields."""
+NEEDED = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+"""Keys that every ``GeneratorOutput`` has."""
+IMAGES = ("pixel_values", "image_grid_thw")
+TIMES = (
+    "rollout_metrics",
+    "env_metrics",
+    "trajectory_generation_times",
+    "trajectory_time_splits",
 )
-"""Keys of a ``GeneratorOutput`` for which a batch has nothing."""
 
 
 class TrajectoryID(NamedTuple):
-    """What SkyRL's class of that name is: a task, and which of its trajectories."""
+    """A task and the number of a trajectory of it, as SkyRL's class of that name."""
 
     instance_id: str
     repetition_id: int
 
     def to_string(self) -> str:
-        """Return both in one."""
+        """Return both in one string."""
         return f"{self.instance_id}_{self.repetition_id}"
 
 
@@ -56,7 +71,8 @@ def to_generator_output(
     loss_masks             list[int]           of the response; 1 where generated
     rollout_logprobs       list[float]         of the response, not shifted; 0.0 else
     rewards                list[float], float  see ``rewards``
-    stop_reasons           str                 "length" where the last turn was, or "stop"
+    stop_reasons           str                 "length" if the last turn was truncated,
+                                               else "stop"
     trajectory_ids         `TrajectoryID`      the group or else the id; number in the group
     is_last_step           bool                whether it is its trajectory's last sequence
     rollout_expert_indices array [L - 1, *]    of extra field ``routed_experts``
@@ -65,17 +81,16 @@ def to_generator_output(
 
     The last two are ``None`` without the field, and so are ``rollout_metrics``, ``env_metrics``,
     ``trajectory_generation_times``, ``trajectory_time_splits``, ``pixel_values`` and
-    ``image_grid_thw``: a batch has no times and no images. Routes are those of all tokens but the
-    last, which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
+    ``image_grid_thw``: a batch has no times and no images. Routes are of all tokens but the last,
+    which no engine forwards: declare ``routed_experts`` with ``generated_only=False``.
 
-    Where trajectories are several sequences each (layout ``"turns"``, or rewritten histories),
-    SkyRL must be told so by ``generator.step_wise_trajectories``. It wants the trajectories of
-    a group beside each other, as a batch of theirs has them. Not carried: policy versions,
-    advantages.
+    If trajectories have several sequences each (layout ``"turns"``, or rewritten histories), set
+    SkyRL's ``generator.step_wise_trajectories``. SkyRL wants the trajectories of a group next to
+    each other. Not carried: policy versions, advantages.
 
     Args:
         batch: In any layout.
-        rewards: ``"tokens"``: each turn's at its last token; ``"rows"``: the sum.
+        rewards: ``"tokens"``: each turn's reward at its last token; ``"rows"``: the sum.
 
     Raises:
         ValueError: If the batch is padded, ``rewards`` is neither, or a field has a dtype or a
@@ -89,20 +104,25 @@ def to_generator_output(
         )
     rows = RowLists(batch)
     by_token = rewards == "tokens"
-    owners = rows.trajectories
-    names = zip(row_groups(batch), rows.numbers_in_group(), strict=True)
+    numbers: list[int] = []  # of each trajectory in its group
+    seen: Counter[int] = Counter()
+    for group in batch.group_ids.tolist():
+        numbers.append(seen[group])
+        seen[group] += 1
+    labels = [
+        TrajectoryID(name, numbers[trajectory])
+        for name, trajectory in zip(row_groups(batch), rows.trajectories, strict=True)
+    ]
     found = {
         "prompt_token_ids": rows.prompts(batch.input_ids),
         "response_ids": rows.responses(batch.input_ids),
         "rewards": rows.responses(token_scores(batch)) if by_token else row_scores(batch).tolist(),
         "loss_masks": rows.responses(batch.loss_mask.int()),
-        "stop_reasons": ["length" if cut else "stop" for cut in rows.truncated()],
+        "stop_reasons": ["length" if cut else "stop" for cut in rows.truncated],
         "rollout_logprobs": rows.responses(batch.rollout_logprobs),
-        "trajectory_ids": [TrajectoryID(*name) for name in names],
-        "is_last_step": [one != other for one, other in pairwise([*owners, None])],
-        "rollout_expert_indices": None,
-        "rollout_sample_support": None,
-        **dict.fromkeys(LEFT_OUT),
+        "trajectory_ids": labels,
+        "is_last_step": [one != other for one, other in pairwise([*rows.trajectories, None])],
+        **dict.fromkeys((*CARRIED.values(), *TIMES, *IMAGES)),
     }
     if "routed_experts" in batch.fields:
         routes = _routes(batch).cpu().numpy()
@@ -118,47 +138,48 @@ def to_generator_output(
 def to_training_input(
     batch: PackedBatch, *, pad_token_id: int = 0, max_response_length: int | None = None
 ) -> dict[str, Any]:
-    """Return a ``TrainingInput``: a row for each sequence, all that is of it at the right.
+    """Return a ``TrainingInput``: a row for each sequence, aligned at the right.
 
-    ``B`` rows of ``S`` tokens, as the longest sequence has, padded on the left; of responses the
+    ``B`` rows of ``S`` tokens, as many as the longest sequence has, left-padded; responses are the
     last ``R`` columns. Nothing is shifted: column ``j`` of ``R`` belongs to its token.
 
-    ====================== ============ ================ =====================================
-    key                    dtype        shape            content, and what stands at padding
-    ====================== ============ ================ =====================================
-    sequences              int64        [B, S]           tokens; pad_token_id
-    attention_mask         int64        [B, S]           1 where there is a token; 0
-    response_mask          int64        [B, R]           1 on the response, observations too; 0
-    loss_mask              float32      [B, R]           1 where generated; 0
-    rewards                float32      [B, R]           each turn's at its last token; 0
-    rollout_logprobs       float32      [B, R]           0
-    advantages, returns    float32      [B, R]           if the batch has advantages; 0
-    rollout_expert_indices PackedTensor [tokens, *]      extra field ``routed_experts``
-    router_padding_mask    bool         [B, S]           with it; True where there is no route
-    rollout_sample_support PackedTensor [responses, K]   extra field ``sampling_mask``; -1
-    each other field       its own      [B, R, *]        0
-    ====================== ============ ================ =====================================
+    ====================== ============ ================== =========================== =======
+    key                    dtype        shape              content                     padding
+    ====================== ============ ================== =========================== =======
+    sequences              int64        [B, S]             tokens                      pad_token_id
+    attention_mask         int64        [B, S]             1 at tokens                 0
+    response_mask          int64        [B, R]             1 on the whole response     0
+    loss_mask              float32      [B, R]             1 where generated           0
+    rewards                float32      [B, R]             at a turn's last token      0
+    rollout_logprobs       float32      [B, R]             0 where not generated       0
+    advantages, returns    float32      [B, R]             if it has advantages        0
+    rollout_expert_indices PackedTensor [tokens, *]        field ``routed_experts``
+    router_padding_mask    bool         [B, S]             with it; True without route True
+    rollout_sample_support PackedTensor [responses, K]     field ``sampling_mask``     -1
+    each other field       its own      [B, R, *]                                      0
+    ====================== ============ ================== =========================== =======
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
-    `trajpack.packing.rows.names.row_groups`. A ``PackedTensor`` is a class of SkyRL, which
-    must be installed for these two fields. The last token of a sequence has no route: experts 0, 1,
-    2, ... stand there, as SkyRL puts them. Not carried: policy versions, truncation, images.
+    `trajpack.packing.rows.rows.row_groups`. A ``PackedTensor`` is a class of SkyRL, which must be
+    installed for these two fields. The last token of a sequence has no route: it gets experts
+    0, 1, 2, ..., as in SkyRL. Not carried: policy versions, truncation, images.
 
     Args:
         batch: In any layout.
-        pad_token_id: What stands at padding of token ids.
+        pad_token_id: Token id at padding.
         max_response_length: ``R``; that of the longest response if ``None``.
 
     Raises:
         ModuleNotFoundError: If SkyRL is not installed, and the batch has one of the two fields.
-        ValueError: If a response is longer than that, as in `rows_of`, the
-            batch is padded, an extra field is named as another key, a field has a dtype or a
-            shape that SkyRL does not take, or a batch with one of the two is empty.
+        ValueError: If a response is longer than that, as in `rows_of`, the batch is padded, an
+            extra field has the name of another key, a field has a dtype or a shape that SkyRL
+            does not take, or a batch with one of the two fields is empty.
 
     Cost: a launch for each key and some over the turns. One host read of a number, which
     synchronises a device, unless ``max_response_length`` is given; two more for each
     ``PackedTensor``, which checks its ends.
     """
+    op = "to_training_input"
     batch.check_unpadded()
     prompts = prompt_lengths_of(batch)
     lengths = batch.cu_seqlens.diff().long()
@@ -183,9 +204,7 @@ def to_training_input(
     }
     if batch.advantages is not None:
         found |= {"advantages": response(batch.advantages), "returns": response(batch.returns)}
-    check_field_names(
-        "to_training_input", batch, (*found, *CARRIED.values(), "router_padding_mask")
-    )
+    check_field_names(op, batch, (*found, *CARRIED.values(), "router_padding_mask"))
     for name, values in batch.fields.items():
         if name not in CARRIED:
             kept = is_response.reshape(-1, *[1] * (values.ndim - 1))
@@ -196,17 +215,20 @@ def to_training_input(
     from skyrl.backends.skyrl_train.utils.packed_tensor import PackedTensor
 
     if not len(batch):
-        raise ValueError("to_training_input: the batch is empty, which no PackedTensor can be")
+        raise ValueError(f"{op}: the batch is empty, which no PackedTensor can be")
     if "routed_experts" in batch.fields:
-        routes, last = _routes(batch), _unforwarded(batch)
+        routes = _routes(batch)
+        # the last token, which no engine forwards; a sequence of one token keeps its route
+        length = lengths[batch.sequence_ids.long()]
+        last = (batch.position_ids + 1 == length) & (length > 1)
         dummy = torch.arange(routes.shape[-1], dtype=routes.dtype, device=batch.device)
         routes = torch.where(last[:, None, None], dummy, routes)
         found["rollout_expert_indices"] = PackedTensor(routes, batch.cu_seqlens)
         found["router_padding_mask"] = whole(last, True)
     if "sampling_mask" in batch.fields:
         ends = (lengths - prompts).cumsum(0, dtype=torch.int32)
+        support = mask_rows(op, batch)[is_response]
         bounds = torch.nn.functional.pad(ends, (1, 0))
-        support = mask_rows("to_training_input", batch)[is_response]
         found["rollout_sample_support"] = PackedTensor(support, bounds)
     return found
 
@@ -219,72 +241,52 @@ def from_generator_output(
 ) -> list[Trajectory]:
     """Return the trajectories of a ``GeneratorOutput``.
 
-    Entries of one ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
-    without these an entry is one. Each run of a ``loss_masks`` is a turn, with all before it
-    in its entry as prompt. Rewards of tokens go to the turns in which they stand, one of an
-    entry to its last turn; an entry's last turn is truncated where it stopped for its length.
-    Groups are the ``instance_id``.
+    Entries with the same ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
+    without ids each entry is one. Each run of a ``loss_masks`` is a turn, with everything before it
+    in its entry as prompt. Rewards at tokens go to their turns, a single one to the entry's last
+    turn; that turn is truncated if the entry stopped for its length. Groups are the
+    ``instance_id``.
 
-    What is not in it cannot come back: turns that generated nothing or had no observation
-    between them, policy versions.
+    Lost in the format: turns that generated nothing or had no observation between them, policy
+    versions.
 
     Args:
-        output: What a generator returned.
-        fields: What turns take over as `Turn.fields`: ``"routed_experts"`` (rows of prompt and
+        output: The output of a generator.
+        fields: Extra fields to read into `Turn.fields`: ``"routed_experts"`` (rows of prompt and
             completion, 0, 1, 2, ... where no route was captured; declare the `TokenField` with
             ``generated_only=False``), ``"sampling_mask"`` (rows of the completion, int32, -1
-            behind the last token). Routes are left out where they are not named.
-        missing_reward: The reward of an entry, or of a token, whose reward is ``None``, and of each
-            entry where there are no ``rewards``; such an output is refused if this is ``None`` too.
+            behind the last token). Routes that are not named are left out.
+        missing_reward: Reward of an entry, or of a token, whose reward is ``None``, and of each
+            entry if there are no ``rewards``; such an output is refused if this is ``None`` too.
 
     Raises:
         ValueError: If a key or a reward is missing, a reward is not finite or lengths disagree,
             one of ``fields`` is missing or another name; if there are images, or sample
             support that ``fields`` does not name.
     """
-    unknown = sorted(set(fields) - CARRIED.keys())
-    if unknown:
-        raise ValueError(
-            f"from_generator_output: fields must be of {sorted(CARRIED)}, got {unknown}"
-        )
-    for key in ("pixel_values", "image_grid_thw"):
-        if output.get(key) is not None:
-            raise ValueError(f"from_generator_output: {key} are there, which are not carried")
-    if output.get("rollout_sample_support") is not None and "sampling_mask" not in fields:
-        raise ValueError(
-            "from_generator_output: rollout_sample_support is there: name sampling_mask in fields, "
-            "or take it out"
-        )
-    needed = ["prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs"]
-    needed += [CARRIED[name] for name in fields]
-    for key in needed:
-        if output.get(key) is None:
-            raise ValueError(f"from_generator_output: {key} are missing, got {sorted(output)}")
+    op = "from_generator_output"
+    check_known_fields(op, fields, CARRIED)
+    check_carried(op, output, fields=fields, keys=CARRIED, refused=IMAGES)
+    check_keys(op, output, NEEDED)
     count = len(output["response_ids"])
-    for key in (*needed, "rewards", "trajectory_ids", "stop_reasons"):
+    lists = (*NEEDED, *(CARRIED[name] for name in fields), "rewards", "trajectory_ids")
+    for key in (*lists, "stop_reasons"):
         if output.get(key) is not None and len(output[key]) != count:
             raise ValueError(
-                f"from_generator_output: {key} must be {count}, one for each of response_ids, "
-                f"got {len(output[key])}"
+                f"{op}: {key} must be {count}, one for each of response_ids, got {len(output[key])}"
             )
-    labels = output.get("trajectory_ids")
-    names = [str(row) for row in range(count)] if labels is None else [_name(of) for of in labels]
+    labels = output.get("trajectory_ids") or [None] * count
     found: dict[str, Trajectory] = {}
-    for row, name in enumerate(names):
-        group = None if labels is None else str(labels[row].instance_id)
+    for row, label in enumerate(labels):
+        if label is not None and not hasattr(label, "to_string"):
+            raise TypeError(f"{op}: trajectory_ids must be of class TrajectoryID, got {label!r}")
+        name = str(row) if label is None else str(label.to_string())
+        group = None if label is None else str(label.instance_id)
         masked = _masked(output, row, name, fields=fields, missing_reward=missing_reward)
         trajectory = masked.trajectory(name, group=group)
         before = found[name].turns if name in found else ()
         found[name] = Trajectory(name, [*before, *trajectory.turns], group)
     return list(found.values())
-
-
-def _name(label: Any) -> str:
-    if not hasattr(label, "to_string"):
-        raise TypeError(
-            f"from_generator_output: trajectory_ids must be of class TrajectoryID, got {label!r}"
-        )
-    return str(label.to_string())
 
 
 def _masked(
@@ -295,28 +297,28 @@ def _masked(
     fields: Sequence[str],
     missing_reward: float | None,
 ) -> MaskedTokens:
+    """Return the tokens of an entry."""
 
-    def there(reward: Any, expected: str) -> Any:
-        return reward_or_missing(
-            "from_generator_output", reward, missing_reward, expected=expected,
-            of=f"trajectory {name!r}",
-        )  # fmt: skip
+    def given(reward: Any, expected: str) -> Any:
+        of = f"trajectory {name!r}"
+        op = "from_generator_output"
+        return reward_or_missing(op, reward, missing_reward, expected=expected, of=of)
 
-    rewards = output.get("rewards")
-    reward = there(None if rewards is None else rewards[row], f"rewards[{row}]")
-    given = host_array(reward)
-    by_token = given.ndim > 0
-    if by_token and given.dtype == object:  # None is among them
-        reward = [there(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
-    reasons = output.get("stop_reasons")
+    rewards, reasons = output.get("rewards"), output.get("stop_reasons")
+    reward = given(None if rewards is None else rewards[row], f"rewards[{row}]")
+    as_array = host_array(reward)
+    by_token = as_array.ndim > 0
+    if by_token and as_array.dtype == object:  # None is among them
+        reward = [given(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
+    prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
     rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "routed_experts" in rows:
-        length = len(output["prompt_token_ids"][row]) + len(output["response_ids"][row])
-        routes = routes_of_all(f"trajectory {name!r}", rows["routed_experts"], length)
-        rows["routed_experts"] = routes
+        rows["routed_experts"] = routes_of_all(
+            f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)
+        )
     return MaskedTokens.of_response(
-        output["prompt_token_ids"][row],
-        output["response_ids"][row],
+        prompt,
+        response,
         output["loss_masks"][row],
         output["rollout_logprobs"][row],
         reward if by_token else None,
@@ -336,12 +338,3 @@ def _routes(batch: PackedBatch) -> torch.Tensor:
             f"got {routes.dtype} and shape {list(routes.shape[1:])}"
         )
     return routes
-
-
-def _unforwarded(batch: PackedBatch) -> torch.Tensor:
-    """Return where a sequence has its last token, which no engine forwards, bool ``[tokens]``.
-
-    Of a sequence of one token nothing is predicted: its route is taken as it is given.
-    """
-    lengths = batch.cu_seqlens.diff()[batch.sequence_ids.long()]
-    return (batch.position_ids + 1 == lengths) & (lengths > 1)

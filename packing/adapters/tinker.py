@@ -1,4 +1,4 @@
-"""tinker's ``Datum``: a sequence without its last token, and what each place predicts."""
+"""tinker's ``Datum``: a sequence without its last token, and the loss inputs of each prediction."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from trajpack.packing.rows.packed import advantages_of, at_trained, check_whole
 
 
 def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:
-    """Return for each sequence what a ``Datum`` is made of: its input and its loss's inputs.
+    """Return the parts of a ``Datum`` for each sequence.
 
     ``model_input`` is a list of the first L - 1 of L tokens; ``loss_fn_inputs`` has, on the host,
 
     ============= ======= ======= ========================================================
-    key           dtype   shape   content at place t
+    key           dtype   shape   content at index t
     ============= ======= ======= ========================================================
     target_tokens int64   [L - 1] token t + 1
-    logprobs      float32 [L - 1] its log-probability when it was sampled, 0 where it was not
-    advantages    float32 [L - 1] its advantage, 0 where it was not generated
+    logprobs      float32 [L - 1] its log-probability when sampled, 0 where not generated
+    advantages    float32 [L - 1] its advantage, 0 where not generated
     mask          float32 [L - 1] 1 where it was generated
     ============= ======= ======= ========================================================
 
-    A sequence of one token predicts nothing, and gives none. Nothing is padded.
+    Sequences of one token predict nothing and are omitted. Nothing is padded.
 
     Not carried: versions, returns, groups, turns.
 
     Args:
         batch: In any layout.
-        mask: Whether to give the mask, which recipes read and remove before they send it.
+        mask: Whether to give the mask, which recipes read and remove before sending.
 
     Raises:
-        TypeError: If it is no batch.
+        TypeError: If it is no `PackedBatch`.
         ValueError: If the batch is padded or has no advantages.
 
     Cost: copies four tensors to the host (synchronises); the inputs are views of that.
@@ -64,7 +64,7 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
 
 
 def to_datums(batch: PackedBatch, *, mask: bool = True) -> list[Any]:
-    """Return a ``tinker.types.Datum`` for each sequence, of what `to_datum_kwargs` says.
+    """Return a ``tinker.types.Datum`` for each sequence, with the parts of `to_datum_kwargs`.
 
     Raises:
         ImportError: If tinker is not installed.
@@ -78,8 +78,8 @@ def to_datums(batch: PackedBatch, *, mask: bool = True) -> list[Any]:
     return [
         Datum(
             model_input=ModelInput.from_ints(datum["model_input"]),
-            loss_fn_inputs={
-                name: TensorData.from_torch(values.clone())  # of its own, as the object outlives us
+            loss_fn_inputs={  # cloned, so that the object does not share the batch's memory
+                name: TensorData.from_torch(values.clone())
                 for name, values in datum["loss_fn_inputs"].items()
             },
         )

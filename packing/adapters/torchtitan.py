@@ -14,8 +14,8 @@ from trajpack.packing.rows.packed import (
     at_trained,
     check_unpadded,
     check_whole,
-    width_without_last,
-    without_last,
+    num_kept_of,
+    places_of,
 )
 
 
@@ -27,23 +27,21 @@ def to_training_microbatch(
     per_sample_pad_multiple: int = 1,
     flat: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return keyword arguments of a ``TrainingMicrobatch``: rows of what a token predicts.
+    """Return the keyword arguments of a ``TrainingMicrobatch``: rows of predictions.
 
-    ================== ======= ================ ========================================= =======
-    key                dtype   shape            content at place t of a sequence          padding
-    ================== ======= ================ ========================================= =======
-    token_ids          int64   [rows, seq_len]  its token t                               pad_id
-    labels             int64   [rows, seq_len]  its token t + 1                           pad_id
-    positions          int64   [rows, seq_len]  t                                         from 0
-    generator_logprobs float32 [rows, seq_len]  log-probability of token t + 1            0
-    loss_mask          bool    [rows, seq_len]  whether token t + 1 was generated         False
-    advantages         float32 [rows, seq_len]  advantage of token t + 1                  0
-    ================== ======= ================ ========================================= =======
+    ================== ======= ================ ================================== =======
+    key                dtype   shape            content at index t of a sequence   padding
+    ================== ======= ================ ================================== =======
+    token_ids          int64   [rows, seq_len]  token t                            pad_id
+    labels             int64   [rows, seq_len]  token t + 1                        pad_id
+    positions          int64   [rows, seq_len]  t                                  from 0
+    generator_logprobs float32 [rows, seq_len]  log-probability of token t + 1     0
+    loss_mask          bool    [rows, seq_len]  whether token t + 1 was generated  False
+    advantages         float32 [rows, seq_len]  advantage of token t + 1           0
+    ================== ======= ================ ================================== =======
 
-    torchtitan 0.3.0 has rows; its development branch has them one after the other, ``[T]`` with
-    ``T = rows * seq_len``, which is ``flat=True``.
-
-    Each sequence gives up its last token before it is packed, so that nothing is shifted across
+    torchtitan 0.3.0 has rows; its development branch joins them to ``[rows * seq_len]``, which is
+    ``flat=True``. Each sequence loses its last token before it is packed, so that no shift crosses
     a boundary. Log-probabilities and advantages are 0 where ``loss_mask`` is False.
 
     Not carried: versions (a ``TrainingBatch`` has `min_policy_versions` beside), returns.
@@ -52,8 +50,8 @@ def to_training_microbatch(
         rows: A batch or micro-batch for each row, or a single one.
         seq_len: Tokens of a row; of the longest row if ``None``.
         pad_id: Token and label at padding.
-        per_sample_pad_multiple: Each sequence takes a multiple of this many tokens in its row.
-        flat: Whether rows stand one after the other, in one dimension.
+        per_sample_pad_multiple: Each sequence is padded to a multiple of it.
+        flat: Whether to return one dimension, row after row.
 
     Raises:
         ValueError: If there is no row, a row is longer than ``seq_len``, the batch has no
@@ -78,30 +76,30 @@ def to_training_microbatch(
     for batch in batches:
         check_unpadded(batch)
     if seq_len is None:
-        seq_len = max(width_without_last(batch, multiple) for batch in batches)
-    packed = [_row(batch, seq_len, pad_id, multiple) for batch in batches]
+        seq_len = max(_needed(batch, multiple) for batch in batches)
+    packed = [_row(batch, seq_len, pad_id=pad_id, multiple=multiple) for batch in batches]
     join = torch.cat if flat else torch.stack
     return {name: join([row[name] for row in packed]) for name in packed[0]}
 
 
 def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
-    """Return keyword arguments of a ``TrainingSample`` for each sequence, for its own batcher.
+    """Return the keyword arguments of a ``TrainingSample`` for each sequence.
 
-    All but ``rollout_id``, which numbers the group and its members as the trainer does:
+    All but ``rollout_id``, the trainer's number of group and member:
 
-    ============================ =========== ======================================================
-    key                          type        content
-    ============================ =========== ======================================================
-    token_ids                    list[int]   tokens of the sequence
-    loss_mask                    list[bool]  True on generated tokens
-    logprobs                     list[float] log-probabilities, 0.0 on all others
-    advantage                    list[float] advantages, 0.0 on all others
-    min_policy_version           int         lowest version that sampled one of its tokens, or 0
-    max_policy_version           int         highest, or 0
-    ============================ =========== ======================================================
+    ================== =========== ========================================================
+    key                type        content
+    ================== =========== ========================================================
+    token_ids          list[int]   tokens of the sequence
+    loss_mask          list[bool]  True on generated tokens
+    logprobs           list[float] log-probabilities, 0.0 elsewhere
+    advantage          list[float] advantages, 0.0 elsewhere
+    min_policy_version int         lowest version that sampled one of its tokens, or 0
+    max_policy_version int         highest, or 0
+    ================== =========== ========================================================
 
     Raises:
-        TypeError: If it is no batch.
+        TypeError: If it is no `PackedBatch`.
         ValueError: If the batch is padded or has no advantages.
 
     Cost: copies five tensors to the host (synchronises) and makes lists of them.
@@ -114,31 +112,52 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
         "advantage": at_trained(batch, advantages_of("to_training_samples", batch)),
     }
     pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
-    versions = batch.policy_versions.cpu().split(batch.seqlens)
     samples = []
-    for sequence in range(len(batch)):
+    for sequence, versions in enumerate(batch.policy_versions.cpu().split(batch.seqlens)):
+        known = [version for version in versions.tolist() if version >= 0] or [0]
         sample: dict[str, Any] = {name: of[sequence].tolist() for name, of in pieces.items()}
-        known = versions[sequence][versions[sequence] >= 0]
-        sample["min_policy_version"] = int(known.min()) if known.numel() else 0
-        sample["max_policy_version"] = int(known.max()) if known.numel() else 0
-        samples.append(sample)
+        samples.append(
+            sample | {"min_policy_version": min(known), "max_policy_version": max(known)}
+        )
     return samples
 
 
-def _row(batch: Packed, width: int, pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
-    kept = without_last(batch, multiple, width)
+def _needed(batch: Packed, multiple: int) -> int:
+    """Return the tokens of a row that holds every sequence without its last token."""
+    kept = (max(length - 1, 0) for length in num_kept_of(batch))
+    return sum(-(-length // multiple) * multiple for length in kept)
+
+
+def _row(batch: Packed, width: int, *, pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
+    """Return a row, of sequences without their last token; lengths stay on the device."""
     advantages = advantages_of("to_training_microbatch", batch)
-    following = kept.tokens + kept.holds
+    kept, needed = num_kept_of(batch), _needed(batch, multiple)
+    if needed > width:
+        raise ValueError(f"the sequences take {needed} tokens, more than the row's {width}")
+    count = len(kept)
+    length = batch.cu_seqlens[: count + 1].diff().long()
+    length[max(count - 1, 0) : count] = kept[-1] if count else 0  # the tail may extend it
+    length = (length - 1).clamp(min=0)
+    slots = (length + multiple - 1) // multiple * multiple
+    # the rest of the row is one more sequence, without tokens
+    slots = torch.cat([slots, slots.new_full((1,), width - needed)])
+    length = torch.cat([length, length.new_zeros(1)])
+    begin = torch.nn.functional.pad(places_of(batch)[:count].long(), (0, 1))
+    sequence = torch.repeat_interleave(slots, output_size=width)
+    positions = torch.arange(width, device=batch.device) - (slots.cumsum(0) - slots)[sequence]
+    holds = positions < length[sequence]
+    token = torch.where(holds, begin[sequence] + positions, 0)
 
     def at(index: torch.Tensor, tensor: torch.Tensor, fill: float) -> torch.Tensor:
         if not batch.num_tokens:
             return tensor.new_full((width,), fill)
-        return torch.where(kept.holds, tensor[index], fill)
+        return torch.where(holds, tensor[index], fill)
 
+    following = token + holds
     return {
-        "token_ids": at(kept.tokens, batch.input_ids, pad_id),
+        "token_ids": at(token, batch.input_ids, pad_id),
         "labels": at(following, batch.input_ids, pad_id),
-        "positions": kept.positions,
+        "positions": positions,
         "generator_logprobs": at(following, at_trained(batch, batch.rollout_logprobs), 0.0),
         "loss_mask": at(following, batch.loss_mask, False),
         "advantages": at(following, at_trained(batch, advantages), 0.0),

@@ -1,4 +1,4 @@
-"""TRL's GRPO: what its trainer makes of completions, and what its asynchronous one collates."""
+"""TRL's GRPO: inputs of its trainer's loss, and samples and rows of its asynchronous trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
-    check_over_tokens,
     check_unpadded,
     check_whole,
     places_of,
@@ -19,9 +18,9 @@ from trajpack.packing.rows.rows import row_trajectories, rows_of
 
 Level = Literal["token", "sequence"]
 IGNORED = -100
-"""The label that no loss is taken at."""
+"""Label of tokens without a loss."""
 OPTIONAL = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
-"""What the trainer may have worked out besides."""
+"""Optional keys of the trainer's dictionary."""
 
 
 def to_grpo_inputs(
@@ -34,41 +33,41 @@ def to_grpo_inputs(
     num_items_in_batch: torch.Tensor | None = None,
     **optional: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
-    """Return what ``GRPOTrainer._generate_and_score_completions`` returns, a sequence a row.
+    """Return the result of ``GRPOTrainer._generate_and_score_completions``: a row per sequence.
 
-    The prompt is what stands before the first generated token, the completion all the rest.
+    The prompt is everything before the first generated token, the completion the rest.
 
-    ======================== ======= ============= =================================== ============
-    key                      dtype   shape         content                           at padding
-    ======================== ======= ============= =================================== ============
-    prompt_ids               int64   [B, P]        prompts, padded on the left       pad_token_id
-    prompt_mask              int64   [B, P]        1 on prompts                      0
-    completion_ids           int64   [B, C]        completions, padded on the right  pad_token_id
-    completion_mask          int64   [B, C]        1 on completions, all of them     0
-    tool_mask                int64   [B, C]        1 on what was generated           1
-    sampling_per_token_logps float32 [B, C]        log-probabilities at the token, 0 0
-                                                   on observations
-    advantages               float32 [B, C] or [B] of the token, or of the sequence  0
+    ======================== ======= ============= ============================== ============
+    key                      dtype   shape         content                        padding
+    ======================== ======= ============= ============================== ============
+    prompt_ids               int64   [B, P]        prompts, left-padded           pad_token_id
+    prompt_mask              int64   [B, P]        1 on prompts                   0
+    completion_ids           int64   [B, C]        completions, right-padded      pad_token_id
+    completion_mask          int64   [B, C]        1 on completions, all tokens   0
+    tool_mask                int64   [B, C]        1 on generated tokens          1
+    sampling_per_token_logps float32 [B, C]        log-probabilities at the       0
+                                                   token, 0 on observations
+    advantages               float32 [B, C] or [B] of the token or the sequence   0
     num_items_in_batch       int64   []            trained tokens of all ranks
-    ======================== ======= ============= =================================== ============
+    ======================== ======= ============= ============================== ============
 
     Not carried: versions, returns, groups; extra fields.
 
     Args:
         batch: In any layout, with advantages.
-        pad_token_id: Token at padding.
-        advantages: ``"token"`` keeps each token's, which the loss takes as it is; ``"sequence"``
-            has one for each, as TRL's own, and raises where they differ within a sequence.
+        pad_token_id: Token id at padding.
+        advantages: ``"token"`` keeps the advantage of each token; ``"sequence"`` gives one per
+            sequence, as TRL does, and raises if they differ within a sequence.
         max_prompt_length: P; that of the longest if ``None``.
         max_completion_length: C; that of the longest if ``None``.
-        num_items_in_batch: Where there are several ranks; of this batch if ``None``.
+        num_items_in_batch: For several ranks; the trained tokens of this batch if ``None``.
         optional: ``old_per_token_logps``, ``ref_per_token_logps`` or
-            ``importance_sampling_ratio``, each ``[tokens]`` of the batch: laid out as the rest.
+            ``importance_sampling_ratio``, each over the batch's ``[tokens]``.
 
     Raises:
-        TypeError: If it is no batch, or one of ``optional`` no tensor or of another name.
-        ValueError: If the batch has no advantages or is padded, a row is longer than it may be, or
-            advantages differ within a sequence that shall have one.
+        TypeError: If it is no `PackedBatch`, or one of ``optional`` no tensor or of another name.
+        ValueError: If the batch has no advantages or is padded, a row is longer than its width, or
+            advantages differ within a sequence that needs a single one.
 
     Cost: some launches for each entry. One host read of two widths, which synchronises a device,
     unless both are given; one more for ``"sequence"``.
@@ -84,19 +83,21 @@ def to_grpo_inputs(
     op = "to_grpo_inputs"
     check_whole(op, batch)
     credit = advantages_of(op, batch)
+    if advantages not in ("token", "sequence"):
+        raise ValueError(f"{op}: advantages must be 'token' or 'sequence', got {advantages!r}")
     rows = rows_of(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_completion_length
     )
-    if advantages not in ("token", "sequence"):
-        raise ValueError(f"{op}: advantages must be 'token' or 'sequence', got {advantages!r}")
+    prompts, completions = rows.prompts(), rows.responses()
+    by_token = advantages == "token"
     inputs = {
-        "prompt_ids": rows.prompts(batch.input_ids, pad_token_id),
-        "prompt_mask": rows.prompt_attention.long(),
-        "completion_ids": rows.responses(batch.input_ids, pad_token_id),
-        "completion_mask": rows.response_attention.long(),
-        "tool_mask": rows.responses(batch.loss_mask.long(), 1),
-        "sampling_per_token_logps": rows.responses(batch.rollout_logprobs),
-        "advantages": rows.responses(credit) if advantages == "token" else _of_sequences(op, batch),
+        "prompt_ids": prompts.whole(batch.input_ids, pad_token_id),
+        "prompt_mask": prompts.attention_mask.long(),
+        "completion_ids": completions.whole(batch.input_ids, pad_token_id),
+        "completion_mask": completions.attention_mask.long(),
+        "tool_mask": completions.whole(batch.loss_mask.long(), 1),
+        "sampling_per_token_logps": completions.whole(batch.rollout_logprobs),
+        "advantages": completions.whole(credit) if by_token else _of_sequences(op, batch),
         "num_items_in_batch": batch.loss_mask.sum()
         if num_items_in_batch is None
         else num_items_in_batch,
@@ -104,15 +105,21 @@ def to_grpo_inputs(
     for name, tensor in optional.items():
         if name not in OPTIONAL:
             raise TypeError(f"{op}: expected one of {', '.join(OPTIONAL)}, got {name}")
-        check_over_tokens(op, name, tensor, batch)
-        inputs[name] = rows.responses(tensor.float())
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.shape[:1] != (batch.num_tokens,) or tensor.device != batch.device:
+            raise ValueError(
+                f"{op}: {name} must be over {batch.num_tokens} tokens on {batch.device}, "
+                f"got shape {list(tensor.shape)} on {tensor.device}"
+            )
+        inputs[name] = completions.whole(tensor.float())
     return inputs
 
 
 def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
-    """Return what the asynchronous trainer's queue yields: a dictionary for each sequence.
+    """Return the samples of the asynchronous trainer's queue: a dictionary for each sequence.
 
-    Its planner folds sequences that begin alike into one row, and its collator writes the row.
+    TRL's planner folds sequences with a common prefix into one row, and its collator writes it.
 
     =============== ================ ==============================================================
     key             type             content
@@ -125,11 +132,11 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     metrics         dict             empty
     =============== ================ ==============================================================
 
-    Not carried: versions (the queue itself drops what is stale), returns, an advantage for each
+    Not carried: versions (the queue itself drops stale samples), returns, an advantage for each
     token: `to_async_row` has those.
 
     Raises:
-        TypeError: If it is no batch.
+        TypeError: If it is no `PackedBatch`.
         ValueError: If the batch has no advantages or is padded, or advantages differ within a
             sequence.
 
@@ -137,19 +144,15 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     """
     op = "to_async_samples"
     check_whole(op, batch)
-    advantages_of(op, batch)
+    advantages, groups = _of_sequences(op, batch).tolist(), batch.group_ids.tolist()
     columns = {
         "input_ids": batch.input_ids,
         "completion_mask": batch.loss_mask.long(),
         "old_log_probs": batch.rollout_logprobs,
     }
-    arrays = {
-        name: [piece.numpy() for piece in column.cpu().split(batch.seqlens)]
-        for name, column in columns.items()
-    }
-    advantages, groups = _of_sequences(op, batch).tolist(), batch.group_ids.tolist()
+    pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
     return [
-        {name: of[sequence] for name, of in arrays.items()}
+        {name: of[sequence].numpy() for name, of in pieces.items()}
         | {"advantage": advantages[sequence], "group_id": groups[trajectory], "metrics": {}}
         for sequence, trajectory in enumerate(row_trajectories(batch))
     ]
@@ -158,8 +161,8 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
 def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the row that the asynchronous collator of TRL 1.16 writes for one rank.
 
-    The row is of sequences side by side. TRL's own folds those that begin alike, and
-    is this one where none do. Versions up to 1.15 read another: `to_flat_async_row`.
+    Sequences side by side: TRL's own row for sequences without a common prefix. For versions up to
+    1.15 see `to_flat_async_row`.
 
     ==================================== ======= ========= ========================================
     key                                  dtype   shape     content
@@ -167,8 +170,8 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
     input_ids, position_ids              int64   [1, T]    as in the batch
     attention_mask                       int64   [1, T]    1, padding of a micro-batch too
     shift_labels                         int64   [1, T]    token t + 1 if it is trained, else -100
-    tree_kv_index                        int64   [1, T]    0 to T - 1: keys that are gathered
-    tree_cu_seqlens_q, tree_cu_seqlens_k int32   [1, n+1]  where sequences lie
+    tree_kv_index                        int64   [1, T]    0 to T - 1: keys to gather
+    tree_cu_seqlens_q, tree_cu_seqlens_k int32   [1, n+1]  boundaries of sequences
     tree_max_seqlens                     int64   [1, 2]    longest sequence, of both
     token_index                          int64   [1, M]    the token before each trained one; -1
     old_log_probs, advantages            float32 [1, M]    of the trained tokens; 0
@@ -178,14 +181,14 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
     mean_seq_len                         float32 [1]       T over the number of sequences
     ==================================== ======= ========= ========================================
 
-    M is what a batch generated. A micro-batch does not know, so that it is T, and like
-    all that is not trained the rest is padding, which the trainer strips.
+    M is the number of generated tokens of a batch, and T for a micro-batch, which does not know
+    it; the rest is padding, which the trainer strips.
 
     Not carried: versions, returns, extra fields.
 
     Args:
         batch: A batch or a micro-batch, with advantages.
-        num_trained: Trained tokens of all ranks, of one entry; those of this row if ``None``.
+        num_trained: Trained tokens of all ranks, one entry; those of this row if ``None``.
 
     Raises:
         ValueError: If there are no advantages, or the batch is that of a `StaticBatch`.
@@ -196,20 +199,18 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
     advantages = advantages_of("to_async_row", batch)
     size = batch.num_generated if isinstance(batch, PackedBatch) else batch.num_tokens
     trained = torch.nonzero_static(batch.loss_mask, size=size, fill_value=-1)[:, 0]
-    holds, places = trained >= 0, places_of(batch)
+    holds, places = trained >= 0, places_of(batch)[None]
 
     def at_trained(tensor: torch.Tensor) -> torch.Tensor:
         return torch.where(holds, tensor[trained], 0)[None]
 
-    following = torch.where(batch.loss_mask, batch.input_ids, IGNORED).roll(-1)
-    tokens = torch.arange(batch.num_tokens, device=batch.device)
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
-        "shift_labels": following[None],
-        "tree_kv_index": tokens[None],
-        "tree_cu_seqlens_q": places[None],
-        "tree_cu_seqlens_k": places[None],
+        "shift_labels": torch.where(batch.loss_mask, batch.input_ids, IGNORED).roll(-1)[None],
+        "tree_kv_index": torch.arange(batch.num_tokens, device=batch.device)[None],
+        "tree_cu_seqlens_q": places,
+        "tree_cu_seqlens_k": places,
         "tree_max_seqlens": torch.full((1, 2), batch.max_seqlen, device=batch.device),
         "token_index": torch.where(holds, trained - 1, -1)[None],
         "old_log_probs": at_trained(batch.rollout_logprobs),
@@ -235,14 +236,14 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
     global_n_tokens         float32 [1]    trained tokens of all ranks
     global_n_forward_tokens float32 [1]    T; from 1.11 on
     mean_seq_len            float32 [1]    T over the number of sequences; from 1.11 on
-    metrics                 dict           empty, as no sample has any to log; up to 1.10
+    metrics                 dict           empty; up to 1.10
     ======================= ======= ====== ====================================================
 
     The trainer itself drops the first column: a sequence's first token predicts nothing.
 
     Args:
         batch: A batch or a micro-batch, with advantages.
-        num_trained: Trained tokens of all ranks, of one entry; those of this row if ``None``.
+        num_trained: Trained tokens of all ranks, one entry; those of this row if ``None``.
 
     Raises:
         ValueError: If there are no advantages, or the batch is that of a `StaticBatch`.
@@ -250,21 +251,20 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
     Cost: views and a few launches, no synchronisation.
     """
     check_unpadded(batch)
-    advantages = advantages_of("to_flat_async_row", batch)
     return {
         "input_ids": batch.input_ids[None],
         "attention_mask": torch.ones_like(batch.input_ids)[None],
         "completion_mask": batch.loss_mask.long()[None],
         "position_ids": batch.position_ids[None],
         "old_log_probs": batch.rollout_logprobs[None],
-        "advantages": advantages[None],
+        "advantages": advantages_of("to_flat_async_row", batch)[None],
         **_counts(batch, num_trained),
         "metrics": {},
     }
 
 
 def _counts(batch: Packed, num_trained: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return tokens that are trained and that are forwarded, and the mean length, ``[1]`` each."""
+    """Return trained tokens, forwarded tokens and the mean length, float32 ``[1]`` each."""
     counted = batch.loss_mask.sum() if num_trained is None else num_trained
     total = torch.full((1,), float(batch.num_tokens), device=batch.device)
     return {
@@ -275,15 +275,17 @@ def _counts(batch: Packed, num_trained: torch.Tensor | None) -> dict[str, torch.
 
 
 def _of_sequences(op: str, batch: PackedBatch) -> torch.Tensor:
-    """Return the one advantage of each sequence; reads back whether there is one."""
+    """Return the single advantage of each sequence; reads back whether it is a single one."""
     advantages = advantages_of(op, batch)
     sequence = batch.sequence_ids.long()
-    extremes = []
-    for reduce, nothing in (("amin", float("inf")), ("amax", -float("inf"))):
-        trained = torch.where(batch.loss_mask, advantages, nothing)
-        none = advantages.new_full((len(batch),), nothing)
-        extremes.append(none.scatter_reduce(0, sequence, trained, reduce))
-    low, high = extremes
+    low = advantages.new_full((len(batch),), float("inf"))
+    high = -low
+    low = low.scatter_reduce(
+        0, sequence, torch.where(batch.loss_mask, advantages, float("inf")), "amin"
+    )
+    high = high.scatter_reduce(
+        0, sequence, torch.where(batch.loss_mask, advantages, -float("inf")), "amax"
+    )
     differ = low < high
     if differ.any():
         first = int(differ.nonzero()[0, 0])

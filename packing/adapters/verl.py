@@ -7,27 +7,39 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from trajpack.packing.adapters.verl_arrays import proto_arrays, version_range
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
-from trajpack.packing.rows.arrays import fields_of, filled_up, reward_or_missing
 from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
-from trajpack.packing.rows.names import (
-    check_field_names,
-    given_groups,
-    row_groups,
+from trajpack.packing.rows.reading import (
+    check_carried,
+    check_known_fields,
+    check_shapes,
+    fields_of,
+    filled_up,
+    host_arrays,
+    labels_of,
+    reward_or_missing,
     row_ids,
 )
-from trajpack.packing.rows.rows import prompt_lengths_of, row_turns, rows_of
-from trajpack.packing.rows.scores import Place, placed_scores
+from trajpack.packing.rows.rows import (
+    check_field_names,
+    prompt_lengths_of,
+    row_groups,
+    row_turns,
+    rows_of,
+)
+from trajpack.packing.rows.scores import Place, token_scores
 from trajpack.packing.types import Trajectory
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")
 """Keys, beside those of `_fields`, that no extra field can be named as."""
+NEEDED = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs")
+"""Tensors that a ``DataProto`` must have to be read."""
+OUTPUT_KEYS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+"""Fields that an ``AgentLoopOutput`` must have to be read."""
 
 
 def to_data_proto_dict(
@@ -41,52 +53,57 @@ def to_data_proto_dict(
 ) -> dict[str, Any]:
     """Return the arguments of ``DataProto.from_dict``: a row for each sequence.
 
-    ``B`` rows, prompts of ``P`` tokens padded on the left, responses of ``R`` padded on the
-    right. Column ``j`` of a response's fields belongs to its token ``j``: nothing is shifted.
+    ``B`` rows, prompts of ``P`` tokens left-padded, responses of ``R`` right-padded. Column ``j``
+    of a response's fields belongs to its token ``j``: nothing is shifted.
 
-    =================== ======= ========== ==================================================
-    tensors             dtype   shape      content, and what stands at padding
-    =================== ======= ========== ==================================================
-    prompts             int64   [B, P]     up to the first generated token; pad_token_id
-    responses           int64   [B, R]     the rest, observations too; pad_token_id
-    response_mask       int64   [B, R]     1 where generated; 0
-    input_ids           int64   [B, P + R] prompts, responses; pad_token_id
-    attention_mask      int64   [B, P + R] 1 where there is a token; 0
-    position_ids        int64   [B, P + R] from 0; left 0, right the last position again
-    rollout_log_probs   float32 [B, R]     0
-    rm_scores           float32 [B, R]     rewards, see ``scores``; 0
-    advantages, returns float32 [B, R]     if the batch has advantages; 0
-    token_level_scores  float32 [B, R]     with them, rm_scores; also as token_level_rewards
-    each extra field    its own [B, R, *]  ``routed_experts`` and teachers' [B, P + R, *]; 0
-    =================== ======= ========== ==================================================
+    =================== ======= ========== ================================ ============
+    tensors             dtype   shape      content                          padding
+    =================== ======= ========== ================================ ============
+    prompts             int64   [B, P]     up to the first generated token  pad_token_id
+    responses           int64   [B, R]     the rest, observations too       pad_token_id
+    response_mask       int64   [B, R]     1 where generated                0
+    input_ids           int64   [B, P + R] prompts, responses               pad_token_id
+    attention_mask      int64   [B, P + R] 1 at tokens                      0
+    position_ids        int64   [B, P + R] from 0                           left 0, right
+                                                                            the last again
+    rollout_log_probs   float32 [B, R]     0 where not generated            0
+    rm_scores           float32 [B, R]     rewards, see ``scores``          0
+    advantages, returns float32 [B, R]     if the batch has advantages      0
+    token_level_scores, float32 [B, R]     with advantages: rm_scores       0
+    token_level_rewards
+    routed_experts,     its    [B, P+R, *] extra fields                     0
+    teacher_ids,        own
+    teacher_logprobs
+    other extra fields  own    [B, R, *]                                    0
+    =================== ======= ========== ================================ ============
 
-    Of ``non_tensors``, arrays of ``B``: ``uid``, the group or else the id; ``__num_turns__``,
-    completions and what came before each; ``min_global_steps`` and ``max_global_steps``, the
-    policy versions.
+    ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id; ``__num_turns__``, two
+    per turn; ``min_global_steps`` and ``max_global_steps``, the policy versions.
 
     Args:
         batch: In any layout; a sequence is a row.
-        pad_token_id: What stands at padding of token ids.
+        pad_token_id: Token id at padding.
         max_prompt_length: ``P``, the trainer's ``data.max_prompt_length``; that of the longest
             prompt if ``None``.
         max_response_length: ``R``, likewise.
         scores: ``"turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the
             row's rewards at the row's last token, as verl's own agent loops do.
-        meta_info: Goes in as it is: temperature and so on.
+        meta_info: Further entries of the proto, such as the temperature.
 
     Returns:
         ``tensors``, ``non_tensors``, ``meta_info``; tensors on the batch's device.
 
     Raises:
         ValueError: If a prompt or a response is longer than its width, the batch is padded,
-            ``scores`` is neither, or an extra field is named as another key.
+            ``scores`` is neither, or an extra field has the name of another key.
 
-    Cost: some launches for each key; reads tables of turns and the widths back to the host,
-    which synchronises a device.
+    Cost: some launches for each key; reads turn tables and the widths back to the host, which
+    synchronises a device.
     """
     rows = rows_of(
         batch, max_prompt_length=max_prompt_length, max_response_length=max_response_length
     )
+    responses = rows.responses()
     ids = rows.whole(batch.input_ids, pad_token_id)
     attention = rows.attention_mask.long()
     tensors = {
@@ -97,11 +114,13 @@ def to_data_proto_dict(
         "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
     }
     for key, packed in _fields(batch, scores).items():
-        lay_out = rows.whole if key in WHOLE_SEQUENCE_FIELDS else rows.responses
-        tensors[key] = lay_out(packed)
+        tensors[key] = (rows if key in WHOLE_SEQUENCE_FIELDS else responses).whole(packed)
     if batch.advantages is not None:
         tensors["token_level_scores"] = tensors["token_level_rewards"] = tensors["rm_scores"]
-    labels = {key: _as_array(key, values) for key, values in _labels(batch).items()}
+    labels = {
+        key: np.array(values, dtype=object if key == "uid" else np.int32)
+        for key, values in _labels(batch).items()
+    }
     return {"tensors": tensors, "non_tensors": labels, "meta_info": dict(meta_info or {})}
 
 
@@ -110,7 +129,7 @@ def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
 
     Args:
         batch: In any layout; a sequence is a row.
-        options: Those of `to_data_proto_dict`, which says what is in it and what it costs.
+        options: Those of `to_data_proto_dict`, which has content and cost.
 
     Raises:
         ModuleNotFoundError: If verl is not installed.
@@ -124,9 +143,9 @@ def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
 def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     """Return the ``TensorDict`` without padding that verl's V1 trainer passes around.
 
-    Tensors are jagged ones of ``torch.nested``, a row for each sequence; nothing is shifted. Each
-    knows its longest row, so that ``to_padded_tensor`` pads to that: verl's ``ppo_loss`` takes it
-    with ``old_log_probs``, an extra field of that name or what an actor computed.
+    Tensors are jagged ones of ``torch.nested``, a row for each sequence; nothing is shifted.
+    ``to_padded_tensor`` pads to the longest row. verl's ``ppo_loss`` also needs ``old_log_probs``:
+    an extra field of that name or the actor's result.
 
     ============================================= ======= =====================================
     key                                           dtype   content
@@ -137,8 +156,8 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     rollout_log_probs, rm_scores                  float32 of responses
     advantages, returns                           float32 of responses; if it has advantages
     each extra field                              its own as in `to_data_proto_dict`
-    max_seq_len, max_response_len                 int     no tensors
-    uid, num_turns, min_ and max_global_steps     list    no tensors; an entry for each row
+    max_seq_len, max_response_len                 int     not a tensor
+    uid, num_turns, min_ and max_global_steps     list    an entry for each row, not a tensor
     ============================================= ======= =====================================
 
     Args:
@@ -149,8 +168,8 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
         ModuleNotFoundError: If tensordict is not installed.
         ValueError: If the batch is empty, which no jagged tensor can be, or padded.
 
-    Cost: what is of whole sequences is views of the batch; each other key is gathered. Reads
-    lengths and tables of turns back to the host, which synchronises a device.
+    Cost: tensors of whole sequences are views of the batch; each other key is gathered. Reads
+    lengths and turn tables back to the host, which synchronises a device.
     """
     require("tensordict")
     from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -166,7 +185,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     response, prompt = is_response.nonzero()[:, 0], (~is_response).nonzero()[:, 0]
 
     def jagged(offsets: torch.Tensor, lengths: Sequence[int]) -> Any:
-        # without its longest row a tensor would be padded to as many places as all rows have
+        # without its longest row a tensor would be padded to the tokens of all rows
         return partial(
             torch.nested.nested_tensor_from_jagged,
             offsets=offsets,
@@ -200,19 +219,18 @@ def from_data_proto(
 ) -> list[Trajectory]:
     """Return the trajectories of a padded ``DataProto``, or of its dictionary form.
 
-    A row is a trajectory: each run of its ``response_mask`` a turn, with all before it as
+    A row is a trajectory: each run of its ``response_mask`` is a turn, with everything before it as
     prompt. Log-probabilities are ``rollout_log_probs``; rewards ``token_level_scores``, else
-    ``rm_scores``, each given to the turn in which it stands; groups are the ``uid``; versions go
-    from ``min_global_steps`` to ``max_global_steps`` where these are there.
+    ``rm_scores``, each for its turn; groups are the ``uid``; versions go from ``min_global_steps``
+    to ``max_global_steps`` if present.
 
-    What is not in it cannot come back: turns between which nothing was observed are one, turns
-    that generated nothing are gone, and so is which were truncated, which version sampled which
-    token, and the discount.
+    Lost in the format: turns that generated nothing or had no observation between them, truncation,
+    versions of single tokens, the discount.
 
     Args:
-        proto: A ``DataProto``, or what `to_data_proto_dict` returns.
-        ids: Names of the trajectories; the uid and a number if ``None``.
-        missing_reward: The reward of each row's last turn where the proto has neither
+        proto: A ``DataProto``, or a result of `to_data_proto_dict`.
+        ids: Ids of the trajectories; the uid and a number if ``None``.
+        missing_reward: Reward of each row's last turn if the proto has neither
             ``token_level_scores`` nor ``rm_scores``; such a proto is refused if ``None``.
 
     Raises:
@@ -221,21 +239,39 @@ def from_data_proto(
 
     Cost: copies the tensors to the host, which synchronises a device.
     """
-    (prompts, responses, attention, mask, logprobs, *scores), labels = proto_arrays(proto)
+    op = "from_data_proto"
+    tensors, labels = _parts_of_proto(proto)
+    names = ("token_level_scores", "rm_scores")
+    scores = [key for key in names if tensors.get(key) is not None][:1]
+    arrays = host_arrays(op, tensors, NEEDED, scores)
+    num_rows, num_prompt = (*arrays["prompts"].shape, 0, 0)[:2]
+    num_response = (*arrays["responses"].shape, 0, 0)[1]
+    shapes = dict.fromkeys(arrays, (num_rows, num_response))
+    shapes["prompts"] = (num_rows, num_prompt)
+    shapes["attention_mask"] = (num_rows, num_prompt + num_response)
+    check_shapes(op, arrays, shapes)
+    uids, *steps = (
+        labels_of(op, key, labels.get(key), num_rows)
+        for key in ("uid", "min_global_steps", "max_global_steps")
+    )
     reward = 0.0
-    if not scores and len(prompts):
+    if not scores and num_rows:
         expected = "token_level_scores or rm_scores"
-        reward = reward_or_missing("from_data_proto", None, missing_reward, expected=expected)
-    in_prompt, in_response = np.split(attention != 0, [prompts.shape[1]], axis=1)
-    uids = labels.get("uid", [None] * len(prompts))
+        reward = reward_or_missing(op, None, missing_reward, expected=expected)
+    in_prompt, in_response = np.split(arrays["attention_mask"] != 0, [num_prompt], axis=1)
     found = []
-    for row, name in enumerate(row_ids("from_data_proto", ids, uids)):
+    for row, name in enumerate(row_ids(op, ids, uids)):
         of = in_response[row]
         masked = MaskedTokens.of_response(
-            prompts[row][in_prompt[row]], responses[row][of], mask[row][of], logprobs[row][of],
-            scores[0][row][of] if scores else None, reward=reward,
-            version_range=version_range(labels, row), name=name,
-        )  # fmt: skip
+            arrays["prompts"][row][in_prompt[row]],
+            arrays["responses"][row][of],
+            arrays["response_mask"][row][of],
+            arrays["rollout_log_probs"][row][of],
+            arrays[scores[0]][row][of] if scores else None,
+            reward=reward,
+            version_range=_version_range(*(values[row] for values in steps)),
+            name=name,
+        )
         group = None if uids[row] is None else str(uids[row])
         found.append(masked.trajectory(name, group=group))
     return found
@@ -251,21 +287,20 @@ def from_agent_loop_outputs(
 ) -> list[Trajectory]:
     """Return the trajectories of ``AgentLoopOutput``, or of dictionaries with its fields.
 
-    As `from_data_proto`; the reward is ``reward_score``, of the last turn, and versions are in
-    ``extra_fields``. A list in the place of an output is a session whose history was rewritten,
-    as verl's V1 trainer takes it from an agent loop: one trajectory with the turns of all its
-    outputs. Its reward is that of the last output; verl copies that to the others, where it is
-    not counted again.
+    As `from_data_proto`; the reward is ``reward_score``, for the last turn, and versions are in
+    ``extra_fields``. A list of outputs is one session whose history was rewritten, as in verl's V1
+    trainer: one trajectory with the turns of all outputs. Its reward is that of the last output;
+    verl's copies of it in the other outputs are not counted.
 
     Args:
         outputs: One for each trajectory, or a list of outputs.
-        ids: Names of the trajectories; their group and a number if ``None``.
+        ids: Ids of the trajectories; their group and a number if ``None``.
         groups: Their groups; none if ``None``.
-        fields: What turns take over as `Turn.fields`: ``"routed_experts"``, ``"teacher_ids"``,
+        fields: Extra fields to read into `Turn.fields`: ``"routed_experts"``, ``"teacher_ids"``,
             ``"teacher_logprobs"``, each with a row for every token of prompt and response. Declare
             a `TokenField` of that name with ``generated_only=False``. Tokens behind the last
-            recorded route have rows of zeros, as in verl.
-        missing_reward: The reward of an output, or of the last output of a session, whose
+            recorded route get rows of zeros, as in verl.
+        missing_reward: Reward of an output, or of the last output of a session, whose
             ``reward_score`` is missing or ``None``; such an output is refused if ``None``.
 
     Raises:
@@ -274,84 +309,66 @@ def from_agent_loop_outputs(
             has images, videos or audio, or a teacher's log-probabilities that ``fields`` does not
             name.
     """
-    unknown = sorted(set(fields) - WHOLE_SEQUENCE_FIELDS)
-    if unknown:
-        raise ValueError(
-            "from_agent_loop_outputs: fields must be of "
-            f"{sorted(WHOLE_SEQUENCE_FIELDS)}, got {unknown}"
-        )
+    op = "from_agent_loop_outputs"
+    check_known_fields(op, fields, WHOLE_SEQUENCE_FIELDS)
     sessions = [output if isinstance(output, (list, tuple)) else [output] for output in outputs]
-    uids = given_groups("from_agent_loop_outputs", groups, len(sessions))
+    uids = labels_of(op, "groups", groups, len(sessions))
     found = []
-    for session, name, group in zip(
-        sessions, row_ids("from_agent_loop_outputs", ids, uids), uids, strict=True
-    ):
+    for session, name, group in zip(sessions, row_ids(op, ids, uids), uids, strict=True):
         if not session:
-            raise ValueError(f"from_agent_loop_outputs: {name!r} is an empty list of outputs")
-        whose = f"from_agent_loop_outputs: the output of {name!r}"
-        given = [fields_of(whose, output) for output in session]
+            raise ValueError(f"{op}: {name!r} is an empty list of outputs")
+        given = [fields_of(f"{op}: the output of {name!r}", output) for output in session]
         reward = reward_or_missing(
-            "from_agent_loop_outputs", given[-1].get("reward_score"), missing_reward,
-            expected="reward_score", of=repr(name),
-        )  # fmt: skip
+            op,
+            given[-1].get("reward_score"),
+            missing_reward,
+            expected="reward_score",
+            of=repr(name),
+        )
         rewards = [0.0] * (len(given) - 1) + [reward]
         turns = [
             turn
             for output, of_output in zip(given, rewards, strict=True)
-            for turn in _masked_output(output, name, fields, reward=of_output)
-            .trajectory(name)
-            .turns
+            for turn in _masked(output, name, fields, reward=of_output).trajectory(name).turns
         ]
         found.append(Trajectory(name, turns, group))
     return found
 
 
-def _masked_output(
-    given: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: float
+def _masked(
+    output: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: float
 ) -> MaskedTokens:
-    """Return the tokens of an ``AgentLoopOutput``, and the reward of its last turn."""
-    extra = given.get("extra_fields") or {}
-    for key in ("prompt_ids", "response_ids", "response_mask", "response_logprobs"):
-        if given.get(key) is None:
-            raise ValueError(f"from_agent_loop_outputs: {name!r} has no {key}")
-    media = given.get("multi_modal_data") or {}
-    media = sorted(key for key, of in media.items() if of is not None and len(of))
-    if media:
-        raise ValueError(f"from_agent_loop_outputs: {name!r} has {media}, which are not carried")
-    for key in ("teacher_ids", "teacher_logprobs"):
-        if extra.get(key) is not None and key not in fields:
-            raise ValueError(
-                f"from_agent_loop_outputs: {name!r} has {key}: name it in fields, or take it out"
-            )
-    values = {key: extra.get(key) for key in WHOLE_SEQUENCE_FIELDS}
-    values["routed_experts"] = given.get("routed_experts")
-    length = len(given["prompt_ids"]) + len(given["response_ids"])
+    """Return the tokens of an ``AgentLoopOutput``; its last turn gets the reward."""
+    op = "from_agent_loop_outputs"
+    for key in OUTPUT_KEYS:
+        if output.get(key) is None:
+            raise ValueError(f"{op}: {name!r} has no {key}")
+    extra = output.get("extra_fields") or {}
+    media = output.get("multi_modal_data") or {}
+    keys = {key: key for key in sorted(WHOLE_SEQUENCE_FIELDS)}
+    given = {key: extra.get(key) for key in keys}
+    given["routed_experts"] = output.get("routed_experts")
+    whose = f"{op}: {name!r}"
+    check_carried(whose, {**media, **given}, fields=fields, keys=keys, refused=media)
+    rows = {key: host_array(given[key]) for key in fields}
+    if "routed_experts" in rows:  # fewer than tokens: followed by zeros, as in verl
+        length = len(output["prompt_ids"]) + len(output["response_ids"])
+        rows["routed_experts"] = filled_up(rows["routed_experts"][:length], length, 0)
     return MaskedTokens.of_response(
-        given["prompt_ids"],
-        given["response_ids"],
-        given["response_mask"],
-        given["response_logprobs"],
+        *(output[key] for key in OUTPUT_KEYS),
         reward=reward,
-        version_range=version_range(extra),
-        fields={key: _rows_of_all(name, key, values[key], length=length) for key in fields},
+        version_range=_version_range(extra.get("min_global_steps"), extra.get("max_global_steps")),
+        fields=rows,
         name=name,
     )
 
 
-def _rows_of_all(name: str, field: str, values: Any, *, length: int) -> npt.NDArray[Any]:
-    """Return rows of a field. Routes, fewer than tokens, are followed by zeros, as in verl."""
-    if values is None:
-        raise ValueError(f"from_agent_loop_outputs: {name!r} has no {field}")
-    rows = host_array(values)
-    return filled_up(rows[:length], length, 0) if field == "routed_experts" else rows
-
-
 def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:
-    """Return what verl has for responses, as tensors over the batch's tokens."""
+    """Return verl's fields of responses, as tensors over the batch's tokens."""
     fields = {
         "response_mask": batch.loss_mask.long(),
         "rollout_log_probs": batch.rollout_logprobs,
-        "rm_scores": placed_scores(batch, "to_verl", scores),
+        "rm_scores": token_scores(batch, op="to_verl", place=scores),
     }
     if batch.advantages is not None:
         fields |= {"advantages": batch.advantages, "returns": batch.returns}
@@ -360,7 +377,7 @@ def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:
 
 
 def _labels(batch: PackedBatch) -> dict[str, list[Any]]:
-    """Return what rows have that is no tensor."""
+    """Return verl's labels of rows, which are not tensors."""
     turns = row_turns(batch)
     first, last = batch.turn_version_start.tolist(), batch.turn_version_end.tolist()
     return {
@@ -371,5 +388,27 @@ def _labels(batch: PackedBatch) -> dict[str, list[Any]]:
     }
 
 
-def _as_array(key: str, values: list[Any]) -> np.ndarray[Any, Any]:
-    return np.array(values, dtype=object if key == "uid" else np.int32)
+def _version_range(first: Any, last: Any) -> tuple[int, int]:
+    """Return the first and last policy version, 0 and 0 if unknown."""
+    return (0, 0) if first is None or last is None else (int(first), int(last))
+
+
+def _parts_of_proto(proto: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the tensors and the labels of a ``DataProto`` or of its dictionary.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it has no tensors.
+    """
+    if isinstance(proto, Mapping) and "tensors" in proto:
+        tensors, labels = proto["tensors"], proto.get("non_tensors")
+    elif hasattr(proto, "non_tensor_batch"):
+        tensors, labels = getattr(proto, "batch", None), proto.non_tensor_batch
+    else:
+        raise TypeError(
+            "from_data_proto: proto must be a padded DataProto or its dictionary, "
+            f"got {type(proto).__name__}"
+        )
+    if tensors is None:
+        raise ValueError(f"from_data_proto: the proto's batch is None, expected {[*NEEDED]}")
+    return dict(tensors.items()), labels or {}

@@ -1,5 +1,5 @@
-"""Rows: one row per sample, for trainers that do not take packed tensors.
+"""Sequences as rows, for trainers that do not take packed tensors; shared by the adapters.
 
-Masked rows are read into turns, and turns are written as lists or padded arrays; the formats in
-`trajpack.packing.adapters` share this code.
+`rows`, `scores` and `packed` read a packed batch; `masked_tokens` and `reading` make trajectories
+of rows; `sampling_mask` does both for one field.
 """

@@ -1,115 +1,67 @@
-"""Sequences of a packed batch as rows of a prompt and a response, for trainers that pad."""
+"""Rows of a packed batch: one per sequence, split into a prompt and a response.
+
+The prompt is everything before the first generated token of the sequence; the response is the rest,
+observations included. Where nothing was generated, all tokens are prompt.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from trajpack.kernels.rearrange.pad import Number
+from trajpack.kernels.rearrange.pad import Number, pad
 from trajpack.packing.batch.batch import PackedBatch
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A packed batch as rows: a sequence each, its prompt left-, its response right-padded.
+    """Padded rows: prompts padded on the left, responses on the right. Made by `rows_of`."""
 
-    The prompt of a row is what stands before the first generated token of its sequence, the
-    response is the rest: generated tokens and the observations between them. Where nothing was
-    generated, all of it is prompt. Made by `rows_of`.
-    """
-
-    batch: PackedBatch
-    """What the rows hold."""
-    prompt_lengths: torch.Tensor
-    """int64 ``[rows]``: tokens of each prompt."""
-    response_lengths: torch.Tensor
-    """int64 ``[rows]``: tokens of each response."""
+    num_tokens: int
+    """Tokens of the batch."""
     max_prompt_length: int
-    """Tokens of a row's prompt, padding included: the width of `prompts`."""
-    max_response_length: int
-    """Tokens of a row's response, padding included: the width of `responses`."""
+    """Columns of the prompts."""
     tokens: torch.Tensor
-    """int64 ``[rows, max_prompt_length + max_response_length]``: which of the batch's tokens
-    stands at a place. At padding it is one that does not."""
+    """Index of the batch's token at each place, int64 ``[rows, columns]``; any at padding."""
     attention_mask: torch.Tensor
-    """bool, of that shape: False at padding."""
-
-    def __len__(self) -> int:
-        """Rows."""
-        return len(self.batch)
-
-    @property
-    def width(self) -> int:
-        """Tokens of a row, padding included."""
-        return self.max_prompt_length + self.max_response_length
+    """Bool ``[rows, columns]``: False at padding."""
 
     def whole(self, packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        """Lay out ``packed`` ``[tokens, *rest]`` as ``[rows, width, *rest]``.
+        """Lay ``packed`` ``[tokens, *rest]`` out as ``[rows, columns, *rest]``.
 
         Args:
             packed: A tensor over the batch's tokens, of any dtype. Differentiable.
-            value: What stands at padding.
+            value: Value at padding.
 
         Cost: two launches, no synchronisation.
         """
-        return self._laid_out(packed, value, 0, self.width)
-
-    def prompts(self, packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        """Lay out the prompts' part: ``[rows, max_prompt_length, *rest]``, padded on the left."""
-        return self._laid_out(packed, value, 0, self.max_prompt_length)
-
-    def responses(self, packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        """Lay out the responses' part: ``[rows, max_response_length, *rest]``, padded behind."""
-        return self._laid_out(packed, value, self.max_prompt_length, self.width)
-
-    @property
-    def prompt_attention(self) -> torch.Tensor:
-        """Bool ``[rows, max_prompt_length]``: True where a prompt has a token."""
-        return self.attention_mask[:, : self.max_prompt_length]
-
-    @property
-    def response_attention(self) -> torch.Tensor:
-        """Bool ``[rows, max_response_length]``: True where a response has one."""
-        return self.attention_mask[:, self.max_prompt_length :]
-
-    def packed_responses(self, padded: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        """Bring what a trainer computed for the responses back to the batch's tokens.
-
-        The inverse of `responses`: log-probabilities or values ``[rows, max_response_length,
-        *rest]`` become ``[tokens, *rest]``, with ``value`` at tokens of prompts. Differentiable.
-
-        Raises:
-            ValueError: If it is not of the rows' shape.
-
-        Cost: some launches over the tokens, no synchronisation.
-        """
-        expected = [len(self), self.max_response_length]
-        if list(padded.shape[:2]) != expected:
+        if packed.shape[:1] != (self.num_tokens,):
             raise ValueError(
-                f"packed_responses: padded must begin with {expected}, got {list(padded.shape)}"
-            )
-        batch = self.batch
-        rest = padded.shape[2:]
-        if not padded.numel():
-            return padded.new_full((batch.num_tokens, *rest), value)
-        row = batch.sequence_ids.long()
-        place = batch.position_ids - self.prompt_lengths[row]
-        given = padded[row, place.clamp(min=0)]
-        return torch.where(_over_rest(place >= 0, given), given, padded.new_full((), value))
-
-    def _laid_out(self, packed: torch.Tensor, value: Number, begin: int, end: int) -> torch.Tensor:
-        if packed.shape[:1] != (self.batch.num_tokens,):
-            raise ValueError(
-                f"rows: packed must be over {self.batch.num_tokens} tokens, "
+                f"rows: packed must be over {self.num_tokens} tokens, "
                 f"got shape {list(packed.shape)}"
             )
-        holds = self.attention_mask[:, begin:end]
-        if packed.shape[0] == 0:
+        holds = self.attention_mask
+        if not self.num_tokens:
             return packed.new_full((*holds.shape, *packed.shape[1:]), value)
-        moved = packed[self.tokens[:, begin:end]]
-        return torch.where(_over_rest(holds, moved), moved, packed.new_full((), value))
+        holds = holds.reshape(*holds.shape, *[1] * (packed.ndim - 1))
+        return torch.where(holds, packed[self.tokens], packed.new_full((), value))
+
+    def prompts(self) -> Rows:
+        """Return the columns of the prompts."""
+        return self._columns(slice(None, self.max_prompt_length))
+
+    def responses(self) -> Rows:
+        """Return the columns of the responses."""
+        return self._columns(slice(self.max_prompt_length, None))
+
+    def _columns(self, columns: slice) -> Rows:
+        tokens, holds = self.tokens[:, columns], self.attention_mask[:, columns]
+        return Rows(self.num_tokens, self.max_prompt_length, tokens, holds)
 
 
 def rows_of(
@@ -118,24 +70,21 @@ def rows_of(
     max_prompt_length: int | None = None,
     max_response_length: int | None = None,
 ) -> Rows:
-    """Find where prompts end and responses begin, and where each token stands in its row.
+    """Return the padded rows of a batch.
 
     Args:
-        batch: In any layout. A sequence of several turns is one row.
-        max_prompt_length: Width of the prompts; that of the longest if ``None``.
-        max_response_length: Width of the responses; that of the longest if ``None``.
-
-    Returns:
-        The rows, on the batch's device.
+        batch: In any layout; not padded.
+        max_prompt_length: Columns of the prompts; those of the longest if ``None``.
+        max_response_length: Columns of the responses; those of the longest if ``None``.
 
     Raises:
-        TypeError: If a width is no integer.
+        TypeError: If a width is not an integer.
         ValueError: If the batch is padded, or a prompt or a response is longer than its width.
-            With both widths given and the batch on a GPU, that it is longer is found there
-            and raised where CUDA raises what a device asserts: nothing is ever cut.
+            With both widths given and the batch on a GPU this is a device-side assertion;
+            nothing is ever cut.
 
-    Cost: some launches over the places of the rows. One host read of two numbers, which
-    synchronises a device, unless both widths are given.
+    Cost: a few launches. One host read of two numbers, which synchronises a device, unless both
+    widths are given.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
@@ -148,20 +97,61 @@ def rows_of(
     batch.check_unpadded()
     prompts = prompt_lengths_of(batch)
     begin, end = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
-    responses = end - begin - prompts
-    num_prompt, num_response = widths_of(prompts, responses, max_prompt_length, max_response_length)
-    place = torch.arange(num_prompt + num_response, device=batch.device)
-    token = (begin + prompts - num_prompt)[:, None] + place
+    num_prompt, num_response = widths_of(
+        prompts, end - begin - prompts, max_prompt_length, max_response_length
+    )
+    column = torch.arange(num_prompt + num_response, device=batch.device)
+    token = (begin + prompts - num_prompt)[:, None] + column
     holds = (token >= begin[:, None]) & (token < end[:, None])
     tokens = token.clamp(0, max(batch.num_tokens - 1, 0))
-    return Rows(batch, prompts, responses, num_prompt, num_response, tokens, holds)
+    return Rows(batch.num_tokens, num_prompt, tokens, holds)
+
+
+def widths_of(
+    prompts: torch.Tensor, responses: torch.Tensor, num_prompt: int | None, num_response: int | None
+) -> tuple[int, int]:
+    """Return the widths of prompts and responses: as given, or those of the longest.
+
+    Raises and costs as `rows_of` says.
+    """
+    given = {"max_prompt_length": num_prompt, "max_response_length": num_response}
+    for name, width in given.items():
+        if width is not None and (isinstance(width, bool) or not isinstance(width, int)):
+            raise TypeError(f"rows_of: {name} must be an integer, got {width!r}")
+        if width is not None and width < 0:
+            raise ValueError(f"rows_of: {name} must be 0 or more, got {width}")
+    if not prompts.shape[0]:
+        return num_prompt or 0, num_response or 0
+    longest = torch.stack([prompts.max(), responses.max()])
+    if num_prompt is not None and num_response is not None and prompts.device.type != "cpu":
+        fits = (longest[0] <= num_prompt) & (longest[1] <= num_response)
+        torch._assert_async(fits, "rows_of: a prompt or a response is longer than its width")
+        return num_prompt, num_response
+    widths = longest.tolist()
+    for index, (lengths, (name, width)) in enumerate(
+        zip((prompts, responses), given.items(), strict=True)
+    ):
+        if width is not None and widths[index] > width:
+            raise ValueError(
+                f"rows_of: sequence {int(lengths.argmax())} has {widths[index]} tokens, "
+                f"but {name} is {width}"
+            )
+        widths[index] = widths[index] if width is None else width
+    return widths[0], widths[1]
+
+
+def right_padded(
+    batch: PackedBatch, packed: torch.Tensor, value: Number = 0, *, width: int | None = None
+) -> torch.Tensor:
+    """Lay ``packed`` out as ``[rows, width, *rest]``, padded on the right; one launch.
+
+    ``width`` is the longest sequence if ``None``.
+    """
+    return pad(packed, batch.cu_seqlens, batch.max_seqlen if width is None else width, value=value)
 
 
 def prompt_lengths_of(batch: PackedBatch) -> torch.Tensor:
-    """Return the tokens before each sequence's first generated one, int64 ``[sequences]``.
-
-    All of them where nothing was generated. Cost: a few launches over the turns.
-    """
+    """Return the number of prompt tokens of each row, int64 ``[rows]``. Some launches."""
     begin, end = batch.turn_spans[:, 0].long(), batch.turn_spans[:, 1].long()
     firsts = batch.cu_seqlens[1:].long()
     generated = torch.where(end > begin, begin, batch.num_tokens)
@@ -170,10 +160,10 @@ def prompt_lengths_of(batch: PackedBatch) -> torch.Tensor:
 
 
 def row_trajectories(batch: PackedBatch) -> list[int]:
-    """Return for each sequence the trajectory it is of, an index of ``batch.ids``.
+    """Return the index in ``batch.ids`` of each row's trajectory.
 
-    Cost: nothing where each trajectory is one sequence. Else it reads two tables of the turns
-    back to the host, which synchronises a device.
+    Cost: nothing where every trajectory is one sequence. Otherwise reads two turn tables back to
+    the host, which synchronises a device.
     """
     if len(batch) == len(batch.ids):
         return list(range(len(batch)))
@@ -186,9 +176,9 @@ def row_trajectories(batch: PackedBatch) -> list[int]:
 
 
 def row_turns(batch: PackedBatch) -> list[list[int]]:
-    """Return the turns of each sequence, oldest first.
+    """Return the indices of each row's turns, oldest first.
 
-    Cost: reads a table of the turns back to the host, which synchronises a device.
+    Cost: reads a turn table back to the host, which synchronises a device.
     """
     turns: list[list[int]] = [[] for _ in range(len(batch))]
     for turn, sequence in enumerate(batch.turn_sequence.tolist()):
@@ -196,41 +186,60 @@ def row_turns(batch: PackedBatch) -> list[list[int]]:
     return turns
 
 
-def widths_of(
-    prompts: torch.Tensor, responses: torch.Tensor, num_prompt: int | None, num_response: int | None
-) -> tuple[int, int]:
-    """Return the widths of prompts and responses: those given, or those of the longest.
+def row_groups(batch: PackedBatch) -> list[str]:
+    """Return the name of each row's group, or the id of its trajectory if it has no group.
 
-    Raises and costs what `rows_of` says.
+    Where such an id is also the name of a group or another id, ``#`` and the trajectory's index
+    follow it, so that no trainer compares the two.
+
+    Cost: that of `row_trajectories`.
     """
-    for name, given in (("max_prompt_length", num_prompt), ("max_response_length", num_response)):
-        if given is None:
-            continue
-        if isinstance(given, bool) or not isinstance(given, int):
-            raise TypeError(f"rows_of: {name} must be an integer, got {given!r}")
-        if given < 0:
-            raise ValueError(f"rows_of: {name} must be 0 or more, got {given}")
-    if not prompts.shape[0]:
-        return num_prompt or 0, num_response or 0
-    longest = torch.stack([prompts.max(), responses.max()])
-    if num_prompt is not None and num_response is not None and prompts.device.type != "cpu":
-        fits = (longest[0] <= num_prompt) & (longest[1] <= num_response)
-        torch._assert_async(fits, "rows_of: a prompt or a response is longer than its width")
-        return num_prompt, num_response
-    found = longest.tolist()
-    for name, given, of, values in (
-        ("max_prompt_length", num_prompt, found[0], prompts),
-        ("max_response_length", num_response, found[1], responses),
-    ):
-        if given is not None and of > given:
-            raise ValueError(
-                f"rows_of: sequence {int(values.argmax())} has {of} tokens, but {name} is {given}"
-            )
-    return (
-        found[0] if num_prompt is None else num_prompt,
-        found[1] if num_response is None else num_response,
-    )
+    names = [
+        name if group is None else group
+        for name, group in zip(batch.ids, batch.groups, strict=True)
+    ]
+    taken = Counter(names)
+    for trajectory, group in enumerate(batch.groups):
+        if group is None and taken[batch.ids[trajectory]] > 1:
+            names[trajectory] = f"{batch.ids[trajectory]}#{trajectory}"
+    return [names[trajectory] for trajectory in row_trajectories(batch)]
 
 
-def _over_rest(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
+def check_field_names(op: str, batch: PackedBatch, taken: Iterable[str]) -> None:
+    """Raise a `ValueError` if an extra field has the name of another key of the format."""
+    repeated = sorted(set(taken) & set(batch.fields))
+    if repeated:
+        raise ValueError(f"{op}: extra fields must not be named as other keys, got {repeated}")
+
+
+class RowLists:
+    """Rows as Python lists on the host.
+
+    Cost: reads the turn tables back to the host, which synchronises a device; each method with a
+    tensor copies that tensor and makes a Python object of every number.
+    """
+
+    def __init__(self, batch: PackedBatch) -> None:
+        batch.check_unpadded()
+        bounds = batch.cu_seqlens.tolist()
+        prompts = prompt_lengths_of(batch).tolist()
+        self.spans = [
+            (begin, begin + prompt, end)
+            for (begin, end), prompt in zip(pairwise(bounds), prompts, strict=True)
+        ]
+        """First token of each prompt, first of each response, end of the row."""
+        self.turns = row_turns(batch)
+        self.trajectories = row_trajectories(batch)
+        truncated = batch.turn_truncated.tolist()
+        self.truncated = [bool(turns) and truncated[turns[-1]] for turns in self.turns]
+        """Whether the last turn of each row was truncated."""
+
+    def prompts(self, packed: torch.Tensor) -> list[list[Any]]:
+        """Return the values at each prompt."""
+        values = packed.tolist()
+        return [values[begin:split] for begin, split, _ in self.spans]
+
+    def responses(self, packed: torch.Tensor) -> list[list[Any]]:
+        """Return the values at each response."""
+        values = packed.tolist()
+        return [values[split:end] for _, split, end in self.spans]

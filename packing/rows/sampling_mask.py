@@ -1,12 +1,13 @@
-"""Sampling masks: the tokens that top-p and top-k left to sample from, for trainers to replay.
+"""Sampling masks: the token ids that top-p and top-k left to sample from, which trainers replay.
 
-A batch has them as extra field ``sampling_mask``, integers of shape ``(K,)`` with ``fill=-1``: the
-tokens in the order they came, and -1 behind the last. Trainers have rows, or tokens and counts.
+In a batch they are the extra field ``sampling_mask``, integers of shape ``(K,)`` with ``fill=-1``:
+the ids, then -1. Trainers have ids of all tokens in one array, and a count per token.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,24 +16,15 @@ import torch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.rows.packed import Packed
 
-NO_TOKEN = -1
-"""What stands behind the last token of a row."""
-
-
-class RaggedMask(NamedTuple):
-    """Tokens of several masks, one mask behind the other."""
-
-    ids: npt.NDArray[np.int32]
-    """int32 ``[tokens of all masks]``."""
-    counts: npt.NDArray[np.int32]
-    """int32 ``[masks]``: tokens of each; 0 where nothing is known."""
+Ragged: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Ids of all tokens, and the number of ids of each token; 0 where nothing is known."""
 
 
 def mask_rows(op: str, batch: Packed) -> torch.Tensor:
     """Return the field ``sampling_mask``, int32 ``[tokens, K]``; -1 where nothing was generated.
 
     Raises:
-        ValueError: If it holds no integers, or a token has more than one dimension.
+        ValueError: If it holds no integers, or has not one dimension per token.
     """
     mask = batch.fields["sampling_mask"]
     if mask.ndim != 2 or mask.is_floating_point():
@@ -40,45 +32,51 @@ def mask_rows(op: str, batch: Packed) -> torch.Tensor:
             f"{op}: sampling_mask must hold integers with one dimension for a token, "
             f"got {mask.dtype} and shape {list(mask.shape[1:])}"
         )
-    return torch.where((batch.turn_ids >= 0)[:, None], mask, NO_TOKEN).int()
+    return torch.where((batch.turn_ids >= 0)[:, None], mask, -1).int()
 
 
-def ragged(rows: torch.Tensor) -> RaggedMask:
-    """Return rows of `mask_rows` without the -1 behind their last token; copies to the host."""
+def ragged(rows: torch.Tensor) -> Ragged:
+    """Return rows of `mask_rows` as ids and counts; copies to the host."""
     values = rows.cpu().numpy()
-    known = values != NO_TOKEN
-    return RaggedMask(values[known], known.sum(1, dtype=np.int32))
+    known = values != -1
+    return values[known], known.sum(1, dtype=np.int32)
 
 
-def padded(name: str, mask: RaggedMask, width: int) -> npt.NDArray[np.int32]:
-    """Return masks as rows of ``width`` tokens, -1 behind the last of each.
+def masks_from_ragged(
+    names: Sequence[str], masks: Sequence[Ragged], width: int | None
+) -> list[npt.NDArray[np.int32]]:
+    """Return each trajectory's mask as ``[tokens, width]``, -1 behind the last id of a token.
+
+    Args:
+        names: Ids of the trajectories, for errors.
+        masks: Ids and counts.
+        width: Columns; as many as the longest of all masks needs if ``None``.
 
     Raises:
-        ValueError: If one has more tokens, or the counts are not those of the tokens.
+        ValueError: If a token has more ids than ``width``, or counts do not add up to the ids.
     """
-    counts = mask.counts
-    if (counts < 0).any() or counts.sum() != len(mask.ids):
-        raise ValueError(
-            f"{name}: sampling mask has {len(mask.ids)} tokens, but counts of {counts.sum()}"
-        )
-    if counts.max(initial=0) > width:
-        raise ValueError(
-            f"{name}: sampling mask has {counts.max()} tokens, more than "
-            f"sampling_mask_width {width}"
-        )
-    rows = np.full((len(counts), width), NO_TOKEN, np.int32)
-    rows[np.arange(width) < counts[:, None]] = mask.ids
-    return rows
-
-
-def widest(masks: list[RaggedMask], width: int | None) -> int:
-    """Return ``width``, or the tokens of the longest of the masks if it is ``None``."""
-    longest = (int(mask.counts.max(initial=1)) for mask in masks)
-    return max(longest, default=1) if width is None else width
+    if width is None:
+        width = max((int(counts.max(initial=1)) for _, counts in masks), default=1)
+    found = []
+    for name, (ids, counts) in zip(names, masks, strict=True):
+        if (counts < 0).any() or counts.sum() != len(ids):
+            raise ValueError(
+                f"trajectory {name!r}: sampling mask has {len(ids)} tokens, "
+                f"but counts of {counts.sum()}"
+            )
+        if counts.max(initial=0) > width:
+            raise ValueError(
+                f"trajectory {name!r}: sampling mask has {counts.max()} tokens, more than "
+                f"sampling_mask_width {width}"
+            )
+        rows = np.full((len(counts), width), -1, np.int32)
+        rows[np.arange(width) < counts[:, None]] = ids
+        found.append(rows)
+    return found
 
 
 def as_integers(values: Any) -> npt.NDArray[np.int32]:
-    """Return numbers on the host, or the int32 that bytes hold."""
+    """Return numbers, or the int32 numbers in a ``bytes`` object, as an int32 array."""
     return host_array(
         np.frombuffer(values, np.int32) if isinstance(values, bytes) else values, np.int32
     )

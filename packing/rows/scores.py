@@ -1,4 +1,4 @@
-"""Rewards of turns, as trainers that know rows alone want them: at tokens, or one for a row."""
+"""Rewards of turns placed at tokens, or summed to one number per row."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def row_scores(batch: PackedBatch, of: Score = "rewards") -> torch.Tensor:
 
     Args:
         batch: In any layout.
-        of: ``"rewards"`` adds up the rewards of the sequence's turns as they were given;
-            ``"returns"`` takes the return of its first turn: discounted, and with what later
-            turns in other sequences were rewarded.
+        of: ``"rewards"``: the sum of the sequence's turn rewards, not discounted; ``"returns"``:
+            the discounted return of its first turn, with rewards of later turns in other
+            sequences.
 
     Raises:
         ValueError: If ``of`` is neither.
@@ -30,24 +30,32 @@ def row_scores(batch: PackedBatch, of: Score = "rewards") -> torch.Tensor:
     """
     sequence = batch.turn_sequence.long()
     if of == "rewards":
-        return _added_up(batch.turn_rewards, sequence, len(batch)).float()
+        return _sum_by_index(batch.turn_rewards, sequence, len(batch))
     if of != "returns":
         raise ValueError(f"row_scores: of must be 'rewards' or 'returns', got {of!r}")
     turn = torch.arange(batch.num_turns, device=batch.device)
     first = turn.new_full((len(batch),), batch.num_turns)
-    first = first.scatter_reduce(0, sequence, turn, "amin")
-    return batch.turn_returns[first]
+    return batch.turn_returns[first.scatter_reduce(0, sequence, turn, "amin")]
 
 
-def token_scores(batch: PackedBatch) -> torch.Tensor:
-    """Return each turn's reward at the last token it generated, float32 ``[tokens]``, else 0.
+def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") -> torch.Tensor:
+    """Return rewards at tokens, float32 ``[tokens]``, 0 elsewhere.
 
-    The reward of a turn that generated nothing stands at the last token generated before it in
-    its sequence, or after it where there is none before. A sequence without generated tokens
-    has no place for rewards.
+    With ``"turns"`` each turn's reward is at its last generated token. The reward of a turn without
+    generated tokens is at the generated token before it in the sequence, or else at the first one;
+    a sequence without generated tokens loses its rewards. With ``"last"`` the sum of a sequence's
+    rewards is at its last token, generated or not.
+
+    Raises:
+        ValueError: If ``place`` is neither.
 
     Cost: a few launches over turns and tokens, no synchronisation.
     """
+    if place not in ("turns", "last"):
+        raise ValueError(f"{op}: scores must be 'turns' or 'last', got {place!r}")
+    if place == "last":
+        scores = batch.turn_rewards.new_zeros(batch.num_tokens, dtype=torch.float32)
+        return scores.index_copy(0, batch.cu_seqlens[1:].long() - 1, row_scores(batch))
     if not batch.num_tokens:
         return batch.turn_rewards.float()
     start, end = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
@@ -55,36 +63,14 @@ def token_scores(batch: PackedBatch) -> torch.Tensor:
     first = (start + prompt_lengths_of(batch))[sequence]
     token = torch.arange(batch.num_tokens, device=batch.device)
     last = torch.where(batch.loss_mask, token, -1).cummax(0).values
-    place = last[(batch.turn_spans[:, 1].long() - 1).clamp(min=0)]
-    place = torch.maximum(place, first)
-    place = torch.where(first < end[sequence], place, batch.num_tokens)
-    return _added_up(batch.turn_rewards, place, batch.num_tokens + 1)[:-1].float()
+    index = last[(batch.turn_spans[:, 1].long() - 1).clamp(min=0)]
+    index = torch.maximum(index, first)
+    index = torch.where(first < end[sequence], index, batch.num_tokens)  # a place to be dropped
+    return _sum_by_index(batch.turn_rewards, index, batch.num_tokens + 1)[:-1]
 
 
-def scores_at_end(batch: PackedBatch) -> torch.Tensor:
-    """Return the sum of each sequence's rewards at its last token, float32 ``[tokens]``, else 0.
-
-    Where nothing was generated that token is one of the prompt.
-
-    Cost: a few launches over turns and tokens, no synchronisation.
-    """
-    scores = batch.turn_rewards.new_zeros(batch.num_tokens, dtype=torch.float32)
-    return scores.index_copy(0, batch.cu_seqlens[1:].long() - 1, row_scores(batch))
-
-
-def placed_scores(batch: PackedBatch, op: str, place: Place) -> torch.Tensor:
-    """Return rewards at tokens as ``place`` says: `token_scores` or `scores_at_end`.
-
-    Raises:
-        ValueError: If ``place`` is neither ``"turns"`` nor ``"last"``.
-    """
-    if place not in ("turns", "last"):
-        raise ValueError(f"{op}: scores must be 'turns' or 'last', got {place!r}")
-    return token_scores(batch) if place == "turns" else scores_at_end(batch)
-
-
-def _added_up(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """Add values up by their index, in their order, without atomics: the same in every run."""
+def _sum_by_index(values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
+    """Sum values with equal index in their order, without atomics: bitwise reproducible."""
     index, order = index.sort(stable=True)
     bounds = torch.searchsorted(index, torch.arange(size + 1, device=index.device))
-    return segment_sum(values[order], bounds.int())
+    return segment_sum(values[order], bounds.int()).float()

@@ -11,7 +11,7 @@ A rollout that ends with 2 or by a signal says what it left on disk. Standard er
 closed, full or a broken pipe: what is said there is lost, and the work goes on.
 
 Importing this module loads next to nothing, so that Ctrl-C finds the command in charge almost at
-once: what it needs is imported by its functions, and its options are in `trajpack.commands`.
+once: what it needs is imported by its functions, and its options are in `trajpack.commands.app`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-    from trajpack.commands import Work
+    from trajpack.commands.app import Work
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -76,7 +76,7 @@ def _read(arguments: Sequence[str]) -> Work | int:
     """Return what the arguments ask for, with all that it needs imported."""
     ends = _end_on_interrupt()
     try:
-        from trajpack.commands import read
+        from trajpack.commands.app import read
 
         return read(arguments)
     finally:

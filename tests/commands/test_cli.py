@@ -411,7 +411,7 @@ def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("terminal.occupy_closed_descriptors", "cli.run"):
+    for name in ("commands.terminal.occupy_closed_descriptors", "cli.run"):
         monkeypatch.setattr(f"trajpack.{name}", interrupted)
         with pytest.raises(SystemExit) as exit:
             main()
@@ -547,9 +547,9 @@ def signal_before(monkeypatch: pytest.MonkeyPatch, place: str, *numbers: signal.
     [
         ("TrajectoryBuffer.pack", signal.SIGINT, 130),
         ("TrajectoryBuffer.pack", signal.SIGTERM, 143),
-        ("rollout_command.save_rollout", signal.SIGINT, 130),
+        ("commands.rollout.save_rollout", signal.SIGINT, 130),
         ("PackedBatch.save", signal.SIGINT, 130),
-        ("rollout_command.report", signal.SIGINT, 130),
+        ("commands.rollout.report", signal.SIGINT, 130),
     ],
 )
 def test_a_signal_after_the_episodes_waits_for_the_batch(
@@ -571,7 +571,7 @@ def test_a_signal_after_the_episodes_waits_for_the_batch(
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
-    ("place", "is_written"), [("TrajectoryBuffer.pack", False), ("rollout_command.report", True)]
+    ("place", "is_written"), [("TrajectoryBuffer.pack", False), ("commands.rollout.report", True)]
 )
 def test_a_second_signal_ends_at_once_and_tells_what_is_on_disk(
     place: str, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -243,7 +243,7 @@ def test_a_log_of_an_earlier_release_is_named_by_replay_and_converted_by_its_nex
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "log"
-    shutil.copytree(Path(__file__).parent / "packing" / "old_log", folder)
+    shutil.copytree(Path(__file__).parents[1] / "packing" / "trajectory_log" / "old_log", folder)
     assert "converts it" in refusal("replay", folder)
     pytest.importorskip("pyarrow")
     TrajectoryLog.open(folder).close()

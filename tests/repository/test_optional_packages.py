@@ -50,55 +50,55 @@ def core_only(code: str, *arguments: object, check: bool = True, hide: str = HID
 
 
 ENTRIES = {
-    "agent.build_tiny_model()": ("tokenizers", "trajpack[agent]"),
-    "agent.arithmetic.build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
-    "agent.tiny_model.build_qwen3(None, 0, max_positions=1, initializer_range=1)": (
+    "agent:build_tiny_model()": ("tokenizers", "trajpack[agent]"),
+    "agent.training.arithmetic:build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
+    "agent.models.tiny_model:build_qwen3(None, 0, max_positions=1, initializer_range=1)": (
         "transformers", "trajpack[agent]"),
-    "agent.causal_model.load_model('folder')": ("transformers", "trajpack[agent]"),
-    "agent.causal_model.load_tokenizer('folder')": ("transformers", "trajpack[agent]"),
-    "agent.causal_model.ModelLimits.load('folder')": ("transformers", "trajpack[agent]"),
-    "agent.TransformersEngine(None)": ("transformers", "trajpack[agent]"),
-    "agent.MathMultiTurnAgent(None, 'folder', None)": ("transformers", "trajpack[agent]"),
-    "agent.RolloutRunner(None, None, None)": ("anyio", "trajpack[agent]"),
-    "agent.reasoning_gym_questions(size=1, seed=0)": ("reasoning_gym", "trajpack[agent]"),
-    "agent.MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
-    "agent.grpo_report.write_page([], '')": ("plotly", "trajpack[agent]"),
-    "agent.rollout.prepare_rollout(agent.rollout_settings.RolloutSettings())": (
+    "agent.models.causal_model:load_model('folder')": ("transformers", "trajpack[agent]"),
+    "agent.models.causal_model:load_tokenizer('folder')": ("transformers", "trajpack[agent]"),
+    "agent.models.causal_model:ModelLimits.load('folder')": ("transformers", "trajpack[agent]"),
+    "agent:TransformersEngine(None)": ("transformers", "trajpack[agent]"),
+    "agent:MathMultiTurnAgent(None, 'folder', None)": ("transformers", "trajpack[agent]"),
+    "agent:RolloutRunner(None, None, None)": ("anyio", "trajpack[agent]"),
+    "agent:reasoning_gym_questions(size=1, seed=0)": ("reasoning_gym", "trajpack[agent]"),
+    "agent:MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
+    "agent.training.report:write_page([], '')": ("plotly", "trajpack[agent]"),
+    "agent.rollout.rollout:prepare_rollout(module.RolloutSettings())": (
         "anyio", "trajpack[agent]"),
-    "agent.RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
-    "agent.serve_metrics(None)": ("prometheus_client", "trajpack[metrics]"),
-    "agent.RolloutTracer()": ("opentelemetry", "trajpack[metrics]"),
-    "agent.VLLMEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
-    "agent.SGLangEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
-    "agent.ServerSettings.from_environment()": ("pydantic_settings", "trajpack[servers]"),
-    "agent.ray.RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
-    "agent.ray.TrainerRanks(None, 1)": ("ray", "trajpack[ray]"),
-    "agent.ray.local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
-    "agent.TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
-    "packing.TrajectoryLog.open('log').export_parquet('log.parquet')": ("pyarrow", "trajpack[log]"),
-    "adapters.verl.to_data_proto(None)": ("verl", "verl"),
-    "adapters.verl.to_tensordict(None)": ("tensordict", "tensordict"),
-    "adapters.openrlhf.to_experience(None)": ("openrlhf", "openrlhf"),
-    "adapters.megatron.to_packed_seq_params(None)": ("megatron", "megatron-core"),
-    "adapters.tinker.to_datums(None)": ("tinker", "tinker"),
-    "testing.trajectories()": ("hypothesis", "hypothesis"),
-    "testing.trajectory_lists()": ("hypothesis", "hypothesis"),
+    "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
+    "agent:serve_metrics(None)": ("prometheus_client", "trajpack[metrics]"),
+    "agent:RolloutTracer()": ("opentelemetry", "trajpack[metrics]"),
+    "agent:VLLMEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
+    "agent:SGLangEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
+    "agent:ServerSettings.from_environment()": ("pydantic_settings", "trajpack[servers]"),
+    "agent.ray:RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
+    "agent.ray:TrainerRanks(None, 1)": ("ray", "trajpack[ray]"),
+    "agent.ray:local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
+    "agent:TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
+    "packing:TrajectoryLog.open('log').export_parquet('log.parquet')": ("pyarrow", "trajpack[log]"),
+    "packing.adapters.verl:to_data_proto(None)": ("verl", "verl"),
+    "packing.adapters.verl:to_tensordict(None)": ("tensordict", "tensordict"),
+    "packing.adapters.openrlhf:to_experience(None)": ("openrlhf", "openrlhf"),
+    "packing.adapters.megatron:to_packed_seq_params(None)": ("megatron", "megatron-core"),
+    "packing.adapters.tinker:to_datums(None)": ("tinker", "tinker"),
+    "testing:trajectories()": ("hypothesis", "hypothesis"),
+    "testing:trajectory_lists()": ("hypothesis", "hypothesis"),
 }  # fmt: skip
-"""What needs an optional package: the first that it misses, and what to install."""
+"""Calls, as ``module:expression``: the optional package that each misses, and what brings it."""
 
 CALL_EACH = """
 import json
 import os
 from importlib import import_module
 import trajpack
-from trajpack import agent, packing, testing
-for name in ("verl", "openrlhf", "megatron", "tinker"):
-    import_module(f"trajpack.packing.adapters.{name}")
-adapters, found = packing.adapters, {}
+import trajpack.testing
+found = {}
 os.chdir(sys.argv[2])
 for entry in json.loads(sys.argv[1]):
+    name, _, expression = entry.partition(":")
+    module = import_module(f"trajpack.{name}")
     try:
-        eval(entry)
+        eval(f"module.{expression}")
         found[entry] = "no error"
     except ModuleNotFoundError as error:
         found[entry] = f"{error.name}|{error}"
@@ -284,7 +284,7 @@ print(*sorted(sys.modules), file=sys.stderr)
 """
     done = core_only(code)
     loaded = set(done.stderr.splitlines()[-1].split())
-    assert {"typer", "trajpack.commands"} <= loaded
+    assert {"typer", "trajpack.commands.app"} <= loaded
     assert not {
         name for name in loaded if name.partition(".")[0] in {"torch", *BROUGHT_BY} - OF_CORE
     }

@@ -22,7 +22,7 @@ def preload():
 
     import trajpack.agent.rollout.rollout
     import trajpack.cli
-    import trajpack.commands
+    import trajpack.commands.app
     import trajpack.commands.inspect
     import trajpack.commands.rollout
     import trajpack.commands.train  # noqa: F401

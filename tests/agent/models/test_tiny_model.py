@@ -86,7 +86,7 @@ def test_both_can_be_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_importing_does_not_load_transformers() -> None:
-    names = "tiny_model", "transformers_engine", "runner"
+    names = "models.tiny_model", "engines.transformers_engine", "runner.runner"
     modules = ", ".join(f"trajpack.agent.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -255,7 +255,9 @@ def test_masks_and_routes_come_back_where_they_are_named(as_mapping):
     assert_same_sequences(again, batch)
     for name in names:
         assert_same_bits(again.fields[name], batch.fields[name], name)
-    with pytest.raises(ValueError, match="a sampling_mask is there: name it in fields, or take it"):
+    with pytest.raises(
+        ValueError, match="sampling_mask are there: name sampling_mask in fields, or"
+    ):
         unrewarded(samples)
     with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 2"):
         unrewarded(samples, fields=names, sampling_mask_width=2)
@@ -264,16 +266,16 @@ def test_masks_and_routes_come_back_where_they_are_named(as_mapping):
 def test_what_a_trajectory_cannot_have_is_refused():
     sample = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
     for key in ("mm_kwargs", "mm_refs", "payload"):
-        with pytest.raises(ValueError, match=f"'0': {key} is there, which is not carried"):
+        with pytest.raises(ValueError, match=f"'0': {key} are there, which are not carried"):
             unrewarded([sample | {key: {"images": []}}])
         assert len(unrewarded([sample | {key: None}])) == 1
     mask = {"ids": b"", "counts": bytes(8), "logprobs": b""}
     with pytest.raises(ValueError, match="'0': logprobs of a sampling_mask are not carried"):
         unrewarded([sample | {"sampling_mask": mask}], fields=["sampling_mask"])
     for key in sample:
-        with pytest.raises(ValueError, match=f"'0': {key} is missing"):
+        with pytest.raises(ValueError, match=f"'0': {key} are missing"):
             unrewarded([{name: of for name, of in sample.items() if name != key}])
-    with pytest.raises(ValueError, match="'0': temperatures is missing"):
+    with pytest.raises(ValueError, match="'0': temperatures are missing"):
         unrewarded([sample], fields=["temperatures"])
     with pytest.raises(ValueError, match=r"'0': temperatures must have 2 rows, one for each token"):
         unrewarded([sample | {"temperatures": [1.0]}], fields=["temperatures"])
@@ -330,7 +332,7 @@ def test_turns_come_back_where_tokens_stand_between_them():
 
 def test_wrong_samples_and_labels_are_refused():
     sample = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
-    with pytest.raises(ValueError, match="rewards must be of 1 samples, got 2"):
+    with pytest.raises(ValueError, match="rewards must be 1, one a row, got 2"):
         from_training_samples([sample], rewards=[1.0, 2.0])
     with pytest.raises(ValueError, match="trajectory 'a': the first token must not be a generated"):
         from_training_samples([sample | {"mask": [True, True]}], ids=["a"], rewards=[1.0])

@@ -216,7 +216,7 @@ def test_routes_and_support_come_back_where_they_are_named():
     routes = batch.fields["routed_experts"].index_fill(0, last, 0)
     routes[last] = torch.arange(3, dtype=torch.uint8)
     assert_same_bits(again.fields["routed_experts"], routes)
-    with pytest.raises(ValueError, match="name sampling_mask in fields, or take it out"):
+    with pytest.raises(ValueError, match="name sampling_mask in fields, or take them out"):
         from_generator_output(output)
     with pytest.raises(ValueError, match=r"fields must be of \['routed_experts', .*\['values'\]"):
         from_generator_output(output, fields=["values"])
@@ -298,7 +298,7 @@ def test_entries_without_ids_are_trajectories_of_their_own():
     ]
     labelled = from_generator_output(output | {"trajectory_ids": [TrajectoryID("t", 0)] * 2})
     assert [len(one.turns) for one in labelled] == [2]
-    with pytest.raises(ValueError, match="rollout_logprobs are missing"):
+    with pytest.raises(ValueError, match=r"\['rollout_logprobs'\] are missing"):
         from_generator_output(output | {"rollout_logprobs": None})
 
 

@@ -111,7 +111,7 @@ def test_rewards_compared_in_groups_go_beside_the_raw_ones():
     found = to_train_data(batch, rewards=compared)
     assert found["rewards"] == compared.tolist()
     assert found["raw_reward"] == [3.0, 1.0, 6.0]
-    with pytest.raises(ValueError, match="rewards must be 3, one a sequence, got 2"):
+    with pytest.raises(ValueError, match="rewards must be 3, one a row, got 2"):
         to_train_data(batch, rewards=[1.0, 2.0])
 
 
@@ -195,7 +195,7 @@ def test_source_names_are_those_that_are_given():
     assert to_train_data(batch)["source_names"] == ["unknown"] * 3
     assert to_train_data(batch, source_names="sums")["source_names"] == ["sums"] * 3
     assert to_train_data(batch, source_names=["a", "b", "c"])["source_names"] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="source_names must be 3, one a sequence, got 1"):
+    with pytest.raises(ValueError, match="source_names must be 3, one a row, got 1"):
         to_train_data(batch, source_names=["a"])
 
 

@@ -204,7 +204,9 @@ def test_what_cannot_be_carried_is_refused():
         to_grpo_inputs(batch, pad_token_id=PAD, advantages="sequence")
     with pytest.raises(TypeError, match=r"expected one of old_per_token_logps, .*, got values"):
         to_grpo_inputs(batch, pad_token_id=PAD, values=batch.returns)
-    with pytest.raises(ValueError, match="old_per_token_logps must be over 58 tokens, got shape"):
+    with pytest.raises(
+        ValueError, match="old_per_token_logps must be over 58 tokens on cpu, got shape"
+    ):
         to_grpo_inputs(batch, pad_token_id=PAD, old_per_token_logps=batch.returns[1:])
     with pytest.raises(ValueError, match="to_grpo_inputs: the batch has no advantages"):
         to_grpo_inputs(dataclasses.replace(batch, advantages=None), pad_token_id=PAD)

@@ -404,9 +404,9 @@ def test_fields_of_outputs_are_carried_where_they_are_named():
     assert tensors["teacher_ids"][0].tolist() == teacher["teacher_ids"]
     assert tensors["teacher_logprobs"][0].tolist() == teacher["teacher_logprobs"]
     assert tensors["routed_experts"][0].tolist() == [[[0, 1]], [[2, 3]], [[0, 0]]]  # as verl
-    with pytest.raises(ValueError, match="'0' has teacher_ids: name it in fields"):
+    with pytest.raises(ValueError, match="'0': teacher_ids are there: name teacher_ids in fields"):
         from_agent_loop_outputs([output])
-    with pytest.raises(ValueError, match="'0' has no routed_experts"):
+    with pytest.raises(ValueError, match="'0': routed_experts are missing"):
         from_agent_loop_outputs([agent_output([1], [2])], fields=["routed_experts"])
     with pytest.raises(
         ValueError, match=r"fields must be of \['routed_experts', .*got \['values'\]"
@@ -419,7 +419,7 @@ def test_fields_of_outputs_are_carried_where_they_are_named():
 
 def test_images_of_outputs_are_refused():
     images = agent_output([1], [2], multi_modal_data={"images": ["one"], "videos": None})
-    with pytest.raises(ValueError, match=r"'0' has \['images'\], which are not carried"):
+    with pytest.raises(ValueError, match=r"'0': images are there, which are not carried"):
         from_agent_loop_outputs([images])
     none = agent_output([1], [2], multi_modal_data={"images": []})
     assert len(from_agent_loop_outputs([none])) == 1

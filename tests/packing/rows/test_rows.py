@@ -4,9 +4,9 @@ from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.row_cases import conversation, forked_batch, plain_batch, rows_by_loop
 from trajpack import StaticBatch, TrajectoryBuffer, pack
-from trajpack.packing.rows.rows import prompt_lengths_of, row_trajectories, row_turns, rows_of
-from trajpack.packing.rows.scores import placed_scores, row_scores, scores_at_end, token_scores
-from trajpack.testing import assert_same_bits, trajectory_lists
+from trajpack.packing.rows.rows import row_trajectories, row_turns, rows_of
+from trajpack.packing.rows.scores import row_scores, token_scores
+from trajpack.testing import trajectory_lists
 
 layouts = st.sampled_from(["merged", "turns"])
 
@@ -19,53 +19,34 @@ def test_a_row_is_its_sequence_with_padding_around(trajectories, layout, more_be
     num_prompt = max((len(row[0]) for row in expected), default=0) + more_before
     num_response = max((len(row[1]) for row in expected), default=0) + more_behind
     rows = rows_of(batch, max_prompt_length=num_prompt, max_response_length=num_response)
-    assert len(rows) == len(expected)
-    assert rows.width == num_prompt + num_response
-    assert rows.prompt_lengths.tolist() == [len(row[0]) for row in expected]
-    assert rows.response_lengths.tolist() == [len(row[1]) for row in expected]
     whole = rows.whole(batch.input_ids, -1)
+    assert whole.shape == (len(expected), num_prompt + num_response)
     for row, (prompt, response, *_) in enumerate(expected):
         before, behind = num_prompt - len(prompt), num_response - len(response)
         assert whole[row].tolist() == [-1] * before + prompt + response + [-1] * behind
     assert torch.equal(rows.attention_mask, whole != -1)
-    assert torch.equal(rows.prompts(batch.input_ids, -1), whole[:, :num_prompt])
-    assert torch.equal(rows.responses(batch.input_ids, -1), whole[:, num_prompt:])
-    assert torch.equal(rows.prompt_attention, rows.attention_mask[:, :num_prompt])
-    assert torch.equal(rows.response_attention, rows.attention_mask[:, num_prompt:])
+    for part, columns in (
+        (rows.prompts(), whole[:, :num_prompt]),
+        (rows.responses(), whole[:, num_prompt:]),
+    ):
+        assert torch.equal(part.whole(batch.input_ids, -1), columns)
+        assert torch.equal(part.attention_mask, columns != -1)
 
 
-@settings(max_examples=25)
-@given(trajectory_lists(), layouts)
-def test_responses_come_back_to_their_tokens(trajectories, layout):
-    batch = pack(trajectories, layout=layout)
-    rows = rows_of(batch)
-    back = rows.packed_responses(rows.responses(batch.rollout_logprobs, value=7.0))
-    assert_same_bits(back, batch.rollout_logprobs)
-    ids = rows.packed_responses(rows.responses(batch.input_ids), value=-1)
-    lengths = prompt_lengths_of(batch)[batch.sequence_ids.long()]
-    expected = torch.where(batch.position_ids >= lengths, batch.input_ids, -1)
-    assert torch.equal(ids, expected)
-
-
-def test_fields_of_any_shape_are_laid_out_and_brought_back():
+def test_fields_of_any_shape_are_laid_out_and_have_gradients():
     batch = forked_batch()
     rows = rows_of(batch, max_prompt_length=4)
-    field = torch.arange(2 * batch.num_tokens).reshape(-1, 2).to(torch.int16)
-    assert rows.whole(field).shape == (4, 4 + 10, 2)
-    back = rows.packed_responses(rows.responses(field), value=-1)
-    is_response = rows.packed_responses(torch.ones(4, 10, dtype=torch.bool))
-    assert torch.equal(back[is_response], field[is_response])
-    assert (back[~is_response] == -1).all()
-
-
-def test_gradients_go_through_rows_and_back():
-    batch = plain_batch()
-    rows = rows_of(batch)
-    values = torch.arange(float(batch.num_tokens), requires_grad=True)
-    back = rows.packed_responses(rows.responses(values))
-    back.sum().backward()
-    expected = rows.packed_responses(torch.ones(3, rows.max_response_length))
-    assert torch.equal(values.grad, expected)
+    field = torch.arange(2.0 * batch.num_tokens).reshape(-1, 2).requires_grad_()
+    laid_out = rows.whole(field, -1)
+    assert laid_out.shape == (4, 4 + 10, 2)
+    assert torch.equal(laid_out[rows.attention_mask], field)  # rows in order, without padding
+    assert (laid_out[~rows.attention_mask] == -1).all()
+    rows.responses().whole(field).sum().backward()
+    ids = batch.input_ids
+    in_response = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    in_response[rows.responses().tokens[rows.responses().attention_mask]] = True
+    assert rows.prompts().attention_mask.sum() + in_response.sum() == len(ids)
+    assert torch.equal(field.grad, in_response[:, None].expand(-1, 2).float())
 
 
 def test_what_does_not_fit_is_refused():
@@ -78,11 +59,8 @@ def test_what_does_not_fit_is_refused():
         rows_of(batch, max_prompt_length=2.0)
     with pytest.raises(ValueError, match="max_response_length must be 0 or more, got -1"):
         rows_of(batch, max_response_length=-1)
-    rows = rows_of(batch)
     with pytest.raises(ValueError, match=r"must be over 22 tokens, got shape \[3\]"):
-        rows.whole(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"must begin with \[3, 10\], got \[3, 9\]"):
-        rows.packed_responses(torch.zeros(3, 9))
+        rows_of(batch).whole(torch.zeros(3))
 
 
 def test_a_padded_batch_is_refused():
@@ -96,9 +74,8 @@ def test_with_both_widths_nothing_is_read_back_to_the_host():
     batch = forked_batch().to("meta")
     rows = rows_of(batch, max_prompt_length=8, max_response_length=12)
     assert rows.whole(batch.input_ids).shape == (4, 20)
-    assert rows.packed_responses(rows.responses(batch.returns)).shape == (batch.num_tokens,)
-    for scores in (token_scores(batch), scores_at_end(batch)):
-        assert scores.shape == (batch.num_tokens,)
+    for place in ("turns", "last"):
+        assert token_scores(batch, place=place).shape == (batch.num_tokens,)
     assert row_scores(batch).shape == row_scores(batch, "returns").shape == (4,)
 
 
@@ -132,17 +109,17 @@ def test_a_reward_stands_at_its_turns_last_token_or_at_the_rows():
     ]  # fmt: skip
     assert token_scores(batch)[places].tolist() == [3.0, 8.0, 4.0, 1.0, 2.0, 3.0]
     ends = batch.cu_seqlens[1:].long() - 1
-    assert scores_at_end(batch)[ends].tolist() == [11.0, 4.0, 16.0, 6.0]
-    assert torch.equal(placed_scores(batch, "op", "last"), scores_at_end(batch))
-    assert torch.equal(placed_scores(batch, "op", "turns"), token_scores(batch))
+    at_end = token_scores(batch, place="last")
+    assert at_end[ends].tolist() == [11.0, 4.0, 16.0, 6.0]
+    assert at_end.count_nonzero() == 4
     with pytest.raises(ValueError, match="op: scores must be 'turns' or 'last', got 'all'"):
-        placed_scores(batch, "op", "all")
+        token_scores(batch, op="op", place="all")
 
 
 def test_an_empty_batch_has_no_rows():
     batch = TrajectoryBuffer().pack()
     rows = rows_of(batch, max_prompt_length=3, max_response_length=4)
     assert rows.whole(batch.input_ids).shape == (0, 7)
-    assert rows.packed_responses(torch.zeros(0, 4)).shape == (0,)
     assert row_turns(batch) == row_trajectories(batch) == []
-    assert row_scores(batch).shape == token_scores(batch).shape == scores_at_end(batch).shape
+    assert row_scores(batch).shape == token_scores(batch).shape == (0,)
+    assert token_scores(batch, place="last").shape == (0,)

@@ -99,7 +99,7 @@ def test_the_numbers_are_those_without_a_fault_when_a_rank_and_then_all_die(tmp_
     from trajpack.packing.trajectory_log.log import TrajectoryLog
 
     first, killed = asyncio.run(Place(tmp_path).train_and_kill(5))
-    (told,) = [record for record in caplog.records if record.name.endswith("ray_recovery")]
+    (told,) = [record for record in caplog.records if record.name.endswith("training.recovery")]
     assert "rebuilt: trainer rank 1: ActorDiedError" in told.getMessage()
     assert told.created - killed < 5, "the other rank has waited for the dead one"
     assert [step.step for step in first] == [1, 2, 3, 4, 5]

@@ -1,0 +1,1 @@
+"""A trial of a model with a small packed batch: whether it keeps the sequences apart."""

@@ -127,7 +127,6 @@ BEHIND = {
     "agent/runner/gate.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
-    "agent/observability/families.py": "agent/observability/metrics.py",
     "agent/ray/rollouts/life.py": "agent/ray/rollouts/workers.py",
     "agent/ray/rollouts/worker.py": "agent/ray/rollouts/workers.py",
     "agent/ray/room.py": "agent/ray/rollouts/workers.py",

@@ -7,8 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.agent.observability.metrics_cases import Watched, reply, result
 from trajpack.agent import errors
-from trajpack.agent.observability.families import CAUSES
-from trajpack.agent.observability.metrics import RolloutMetrics
+from trajpack.agent.observability.metrics import CAUSES, RolloutMetrics
 from trajpack.packing.types import Turn, VersionSpan
 
 

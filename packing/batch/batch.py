@@ -17,8 +17,7 @@ from trajpack.packing.batch.micro_batch_methods import MicroBatchMethods
 from trajpack.packing.conversion import check_memory
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.labels import LabelMethods
-from trajpack.packing.micro_batches.micro_batch import record_storages
-from trajpack.packing.micro_batches.model_inputs import model_inputs
+from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 

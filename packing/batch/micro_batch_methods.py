@@ -7,7 +7,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from trajpack.packing.micro_batches.alignment import Alignment
-from trajpack.packing.micro_batches.tables import Lengths, lengths_of, place_plan, place_selected
+from trajpack.packing.micro_batches.cutting import (
+    Lengths,
+    cut,
+    lengths_of,
+    merged,
+    place_plan,
+    place_selected,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +75,6 @@ class MicroBatchMethods:
             >>> batch.select([2, 0], trajpack.Alignment(sequence_multiple=4)).input_ids
             tensor([1, 2, 3, 0, 1, 2, 3, 0])
         """
-        from trajpack.packing.micro_batches.cutting import cut  # which itself needs this class
-
         placed = place_selected(self.host_lengths, sequences, alignment)
         return next(cut(self._whole, self.host_lengths, [placed], alignment, tensors, impl))
 
@@ -101,8 +106,6 @@ class MicroBatchMethods:
         Cost: one copy for all micro-batches together, of 16 bytes a sequence, from pinned memory;
         one launch for each; no synchronisation.
         """
-        from trajpack.packing.micro_batches.cutting import cut
-
         placed = place_plan(self.host_lengths, plan, alignment)
         return cut(self._whole, self.host_lengths, placed, alignment, tensors, impl)
 
@@ -163,8 +166,6 @@ class MicroBatchMethods:
             >>> torch.equal(batch.merge(plan, outputs), batch.input_ids)
             True
         """
-        from trajpack.packing.micro_batches.cutting import merged
-
         return merged(self._whole, plan, outputs, alignment, fill, impl)
 
     def turn_ends(self) -> list[list[int]]:

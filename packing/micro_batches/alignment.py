@@ -1,4 +1,4 @@
-"""How a micro-batch is padded: worked out on the host, from lengths alone."""
+"""Padding of micro-batches, computed on the host from lengths alone."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from trajpack.packing.conversion import as_integer
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Tail: TypeAlias = Literal["sequence", "extend", "separate"]
-TAILS = ("sequence", "extend", "separate")
 
 
 class Placement(NamedTuple):
-    """Where the sequences of a micro-batch lie."""
+    """Lengths of a micro-batch's sequences with padding; a padding sequence is the last."""
 
     seqlens: Ints
-    """Tokens of each sequence as attention shall see them; the padding sequence is the last."""
+    """int64 ``[sequences]``: tokens of each as attention sees them."""
     padded_seqlens: Ints
-    """Tokens that each takes in memory."""
+    """int64 ``[sequences]``: tokens of each in memory."""
     num_tokens: int
-    """Of all together."""
+    """Tokens of all sequences in memory."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a micro-batch is padded; not at all as it stands.
+    """Padding of a micro-batch; none by default.
 
-    A micro-batch has a multiple of both multiples in tokens, so that whatever divides the
-    sequences divides the padding behind them, too. One without sequences is one padding sequence.
+    The number of tokens is a multiple of both multiples, so that the padding behind the sequences
+    divides as they do. A micro-batch without sequences is one padding sequence.
 
     Example:
         >>> Alignment(sequence_multiple=4, total_multiple=16).place(np.array([3, 5])).padded_seqlens
@@ -41,22 +40,22 @@ class Alignment:
 
     sequence_multiple: int = 1
     """Each sequence takes a multiple of this many tokens; its padding lies behind its tokens, and
-    `MicroBatch.cu_seqlens_padded` alone counts it. Context parallelism wants twice its size."""
+    only `MicroBatch.cu_seqlens_padded` counts it. Context parallelism needs twice its size."""
     total_multiple: int = 1
-    """All tokens together are a multiple of this. Ranks of context and of sequence parallelism
-    hold equal shares of them: what a share must divide by, such as 16, 32 or 128 for FP8, is
-    multiplied by the sizes of both."""
+    """The total number of tokens is a multiple of this. Ranks of context and of sequence
+    parallelism hold equal shares: multiply what a share must divide by, such as 16, 32 or 128 for
+    FP8, by the sizes of both."""
     total: int | None = None
-    """All tokens together are exactly so many, where shapes must not change."""
+    """Exact total number of tokens, for fixed shapes."""
     tail: Tail = "sequence"
-    """What stands behind the sequences, up to the total: a ``"sequence"`` of its own, the last
-    one; tokens that ``"extend"`` the last sequence; or padding ``"separate"`` from it, which
+    """Padding behind the sequences, up to the total: a separate last ``"sequence"``; tokens that
+    ``"extend"`` the last sequence; or tokens ``"separate"`` from it, which
     `MicroBatch.cu_seqlens_padded` counts to the last sequence and `MicroBatch.cu_seqlens` to
     none."""
     max_sequences: int | None = None
-    """Sequences of a micro-batch at most. Given, boundaries have one length in all micro-batches,
-    the last one repeated, and with `total` their longest sequence is that: what a CUDA graph
-    needs. The padding sequence comes on top."""
+    """Maximum sequences of a micro-batch, without the padding sequence. If given, boundaries have
+    one length in all micro-batches, the last one repeated, and with `total`
+    `MicroBatch.max_seqlen` is that: for CUDA graphs."""
     positions: Literal["continue", "zero"] = "continue"
     """Positions of padding: ``"continue"`` counts on in its sequence, ``"zero"`` is 0."""
     token_id: int = 0
@@ -76,7 +75,7 @@ class Alignment:
                 f"total must be a multiple of {self.multiple}, as sequence_multiple and "
                 f"total_multiple are, got {self.total}"
             )
-        if self.tail not in TAILS:
+        if self.tail not in ("sequence", "extend", "separate"):
             raise ValueError(f"tail must be 'sequence', 'extend' or 'separate', got {self.tail!r}")
         if self.positions not in ("continue", "zero"):
             raise ValueError(f"positions must be 'continue' or 'zero', got {self.positions!r}")
@@ -84,18 +83,18 @@ class Alignment:
 
     @property
     def multiple(self) -> int:
-        """Tokens of which a micro-batch has a multiple."""
+        """The number of tokens of a micro-batch is a multiple of this."""
         return math.lcm(self.sequence_multiple, self.total_multiple)
 
     @property
     def num_boundaries(self) -> int | None:
-        """Entries of the boundaries; ``None`` where they are as many as sequences need."""
+        """Fixed number of boundaries; ``None`` if it follows from the sequences."""
         if self.max_sequences is None:
             return None
         return self.max_sequences + 1 + (self.tail == "sequence")
 
     def place(self, lengths: Ints) -> Placement:
-        """Place sequences of so many tokens, one behind the other.
+        """Lay out sequences of these lengths, one behind the other.
 
         Raises:
             ValueError: If there are more than `max_sequences`, or more tokens than `total`.

@@ -1,117 +1,233 @@
-"""From a packed batch to micro-batches, and their outputs back."""
+"""Cutting a packed batch into micro-batches by a plan, and merging their outputs.
+
+Everything is laid out on the host from lengths alone; the tables of all micro-batches of a plan go
+to the device in one copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.dispatch import Impl, check_not_captured
 from trajpack.kernels.rearrange.merge_tokens import merge_tokens
 from trajpack.kernels.rearrange.select_tokens import Segment, TokenSources
 from trajpack.kernels.rearrange.token_rows import Number
-from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
-from trajpack.packing.micro_batches.tables import (
-    CU_SEQLENS,
-    Lengths,
-    Placed,
-    place_plan,
-    send_merge_tables,
-    send_tables,
-)
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.plan.plan import Plan
 
-OWN = ("input_ids", "turn_ids", "prompt_mask", "loss_mask", "rollout_logprobs", "policy_versions")
+Ints: TypeAlias = npt.NDArray[np.int64]
+OWN = (
+    "input_ids",
+    "turn_ids",
+    "prompt_mask",
+    "loss_mask",
+    "rollout_logprobs",
+    "policy_versions",
+    "returns",
+)
+"""Fields of every micro-batch that are selected from the batch."""
 FILLS: Mapping[str, Number] = {"turn_ids": -1, "policy_versions": -1}
-"""What padding holds, where it is not 0."""
-WIDEST = 8
-"""Bytes of an element that a kernel moves at most."""
+"""Padding values other than 0."""
+MAX_ITEMSIZE = 8
+"""Maximum bytes of an element that a kernel moves."""
+CU_SEQLENS = len(Segment)
+"""Row of a table behind those of `Segment`: cumulative sums of true lengths."""
+ROWS = CU_SEQLENS + 1
+ALIGNED = 4
+"""Tables have a multiple of this many columns: each row begins at a multiple of 16 bytes."""
 
 
-class Sources(NamedTuple):
-    """What is selected from, and the names that it has in a micro-batch."""
+class Lengths(NamedTuple):
+    """Sequences of a batch, on the host."""
 
-    names: list[str]
-    tokens: TokenSources
+    seqlens: Ints
+    """int64 ``[sequences]``: tokens of each."""
+    starts: Ints
+    """int64 ``[sequences]``: first token of each."""
 
 
-def sources_of(
-    batch: PackedBatch, tensors: Mapping[str, torch.Tensor] | None, alignment: Alignment
-) -> Sources:
-    """Return what is selected from: the batch's own tensors, its fields, and those given.
+class PaddedMicroBatch(NamedTuple):
+    """Sequences of a micro-batch and their padding, laid out on the host."""
+
+    sequences: Ints
+    """int64 ``[selected]``: indices of the sequences."""
+    kept: Ints
+    """int64 ``[selected]``: tokens that each keeps."""
+    placement: Placement
+    """Lengths with padding."""
+
+
+class _Table(NamedTuple):
+    """Segments of tokens to select; row by row what `Segment` describes."""
+
+    ends: Ints
+    """Cumulative sums of the segments' lengths in the result."""
+    sources: Ints
+    """First source token of each segment."""
+    kept: Ints
+    """Source tokens of each segment; padding follows."""
+    cu_seqlens: Ints = np.zeros(0, np.int64)
+    """Cumulative sums of true lengths."""
+    min_columns: int = 0
+
+
+def lengths_of(seqlens: Iterable[int]) -> Lengths:
+    """Return lengths and starts of a batch's sequences."""
+    lengths = np.fromiter(seqlens, np.int64)
+    return Lengths(lengths, np.cumsum(lengths) - lengths)
+
+
+def place_selected(
+    lengths: Lengths, sequences: Iterable[int], alignment: Alignment
+) -> PaddedMicroBatch:
+    """Lay out chosen sequences.
 
     Raises:
-        TypeError: If what was given is no tensor.
-        ValueError: If it has the wrong shape or device, or a name that is taken.
+        TypeError: If they are not integers.
+        ValueError: If the batch has no such sequence, or the alignment no room.
     """
-    own = [*OWN, "returns"] + ["advantages"] * (batch.advantages is not None)
-    fills = {**FILLS, "input_ids": alignment.token_id}
-    fills |= {field.name: field.fill for field in batch.token_fields}
-    named = {name: getattr(batch, name) for name in own} | dict(batch.fields)
-    taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
-    for name, tensor in (tensors or {}).items():
-        check_given(name, tensor, taken, batch.num_tokens, batch.device)
-        if tensor.dtype.itemsize > WIDEST or 0 in tensor.shape[1:]:
-            raise ValueError(
-                f"tensors: {name!r} must have rows, of a dtype of at most {WIDEST} bytes, got "
-                f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            )
-        named[name] = tensor
-    padding = [fills.get(name, 0) for name in named]
-    return Sources(list(named), TokenSources(list(named.values()), padding))
+    chosen = np.asarray(list(sequences) if not isinstance(sequences, np.ndarray) else sequences)
+    if chosen.size and chosen.dtype.kind not in "iu":
+        raise TypeError(f"sequences must be integers, got {chosen.dtype}")
+    chosen = chosen.astype(np.int64)
+    wrong = chosen[(chosen < 0) | (chosen >= len(lengths.seqlens))]
+    if chosen.ndim != 1 or wrong.size:
+        got = f"{wrong[0]}" if wrong.size else f"shape {list(chosen.shape)}"
+        raise ValueError(f"sequences must be in [0, {len(lengths.seqlens)}), got {got}")
+    kept = lengths.seqlens[chosen]
+    return PaddedMicroBatch(chosen, kept, alignment.place(kept))
+
+
+def place_plan(lengths: Lengths, plan: Plan, alignment: Alignment) -> list[PaddedMicroBatch]:
+    """Lay out the sequences of every micro-batch of a plan.
+
+    Raises:
+        TypeError: If the plan is no `Plan`.
+        ValueError: If the plan is for other sequences, the alignment has no room, or padding that
+            the plan did not count takes a micro-batch over the capacity.
+    """
+    if not hasattr(plan, "cu_bins"):
+        raise TypeError(f"plan must be a Plan, of one rank and step, got {type(plan).__name__}")
+    if len(plan.seqlens) != len(lengths.seqlens):
+        raise ValueError(
+            f"the plan is for {len(plan.seqlens)} sequences, the batch has {len(lengths.seqlens)}"
+        )
+    kept = lengths.seqlens.copy()
+    for sequence, tokens in plan.truncated.items():
+        kept[sequence] = tokens
+    wrong = np.flatnonzero((kept > lengths.seqlens) | (kept != np.asarray(plan.seqlens)))
+    wrong = wrong[np.isin(wrong, plan.order)]
+    if wrong.size:
+        first = int(wrong[0])
+        raise ValueError(
+            f"the plan keeps {plan.seqlens[first]} tokens of sequence {first}, which has "
+            f"{lengths.seqlens[first]} in the batch"
+        )
+    multiple, oversized, placed = alignment.sequence_multiple, set(plan.oversized), []
+    for number in range(len(plan)):
+        chosen = np.asarray(plan[number], np.int64)
+        try:
+            placement = alignment.place(kept[chosen])
+        except ValueError as error:
+            raise ValueError(f"micro-batch {number}: {error}") from error
+        if plan.align % multiple:
+            used = int((-(-kept[chosen] // multiple) * multiple).sum())
+            if used > plan.capacity and oversized.isdisjoint(chosen.tolist()):
+                raise ValueError(
+                    f"micro-batch {number} has {used} tokens with sequence_multiple={multiple}, "
+                    f"over the capacity {plan.capacity}: plan with align={multiple}"
+                )
+        placed.append(PaddedMicroBatch(chosen, kept[chosen], placement))
+    return placed
 
 
 def cut(
     batch: PackedBatch,
     lengths: Lengths,
-    placed: Sequence[Placed],
+    placed: Sequence[PaddedMicroBatch],
     alignment: Alignment,
     tensors: Mapping[str, torch.Tensor] | None,
     impl: Impl,
 ) -> Iterator[MicroBatch]:
-    """Check all, send the tables, and return what makes one micro-batch after another."""
-    sources = sources_of(batch, tensors, alignment)
-    tables = send_tables(lengths, placed, alignment, batch.device)
-    return (
-        _selected(sources, one, table, alignment, impl)
-        for one, table in zip(placed, tables, strict=True)
+    """Check everything, send the tables, and return an iterator that makes the micro-batches.
+
+    Raises:
+        TypeError: If one of ``tensors`` is no tensor.
+        ValueError: If one has the wrong shape or device, or a name that is taken.
+    """
+    names, sources = _sources(batch, tensors, alignment)
+    tables = _send(
+        [
+            _Table(
+                np.cumsum(one.placement.padded_seqlens),
+                lengths.starts[one.sequences],
+                one.kept,
+                np.cumsum(one.placement.seqlens),
+                alignment.num_boundaries or 0,
+            )
+            for one in placed
+        ],
+        batch.device,
     )
 
+    def select(one: PaddedMicroBatch, table: torch.Tensor) -> MicroBatch:
+        lengths, padded, num_tokens = one.placement
+        rows, position_ids, sequence_ids = sources.select(
+            table, num_tokens, alignment.positions, impl
+        )
+        selected = dict(zip(names, rows, strict=True))
+        seqlens, padded_seqlens = tuple(lengths.tolist()), tuple(padded.tolist())
+        num_boundaries = alignment.num_boundaries or len(padded_seqlens) + 1
+        cu_padded = table[Segment.START, :num_boundaries]
+        same = seqlens == padded_seqlens
+        fixed = alignment.total if alignment.max_sequences is not None else None
+        return MicroBatch(
+            **{name: selected.pop(name) for name in OWN},
+            position_ids=position_ids,
+            sequence_ids=sequence_ids,
+            advantages=selected.pop("advantages", None),
+            fields=selected,
+            cu_seqlens=cu_padded if same else table[CU_SEQLENS, :num_boundaries],
+            cu_seqlens_padded=cu_padded,
+            seqlens=seqlens,
+            padded_seqlens=padded_seqlens,
+            sequences=tuple(one.sequences.tolist()),
+            num_kept=tuple(one.kept.tolist()),
+            max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
+        )
 
-def _selected(
-    sources: Sources, placed: Placed, table: torch.Tensor, alignment: Alignment, impl: Impl
-) -> MicroBatch:
-    lengths, padded, num_tokens = placed.placement
-    rows, position_ids, sequence_ids = sources.tokens.select(
-        table, num_tokens, alignment.positions, impl
-    )
-    named = dict(zip(sources.names, rows, strict=True))
-    own = {name: named.pop(name) for name in (*OWN, "returns")}
-    seqlens, padded_seqlens = tuple(lengths.tolist()), tuple(padded.tolist())
-    num_boundaries = alignment.num_boundaries or len(padded_seqlens) + 1
-    cu_padded = table[Segment.START, :num_boundaries]
-    same = seqlens == padded_seqlens
-    fixed = alignment.total if alignment.max_sequences is not None else None
-    return MicroBatch(
-        **own,
-        position_ids=position_ids,
-        sequence_ids=sequence_ids,
-        advantages=named.pop("advantages", None),
-        fields=named,
-        cu_seqlens=cu_padded if same else table[CU_SEQLENS, :num_boundaries],
-        cu_seqlens_padded=cu_padded,
-        seqlens=seqlens,
-        padded_seqlens=padded_seqlens,
-        sequences=tuple(placed.sequences.tolist()),
-        num_kept=tuple(placed.kept.tolist()),
-        max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
-    )
+    return map(select, placed, tables)
+
+
+def _sources(
+    batch: PackedBatch, tensors: Mapping[str, torch.Tensor] | None, alignment: Alignment
+) -> tuple[list[str], TokenSources]:
+    """Return the names and values of all tensors over tokens, the caller's included."""
+    named = {name: getattr(batch, name) for name in OWN} | dict(batch.fields)
+    if batch.advantages is not None:
+        named["advantages"] = batch.advantages
+    taken = {field.name for field in fields(MicroBatch)} | set(batch.fields)
+    for name, tensor in (tensors or {}).items():
+        check_given(name, tensor, taken, num_tokens=batch.num_tokens, device=batch.device)
+        if tensor.dtype.itemsize > MAX_ITEMSIZE or 0 in tensor.shape[1:]:
+            raise ValueError(
+                f"tensors: {name!r} must have rows, of a dtype of at most {MAX_ITEMSIZE} bytes, "
+                f"got {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            )
+        named[name] = tensor
+    fills = {**FILLS, "input_ids": alignment.token_id}
+    fills |= {field.name: field.fill for field in batch.token_fields}
+    return list(named), TokenSources(list(named.values()), [fills.get(name, 0) for name in named])
 
 
 def merged(
@@ -122,26 +238,43 @@ def merged(
     fill: Number,
     impl: Impl,
 ) -> torch.Tensor:
-    """Do what `PackedBatch.merge` says."""
+    """Return outputs of micro-batches in the order of the batch, as `PackedBatch.merge` does."""
     lengths = batch.host_lengths
     placed = place_plan(lengths, plan, alignment)
     outputs = list(outputs)
     _check_outputs(outputs, placed, batch.device)
-    if not outputs:
-        raise ValueError("outputs must be one or more, got none")
-    table, inverse = send_merge_tables(lengths, placed, batch.device)
+    sequences = np.concatenate([one.sequences for one in placed])
+    counts = np.bincount(sequences, minlength=len(lengths.seqlens))
+    if counts.max(initial=0) > 1:
+        raise ValueError(f"sequence {counts.argmax()} is in more than one micro-batch")
+    # segments of all micro-batches, concatenated; padding sequences keep no token
+    ends = np.cumsum(np.concatenate([one.placement.padded_seqlens for one in placed]))
+    sources, kept, begins = np.zeros_like(ends), np.zeros_like(ends), np.append(0, ends)[:-1]
+    back, taken = np.zeros_like(lengths.seqlens), np.zeros_like(lengths.seqlens)
+    first = 0
+    for one in placed:
+        here = slice(first, first + len(one.sequences))
+        sources[here], kept[here] = lengths.starts[one.sequences], one.kept
+        back[one.sequences], taken[one.sequences] = begins[here], one.kept
+        first += len(one.placement.padded_seqlens)
+    table, inverse = _send(
+        [_Table(np.cumsum(lengths.seqlens), back, taken), _Table(ends, sources, kept)],
+        batch.device,
+    )
     rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return merge_tokens(rows, table, inverse, batch.num_tokens, fill, impl)
 
 
 def _check_outputs(
-    outputs: Sequence[torch.Tensor], placed: Sequence[Placed], device: torch.device
+    outputs: Sequence[torch.Tensor], placed: Sequence[PaddedMicroBatch], device: torch.device
 ) -> None:
-    """Raise unless there is an output of every micro-batch, with rows alike."""
+    """Raise unless there is an output for every micro-batch, with rows alike."""
     if len(outputs) != len(placed):
         raise ValueError(
             f"outputs must be {len(placed)}, one of each micro-batch, got {len(outputs)}"
         )
+    if not outputs:
+        raise ValueError("outputs must be one or more, got none")
     for number, (output, one) in enumerate(zip(outputs, placed, strict=True)):
         if not isinstance(output, torch.Tensor):
             raise TypeError(f"output {number} must be a tensor, got {type(output).__name__}")
@@ -150,7 +283,7 @@ def _check_outputs(
                 f"output {number} must have shape [{one.placement.num_tokens}, ...], a row for "
                 f"each token of its micro-batch, got {list(output.shape)}"
             )
-        first, got = (_row_of(each) for each in (outputs[0], output))
+        first, got = _row_of(outputs[0]), _row_of(output)
         if first != got or output.device != device:
             raise ValueError(
                 f"output {number} must have rows of {first} on {device}, as output 0, got {got} "
@@ -158,5 +291,37 @@ def _check_outputs(
             )
 
 
-def _row_of(output: torch.Tensor) -> str:
-    return f"{str(output.dtype).removeprefix('torch.')} {list(output.shape[1:])}"
+def _row_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"
+
+
+def _send(tables: Sequence[_Table], device: torch.device) -> list[torch.Tensor]:
+    """Return tables on the device, int32 ``[ROWS, columns]`` each; spare columns repeat the end.
+
+    Cost: one copy from pinned memory for all of them; none on the host.
+    """
+    remedy = "their tables leave host memory that is gone by the replay: make them before"
+    check_not_captured("micro-batches", device, remedy)
+    columns = []
+    for one in tables:
+        count = max(len(one.ends) + 1, one.min_columns)
+        columns.append(-(-count // ALIGNED) * ALIGNED)
+    size = ROWS * sum(columns)
+    if device.type == "cuda":
+        # on the CPU explicitly: torch's default device may be another
+        words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+    else:
+        words = torch.from_numpy(np.empty(size, np.int32))
+
+    def split(words: torch.Tensor) -> list[torch.Tensor]:
+        parts = words.split([ROWS * count for count in columns])
+        return [part.view(ROWS, -1) for part in parts]
+
+    for one, table in zip(tables, (part.numpy() for part in split(words)), strict=True):
+        table[:] = 0
+        for row, ends in ((Segment.START, one.ends), (CU_SEQLENS, one.cu_seqlens)):
+            table[row, 1:] = ends[-1] if ends.size else 0
+            table[row, 1 : len(ends) + 1] = ends
+        table[Segment.SOURCE, : len(one.sources)] = one.sources
+        table[Segment.LENGTH, : len(one.kept)] = one.kept
+    return split(words.to(device, non_blocking=True))

@@ -1,4 +1,4 @@
-"""A micro-batch: what one forward and backward pass takes."""
+"""A micro-batch: the input of one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.micro_batches.labels import LabelMethods
-from trajpack.packing.micro_batches.model_inputs import model_inputs
+
+WITHOUT_STREAMS = ("cpu", "meta")
+"""Device types without streams."""
 
 
 def check_given(
-    name: str, tensor: Any, taken: Collection[str], num_tokens: int, device: torch.device
+    name: str, tensor: Any, taken: Collection[str], *, num_tokens: int, device: torch.device
 ) -> None:
-    """Raise unless ``tensor`` can stand beside others over the same tokens.
+    """Check that a caller's tensor has a row for each token.
 
     Raises:
         TypeError: If it is no tensor.
@@ -35,14 +37,10 @@ def check_given(
         raise ValueError(f"tensors: {name!r} is on {tensor.device} but the batch is on {device}")
 
 
-WITHOUT_STREAMS = ("cpu", "meta")
-
-
 def record_storages(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
     """Call ``record_stream`` once for each storage of tensors, where their device has streams.
 
-    The caching allocator keeps books by storage: a view, or another tensor over the same memory,
-    needs no call of its own.
+    The caching allocator counts by storage: a view of the same memory needs no call.
     """
     by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     for tensor in by_storage.values():
@@ -50,9 +48,33 @@ def record_storages(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> No
             tensor.record_stream(stream)
 
 
+def model_inputs(
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    sequence_ids: torch.Tensor,
+    *,
+    places: torch.Tensor,
+    max_seqlen: int,
+) -> dict[str, Any]:
+    """Return arguments of a Hugging Face causal model for packed sequences.
+
+    See `PackedBatch.model_inputs`; ``places`` are the boundaries in memory.
+    """
+    return {
+        "input_ids": input_ids[None],
+        "position_ids": position_ids[None],
+        "seq_idx": sequence_ids[None],
+        "use_cache": False,
+        "cu_seq_lens_q": places,
+        "cu_seq_lens_k": places,
+        "max_length_q": max_seqlen,
+        "max_length_k": max_seqlen,
+    }
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class MicroBatch(LabelMethods):
-    """Some sequences of a packed batch, flat, in an order and with the padding that was asked for.
+    """Some sequences of a packed batch, flat, in the given order and with the given padding.
 
     Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over
     tokens are of shape ``[tokens]``, padding included, sequence after sequence. Padding has the
@@ -64,8 +86,8 @@ class MicroBatch(LabelMethods):
     position_ids: torch.Tensor
     """int64 ``[tokens]``: positions, from 0 in every sequence."""
     sequence_ids: torch.Tensor
-    """int32 ``[tokens]``: index of the token's sequence in this micro-batch; that of padding is the
-    sequence whose place in memory it takes."""
+    """int32 ``[tokens]``: index of the token's sequence in this micro-batch; padding has the index
+    of the sequence that it pads."""
     turn_ids: torch.Tensor
     """int32 ``[tokens]``: turn that generated the token, an index of the turn tensors of the batch
     it was selected from, or -1."""
@@ -82,26 +104,26 @@ class MicroBatch(LabelMethods):
     advantages: torch.Tensor | None
     """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` if the batch has none."""
     fields: Mapping[str, torch.Tensor]
-    """``[tokens, *shape]`` each: the batch's extra fields, and the tensors that were given."""
+    """``[tokens, *shape]`` each: the batch's extra fields, and the caller's tensors."""
 
     cu_seqlens: torch.Tensor
-    """int32 ``[sequences + 1]``: sums of `seqlens`. Boundaries in memory only where no sequence has
-    padding behind it; what Megatron and Transformer Engine call ``cu_seqlens`` in any case."""
+    """int32 ``[sequences + 1]``: cumulative sums of `seqlens`, as Megatron and Transformer Engine
+    use the name. Boundaries in memory only where no sequence is padded."""
     cu_seqlens_padded: torch.Tensor
-    """int32 ``[sequences + 1]``: boundaries in memory, sums of `padded_seqlens`; the same tensor as
-    `cu_seqlens` where those are the same."""
+    """int32 ``[sequences + 1]``: boundaries in memory, cumulative sums of `padded_seqlens`; the
+    same tensor as `cu_seqlens` where those are the same."""
 
     seqlens: tuple[int, ...]
-    """Tokens of each sequence; of the padding sequence, where there is one, last."""
+    """Tokens of each sequence; a padding sequence is the last."""
     padded_seqlens: tuple[int, ...]
-    """Tokens that each takes in memory, its padding included."""
+    """Tokens of each sequence in memory, its padding included."""
     sequences: tuple[int, ...]
-    """Which sequences of the batch these are; the padding sequence is not among them."""
+    """Indices of the sequences in the batch, without the padding sequence."""
     num_kept: tuple[int, ...]
-    """Tokens that each of `sequences` has here: all of its own, or the first of them where it was
-    cut off. Whatever follows them is padding."""
+    """Tokens of each of `sequences` in this micro-batch: all, or the first ones where it was cut
+    off. Padding follows them."""
     max_seqlen: int
-    """Tokens of the longest sequence in memory, or what the `Alignment` fixes."""
+    """Tokens of the longest sequence in memory, or `Alignment.total` where shapes are fixed."""
 
     @property
     def num_tokens(self) -> int:
@@ -110,26 +132,26 @@ class MicroBatch(LabelMethods):
 
     @property
     def num_padding(self) -> int:
-        """Tokens of padding."""
+        """Number of padding tokens."""
         return self.num_tokens - sum(self.num_kept)
 
     @property
     def has_padding_sequence(self) -> bool:
-        """Whether the last sequence is nothing but padding."""
+        """Whether the last sequence is padding only."""
         return len(self.seqlens) > len(self.sequences)
 
     @property
     def is_dummy(self) -> bool:
-        """Whether there is nothing but padding, so that ranks do as many passes as others."""
+        """Whether there is padding only, so that ranks do the same number of passes."""
         return not self.sequences
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """Device of the tensors."""
         return self.input_ids.device
 
     def __len__(self) -> int:
-        """Sequences in the micro-batch, the padding sequence included."""
+        """Number of sequences, the padding sequence included."""
         return len(self.seqlens)
 
     def __repr__(self) -> str:
@@ -139,18 +161,17 @@ class MicroBatch(LabelMethods):
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor it has by its field's name; extra fields are in `fields`."""
+        """Return every tensor by the name of its field; extra fields are in `fields`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Let work of another stream read the micro-batch; as `PackedBatch.record_stream`.
 
-        Its memory is its own, but for the boundaries, which all micro-batches of a plan share. The
-        batch that it was cut from is not read by it.
+        Its memory is not the batch's. The micro-batches of a plan share that of the boundaries.
 
         Args:
-            stream: That the micro-batch is read on, a `torch.cuda.Stream`.
+            stream: Stream that reads the micro-batch, a `torch.cuda.Stream`.
 
         Cost: one call of ``torch.Tensor.record_stream`` a storage. No copy, no synchronisation.
         """
@@ -160,8 +181,8 @@ class MicroBatch(LabelMethods):
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
         As `PackedBatch.model_inputs`, with the same keys. Boundaries and ``seq_idx`` are those in
-        memory: padding is the end of the sequence before it or a sequence of its own, so that no
-        token of another sequence sees it.
+        memory: padding ends the sequence before it or is a separate sequence, so that no token of
+        another sequence sees it.
 
         Cost: views; nothing is copied or synchronised.
         """
@@ -176,12 +197,12 @@ class MicroBatch(LabelMethods):
     def context_parallel_index(
         self, cp_size: int, cp_rank: int, partition: Partition = "zigzag"
     ) -> torch.Tensor:
-        """Return which tokens a rank of context parallelism holds, int32 ``[tokens / cp_size]``.
+        """Return the token indices of a context-parallel rank, int32 ``[tokens / cp_size]``.
 
         See `trajpack.kernels.context_parallel_index`.
 
         Raises:
-            ValueError: As that; on any device if a sequence does not divide.
+            ValueError: As there; on any device if the length of a sequence is not divisible.
 
         Cost: a dozen small operations. No synchronisation.
         """
@@ -205,17 +226,17 @@ class MicroBatch(LabelMethods):
     ) -> dict[str, torch.Tensor]:
         """Return a rank's share of all tensors over tokens, extra fields among them, by name.
 
-        Boundaries stay those of the whole micro-batch. What looks at the next token is made of the
-        whole and given, such as ``{"labels": micro_batch.labels()}``.
+        Boundaries stay those of the whole micro-batch. Values that depend on the next token are
+        computed from the whole and passed, such as ``{"labels": micro_batch.labels()}``.
 
         Args:
-            cp_size: Ranks of context parallelism.
-            cp_rank: Which.
+            cp_size: Number of context-parallel ranks.
+            cp_rank: Rank, from 0.
             partition: See `trajpack.kernels.rearrange.context_parallel.Partition`.
-            tensors: More of shape ``[tokens, ...]``.
+            tensors: More tensors ``[tokens, ...]`` by name.
 
         Raises:
-            TypeError: If one of ``tensors`` is none.
+            TypeError: If one of ``tensors`` is no tensor.
             ValueError: As `context_parallel_index`, or if one of ``tensors`` has a wrong shape,
                 device or name.
 
@@ -237,6 +258,6 @@ class MicroBatch(LabelMethods):
         }
         whole |= self.fields
         for name, tensor in (tensors or {}).items():
-            check_given(name, tensor, set(whole), self.num_tokens, self.device)
+            check_given(name, tensor, whole, num_tokens=self.num_tokens, device=self.device)
         whole |= tensors or {}
         return {name: tensor.index_select(0, index) for name, tensor in whole.items()}

@@ -1,227 +1,335 @@
-"""Balance: micro-batches of about the same cost, as many of them as the capacity needs."""
+"""Balanced micro-batches of about equal cost, and the choice of a method by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from trajpack.packing.plan.differencing import karmarkar_karp
-from trajpack.packing.plan.fitting import decreasing
-from trajpack.packing.plan.units import Ints, Limits, Units
+from trajpack.packing.plan.fitting import fit_decreasing, next_fit
+from trajpack.packing.plan.statistics import lower_bound
+from trajpack.packing.plan.units import Algorithm, Ints, PlanItems, decreasing, round_up, summed
 
-SEARCHED = 2**21
-"""Micro-batches that are searched for units kept out where the cost is least; then room decides."""
-CHUNKED = 64
-"""Micro-batches from which many units at a time are placed by numpy."""
+SEARCHED = 2**19
+"""Full micro-batches that `longest_processing_time` passes over before it places by room."""
+EXCHANGES = 2**18
+"""Pairs of items that `karmarkar_karp` looks at for exchanges, at most."""
 
 
-def longest_processing_time(units: Units, num_bins: int, limits: Limits) -> Ints | None:
-    """Put units, most costly first, into the micro-batch of least cost that has room.
+def place_items(
+    items: PlanItems, algorithm: Algorithm, *, min_bins: int, multiple_of: int
+) -> tuple[Ints, int]:
+    """Return the micro-batch of each item, and the number of micro-batches."""
+    if algorithm in ("karmarkar_karp", "longest_processing_time"):
+        return _balance(items, algorithm, min_bins, multiple_of)
+    if algorithm == "next_fit":
+        bin_of, num_bins = next_fit(items)
+    else:
+        bin_of, num_bins = fit_decreasing(items, best=algorithm == "best_fit_decreasing")
+    wanted = round_up(max(num_bins, min_bins), multiple_of)
+    in_order = algorithm == "next_fit"
+    return split_bins(items, bin_of, num_bins, wanted=wanted, in_order=in_order), wanted
+
+
+def _balance(
+    items: PlanItems, algorithm: Algorithm, min_bins: int, multiple_of: int
+) -> tuple[Ints, int]:
+    """Balance over ``min_bins`` micro-batches, or over more until all items fit."""
+    by_sequences = -(-int(items.counts.sum()) // items.max_sequences)
+    least = max(min_bins, by_sequences, lower_bound(items.sizes, items.capacity))
+    num_bins = round_up(least, multiple_of)
+    bin_of = balance_over(items, algorithm, num_bins)
+    if bin_of is None and algorithm == "karmarkar_karp":
+        # the faster method finds the number of micro-batches
+        _, num_bins = _balance(items, "longest_processing_time", num_bins, multiple_of)
+        bin_of = balance_over(items, algorithm, num_bins)
+    more = max(1, num_bins // 1024)
+    while bin_of is None:
+        num_bins, more = round_up(num_bins + more, multiple_of), 2 * more
+        bin_of = balance_over(items, algorithm, num_bins)
+    return bin_of, num_bins
+
+
+def balance_over(items: PlanItems, algorithm: Algorithm, num_bins: int) -> Ints | None:
+    """Balance over exactly ``num_bins`` micro-batches; ``None`` where an item found no room.
+
+    No micro-batch is empty while there are as many items, whatever they cost.
+    """
+    if len(items) == 0:
+        return items.sizes
+    method = karmarkar_karp if algorithm == "karmarkar_karp" else longest_processing_time
+    bin_of = method(items, num_bins)
+    if bin_of is None:
+        return None
+    used, numbers = np.unique(bin_of, return_inverse=True)
+    if len(used) < min(len(items), num_bins):  # items of no cost lie together
+        return split_bins(items, numbers, len(used), wanted=num_bins)
+    return bin_of
+
+
+def longest_processing_time(items: PlanItems, num_bins: int) -> Ints | None:
+    """Put items, most costly first, into the micro-batch of least cost that has room.
 
     Reference:
         Graham, *Bounds on multiprocessing timing anomalies*, 1969. Equal costs go by number.
 
     Returns:
-        The micro-batch of each unit, or ``None`` where one found no room. Cost: O(units log
-        micro-batches); where many units do not fit where the cost is least, and micro-batches are
-        many, too, the last ones go where there is most room.
+        The micro-batch of each item, or ``None`` where one found no room. Cost: O(items log
+        micro-batches). After `SEARCHED` full micro-batches the remaining items go where there is
+        most room.
     """
-    order = decreasing(units.costs)
-    place = _in_chunks if num_bins >= CHUNKED else _one_by_one
-    placed = place(units, order, num_bins, limits)
-    if placed is None:
-        return None
-    bin_of = np.empty(len(units), np.int64)
+    order = decreasing(items.costs)
+    shift = num_bins.bit_length()
+    mask = (1 << shift) - 1
+    room, free = [items.capacity] * num_bins, [items.max_sequences] * num_bins
+    by_cost = list(range(num_bins))  # a heap of costs, with the micro-batch in the low bits
+    by_room: list[int] | None = None
+    placed, searched = list[int](), 0
+    rows = (each[order].tolist() for each in (items.sizes, items.counts, items.costs))
+    for size, count, cost in zip(*rows, strict=True):
+        if searched <= SEARCHED:
+            passed = []
+            while by_cost:
+                number = by_cost[0] & mask
+                if room[number] >= size and free[number] >= count:
+                    break
+                passed.append(heappop(by_cost))
+            else:
+                return None
+            heapreplace(by_cost, by_cost[0] + (cost << shift))
+            if passed:
+                searched += len(passed)
+                by_cost += passed
+                heapify(by_cost)
+        else:
+            if by_room is None:
+                by_room = [-rest << shift | number for number, rest in enumerate(room)]
+                heapify(by_room)
+            while by_room and free[by_room[0] & mask] < count:
+                heappop(by_room)
+            if not by_room or room[by_room[0] & mask] < size:
+                return None
+            number = by_room[0] & mask
+            heapreplace(by_room, by_room[0] + (size << shift))
+        room[number] -= size
+        free[number] -= count
+        placed.append(number)
+    bin_of = np.empty(len(items), np.int64)
     bin_of[order] = placed
     return bin_of
 
 
-def _one_by_one(units: Units, order: Ints, num_bins: int, limits: Limits) -> Ints | None:
-    shift = num_bins.bit_length()
-    mask = (1 << shift) - 1
-    room, places = [limits.capacity] * num_bins, [limits.max_sequences] * num_bins
-    by_cost = list(range(num_bins))
-    placed = []
-    rows = (each[order].tolist() for each in (units.sizes, units.counts, units.costs))
-    for size, count, cost in zip(*rows, strict=True):
-        key = by_cost[0]
-        number = key & mask
-        if room[number] >= size and places[number] >= count:
-            heapreplace(by_cost, key + (cost << shift))
-        else:
-            passed = []
-            while by_cost:
-                key = heappop(by_cost)
-                number = key & mask
-                if room[number] >= size and places[number] >= count:
-                    break
-                passed.append(key)
-            else:
-                return None
-            by_cost += [*passed, key + (cost << shift)]
-            heapify(by_cost)
-        room[number] -= size
-        places[number] -= count
-        placed.append(number)
-    return np.array(placed, np.int64)
+def karmarkar_karp(items: PlanItems, num_bins: int) -> Ints | None:
+    """Balance by differencing, and improve the result by exchanges.
 
+    Differencing joins the two partial solutions of widest spread, until one is left: the largest
+    part of one meets the smallest of the other. It is done twice: from single items, and, unless
+    the balance is perfect or the exchanges are used up, from runs of ``num_bins`` items of about
+    equal cost, one in each part. Micro-batches over a limit give items to those with room, then
+    items are exchanged, and the result with the cheaper most costly micro-batch is kept.
 
-def _in_chunks(units: Units, order: Ints, num_bins: int, limits: Limits) -> Ints | None:
-    """Do the same for as many units at a time as go to different micro-batches.
-
-    With micro-batches sorted by cost, unit i goes to number i as long as that costs less than
-    each one before it with its new unit, and has room.
-    """
-    costs, sizes, counts = (each[order] for each in (units.costs, units.sizes, units.counts))
-    misfits = 0
-    load = np.zeros(num_bins, np.int64)
-    room = np.full(num_bins, limits.capacity, np.int64)
-    places = np.full(num_bins, limits.max_sequences, np.int64)
-    placed = np.empty(len(order), np.int64)
-    ranked = np.arange(num_bins)
-    begin = 0
-    while begin < len(order):
-        end = min(begin + num_bins, len(order))
-        first = ranked[: end - begin]
-        after = load[first] + costs[begin:end]
-        fits = (room[first] >= sizes[begin:end]) & (places[first] >= counts[begin:end])
-        fits[1:] &= load[first[1:]] < np.minimum.accumulate(after)[:-1]
-        length = end - begin if fits.all() else int(fits.argmin())
-        chosen = first[:length]
-        if length == 0:  # the next unit does not fit where the cost is least
-            wide = (room[ranked] >= sizes[begin]) & (places[ranked] >= counts[begin])
-            if not wide.any():
-                return None
-            length, chosen = 1, ranked[[int(wide.argmax())]]
-            misfits += 1
-            if misfits * num_bins > SEARCHED:
-                return _by_room(placed, begin, (sizes, counts), (room, places))
-        end = begin + length
-        placed[begin:end] = chosen
-        load[chosen] += costs[begin:end]
-        room[chosen] -= sizes[begin:end]
-        places[chosen] -= counts[begin:end]
-        ranked = np.argsort(load, kind="stable")
-        begin = end
-    return placed
-
-
-def _by_room(
-    placed: Ints, begin: int, units: tuple[Ints, Ints], state: tuple[Ints, Ints]
-) -> Ints | None:
-    """Put the units from ``begin`` on where there is most room, since room is what is scarce."""
-    (sizes, counts), (room, places) = (
-        tuple(each.tolist() for each in pair) for pair in (units, state)
-    )
-    widest = [(-rest, number) for number, rest in enumerate(room)]
-    heapify(widest)
-    for unit in range(begin, len(sizes)):
-        while widest and places[widest[0][1]] < counts[unit]:
-            heappop(widest)
-        if not widest or -widest[0][0] < sizes[unit]:
-            return None
-        rest, number = widest[0]
-        heapreplace(widest, (rest + sizes[unit], number))
-        places[number] -= counts[unit]
-        placed[unit] = number
-    return placed
-
-
-BALANCING: dict[str, Callable[[Units, int, Limits], Ints | None]] = {
-    "karmarkar_karp": karmarkar_karp,
-    "longest_processing_time": longest_processing_time,
-}
-
-
-def balance(
-    units: Units, limits: Limits, algorithm: str, least: int, multiple_of: int
-) -> tuple[Ints, int]:
-    """Balance over ``least`` micro-batches, or over the next number at which they all fit.
+    Reference:
+        Karmarkar and Karp, *The differencing method of set partitioning*, 1982; with several parts
+        as in Michiels et al., 2003. Equal spreads go by the item that is larger or comes first.
 
     Returns:
-        The micro-batch of each unit, and how many micro-batches there are.
+        The micro-batch of each item, or ``None`` where no room was found. Cost: about O(items
+        log items), and O(items log micro-batches) for parts that two solutions share; exchanges
+        look at `EXCHANGES` pairs of items at most.
     """
-    num_bins = rounded_up(max(least, fewest_bins(units, limits)), multiple_of)
-    bin_of = balanced(units, limits, algorithm, num_bins)
-    if bin_of is None and algorithm == "karmarkar_karp":
-        # differencing is slow where micro-batches are many: how many it takes, the other one finds
-        _, num_bins = balance(units, limits, "longest_processing_time", num_bins, multiple_of)
-        bin_of = balanced(units, limits, algorithm, num_bins)
-    more = max(1, num_bins // 1024)
-    while bin_of is None:
-        num_bins, more = rounded_up(num_bins + more, multiple_of), 2 * more
-        bin_of = balanced(units, limits, algorithm, num_bins)
-    return bin_of, num_bins
+    order = decreasing(items.costs)
+    costs = items.costs[order].tolist()
+    least = max([-(-sum(costs) // num_bins), *costs[:1]])
+    best, lowest, budget = None, -1, EXCHANGES
+    for width in (1, num_bins):
+        bin_of = np.empty(len(items), np.int64)
+        bin_of[order] = _difference(costs, num_bins, width)
+        crowded = (summed(items.counts, bin_of, num_bins) > items.max_sequences).any()
+        if _repair(bin_of, items, num_bins):
+            budget = _exchange(bin_of, items, num_bins, least=least, budget=budget)
+            most = int(summed(items.costs, bin_of, num_bins).max())
+            if best is None or most < lowest:
+                best, lowest = bin_of, most
+        if lowest == least or not (budget or crowded):
+            break
+    return best
 
 
-def balanced(units: Units, limits: Limits, algorithm: str, num_bins: int) -> Ints | None:
-    """Balance over so many micro-batches, or return ``None`` where a unit found no room.
+def _difference(costs: list[int], num_bins: int, width: int) -> list[int]:
+    """Return the part of each item; initial solutions are runs of ``width`` items.
 
-    None is empty unless there are too few units, whatever units cost.
+    A solution is the ascending list of its nonempty parts: the cost of each, with its first item
+    in the low bits. The items of a part form a linked list.
     """
-    if len(units) == 0:
-        return units.sizes
-    bin_of = BALANCING[algorithm](units, num_bins, limits)
-    if bin_of is None:
-        return None
-    used, numbers = np.unique(bin_of, return_inverse=True)
-    if min(len(units), num_bins) > len(used):  # units of no cost lie together
-        bin_of, _ = split_to(numbers, len(used), num_bins, units, in_order=False)
-    return bin_of
+    count = len(costs)
+    shift = max(count, 1).bit_length()
+    mask = (1 << shift) - 1
+    last, following = list(range(count)), [-1] * count
+    parts = [cost << shift | item for item, cost in enumerate(costs)]
+    solutions = [sorted(parts[at : at + width]) for at in range(0, count, width)]
+
+    def merge(part: int, other: int) -> int:
+        first, added = part & mask, other & mask
+        following[last[first]] = added
+        last[first] = last[added]
+        return part + (other - added)
+
+    def join(left: list[int], right: list[int]) -> list[int]:
+        if len(left) < len(right):
+            left, right = right, left
+        shared = max(0, len(left) + len(right) - num_bins)
+        if len(right) == 1:  # the usual case; as below, in place
+            insort(left, merge(left.pop(0), right[0]) if shared else right[0])
+            return left
+        met = map(merge, left[:shared], reversed(right[:shared]))
+        return sorted([*met, *left[shared:], *right[shared:]])
+
+    def key(number: int) -> int:
+        """Return the negative spread of a solution, with its number in the low bits."""
+        sums = solutions[number]
+        smallest = sums[0] >> shift if len(sums) == num_bins else 0
+        return (smallest - (sums[-1] >> shift)) << shift | number
+
+    heap = [key(number) for number in range(len(solutions))]
+    heapify(heap)
+    while len(heap) > 1:
+        number = heappop(heap) & mask
+        other = heap[0] & mask
+        solutions[number], solutions[other] = join(solutions[number], solutions[other]), []
+        heapreplace(heap, key(number))
+    part_of = [0] * count
+    for part, sums in enumerate(reversed(solutions[heap[0] & mask] if heap else [])):
+        item = sums & mask
+        while item >= 0:
+            part_of[item] = part
+            item = following[item]
+    return part_of
 
 
-def fewest_bins(units: Units, limits: Limits) -> int:
-    """Return a number of micro-batches below which tokens or sequences cannot fit."""
-    if len(units) == 0:
-        return 0
-    tokens, sequences = int(units.sizes.sum()), int(units.counts.sum())
-    return max(1, -(-tokens // limits.capacity), -(-sequences // limits.max_sequences))
+def _repair(bin_of: Ints, items: PlanItems, num_bins: int) -> bool:
+    """Move items, cheapest first, out of micro-batches over a limit; return whether all fit.
+
+    A moved item goes to the micro-batch of least cost that has room.
+    """
+    amounts, held = _amounts(items, bin_of, num_bins)
+    limits = np.array([items.capacity, items.max_sequences])
+    moving = []
+    for number in np.flatnonzero((held[1:] > limits[:, None]).any(0)).tolist():
+        inside = np.flatnonzero(bin_of == number)
+        for item in inside[np.argsort(items.costs[inside], kind="stable")].tolist():
+            if (held[1:, number] <= limits).all():
+                break
+            held[:, number] -= amounts[:, item]
+            moving.append(item)
+    for item in sorted(moving, key=lambda item: (-int(items.costs[item]), item)):
+        fits = held[1:] + amounts[1:, item, None] <= limits[:, None]
+        wide = np.flatnonzero(fits.all(0))
+        if len(wide) == 0:
+            return False
+        number = int(wide[held[0, wide].argmin()])
+        held[:, number] += amounts[:, item]
+        bin_of[item] = number
+    return True
 
 
-def rounded_up(count: int, multiple_of: int) -> int:
-    """Return the next multiple."""
-    return -(-count // multiple_of) * multiple_of
+def _exchange(bin_of: Ints, items: PlanItems, num_bins: int, *, least: int, budget: int) -> int:
+    """Improve ``bin_of`` in place: two items swap micro-batches, or one moves.
+
+    An item of the most costly micro-batch is swapped for a cheaper one of another, or moved to it,
+    so that the costlier of the two becomes as cheap as it can. Where no swap does that, the next
+    most costly micro-batch is tried; then the most costly again.
+
+    Args:
+        bin_of: ``[items]``, within the limits before and after.
+        items: Items.
+        num_bins: Number of micro-batches.
+        least: Lower bound of the most costly micro-batch.
+        budget: Pairs of items that may be looked at.
+
+    Returns:
+        The remaining budget, 0 if it did not suffice.
+    """
+    amounts, held = _amounts(items, bin_of, num_bins)
+    limits = np.array([items.capacity, items.max_sequences])[:, None, None]
+    # a move is a swap for an item of zeros, of which each micro-batch has one that never leaves
+    amounts = np.concatenate([amounts, np.zeros((3, num_bins), np.int64)], 1)
+    places = np.concatenate([bin_of, np.arange(num_bins)])
+    tried = 0
+    while tried < num_bins and held[0].max() > least:
+        most = int(np.argsort(-held[0], kind="stable")[tried])
+        own = np.flatnonzero(places[: len(bin_of)] == most)
+        budget -= len(own) * len(places)
+        if budget < 0:
+            budget = 0
+            break
+        tried += 1
+        change = amounts[:, own, None] - amounts[:, None]
+        gain = np.minimum(change[0], (held[0, most] - held[0])[places] - change[0])
+        for after in (held[1:, None, places] + change[1:], held[1:, most, None, None] - change[1:]):
+            gain[(after > limits).any(0)] = 0
+        if gain.max(initial=0) <= 0:
+            continue
+        row, other = divmod(int(gain.argmax()), len(places))
+        target = int(places[other])
+        held[:, most] -= change[:, row, other]
+        held[:, target] += change[:, row, other]
+        places[own[row]] = target
+        if other < len(bin_of):
+            places[other] = most
+        tried = 0
+    bin_of[:] = places[: len(bin_of)]
+    return budget
 
 
-def split_to(
-    bin_of: Ints, num_bins: int, wanted: int, units: Units, *, in_order: bool
-) -> tuple[Ints, int]:
+def _amounts(items: PlanItems, bin_of: Ints, num_bins: int) -> tuple[Ints, Ints]:
+    """Return costs, tokens and sequences, int64 ``[3, items]``, and their sums by micro-batch."""
+    amounts = np.stack([items.costs, items.sizes, items.counts])
+    return amounts, np.stack([summed(each, bin_of, num_bins) for each in amounts])
+
+
+def split_bins(
+    items: PlanItems, bin_of: Ints, num_bins: int, *, wanted: int, in_order: bool = False
+) -> Ints:
     """Split the most costly micro-batches until there are ``wanted``; then some stay empty.
 
-    With ``in_order`` a micro-batch is cut in two where its halves differ least, and micro-batches
-    stay in order of what they hold.
+    Args:
+        items: Items.
+        bin_of: ``[items]``: micro-batch of each.
+        num_bins: Number of micro-batches.
+        wanted: Number of micro-batches to return.
+        in_order: Cut a micro-batch in two where its halves differ least, and keep micro-batches in
+            the order of their items.
     """
     if num_bins in (0, wanted):
-        return bin_of, wanted
+        return bin_of
     bin_of = bin_of.copy()
     ranked = np.argsort(bin_of, kind="stable")
     held = np.split(ranked, np.cumsum(np.bincount(bin_of, minlength=num_bins))[:-1])
-    costs = np.bincount(bin_of, units.costs, minlength=num_bins).astype(np.int64)
-    heap = [(-int(costs[b]), b) for b in range(num_bins) if len(held[b]) > 1]
+    costs = summed(items.costs, bin_of, num_bins)
+    heap = [(-int(costs[number]), number) for number in range(num_bins) if len(held[number]) > 1]
     heapify(heap)
     while len(held) < wanted and heap:
         _, number = heappop(heap)
-        kept, moved = _halves(held[number], units, in_order)
+        kept, moved = _halves(held[number], items, in_order)
         bin_of[moved] = len(held)
         for at, half in ((number, kept), (len(held), moved)):
             if len(half) > 1:
-                heappush(heap, (-int(units.costs[half].sum()), at))
+                heappush(heap, (-int(items.costs[half].sum()), at))
         held[number] = kept
         held.append(moved)
     if in_order:
-        # those that were empty before, of a rank without sequences, stay behind all others
+        # micro-batches that were empty before, of a rank without sequences, stay last
         first = [int(half[0]) if len(half) else len(ranked) for half in held]
         firsts = np.argsort(first, kind="stable")
         rank = np.empty_like(firsts)
         rank[firsts] = np.arange(len(firsts))
         bin_of = rank[bin_of]
-    return bin_of, wanted
+    return bin_of
 
 
-def _halves(held: Ints, units: Units, in_order: bool) -> tuple[Ints, Ints]:
-    costs = units.costs[held]
+def _halves(held: Ints, items: PlanItems, in_order: bool) -> tuple[Ints, Ints]:
+    costs = items.costs[held]
     if in_order:
         before = np.cumsum(costs)
         largest = np.maximum(before[:-1], before[-1] - before[:-1])
@@ -235,5 +343,5 @@ def _halves(held: Ints, units: Units, in_order: bool) -> tuple[Ints, Ints]:
         totals[lighter] += cost
         second[position] = bool(lighter)
     if not second.any():
-        second[order[-1]] = True  # costs of 0 tell no half from the other
+        second[order[-1]] = True  # all costs are 0
     return held[~second], held[second]

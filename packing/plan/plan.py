@@ -1,58 +1,36 @@
-"""Plans: which sequence goes into which micro-batch, from their lengths alone, on the host."""
+"""Plans: the sequences of each micro-batch, computed from lengths alone, on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.plan.balance import BALANCING, balance, rounded_up, split_to
-from trajpack.packing.plan.bounds import lower_bound
-from trajpack.packing.plan.fitting import fit_decreasing, next_fit
-from trajpack.packing.plan.oversized import Policy
+from trajpack.packing.plan.balance import place_items
+from trajpack.packing.plan.statistics import PlanStatistics, fill_of, lower_bound_of, statistics_of
 from trajpack.packing.plan.units import (
+    Algorithm,
     Cost,
     Floats,
     Ints,
     Labels,
-    Request,
-    Units,
-    aligned,
+    PlanInput,
+    Policy,
+    check_choice,
     check_count,
-    checked_labels,
-    checked_request,
-    units_of,
+    read_input,
+    read_labels,
+    round_up,
 )
-
-if TYPE_CHECKING:
-    from trajpack.packing.plan.statistics import PlanStatistics
-
-Algorithm: TypeAlias = Literal[
-    "next_fit",
-    "first_fit_decreasing",
-    "best_fit_decreasing",
-    "karmarkar_karp",
-    "longest_processing_time",
-]
-"""How micro-batches are filled.
-
-- ``"next_fit"``: in the order given, a new one where the next sequence does not fit.
-- ``"first_fit_decreasing"``: longest first, each into the first with room.
-- ``"best_fit_decreasing"``: longest first, each into the fullest with room.
-- ``"karmarkar_karp"``: of equal cost, by differencing and exchanges; the best balance.
-- ``"longest_processing_time"``: of equal cost, most costly first, each where the cost is least.
-
-The first three make as few as they can, the last two as even as they can.
-"""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which sequences of a batch each micro-batch holds. It lives on the host and holds no tokens.
+    """The sequences of a batch in each micro-batch: integers on the host, no tokens.
 
     Made by `plan_micro_batches` or `plan_ranks`; ``plan[i]`` are the sequences of micro-batch i.
     One without sequences is a dummy: a forward pass that only keeps step with other ranks.
@@ -61,22 +39,22 @@ class Plan:
     order: Ints
     """int64 ``[planned]``: sequences, micro-batch after micro-batch."""
     cu_bins: Ints
-    """int64 ``[micro-batches + 1]``: where each micro-batch begins in `order`."""
+    """int64 ``[micro-batches + 1]``: boundaries of the micro-batches in `order`."""
     seqlens: Ints
-    """int64 ``[sequences]``: tokens of every sequence of the batch, those that are kept where it is
-    truncated; of a dropped one as given."""
+    """int64 ``[sequences]``: tokens of every sequence of the batch; the kept tokens of a truncated
+    one, all tokens of a dropped one."""
     capacity: int
-    """Most tokens of a micro-batch, each sequence counted as a multiple of `align`."""
+    """Maximum tokens of a micro-batch, each sequence rounded up to a multiple of `align`."""
     align: int = 1
-    """Tokens that each sequence takes a multiple of."""
+    """Each sequence takes a multiple of this many tokens."""
     dropped: tuple[int, ...] = ()
     """Sequences that are in no micro-batch since they are too long."""
     truncated: Mapping[int, int] = field(default_factory=dict)
-    """Tokens that are kept of sequences that are cut, by sequence."""
+    """Kept tokens of the sequences that are cut, by sequence."""
     oversized: tuple[int, ...] = ()
     """Sequences that are alone in a micro-batch over its capacity."""
     costs: Floats | None = None
-    """float64 ``[sequences]``: what each costs; its aligned tokens if None."""
+    """float64 ``[sequences]``: cost of each; its aligned tokens if None."""
 
     def __post_init__(self) -> None:
         for name in ("order", "cu_bins", "seqlens", "costs"):
@@ -94,7 +72,7 @@ class Plan:
             raise ValueError(f"Plan: cu_bins must rise from 0 to {len(self.order)}, got {shown}")
 
     def __len__(self) -> int:
-        """Return how many micro-batches there are, dummies included."""
+        """Return the number of micro-batches, dummies included."""
         return len(self.cu_bins) - 1
 
     def __getitem__(self, index: int) -> Ints:
@@ -116,39 +94,32 @@ class Plan:
     @cached_property
     def loads(self) -> Ints:
         """int64 ``[micro-batches]``: aligned tokens of each."""
-        loads = self._sums(aligned(self.seqlens[self.order], self.align)).astype(np.int64)
+        loads = self._sums(round_up(self.seqlens[self.order], self.align)).astype(np.int64)
         loads.flags.writeable = False
         return loads
 
     @cached_property
     def bin_costs(self) -> Floats:
         """float64 ``[micro-batches]``: cost of each."""
-        return (
-            self.loads.astype(np.float64)
-            if self.costs is None
-            else self._sums(self.costs[self.order])
-        )
+        if self.costs is None:
+            return self.loads.astype(np.float64)
+        return self._sums(self.costs[self.order])
 
     @property
     def fill(self) -> float:
         """Tokens, without padding, over the capacity of all micro-batches."""
-        room = self.capacity * len(self)
-        return int(self.seqlens[self.order].sum()) / room if room else 0.0
+        return fill_of([self])
 
     @cached_property
     def lower_bound(self) -> int:
-        """Micro-batches that no plan of these lengths and this capacity can do without.
+        """Number of micro-batches that every plan of these lengths and this capacity needs.
 
-        See `trajpack.packing.plan.bounds.lower_bound`.
+        See `trajpack.packing.plan.statistics.lower_bound`.
         """
-        capacity = self.capacity // self.align * self.align
-        sizes = aligned(self.seqlens[self.order], self.align)
-        return lower_bound(np.minimum(sizes, capacity), capacity)
+        return lower_bound_of([self])
 
     def statistics(self) -> PlanStatistics:
         """Count tokens, padding and dummies, and measure how even the micro-batches are."""
-        from trajpack.packing.plan.statistics import statistics_of
-
         return statistics_of([[self]], self.dropped)
 
     def _sums(self, values: Any) -> Floats:
@@ -181,26 +152,26 @@ def plan_micro_batches(  # noqa: PLR0913
     oversized: Policy = "raise",
     turn_ends: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """Plan micro-batches of at most ``capacity`` tokens. None is ever over it, whatever balances.
+    """Plan micro-batches of at most ``capacity`` tokens, with every algorithm.
 
     The plan depends on the numbers alone: equal lengths give the equal plan in every process.
 
     Args:
         seqlens: ``[sequences]``: tokens of each; ints, an integer array or a tensor.
-        capacity: Most tokens of a micro-batch; `align` or more, and fewer than 2**31.
-        algorithm: How they are filled, see `Algorithm`.
-        cost: What a sequence costs, where micro-batches are balanced or split: ``None`` for its
+        capacity: Maximum tokens of a micro-batch; `align` or more, and fewer than 2**31.
+        algorithm: Method that fills them, see `trajpack.packing.plan.units.Algorithm`.
+        cost: Cost of a sequence, where micro-batches are balanced or split: ``None`` for its
             aligned tokens, one number for each sequence, or a function of aligned lengths such as
-            `TransformerCost`. A micro-batch costs what its sequences cost together.
-        min_bins: Fewest micro-batches; 0 allows none where there are no sequences.
+            `TransformerCost`. The cost of a micro-batch is the sum of its sequences'.
+        min_bins: Minimum number of micro-batches; 0 allows none where there are no sequences.
         multiple_of: Their number is a multiple of this: of ranks, or of a pipeline's group. More
             are made by splitting the most costly; where none is left to split, they are empty.
-        max_sequences: Most sequences of a micro-batch, if there is a bound.
+        max_sequences: Maximum sequences of a micro-batch.
         keep_together: A label for each sequence: those with equal labels are in one micro-batch.
             ``None`` is a label of its own.
-        align: Tokens that each sequence takes a multiple of.
-        oversized: What happens to a sequence longer than the capacity, see
-            `trajpack.packing.plan.oversized.Policy`.
+        align: Each sequence takes a multiple of this many tokens.
+        oversized: Treatment of a sequence longer than the capacity, see
+            `trajpack.packing.plan.units.Policy`.
         turn_ends: For ``"truncate_at_turn"``: for each sequence, its tokens up to the end of each
             turn (`PackedBatch.turn_ends`).
 
@@ -223,60 +194,56 @@ def plan_micro_batches(  # noqa: PLR0913
         (array([10, 10]), 2)
     """
     op = "plan_micro_batches"
-    request = checked_request(
-        op, seqlens, capacity, cost=cost, max_sequences=max_sequences, align=align,
-        policy=oversized, turn_ends=turn_ends,
-    )  # fmt: skip
-    check_algorithm(op, algorithm)
+    source = read_input(
+        op,
+        seqlens,
+        capacity,
+        cost=cost,
+        max_sequences=max_sequences,
+        align=align,
+        policy=oversized,
+        turn_ends=turn_ends,
+    )
+    check_choice(op, "algorithm", algorithm, Algorithm)
     check_count(op, "min_bins", min_bins, 0)
     check_count(op, "multiple_of", multiple_of)
-    labels = checked_labels(op, "keep_together", keep_together, len(request.seqlens))
-    units = units_of(request, planned(request), labels)
-    bin_of, num_bins = placed(units, request, algorithm, min_bins, multiple_of)
-    return plan_of(request, int(capacity), units, bin_of, num_bins)
+    labels = read_labels(op, "keep_together", keep_together, len(source.seqlens))
+    items = source.items(source.planned, labels)
+    bin_of, num_bins = place_items(items, algorithm, min_bins=min_bins, multiple_of=multiple_of)
+    return build_plan(
+        source, items.members, bin_of[items.item_of], num_bins=num_bins, dropped=source.dropped
+    )
 
 
-def check_algorithm(op: str, algorithm: str) -> None:
-    """Raise unless ``algorithm`` is known."""
-    if algorithm not in get_args(Algorithm):
-        known = ", ".join(repr(name) for name in get_args(Algorithm))
-        raise ValueError(f"{op}: algorithm must be one of {known}, got {algorithm!r}")
+def build_plan(
+    source: PlanInput,
+    members: Ints,
+    bin_of: Ints,
+    *,
+    num_bins: int,
+    dropped: tuple[int, ...] = (),
+) -> Plan:
+    """Return the plan of some sequences.
 
-
-def planned(request: Request) -> Ints:
-    """Return the sequences that are not dropped."""
-    return np.delete(np.arange(len(request.seqlens)), np.array(request.settled.dropped, np.int64))
-
-
-def placed(
-    units: Units, request: Request, algorithm: Algorithm, min_bins: int, multiple_of: int
-) -> tuple[Ints, int]:
-    """Return the micro-batch of each unit, and how many there are."""
-    if algorithm in BALANCING:
-        return balance(units, request.limits, algorithm, min_bins, multiple_of)
-    if algorithm == "next_fit":
-        bin_of, num_bins = next_fit(units, request.limits)
-    else:
-        best = algorithm == "best_fit_decreasing"
-        bin_of, num_bins = fit_decreasing(units, request.limits, best=best)
-    wanted = rounded_up(max(num_bins, min_bins), multiple_of)
-    return split_to(bin_of, num_bins, wanted, units, in_order=algorithm == "next_fit")
-
-
-def plan_of(request: Request, capacity: int, units: Units, bin_of: Ints, num_bins: int) -> Plan:
-    """Write down a plan of units and the micro-batch of each."""
-    held = bin_of[units.unit_of]
-    ranked = np.argsort(held.astype(np.uint16) if num_bins < 2**16 else held, kind="stable")
+    Args:
+        source: Lengths and limits.
+        members: Sequences, ascending.
+        bin_of: ``[members]``: micro-batch of each.
+        num_bins: Number of micro-batches.
+        dropped: Sequences that the plan names as dropped.
+    """
+    ranked = np.argsort(bin_of.astype(np.uint16) if num_bins < 2**16 else bin_of, kind="stable")
     cu_bins = np.zeros(num_bins + 1, np.int64)
-    np.cumsum(np.bincount(held, minlength=num_bins), out=cu_bins[1:])
+    np.cumsum(np.bincount(bin_of, minlength=num_bins), out=cu_bins[1:])
+    held = set(members.tolist()) if source.truncated or source.oversized else set()
     return Plan(
-        order=units.members[ranked],
+        order=members[ranked],
         cu_bins=cu_bins,
-        seqlens=request.seqlens,
-        capacity=capacity,
-        align=request.align,
-        dropped=request.settled.dropped,
-        truncated=request.settled.truncated,
-        oversized=request.settled.alone,
-        costs=None if request.by_tokens else request.costs,
+        seqlens=source.seqlens,
+        capacity=source.capacity,
+        align=source.align,
+        dropped=dropped,
+        truncated={one: kept for one, kept in source.truncated.items() if one in held},
+        oversized=tuple(one for one in source.oversized if one in held),
+        costs=None if source.by_tokens else source.costs,
     )

@@ -1,28 +1,39 @@
-"""Plans for data-parallel ranks: equal cost, and as many micro-batches on each."""
+"""Plans for data-parallel ranks: equal cost, and the same number of micro-batches on each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from trajpack.packing.plan.blocks import Ranks, joined, steps_of
-from trajpack.packing.plan.oversized import Policy
-from trajpack.packing.plan.plan import Algorithm, Plan, check_algorithm, planned
-from trajpack.packing.plan.steps import Order, Step, Wish, planned_step
+from trajpack.packing.plan.balance import balance_over, karmarkar_karp, place_items, split_bins
+from trajpack.packing.plan.plan import Plan, build_plan
+from trajpack.packing.plan.statistics import PlanStatistics, fill_of, statistics_of
 from trajpack.packing.plan.units import (
+    Algorithm,
     Cost,
+    Ints,
     Labels,
-    Request,
+    Order,
+    PlanInput,
+    PlanItems,
+    Policy,
+    check_choice,
     check_count,
-    checked_labels,
-    checked_request,
+    decreasing,
+    numbered,
+    read_input,
+    read_labels,
+    scaled,
+    summed,
 )
 
-if TYPE_CHECKING:
-    from trajpack.packing.plan.statistics import PlanStatistics
+SWAPS_OF_A_RANK = 8
+SWAP_TRIALS = 2**22
+"""Swaps between ranks that are looked at, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,24 +45,24 @@ class RankPlan:
     """
 
     plans: tuple[tuple[Plan, ...], ...]
-    """By step, then by rank; each over the sequences of the whole batch."""
+    """Plans by step, then by rank; each over the sequences of the whole batch."""
     dropped: tuple[int, ...] = ()
     """Sequences that no rank has since they are too long."""
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return len(self.plans)
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return len(self.plans[0])
 
     def plan(self, rank: int, step: int = 0) -> Plan:
         """Return the plan of a rank in a step.
 
-        Its indices are those of the whole batch. What was dropped is in `dropped` alone.
+        Its indices are those of the whole batch. Dropped sequences are named in `dropped` alone.
 
         Raises:
             IndexError: If there is no such rank or step.
@@ -65,14 +76,10 @@ class RankPlan:
     @property
     def fill(self) -> float:
         """Tokens, without padding, over the capacity of all micro-batches of all ranks."""
-        plans = [plan for step in self.plans for plan in step]
-        room = sum(plan.capacity * len(plan) for plan in plans)
-        return sum(int(plan.seqlens[plan.order].sum()) for plan in plans) / room if room else 0.0
+        return fill_of([plan for step in self.plans for plan in step])
 
     def statistics(self) -> PlanStatistics:
         """Count tokens, padding and dummies of all ranks, and measure how even they are."""
-        from trajpack.packing.plan.statistics import statistics_of
-
         return statistics_of(self.plans, self.dropped)
 
     def __repr__(self) -> str:
@@ -104,28 +111,28 @@ def plan_ranks(  # noqa: PLR0913
 ) -> RankPlan:
     """Plan the micro-batches of every data-parallel rank, as many on each, of about equal cost.
 
-    The plan depends on the numbers alone, so that every rank computes the same without a word to
-    the others. Sequences go to ranks first and then to micro-batches, or micro-batches are made of
-    all of them and dealt out: the way that takes fewer micro-batches, and then the fairer one.
+    The plan depends on the numbers alone, so every rank computes the same one without
+    communication. Sequences go to ranks first and then to micro-batches, or micro-batches of all
+    sequences are dealt out: the way that takes fewer micro-batches, and then the fairer one.
 
     Args:
         seqlens: ``[sequences]``: tokens of each, of the whole batch.
-        num_ranks: Data-parallel ranks.
-        capacity: Most tokens of a micro-batch.
-        algorithm: How they are filled, see `trajpack.packing.plan.plan.Algorithm`.
-        cost: What a sequence costs, see `plan_micro_batches`.
+        num_ranks: Number of data-parallel ranks.
+        capacity: Maximum tokens of a micro-batch.
+        algorithm: Method that fills them, see `trajpack.packing.plan.units.Algorithm`.
+        cost: Cost of a sequence, see `plan_micro_batches`.
         num_steps: Optimizer steps that the batch is for. They take sequences in the order of the
             batch, as many each as the number allows; labels in a step count once each.
         keep_in_step: A label for each sequence: those with equal labels are in one step.
-        keep_on_rank: The same for ranks, groups or trajectories: over all steps.
-        keep_together: The same for micro-batches.
-        order: Order of a rank's micro-batches, see `trajpack.packing.plan.steps.Order`.
-        min_bins: Fewest micro-batches of a rank in a step; 1 or more, for a rank without any would
+        keep_on_rank: A label for each sequence: equal ones are on one rank, over all steps.
+        keep_together: A label for each sequence: equal ones are in one micro-batch.
+        order: Order of a rank's micro-batches, see `trajpack.packing.plan.units.Order`.
+        min_bins: Minimum micro-batches of a rank in a step, 1 or more: a rank without any would
             not keep step with one that has sequences.
         multiple_of: Their number, for each rank and step, is a multiple of this.
-        max_sequences: Most sequences of a micro-batch.
-        align: Tokens that each sequence takes a multiple of.
-        oversized: What happens to a sequence longer than the capacity.
+        max_sequences: Maximum sequences of a micro-batch.
+        align: Each sequence takes a multiple of this many tokens.
+        oversized: Treatment of a sequence longer than the capacity.
         turn_ends: For ``oversized="truncate_at_turn"``, see `plan_micro_batches`.
 
     Raises:
@@ -140,56 +147,257 @@ def plan_ranks(  # noqa: PLR0913
         [[[0], [3, 4]], [[2, 5], [1]]]
     """
     op = "plan_ranks"
-    request = checked_request(
-        op, seqlens, capacity, cost=cost, max_sequences=max_sequences, align=align,
-        policy=oversized, turn_ends=turn_ends,
-    )  # fmt: skip
-    wish = Wish(num_ranks, algorithm, min_bins, multiple_of, order)
-    _check_wish(op, wish, num_steps)
-    count = len(request.seqlens)
-    in_step = checked_labels(op, "keep_in_step", keep_in_step, count)
-    on_rank = checked_labels(op, "keep_on_rank", keep_on_rank, count)
-    together = checked_labels(op, "keep_together", keep_together, count)
-    blocks = None if on_rank is None else joined(on_rank, together)
-    plans, ranks = [], Ranks(num_ranks, algorithm)
-    for members in steps_of(op, planned(request), joined(in_step, together), num_steps):
-        step = planned_step(request, members, (blocks, together), ranks, wish)
-        plans.append(_plans_of(request, int(capacity), num_ranks, step))
-    return RankPlan(tuple(plans), request.settled.dropped)
-
-
-def _check_wish(op: str, wish: Wish, num_steps: int) -> None:
-    check_algorithm(op, wish.algorithm)
-    if wish.order not in get_args(Order):
-        known = ", ".join(repr(name) for name in get_args(Order))
-        raise ValueError(f"{op}: order must be one of {known}, got {wish.order!r}")
-    check_count(op, "num_ranks", wish.num_ranks)
+    source = read_input(
+        op,
+        seqlens,
+        capacity,
+        cost=cost,
+        max_sequences=max_sequences,
+        align=align,
+        policy=oversized,
+        turn_ends=turn_ends,
+    )
+    check_choice(op, "algorithm", algorithm, Algorithm)
+    check_choice(op, "order", order, Order)
+    check_count(op, "num_ranks", num_ranks)
     check_count(op, "num_steps", num_steps)
-    check_count(op, "min_bins", wish.min_bins)
-    check_count(op, "multiple_of", wish.multiple_of)
+    check_count(op, "min_bins", min_bins)
+    check_count(op, "multiple_of", multiple_of)
+    count = len(source.seqlens)
+    in_step = read_labels(op, "keep_in_step", keep_in_step, count)
+    on_rank = read_labels(op, "keep_on_rank", keep_on_rank, count)
+    together = read_labels(op, "keep_together", keep_together, count)
+    if on_rank is not None:
+        on_rank = _joined(on_rank, together)
+    planner = _StepPlanner(
+        source=source,
+        num_ranks=num_ranks,
+        together=together,
+        algorithm=algorithm,
+        order=order,
+        min_bins=min_bins,
+        multiple_of=multiple_of,
+    )
+    steps = _split_steps(source, _joined(in_step, together), num_steps)
+    return RankPlan(tuple(planner.plan(members, on_rank) for members in steps), source.dropped)
 
 
-def _plans_of(request: Request, capacity: int, num_ranks: int, step: Step) -> tuple[Plan, ...]:
-    ordered = step.members[np.lexsort((step.members, step.places))]
-    each = step.num_places // num_ranks
-    ends = np.zeros(step.num_places + 1, np.int64)
-    np.cumsum(np.bincount(step.places, minlength=step.num_places), out=ends[1:])
-    settled, plans = request.settled, []
-    for rank in range(num_ranks):
-        cu_bins = ends[rank * each : (rank + 1) * each + 1]
-        own = ordered[cu_bins[0] : cu_bins[-1]]
-        there = set(own.tolist()) if settled.truncated or settled.alone else set()
-        kept = {at: tokens for at, tokens in settled.truncated.items() if at in there}
-        plans.append(
-            Plan(
-                order=own,
-                cu_bins=cu_bins - cu_bins[0],
-                seqlens=request.seqlens,
-                capacity=capacity,
-                align=request.align,
-                truncated=kept,
-                oversized=tuple(at for at in settled.alone if at in there),
-                costs=None if request.by_tokens else request.costs,
-            )
+def _joined(first: Ints | None, second: Ints | None) -> Ints | None:
+    """Return labels that are equal wherever labels of either kind are, directly or in a chain."""
+    if first is None or second is None:
+        return second if first is None else first
+    parent = list(range(int(first.max(initial=-1)) + 1))
+
+    def root(label: int) -> int:
+        while parent[label] != label:
+            parent[label] = parent[parent[label]]
+            label = parent[label]
+        return label
+
+    known: dict[int, int] = {}
+    for label, other in zip(first.tolist(), second.tolist(), strict=True):
+        earlier, later = sorted((root(known.setdefault(other, label)), root(label)))
+        parent[later] = earlier
+    return np.array([root(label) for label in first.tolist()], np.int64)
+
+
+def _split_steps(source: PlanInput, labels: Ints | None, num_steps: int) -> list[Ints]:
+    """Return the sequences of each step: labels in order of appearance, as many in each.
+
+    Raises:
+        ValueError: If there are fewer labels than steps.
+    """
+    members = source.planned
+    if num_steps == 1:
+        return [members]
+    if labels is None:
+        block_of, num_blocks = np.arange(len(members)), len(members)
+    else:
+        block_of, firsts = numbered(labels[members])
+        num_blocks = len(firsts)
+    if num_blocks < num_steps:
+        raise ValueError(
+            f"{source.op}: num_steps must be {num_blocks} or fewer, as many as there are "
+            f"{'sequences' if labels is None else 'blocks kept in a step'}, got {num_steps}"
         )
-    return tuple(plans)
+    step_of = block_of * num_steps // num_blocks
+    return [members[step_of == step] for step in range(num_steps)]
+
+
+class _Placement(NamedTuple):
+    """Micro-batches of a step, numbered rank after rank, the same number on each."""
+
+    bin_of: Ints
+    """int64 ``[members]``: micro-batch of each sequence."""
+    num_bins: int
+    """Number of micro-batches of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepPlanner:
+    """Options of `plan_ranks`, and the rank of each label over the steps."""
+
+    source: PlanInput
+    num_ranks: int
+    together: Ints | None
+    """int64 ``[sequences]``: labels of sequences that share a micro-batch."""
+    algorithm: Algorithm
+    order: Order
+    min_bins: int
+    multiple_of: int
+    owners: dict[int, int] = field(default_factory=dict)
+    """Rank by label, of labels that stay on a rank."""
+
+    def plan(self, members: Ints, on_rank: Ints | None) -> tuple[Plan, ...]:
+        """Return the plans of all ranks for a step.
+
+        Where sequences may go to any rank there are two ways: micro-batches of all sequences, dealt
+        out to ranks, fill better; sequences to ranks first, and then to micro-batches, makes ranks
+        cost the same. The way with fewer micro-batches is taken, then the one whose most costly
+        rank costs less.
+
+        Args:
+            members: Sequences of the step, ascending.
+            on_rank: ``[sequences]``: labels of sequences that stay on a rank.
+        """
+        if on_rank is not None:
+            placement = self._ranks_first(members, on_rank, self.owners)
+        else:
+            placement = self._bins_first(members)
+            if self.algorithm != "next_fit" and self.num_ranks > 1:  # it keeps the batch's order
+                labels = self.together
+                labels = np.arange(len(self.source.seqlens)) if labels is None else labels
+                costs = scaled(self.source.costs[members])
+
+                def price(placement: _Placement) -> tuple[int, int]:
+                    rank_of = placement.bin_of // (placement.num_bins // self.num_ranks)
+                    return placement.num_bins, int(summed(costs, rank_of, self.num_ranks).max())
+
+                placement = min(self._ranks_first(members, labels, {}), placement, key=price)
+        each = placement.num_bins // self.num_ranks
+        rank_of, number = np.divmod(placement.bin_of, each)
+        held = [rank_of == rank for rank in range(self.num_ranks)]
+        return tuple(
+            build_plan(self.source, members[own], number[own], num_bins=each) for own in held
+        )
+
+    def _bins_first(self, members: Ints) -> _Placement:
+        """Make micro-batches of all sequences, and deal them out."""
+        items = self.source.items(members, self.together)
+        bin_of, num_bins = place_items(
+            items,
+            self.algorithm,
+            min_bins=self.num_ranks * self.min_bins,
+            multiple_of=self.num_ranks * self.multiple_of,
+        )
+        costs = summed(items.costs, bin_of, num_bins)
+        empty = np.bincount(bin_of, minlength=num_bins) == 0
+        rank_of = deal(costs, empty, self.num_ranks)
+        place_of = np.empty(num_bins, np.int64)
+        each = num_bins // self.num_ranks
+        for rank in range(self.num_ranks):
+            own = np.flatnonzero(rank_of == rank)
+            place_of[own[self._ordered(costs[own], empty[own])]] = rank * each + np.arange(each)
+        return _Placement(place_of[bin_of[items.item_of]], num_bins)
+
+    def _ranks_first(self, members: Ints, labels: Ints, owners: dict[int, int]) -> _Placement:
+        """Assign labels to ranks, and make the micro-batches of each rank."""
+        rank_of = self._assign(labels[members], scaled(self.source.costs[members]), owners)
+        held = [np.flatnonzero(rank_of == rank) for rank in range(self.num_ranks)]
+        items = [self.source.items(members[own], self.together) for own in held]
+        found = [
+            place_items(one, self.algorithm, min_bins=self.min_bins, multiple_of=self.multiple_of)
+            for one in items
+        ]
+        most = max(num_bins for _, num_bins in found)
+        placed = np.empty(len(members), np.int64)
+        for rank, (own, one, (bin_of, num_bins)) in enumerate(zip(held, items, found, strict=True)):
+            again = None
+            if num_bins < most and self.algorithm in ("karmarkar_karp", "longest_processing_time"):
+                again = balance_over(one, self.algorithm, most)
+            if again is None:
+                in_order = self.algorithm == "next_fit"
+                again = split_bins(one, bin_of, num_bins, wanted=most, in_order=in_order)
+            costs = summed(one.costs, again, most)
+            place_of = np.empty(most, np.int64)
+            ordered = self._ordered(costs, np.bincount(again, minlength=most) == 0)
+            place_of[ordered] = rank * most + np.arange(most)
+            placed[own] = place_of[again[one.item_of]]
+        return _Placement(placed, most * self.num_ranks)
+
+    def _assign(self, labels: Ints, costs: Ints, owners: dict[int, int]) -> Ints:
+        """Return the rank of each label: its owner, or one that makes ranks cost about the same.
+
+        Args:
+            labels: ``[members]``.
+            costs: ``[members]``, integers.
+            owners: Rank by label; new labels are added.
+        """
+        block_of, firsts = numbered(labels)
+        names = labels[firsts].tolist()
+        totals = summed(costs, block_of, len(firsts))
+        rank_of = np.array([owners.get(name, -1) for name in names], np.int64)
+        fresh = np.flatnonzero(rank_of < 0)
+        if self.algorithm == "karmarkar_karp" and len(fresh) == len(names):
+            alone = np.arange(len(names))
+            ones = np.ones_like(totals)
+            unbounded = PlanItems(totals, ones, totals, int(totals.sum()), len(ones), alone, alone)
+            found = karmarkar_karp(unbounded, self.num_ranks)
+            assert found is not None
+            rank_of = found
+        else:  # the most costly new label goes to the rank that costs least
+            kept = np.flatnonzero(rank_of >= 0)
+            loads = summed(totals[kept], rank_of[kept], self.num_ranks)
+            heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
+            heapify(heap)
+            for block in fresh[decreasing(totals[fresh])].tolist():
+                load, rank = heap[0]
+                heapreplace(heap, (load + int(totals[block]), rank))
+                rank_of[block] = rank
+        owners.update(zip(names, rank_of.tolist(), strict=True))
+        return rank_of[block_of]
+
+    def _ordered(self, costs: Ints, empty: Any) -> Ints:
+        """Return the micro-batches of a rank in `order`; empty ones count as the smallest."""
+        numbers = np.arange(len(costs))
+        if self.order == "as_planned":
+            return numbers
+        falling = np.lexsort((numbers, -costs, empty))
+        if self.order == "largest_first":
+            return falling
+        return np.concatenate([falling[::2][::-1], falling[1::2]])
+
+
+def deal(costs: Ints, empty: Any, num_ranks: int) -> Ints:
+    """Deal micro-batches out, the same number to each rank; return the rank of each.
+
+    In rounds, most costly first: the most costly of a round goes to the rank that costs least so
+    far, so that the n-th micro-batches of all ranks cost about the same. Ranks then swap within
+    rounds while that lowers the cost of the most costly rank.
+
+    Args:
+        costs: ``[micro-batches]``, a multiple of the ranks.
+        empty: ``[micro-batches]``: True where one holds no sequence; it is dealt out last.
+        num_ranks: Number of ranks.
+    """
+    order = np.lexsort((np.arange(len(costs)), -costs, empty)).reshape(-1, num_ranks)
+    held = np.empty((num_ranks, len(order)), np.int64)
+    loads = np.zeros(num_ranks, np.int64)
+    for number, chosen in enumerate(order):
+        ranks = np.argsort(loads, kind="stable")
+        held[ranks, number] = chosen
+        loads[ranks] += costs[chosen]
+    cost = costs[held]
+    for _ in range(min(SWAPS_OF_A_RANK * len(order), SWAP_TRIALS // max(held.size, 1))):
+        most = int(loads.argmax())
+        taken = cost[most] - cost
+        gain = np.minimum(taken, (loads[most] - loads)[:, None] - taken)
+        other, number = divmod(int(gain.argmax()), held.shape[1])
+        if gain[other, number] <= 0:
+            break
+        pair, swapped = [most, other], [other, most]
+        loads[pair] += np.array([-1, 1]) * taken[other, number]
+        held[pair, number], cost[pair, number] = held[swapped, number], cost[swapped, number]
+    rank_of = np.empty(len(costs), np.int64)
+    rank_of[held] = np.arange(num_ranks)[:, None]
+    return rank_of

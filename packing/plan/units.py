@@ -1,72 +1,139 @@
-"""What is planned: sequences, or sequences that stay together, by tokens, number and cost."""
+"""Input of a plan, checked: lengths, costs, limits, labels, and the items that are placed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.plan.oversized import Oversized, Policy, settle_oversized
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
 Cost: TypeAlias = Callable[[Ints], Any] | Sequence[float] | npt.NDArray[Any] | None
-"""What a sequence costs: a function of lengths, one number for each sequence, or its tokens."""
+"""Cost of a sequence: a function of lengths, one number for each, or ``None`` for its tokens."""
 Labels: TypeAlias = Sequence[Any] | npt.NDArray[Any] | None
+Algorithm: TypeAlias = Literal[
+    "next_fit",
+    "first_fit_decreasing",
+    "best_fit_decreasing",
+    "karmarkar_karp",
+    "longest_processing_time",
+]
+"""Method that fills micro-batches.
+
+- ``"next_fit"``: in the order given, a new one where the next sequence does not fit.
+- ``"first_fit_decreasing"``: longest first, each into the first with room.
+- ``"best_fit_decreasing"``: longest first, each into the fullest with room.
+- ``"karmarkar_karp"``: equal cost, by differencing and exchanges; the best balance.
+- ``"longest_processing_time"``: equal cost, most costly first, each where the cost is least.
+
+The first three make as few as they can, the last two as even as they can.
+"""
+Policy: TypeAlias = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
+"""Treatment of a sequence that is longer than the capacity:
+
+- ``"raise"``: a ValueError names it.
+- ``"drop"``: it is in no micro-batch.
+- ``"truncate_at_turn"``: its first turns are kept, as many as fit; where none fits it is dropped.
+- ``"own_bin"``: it is alone in a micro-batch over the capacity.
+"""
+Order: TypeAlias = Literal["largest_first", "small_at_ends", "as_planned"]
+"""Order of a rank's micro-batches.
+
+- ``"largest_first"``: by cost, so that ranks in step wait little, and memory runs out at once or
+  never.
+- ``"small_at_ends"``: the most costly in the middle: a pipeline fills and drains with small ones.
+- ``"as_planned"``: as the algorithm made them.
+"""
 
 COST_BITS = 42
-"""All costs together, as integers, are below two to this power: sums of them are exact."""
+"""All costs together, scaled to integers, are below two to this power: their sums are exact."""
 MAX_COST = 1e290
-"""Of a sequence: sums of costs are finite."""
+"""Largest cost of a sequence: sums of costs stay finite."""
 
 
-class Limits(NamedTuple):
-    """What a micro-batch may hold."""
-
-    capacity: int
-    max_sequences: int
-
-
-class Units(NamedTuple):
-    """What is put into micro-batches, each as a whole."""
+class PlanItems(NamedTuple):
+    """Sequences, or sets of sequences that stay together, to be put into micro-batches."""
 
     sizes: Ints
-    """Tokens of each unit, aligned."""
+    """int64 ``[items]``: aligned tokens."""
     counts: Ints
-    """Sequences of each unit."""
+    """int64 ``[items]``: sequences."""
     costs: Ints
-    """Costs of each unit, scaled to integers."""
+    """int64 ``[items]``: costs, scaled to integers."""
+    capacity: int
+    """Maximum tokens of a micro-batch."""
+    max_sequences: int
+    """Maximum sequences of a micro-batch."""
     members: Ints
-    """Sequences that are planned, ascending."""
-    unit_of: Ints
-    """Unit of each member."""
+    """int64 ``[members]``: indices of the sequences, ascending."""
+    item_of: Ints
+    """int64 ``[members]``: item of each sequence."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
-class Request(NamedTuple):
-    """Lengths and limits, checked."""
+class PlanInput(NamedTuple):
+    """Lengths and limits of a plan, checked."""
 
     op: str
+    """Name of the called function, for error messages."""
     seqlens: Ints
-    """As planned for: what is truncated has its tokens that are kept."""
+    """int64 ``[sequences]``: tokens; the kept ones of a truncated sequence."""
     costs: Floats
-    limits: Limits
-    align: int
-    settled: Oversized
+    """float64 ``[sequences]``: cost of each."""
     by_tokens: bool
-    """Whether a sequence costs its aligned tokens."""
+    """Whether the costs are the aligned tokens."""
+    capacity: int
+    """Maximum tokens of a micro-batch, as given."""
+    align: int
+    """Each sequence takes a multiple of this many tokens."""
+    max_sequences: int
+    """Maximum sequences of a micro-batch."""
+    dropped: tuple[int, ...]
+    """Too long sequences that are left out, ascending."""
+    truncated: Mapping[int, int]
+    """Kept tokens of too long sequences that are cut, by sequence."""
+    oversized: tuple[int, ...]
+    """Too long sequences that get a micro-batch each, ascending."""
+
+    @property
+    def planned(self) -> Ints:
+        """Indices of the sequences that are not dropped."""
+        return np.delete(np.arange(len(self.seqlens)), np.array(self.dropped, np.int64))
+
+    def items(self, members: Ints, keep_together: Ints | None) -> PlanItems:
+        """Return the items of some sequences; those with one label are one item.
+
+        Raises:
+            ValueError: If sequences that must stay together do not fit into one micro-batch.
+        """
+        capacity = self.capacity // self.align * self.align
+        sizes = round_up(self.seqlens[members], self.align)
+        counts, costs = np.ones_like(sizes), scaled(self.costs[members])
+        item_of = np.arange(len(members))
+        if keep_together is not None:
+            item_of, firsts = numbered(keep_together[members])
+            sizes, counts, costs = (
+                summed(each, item_of, len(firsts)) for each in (sizes, counts, costs)
+            )
+        crowded = ((sizes > capacity) & (counts > 1)) | (counts > self.max_sequences)
+        if crowded.any():
+            wrong = int(crowded.argmax())
+            together = members[item_of == wrong]
+            raise ValueError(
+                f"{self.op}: sequences kept together must fit into a micro-batch of {capacity} "
+                f"tokens and {self.max_sequences} sequences, got {sizes[wrong]} tokens in "
+                f"{len(together)} sequences, from sequence {together[0]} to {together[-1]}"
+            )
+        # an oversized sequence counts as a full micro-batch
+        sizes = np.minimum(sizes, capacity)
+        return PlanItems(sizes, counts, costs, capacity, self.max_sequences, members, item_of)
 
 
-def aligned(lengths: Ints, align: int) -> Ints:
-    """Return each length as a multiple of ``align``, rounded up."""
-    return lengths if align == 1 else -(-lengths // align) * align
-
-
-def checked_request(
+def read_input(
     op: str,
     seqlens: Any,
     capacity: int,
@@ -76,90 +143,86 @@ def checked_request(
     align: int,
     policy: Policy,
     turn_ends: Sequence[Sequence[int]] | None,
-) -> Request:
-    """Check what is asked, and settle what happens to sequences that are too long."""
-    lengths = checked_lengths(op, seqlens)
-    for name, value in (("capacity", capacity), ("align", align), ("max_sequences", max_sequences)):
-        if value is not None or name != "max_sequences":
-            check_count(op, name, value)
+) -> PlanInput:
+    """Check lengths, limits and costs, and apply the policy for sequences that are too long."""
+    lengths = read_lengths(op, seqlens)
+    check_count(op, "capacity", capacity)
+    check_count(op, "align", align)
+    if max_sequences is not None:
+        check_count(op, "max_sequences", max_sequences)
     if not align <= capacity < 2**31:
         raise ValueError(
             f"{op}: capacity must be in [{align}, 2147483647], an aligned sequence or more, "
             f"got {capacity}"
         )
-    align, most = int(align), len(lengths) if max_sequences is None else int(max_sequences)
-    limits = Limits(int(capacity) // align * align, min(most, len(lengths)) or 1)
-    settled = settle_oversized(op, lengths, limits.capacity, align, policy, turn_ends)
-    for sequence, kept in settled.truncated.items():
-        lengths[sequence] = kept
-    costs = checked_costs(op, cost, aligned(lengths, align))
-    for array in (lengths, costs):  # which all plans of a batch share
+    align, capacity = int(align), int(capacity)
+    check_choice(op, "oversized", policy, Policy)
+    _check_turn_ends(op, len(lengths), policy, turn_ends)
+    room = capacity // align * align
+    too_long = np.flatnonzero(lengths > room).tolist()
+    dropped, truncated, oversized = list[int](), dict[int, int](), list[int]()
+    for sequence in too_long:
+        if policy == "raise":
+            raise ValueError(
+                f"{op}: sequence {sequence} has {lengths[sequence]} tokens, more than the capacity "
+                f"of {room}{f' in multiples of {align}' if align > 1 else ''}; oversized='drop', "
+                "'truncate_at_turn' or 'own_bin' takes it"
+            )
+        kept = 0
+        if policy == "own_bin":
+            oversized.append(sequence)
+        elif turn_ends is not None:
+            kept = _kept_tokens(op, sequence, int(lengths[sequence]), room, turn_ends[sequence])
+        if kept:
+            lengths[sequence] = truncated[sequence] = kept
+        elif policy != "own_bin":
+            dropped.append(sequence)
+    costs = _read_costs(op, cost, round_up(lengths, align))
+    for array in (lengths, costs):  # shared by all plans of a batch
         array.flags.writeable = False
-    return Request(op, lengths, costs, limits, align, settled, cost is None)
-
-
-def units_of(request: Request, members: Ints, keep_together: Ints | None) -> Units:
-    """Return what is planned of some sequences; those with one label are one unit.
-
-    Raises:
-        ValueError: If sequences that must stay together do not fit into one micro-batch.
-    """
-    limits = request.limits
-    sizes = np.minimum(aligned(request.seqlens[members], request.align), limits.capacity)
-    costs = scaled(request.costs[members])
-    if keep_together is None:
-        alone = np.arange(len(members))
-        return Units(sizes, np.ones_like(sizes), costs, members, alone)
-    unit_of, firsts = numbered(keep_together[members])
-    counts = np.bincount(unit_of, minlength=len(firsts))
-    totals = summed(aligned(request.seqlens[members], request.align), unit_of, len(firsts))
-    wrong = np.flatnonzero(
-        ((totals > limits.capacity) & (counts > 1)) | (counts > limits.max_sequences)
-    )
-    if len(wrong):
-        _refuse_unit(request, members[unit_of == wrong[0]], int(totals[wrong[0]]))
-    totals = np.minimum(totals, limits.capacity)
-    return Units(totals, counts, summed(costs, unit_of, len(firsts)), members, unit_of)
-
-
-def _refuse_unit(request: Request, together: Ints, tokens: int) -> None:
-    first, last = int(together[0]), int(together[-1])
-    limits = request.limits
-    raise ValueError(
-        f"{request.op}: sequences kept together must fit into a micro-batch of {limits.capacity} "
-        f"tokens and {limits.max_sequences} sequences, got {tokens} tokens in {len(together)} "
-        f"sequences, from sequence {first} to {last}"
+    most = len(lengths) if max_sequences is None else min(int(max_sequences), len(lengths))
+    return PlanInput(
+        op=op,
+        seqlens=lengths,
+        costs=costs,
+        by_tokens=cost is None,
+        capacity=capacity,
+        align=align,
+        max_sequences=most or 1,
+        dropped=tuple(dropped),
+        truncated=truncated,
+        oversized=tuple(oversized),
     )
 
 
-def scaled(costs: Floats) -> Ints:
-    """Return costs as integers whose sum is exact: themselves, or scaled by a power of two."""
-    total = float(np.cumsum(costs)[-1]) if len(costs) else 0.0  # one after another, everywhere
-    whole = costs.astype(np.int64) if total < 2.0**COST_BITS else None
-    if whole is not None and bool((whole == costs).all()):
-        return whole
-    exponent = COST_BITS - int(np.frexp(total)[1])
-    return np.rint(np.ldexp(costs, exponent)).astype(np.int64)
+def _check_turn_ends(op: str, num_sequences: int, policy: Policy, turn_ends: Any) -> None:
+    if policy != "truncate_at_turn":
+        if turn_ends is not None:
+            raise ValueError(
+                f"{op}: turn_ends are for oversized='truncate_at_turn', got {policy!r}"
+            )
+    elif turn_ends is None:
+        raise ValueError(f"{op}: oversized='truncate_at_turn' needs turn_ends, got None")
+    elif len(turn_ends) != num_sequences:
+        raise ValueError(
+            f"{op}: turn_ends must have one row for each of {num_sequences} sequences, "
+            f"got {len(turn_ends)}"
+        )
 
 
-def numbered(labels: Ints) -> tuple[Ints, Ints]:
-    """Number labels from 0 as they first appear; return the numbers, and where each is first."""
-    _, firsts, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    order = np.argsort(firsts)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return rank[inverse], firsts[order]
+def _kept_tokens(op: str, sequence: int, length: int, room: int, ends: Any) -> int:
+    """Return the last end of a turn within the capacity; 0 if there is none."""
+    rows = [int(end) for end in ends]
+    for end in rows:
+        if not 0 <= end <= length:
+            raise ValueError(
+                f"{op}: turn_ends of sequence {sequence} must be in [0, {length}], got {end}"
+            )
+    return max((end for end in rows if end <= room), default=0)
 
 
-def summed(values: Ints, unit_of: Ints, num_units: int) -> Ints:
-    """Return the sum of the values of each unit, exactly."""
-    sums = np.zeros(num_units, np.int64)
-    np.add.at(sums, unit_of, values)
-    return sums
-
-
-def checked_lengths(op: str, seqlens: Any) -> Ints:
-    """Return lengths as a fresh int64 array.
+def read_lengths(op: str, seqlens: Any) -> Ints:
+    """Return lengths as a new int64 array.
 
     Raises:
         TypeError: If they are not integers.
@@ -180,13 +243,8 @@ def checked_lengths(op: str, seqlens: Any) -> Ints:
     return lengths
 
 
-def checked_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
-    """Return the cost of each sequence.
-
-    Raises:
-        ValueError: If there is not one finite number, not negative, for each sequence.
-    """
-    # a function may write to the lengths that it is given
+def _read_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
+    # a copy, since a function may write to its argument
     given = sizes if cost is None else cost(sizes.copy()) if callable(cost) else cost
     costs = np.array(_as_array(given), np.float64)
     if costs.shape != sizes.shape:
@@ -204,7 +262,7 @@ def checked_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
     return costs
 
 
-def checked_labels(op: str, name: str, labels: Labels, num_sequences: int) -> Ints | None:
+def read_labels(op: str, name: str, labels: Labels, num_sequences: int) -> Ints | None:
     """Return labels as numbers; each ``None`` among them is a label of its own.
 
     Raises:
@@ -226,11 +284,58 @@ def checked_labels(op: str, name: str, labels: Labels, num_sequences: int) -> In
 
 
 def check_count(op: str, name: str, value: Any, least: int = 1) -> None:
-    """Raise unless ``value`` is an integer, ``least`` or more."""
+    """Raise unless ``value`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
     if value < least:
         raise ValueError(f"{op}: {name} must be {least} or more, got {value}")
+
+
+def check_choice(op: str, name: str, value: Any, choices: Any) -> None:
+    """Raise unless ``value`` is one of a ``Literal``'s values."""
+    if value not in get_args(choices):
+        known = ", ".join(repr(choice) for choice in get_args(choices))
+        raise ValueError(f"{op}: {name} must be one of {known}, got {value!r}")
+
+
+def round_up(value: Any, multiple: int) -> Any:
+    """Return a number, or each number of an array, rounded up to a multiple."""
+    return value if multiple == 1 else -(-value // multiple) * multiple
+
+
+def scaled(costs: Floats) -> Ints:
+    """Return costs as integers with an exact sum: unchanged, or scaled by a power of two."""
+    total = float(np.cumsum(costs)[-1]) if len(costs) else 0.0  # the same order on every machine
+    whole = costs.astype(np.int64) if total < 2.0**COST_BITS else None
+    if whole is not None and bool((whole == costs).all()):
+        return whole
+    exponent = COST_BITS - int(np.frexp(total)[1])
+    return np.rint(np.ldexp(costs, exponent)).astype(np.int64)
+
+
+def numbered(labels: Ints) -> tuple[Ints, Ints]:
+    """Number labels from 0 in order of appearance; return the numbers and the first indices."""
+    _, firsts, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return rank[inverse], firsts[order]
+
+
+def summed(values: Ints, index: Ints, count: int) -> Ints:
+    """Return the exact sums of values with the same index, int64 ``[count]``."""
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, index, values)
+    return sums
+
+
+def decreasing(values: Ints) -> Ints:
+    """Return the indices from the largest value to the smallest; equal values stay in order."""
+    largest = int(values.max(initial=0))
+    from_largest = largest - values
+    if largest < 2**16:
+        from_largest = from_largest.astype(np.uint16)  # numpy sorts these by digit
+    return np.argsort(from_largest, kind="stable")
 
 
 def _as_array(values: Any) -> npt.NDArray[Any]:

@@ -21,7 +21,7 @@ from trajpack.kernels.dispatch import check_not_captured
 from trajpack.packing.buffer import resident
 from trajpack.packing.buffer.staging import Staging
 from trajpack.packing.buffer.tables import columns_for
-from trajpack.packing.micro_batches import tables as micro_batch_tables
+from trajpack.packing.micro_batches import cutting
 from trajpack.testing import random_trajectory
 
 CUDA = torch.device("cuda")
@@ -222,7 +222,7 @@ def test_what_copies_from_memory_of_one_call_is_not_captured(static, device, mon
         lambda: pack_resident([Trajectory("a", [turn])]): "pack_resident",
     }
     real = check_not_captured
-    for module in (gather_words_module, micro_batch_tables, resident):  # tensors are the host's
+    for module in (gather_words_module, cutting, resident):  # tensors are the host's
         monkeypatch.setattr(
             module, "check_not_captured", lambda op, _, remedy: real(op, CUDA, remedy)
         )

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from tests.packing.plan import plan_loops
 from tests.packing.plan.plan_loops import MIXES, karmarkar_karp
 from trajpack import Plan, plan_micro_batches, plan_ranks
-from trajpack.packing.plan.plan import Algorithm
+from trajpack.packing.plan.units import Algorithm
 
 PACKING = ["next_fit", "first_fit_decreasing", "best_fit_decreasing"]
 BALANCING = ["karmarkar_karp", "longest_processing_time"]

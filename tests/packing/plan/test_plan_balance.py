@@ -131,12 +131,12 @@ def test_no_exchange_with_the_most_costly_makes_both_cheaper(rows, num_bins, cap
 
 def test_work_is_bounded_where_sequences_are_many():
     """Pairs that are looked at, not seconds: none where one step alone would be too many."""
-    from trajpack.packing.plan import differencing as plan_differencing
+    from trajpack.packing.plan import balance as plan_differencing
 
     looked, taken = [], plan_differencing._exchange
 
-    def counted(bin_of, units, bins, limits, budget):
-        left = taken(bin_of, units, bins, limits, budget)
+    def counted(bin_of, items, num_bins, *, least, budget):
+        left = taken(bin_of, items, num_bins, least=least, budget=budget)
         looked.append(budget - left)
         return left
 

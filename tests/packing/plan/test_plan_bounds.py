@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.packing.plan.plan_loops import MIXES
 from trajpack import plan_micro_batches
-from trajpack.packing.plan.bounds import lower_bound
+from trajpack.packing.plan.statistics import lower_bound
 
 
 def fewest(lengths, capacity):

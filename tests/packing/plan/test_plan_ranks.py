@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 from tests.packing.plan.plan_loops import MIXES
 from tests.packing.plan.test_plan import BALANCING, EVERY, held_by
 from trajpack import RankPlan, TransformerCost, plan_micro_batches, plan_ranks
-from trajpack.packing.plan.blocks import dealt
-from trajpack.packing.plan.steps import Order
+from trajpack.packing.plan.ranks import deal
+from trajpack.packing.plan.units import Order
 
 
 def placed(plans):
@@ -133,7 +133,7 @@ def test_the_nth_micro_batches_of_all_ranks_are_alike(name):
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_ranks_swap_until_the_most_costly_gains_nothing(num_ranks, rounds, seed):
     costs = np.random.default_rng(seed).integers(0, 1000, num_ranks * rounds) ** 2
-    rank_of = dealt(costs, np.zeros_like(costs), num_ranks)
+    rank_of = deal(costs, np.zeros_like(costs), num_ranks)
     assert np.bincount(rank_of, minlength=num_ranks).tolist() == [rounds] * num_ranks
     order = np.argsort(-costs, kind="stable").reshape(rounds, num_ranks)
     assert (np.sort(rank_of[order], axis=1) == np.arange(num_ranks)).all(), "one of each round"

@@ -5,17 +5,18 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.packed_loss import clipped_loss
-from tests.packing.adapters.row_cases import (
+from tests.packing.adapters.cases import (
+    clipped_loss,
     conversation,
     forked_batch,
     padded,
     plain_batch,
     random_batch,
     rows_by_loop,
+    told_of,
 )
-from tests.packing.adapters.stand_ins import stand_ins
-from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from tests.packing.adapters.peers import stand_ins
+from trajpack import GRPO, TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.verl import (
     from_agent_loop_outputs,
     from_data_proto,
@@ -26,14 +27,6 @@ from trajpack.packing.adapters.verl import (
 from trajpack.testing import trajectory_lists
 
 PAD = 99
-
-
-@pytest.fixture
-def verl(peer):
-    """The package itself. It starts workers with ray and reads settings with omegaconf and hydra,
-    which none of what is called here does; those are not there, and stand-ins are imported."""
-    with stand_ins("ray", "omegaconf", "hydra", "codetiming", "cachetools", "torchdata"):
-        yield peer("verl")
 
 
 def assert_rows_are_those_of_a_loop(batch, tensors, num_prompt, num_response):
@@ -137,13 +130,6 @@ def test_a_row_that_is_too_long_is_refused():
         to_data_proto_dict(plain_batch(), max_prompt_length=1)
     with pytest.raises(ValueError, match="scores must be 'turns' or 'last', got 'first'"):
         to_data_proto_dict(plain_batch(), scores="first")
-
-
-def test_an_empty_batch_is_rows_of_nothing():
-    tensors = to_data_proto_dict(TrajectoryBuffer().pack())["tensors"]
-    assert tensors["input_ids"].shape == (0, 0)
-    with pytest.raises(ValueError, match="the batch is empty"):
-        to_tensordict(TrajectoryBuffer().pack())
 
 
 def test_the_real_data_proto_takes_it_and_passes_its_checks(verl):
@@ -262,18 +248,6 @@ def test_verls_own_loss_of_the_jagged_form_is_that_of_the_packed_tokens(verl, la
         torch.testing.assert_close(loss, expected, msg=lambda text: f"batch {number}: {text}")  # noqa: B023
 
 
-def told_of(trajectory):
-    return [
-        (
-            [*turn.prompt_ids],
-            [*turn.completion_ids],
-            [*turn.completion_logprobs],
-            turn.reward,
-        )
-        for turn in trajectory.turns
-    ]
-
-
 @pytest.mark.parametrize("real", [False, True])
 def test_conversations_come_back_with_their_turns_rewards_and_groups(request, real):
     given = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
@@ -321,8 +295,8 @@ def test_outputs_of_agent_loops_are_trajectories():
     }
     (trajectory,) = from_agent_loop_outputs([output], groups=["task"])
     assert told_of(trajectory) == [
-        ([1, 2], [3], [-0.5], 0.0),
-        ([1, 2, 3, 4], [5, 6], [-0.25, -1.0], 2.0),
+        ([1, 2], [3], [-0.5], 0.0, False),
+        ([1, 2, 3, 4], [5, 6], [-0.25, -1.0], 2.0, False),
     ]
     assert trajectory.id == "task_0"
     assert trajectory.turns[0].version_end == 4
@@ -375,8 +349,8 @@ def test_a_session_of_several_outputs_is_one_trajectory_with_one_reward():
     alone = agent_output([7], [8], reward_score=1.0)
     first, second = from_agent_loop_outputs([session, alone], groups=["task", "task"])
     assert told_of(first) == [
-        ([1, 2], [3, 4], [-0.5, -0.5], 0.0),
-        ([1, 9], [5], [-0.5], 2.0),
+        ([1, 2], [3, 4], [-0.5, -0.5], 0.0, False),
+        ([1, 9], [5], [-0.5], 2.0, False),
     ]
     assert [trajectory.id for trajectory in (first, second)] == ["task_0", "task_1"]
     batch = pack([first, second])
@@ -452,20 +426,3 @@ def test_what_is_no_proto_is_refused():
         from_data_proto(found)
     with pytest.raises(ValueError, match="groups must be 0, one a row, got 1"):
         from_agent_loop_outputs([], groups=["task"])
-
-
-@pytest.mark.parametrize("name", ["attention_mask", "rm_scores", "prompts"])
-def test_extra_fields_named_as_keys_are_refused(name):
-    turn = Turn([1], [2], [-1.0], fields={name: [0.5]})
-    batch = pack([Trajectory("a", [turn])], fields=[TokenField(name, torch.float32)])
-    for convert in (to_data_proto_dict, to_tensordict):
-        with pytest.raises(ValueError, match=f"not be named as other keys, got \\['{name}'\\]"):
-            convert(batch)
-
-
-def test_trajectories_without_a_group_share_their_uid_with_none():
-    turn = Turn([1], [2], [-1.0])
-    given = [("x", None), ("y", None), ("x", None), ("b", "y"), ("c", "y")]
-    batch = pack([Trajectory(name, [turn], group) for name, group in given])
-    uids = to_data_proto_dict(batch)["non_tensors"]["uid"].tolist()
-    assert uids == ["x#0", "y#1", "x#2", "y", "y"]

@@ -46,8 +46,11 @@ VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 RATIO = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 
+GAUGES = {"turns_in_flight", "episodes_in_flight", "results_waiting", "policy_version"}
+
+
 class Family(NamedTuple):
-    """A metric: a histogram if it has buckets, a gauge if it says so, else a counter."""
+    """A metric: a gauge if `GAUGES` has it, a histogram if it has buckets, else a counter."""
 
     name: str
     """Name without the prefix ``trajpack_``."""
@@ -57,92 +60,40 @@ class Family(NamedTuple):
     """Name of its label, of `LABELS`."""
     buckets: Sequence[float] = ()
     """Upper bounds of a histogram, in the unit of the name."""
-    is_gauge: bool = False
-    """Whether the value may fall."""
 
 
 FAMILIES = (
-    Family(
-        "turns_in_flight",
-        "Turns that wait for their completion (generation) or its judgement (verification).",
-        "stage",
-        is_gauge=True,
-    ),
+    Family("turns_in_flight", "Turns waiting for a completion or a verification.", "stage"),
     Family("turns", "Turns that the engine completed."),
-    Family(
-        "prompt_tokens",
-        "Tokens of the prompts of completed turns, the conversation so far each time.",
-    ),
-    Family("generated_tokens", "Tokens sampled, kept or not."),
-    Family("truncated_turns", "Completed turns that ended without an end-of-sequence token."),
-    Family(
-        "generation_seconds",
-        "From the request to the engine to its reply, errors included.",
-        buckets=LATENCY,
-    ),
-    Family("generation_errors", "Errors that the engine replied with, by cause.", "cause"),
-    Family(
-        "verification_seconds",
-        "From an action to the environment's answer, errors included.",
-        buckets=LATENCY,
-    ),
-    Family("verification_errors", "Actions for which the environment raised an error."),
-    Family("episodes_in_flight", "Running episodes.", is_gauge=True),
-    Family(
-        "episodes_finished",
-        "Attempts that ended without an error, including those found stale afterwards.",
-    ),
+    Family("prompt_tokens", "Prompt tokens of completed turns, the whole conversation each time."),
+    Family("generated_tokens", "Tokens sampled, whether kept or not."),
+    Family("truncated_turns", "Completed turns without an end-of-sequence token."),
+    Family("generation_seconds", "Time from a request to its reply or error.", None, LATENCY),
+    Family("generation_errors", "Errors of the engine, by cause.", "cause"),
+    Family("verification_seconds", "Time of an environment's step or error.", None, LATENCY),
+    Family("verification_errors", "Steps of the environment that raised."),
+    Family("episodes_in_flight", "Running episodes."),
+    Family("episodes_finished", "Attempts without an error, even if found stale afterwards."),
     Family("episodes_failed", "Episodes given up, by the cause of the last failure.", "cause"),
     Family("episode_retries", "Failed attempts followed by another, by cause.", "cause"),
-    Family(
-        "episode_seconds",
-        "Duration of one attempt at an episode, failed ones included.",
-        buckets=LATENCY,
-    ),
-    Family(
-        "queue_wait_seconds",
-        "Wait of the next episode, or of a request (pause), by reason.",
-        "reason",
-        WAIT,
-    ),
+    Family("episode_seconds", "Time of an attempt at an episode, failed or not.", None, LATENCY),
+    Family("queue_wait_seconds", "Wait of the next episode or a request.", "reason", WAIT),
     Family("groups", "Groups completed or given up, by outcome.", "outcome"),
-    Family("results_waiting", "Results of finished episodes not yet taken.", is_gauge=True),
-    Family(
-        "result_wait_seconds",
-        "From the end of an episode to its result being taken.",
-        buckets=WAIT,
-    ),
-    Family("retry_wait_seconds", "From a failed attempt to the start of the next.", buckets=WAIT),
+    Family("results_waiting", "Results of finished episodes that were not taken yet."),
+    Family("result_wait_seconds", "Time from an episode's end to its hand-over.", None, WAIT),
+    Family("retry_wait_seconds", "Time from a failed attempt to the next.", None, WAIT),
     Family("accepted_turns", "Turns of the results that were taken."),
-    Family("rewarded_turns", "Turns with a reward above 0, of the results that were taken."),
-    Family("policy_version", "Version of the weights when a result was last taken.", is_gauge=True),
-    Family(
-        "staleness_versions",
-        "Versions between the oldest token of a turn and the weights at its hand-over.",
-        buckets=VERSIONS,
-    ),
-    Family("pack_seconds", "Time of a pack on the host.", buckets=PACK),
+    Family("rewarded_turns", "Turns of the results that were taken, with a reward above 0."),
+    Family("policy_version", "Version of the weights when a result was last taken."),
+    Family("staleness_versions", "Age of a turn's oldest token at hand-over.", None, VERSIONS),
+    Family("pack_seconds", "Time of a pack on the host.", None, PACK),
     Family("pack_errors", "Packs that raised."),
     Family("packed_tokens", "Tokens of packed batches."),
-    Family(
-        "packed_generated_tokens", "Sampled tokens of packed batches, each of them trained once."
-    ),
-    Family(
-        "packed_continuations",
-        "Packed turns that are not the first of their trajectory (merged layout).",
-    ),
-    Family(
-        "prefix_breaks",
-        "Continuations whose prompt does not begin with the turns before (merged layout).",
-    ),
-    Family(
-        "plan_fill_ratio", "Tokens over the capacity of all micro-batches of a plan.", buckets=RATIO
-    ),
-    Family(
-        "rectangle_fill_ratio",
-        "Tokens over a padded rectangle of the same sequences: the saving of packing.",
-        buckets=RATIO,
-    ),
+    Family("packed_generated_tokens", "Sampled tokens of packed batches, each trained once."),
+    Family("packed_continuations", "Packed turns after a trajectory's first (merged layout)."),
+    Family("prefix_breaks", "Continuations whose prompt does not begin with the turns before."),
+    Family("plan_fill_ratio", "Tokens over the capacity of a plan's micro-batches.", None, RATIO),
+    Family("rectangle_fill_ratio", "Tokens over a padded rectangle of the rows.", None, RATIO),
 )
 
 
@@ -201,9 +152,9 @@ class RolloutMetrics(RolloutObserver):
         """Time of the last failure of episodes that begin again."""
         self._series: dict[str | tuple[str, str], Any] = {}
         """Each metric by its name, and by name and label value if it has a label."""
-        for name, meaning, label, buckets, is_gauge in FAMILIES:
+        for name, meaning, label, buckets in FAMILIES:
             labels = [label] if label else []
-            kind: Any = Gauge if is_gauge else Counter
+            kind: Any = Gauge if name in GAUGES else Counter
             options: dict[str, Any] = {"registry": self.registry}
             if buckets:
                 kind, options = Histogram, options | {"buckets": buckets}

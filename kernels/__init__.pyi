@@ -46,13 +46,13 @@ from trajpack.kernels.rearrange.shift import (
     shift_tokens as shift_tokens,
 )
 from trajpack.kernels.rearrange.unpad import unpad as unpad
-from trajpack.kernels.reduce.moments import (
-    masked_moments as masked_moments,
-    moment_sums as moment_sums,
-)
 from trajpack.kernels.reduce.segment_reduce import (
     segment_max as segment_max,
     segment_mean as segment_mean,
     segment_sum as segment_sum,
 )
-from trajpack.kernels.reduce.whiten import whiten as whiten
+from trajpack.kernels.reduce.whiten import (
+    masked_moments as masked_moments,
+    moment_sums as moment_sums,
+    whiten as whiten,
+)

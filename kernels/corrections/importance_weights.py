@@ -9,8 +9,7 @@ import torch
 
 from trajpack.kernels.corrections.importance_rules import Correction, Level
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.reduce.segment_reduce import segment_mean, segment_sum
-from trajpack.kernels.reduce.segment_reduce_reference import owners_of_entries
+from trajpack.kernels.reduce.segment_reduce import owners_of_entries, segment_mean, segment_sum
 from trajpack.kernels.validation import check_device, check_tensor
 
 OP = "importance_weights"

@@ -21,8 +21,12 @@ from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups import group_recipes
 from trajpack.kernels.groups.group_advantages import group_advantages
 from trajpack.kernels.groups.step_groups import step_advantages
-from trajpack.kernels.reduce.moments import masked_moments, moment_sums
-from trajpack.kernels.reduce.whiten import whiten, whiten_with_moments
+from trajpack.kernels.reduce.whiten import (
+    masked_moments,
+    moment_sums,
+    whiten,
+    whiten_with_moments,
+)
 from trajpack.packing.credit import estimators, group_estimators
 from trajpack.packing.credit.inputs import (
     OP,
@@ -221,7 +225,7 @@ def _finish(
     if whitening is None:
         return Credit(advantages, returns, masked_moments(advantages, mask, impl=impl))
     if all_reduce is None:
-        whitened, moments = whiten_with_moments(advantages, mask, whitening, 0.0, True, impl)
+        whitened, moments = whiten_with_moments(advantages, mask, ddof=whitening, impl=impl)
         return Credit(whitened, returns, moments)
     moments = masked_moments(advantages, mask, impl=impl)
     sums = moment_sums(advantages, mask, impl=impl)

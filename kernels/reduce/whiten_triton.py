@@ -3,8 +3,8 @@
 
 The first launch leaves the moments of every chunk of ``CHUNK`` entries, which a program holds in
 registers and passes over twice: mean, then squared deviations. In the second each program merges
-the moments of all chunks, in an order that depends on their number alone, and whitens its own entries;
-no third launch and no atomics. Chunks without a counted entry are neutral, bit for bit.
+the moments of all chunks, in an order that depends on their number alone, and whitens its own
+entries; no third launch and no atomics. Chunks without a counted entry are neutral, bit for bit.
 
 Stores are whole chunks, unmasked and full width, as are the loads of all chunks but the last.
 """

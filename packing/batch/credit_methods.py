@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 
 if TYPE_CHECKING:
-    from trajpack.kernels.corrections.importance_rules import Correction
+    from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.packing.batch.batch import PackedBatch
@@ -83,9 +83,9 @@ class CreditMethods:
             Each estimator names its own.
         """
         from trajpack.packing.credit.advantages import (
+            Inputs,
             with_advantages,  # which itself needs this class
         )
-        from trajpack.packing.credit.inputs import Inputs
 
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
         return with_advantages(self._batch, estimator, inputs, all_reduce, impl)

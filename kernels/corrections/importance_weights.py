@@ -227,8 +227,8 @@ def importance_weights(
             flows through them. A NaN in a ratio is outside every window, and stays NaN in a
             weight that is not masked or rejected.
         metrics: ``[12]`` float64, named by ``IMPORTANCE_METRICS`` of the module
-            ``trajpack.kernels.importance_weights``, over generated tokens (those of a segment,
-            where segments are needed); all 0 where there are none. The ratios are
+            ``trajpack.kernels.corrections.importance_weights``, over generated tokens (those of a
+            segment, where segments are needed); all 0 where there are none. The ratios are
             those of ``correction.level``, before any bound; ``low_fraction`` and
             ``high_fraction`` are the tokens beyond the ends of its window. The effective sample
             size is ``(Σw)² / (n · Σw²)`` of the weights, in ``[0, 1]``; ``k1`` and ``k3``

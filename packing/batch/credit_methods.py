@@ -190,7 +190,7 @@ class CreditMethods:
         Returns:
             Weights, float32 ``[tokens]``, 0 where not generated and the same in every layout; and
             metrics, float64 ``[12]``, named by ``IMPORTANCE_METRICS`` in the module
-            ``trajpack.kernels.importance_weights``.
+            ``trajpack.kernels.corrections.importance_weights``.
 
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.

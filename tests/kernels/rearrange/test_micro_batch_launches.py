@@ -16,7 +16,12 @@ from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.plan.plan import plan_micro_batches
 
 CAPACITIES = (48, 64, 200, 10_000)
-MORE_VIEWS = {"aten.view.dtype", "aten.select.int", "aten.alias.default"}
+MORE_VIEWS = {
+    "aten.split_with_sizes.default",
+    "aten.view.dtype",
+    "aten.select.int",
+    "aten.alias.default",
+}
 
 
 def counts_of(work: Any) -> dict[str, int]:

@@ -75,6 +75,29 @@ def held_by(folder, options=BY_HAND):
         return found
 
 
+def flipped(content, rng, page_bytes=16384):
+    """Flip one bit: anywhere, or where SQLite keeps the structure of a page."""
+    where = rng.randrange(len(content))
+    if rng.random() < 0.5:
+        where = where // page_bytes * page_bytes + rng.choice((0, 0, 100)) + rng.randrange(32)
+    if rng.random() < 0.2:
+        where = rng.randrange(100)
+    wrong = bytearray(content)
+    wrong[min(where, len(content) - 1)] ^= 1 << rng.randrange(8)
+    return bytes(wrong)
+
+
+@contextmanager
+def trial(source, parent, said):
+    """Give a copy of a log to be changed; a failure says how it was."""
+    work = shutil.copytree(source, parent / "log")
+    try:
+        yield work
+    except Exception as error:
+        raise AssertionError(said) from error
+    shutil.rmtree(work)
+
+
 def assert_named(error, folder):
     assert isinstance(error, (ValueError, OSError)), repr(error)
     assert str(folder) in str(error), repr(error)
@@ -126,18 +149,6 @@ def assert_append_keeps(folder, originals):
     assert before is None or set(before) <= set(originals)
 
 
-def flipped(content, rng, page_bytes=16384):
-    """Flip one bit: anywhere, or where SQLite keeps the structure of a page."""
-    where = rng.randrange(len(content))
-    if rng.random() < 0.5:
-        where = where // page_bytes * page_bytes + rng.choice((0, 0, 100)) + rng.randrange(32)
-    if rng.random() < 0.2:
-        where = rng.randrange(100)
-    wrong = bytearray(content)
-    wrong[min(where, len(content) - 1)] ^= 1 << rng.randrange(8)
-    return bytes(wrong)
-
-
 @pytest.mark.attack
 @pytest.mark.parametrize(
     ("shape", "check", "full"),
@@ -171,17 +182,6 @@ def test_each_bit_of_the_header_is_named_or_does_not_matter(small, memory_path, 
             wrong[bit // 8] ^= 1 << bit % 8
             (work / "log.sqlite").write_bytes(wrong)
             check(work, originals)
-
-
-@contextmanager
-def trial(source, parent, said):
-    """Give a copy of a log to be changed; a failure says how it was."""
-    work = shutil.copytree(source, parent / "log")
-    try:
-        yield work
-    except Exception as error:
-        raise AssertionError(said) from error
-    shutil.rmtree(work)
 
 
 def cut(path, rng):
@@ -568,6 +568,27 @@ def test_a_log_in_another_journal_mode_is_read_and_brought_back(tmp_path):
     assert [one.episode for one in read(tmp_path)] == ["e0", "WAL", "DELETE", "PERSIST"]
 
 
+def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} holds no trajectory log")):
+        TrajectoryLog.open(tmp_path, mode="read")
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ValueError, match=r"neither empty nor a trajectory log.* 'thesis\.txt'"):
+        TrajectoryLog.open(tmp_path)
+    with pytest.raises(ValueError, match="mode must be 'append' or 'read', got 'w'"):
+        TrajectoryLog.open(tmp_path, mode="w")
+    for name, value in {"flush_seconds": 0, "segment_bytes": 0, "damaged": "no"}.items():
+        with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+            LogOptions(**{name: value})
+
+
+def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
+    for left in ("log.sqlite.tmp", "writer.lock"):
+        (tmp_path / left).write_bytes(b"left")
+    write(tmp_path, [0])
+    assert_holds(tmp_path, [0])
+    assert not (tmp_path / "log.sqlite.tmp").exists()
+
+
 @pytest.mark.attack
 @pytest.mark.parametrize("change", ["flip", "blank"])
 def test_a_damaged_log_is_salvaged_but_for_the_pages_that_were_hit(
@@ -605,24 +626,3 @@ def test_a_log_is_salvaged_into_a_folder_of_its_own(small, tmp_path):
         TrajectoryLog.salvage(broken, tmp_path / "newer")
     TrajectoryLog.salvage(broken, tmp_path / "newer", fields=[])
     assert held_by(tmp_path / "newer") == held_by(small)
-
-
-def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} holds no trajectory log")):
-        TrajectoryLog.open(tmp_path, mode="read")
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ValueError, match=r"neither empty nor a trajectory log.* 'thesis\.txt'"):
-        TrajectoryLog.open(tmp_path)
-    with pytest.raises(ValueError, match="mode must be 'append' or 'read', got 'w'"):
-        TrajectoryLog.open(tmp_path, mode="w")
-    for name, value in {"flush_seconds": 0, "segment_bytes": 0, "damaged": "no"}.items():
-        with pytest.raises(ValueError, match=f"{name} must be .*, got "):
-            LogOptions(**{name: value})
-
-
-def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
-    for left in ("log.sqlite.tmp", "writer.lock"):
-        (tmp_path / left).write_bytes(b"left")
-    write(tmp_path, [0])
-    assert_holds(tmp_path, [0])
-    assert not (tmp_path / "log.sqlite.tmp").exists()

@@ -491,67 +491,6 @@ def test_a_write_that_fails_at_any_step_loses_nothing_and_doubles_nothing(
     assert failures > tries(496)
 
 
-FULL = """
-import ctypes, os, random, sys
-from pathlib import Path
-sys.path[:0] = sys.argv[3:]
-from tests.packing.trajectory_log.log_cases import assert_holds, episode
-from trajpack.packing import LogOptions, TrajectoryLog
-libc, user = ctypes.CDLL(None, use_errno=True), os.geteuid()
-if libc.unshare(0x00020000 if user == 0 else 0x10020000):  # CLONE_NEWNS, CLONE_NEWUSER
-    sys.exit(77)
-if user:
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-private, disk = 1 << 18 | 1 << 14, sys.argv[1].encode()  # MS_PRIVATE, MS_REC
-if libc.mount(b"none", b"/", None, private, None) or libc.mount(
-    b"full", disk, b"tmpfs", 0, b"size=4000000"
-):
-    sys.exit(77)
-rng, refused, folder = random.Random(0), 0, sys.argv[1] + "/log"
-filler = os.path.join(sys.argv[1], "filler")
-log = TrajectoryLog.open(folder, options=LogOptions(flush_seconds=3600))
-for number in range(int(sys.argv[2])):
-    log.append(f"e{number}", [episode(number)])
-    with open(filler, "wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)) == 4096:
-                pass
-        except OSError:
-            pass
-        os.ftruncate(file.fileno(), max(0, file.tell() - rng.randrange(40) * 4096))
-    try:
-        log.flush()
-    except OSError as error:
-        assert error.errno == 28, error
-        refused += 1
-        if refused % 10 == 0:
-            assert_holds(folder, range(number))
-    os.unlink(filler)
-    log.flush()
-log.close()
-assert_holds(folder, range(number + 1))
-print(refused)
-"""
-
-
-@pytest.mark.attack
-def test_a_disk_that_is_really_full_loses_nothing(tmp_path, tries, warm_programs):
-    root, disk, script = Path(__file__).parents[3], tmp_path / "disk", tmp_path / "full.py"
-    disk.mkdir()
-    script.write_text(FULL)
-    count = str(tries(496))
-    done = subprocess.run(
-        [*warm_programs.command("script"), script, disk, count, root, root / "src"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 77:
-        pytest.skip("no file system can be mounted here, not even in a user namespace")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > tries(496) / 4
-
-
 def test_a_limit_on_files_is_no_damage(tmp_path):
     write(tmp_path, [0, 1])
     size = (tmp_path / "log.sqlite").stat().st_size

@@ -491,18 +491,6 @@ def test_a_write_that_fails_at_any_step_loses_nothing_and_doubles_nothing(
     assert failures > tries(496)
 
 
-def test_a_limit_on_files_is_no_damage(tmp_path):
-    write(tmp_path, [0, 1])
-    size = (tmp_path / "log.sqlite").stat().st_size
-    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
-        log.append("e2", [episode(2)])
-        with files_of_at_most(size):
-            with pytest.raises(OSError, match=r"disk I/O error|No space left"):
-                log.flush()
-            assert_holds(tmp_path, [0, 1])
-    assert_holds(tmp_path, range(3))
-
-
 def test_the_thread_tries_again_when_there_is_room(tmp_path):
     options = LogOptions(segment_episodes=1, flush_seconds=0.02)
 

@@ -98,6 +98,14 @@ def trial(source, parent, said):
     shutil.rmtree(work)
 
 
+def assert_refused(folder, match, error=DamagedLogError, **options):
+    """Raise unless a log can be opened neither to read nor to append."""
+    for mode in ("read", "append"):
+        with pytest.raises(error, match=match) as caught:
+            TrajectoryLog.open(folder, mode=mode, **options)
+        assert_named(caught.value, folder)
+
+
 def assert_named(error, folder):
     assert isinstance(error, (ValueError, OSError)), repr(error)
     assert str(folder) in str(error), repr(error)
@@ -416,10 +424,7 @@ def test_tables_that_contradict_each_other_are_damage(tmp_path, statement, optio
     db = sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)
     db.execute(statement)
     db.close()
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match=r"log\.sqlite") as caught:
-            TrajectoryLog.open(tmp_path, mode=mode, options=options)
-        assert_named(caught.value, tmp_path)
+    assert_refused(tmp_path, r"log\.sqlite", options=options)
 
 
 def test_a_content_that_is_missing_or_another_ones_is_damage(tmp_path):
@@ -447,9 +452,7 @@ def test_a_log_of_a_later_release_is_refused_by_name(tmp_path):
         db.execute("UPDATE log SET described = ?", (later,))
         db.execute("PRAGMA user_version = 3")
     db.close()
-    for mode in ("read", "append"):
-        with pytest.raises(ValueError, match="has schema version 3, this release reads version 2"):
-            TrajectoryLog.open(tmp_path, mode=mode)
+    assert_refused(tmp_path, "has schema version 3, this release reads version 2", ValueError)
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i FROM n) SELECT i AS {} FROM n"
@@ -466,9 +469,7 @@ def test_a_table_that_never_ends_is_not_read(tmp_path):
                 db.execute(f"CREATE VIEW {table} AS {ENDLESS.format(column)}")
                 db.execute(f"PRAGMA user_version = {version}")
             db.close()
-            for mode in ("read", "append"):
-                with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged"):
-                    TrajectoryLog.open(folder, mode=mode)
+            assert_refused(folder, r"log\.sqlite is damaged")
 
 
 @pytest.mark.timeout(60)
@@ -487,9 +488,7 @@ def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path
         content[root + 12 + 2 * cell : root + 14 + 2 * cell] = place.to_bytes(2)
         content[root + place : root + place + 5] = child + b"\x01"
     (folder / "log.sqlite").write_bytes(content)
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged"):
-            TrajectoryLog.open(folder, mode=mode)
+    assert_refused(folder, r"log\.sqlite is damaged")
 
 
 def test_a_content_that_is_longer_than_its_row_says_is_not_read(tmp_path):
@@ -511,9 +510,7 @@ def test_a_file_of_another_program_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "log.sqlite") as db:
         db.execute("CREATE TABLE log (described)")
     db.close()
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match="or no log: its application_id is 0x0"):
-            TrajectoryLog.open(tmp_path, mode=mode)
+    assert_refused(tmp_path, "or no log: its application_id is 0x0")
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -530,9 +527,7 @@ def test_a_journal_that_would_delete_a_file_is_refused(tmp_path, is_link):
     journal = magic + bytes(504) + (2**30 // 16384 + 1).to_bytes(4) + name
     journal += len(name).to_bytes(4) + checksum.to_bytes(4) + magic
     file.with_name(f"{file.name}-journal").write_bytes(journal)
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match="it names a super-journal"):
-            TrajectoryLog.open(tmp_path / "log", mode=mode)
+    assert_refused(tmp_path / "log", "it names a super-journal")
     assert (tmp_path / "thesis").exists()
 
 

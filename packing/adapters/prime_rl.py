@@ -241,11 +241,10 @@ def from_training_samples(
         ([2, 3], 1.0)
     """
     op, count = "from_training_samples", len(samples)
-    names = labels_of(op, "ids", range(count) if ids is None else ids, count)
-    names = [str(name) for name in names]
+    names = labels_of(op, "ids", map(str, range(count)) if ids is None else ids, count)
     of_groups = labels_of(op, "groups", groups, count)
     of_rewards = labels_of(op, "rewards", rewards, count)
-    of_versions = labels_of(op, "versions", versions, count)
+    of_versions = labels_of(op, "versions", [0] * count if versions is None else versions, count)
     keys = {key: key for key in (*NEEDED, *fields, "sampling_mask")}
     given = [{key: _get(sample, key) for key in (*keys, *REFUSED)} for sample in samples]
     for name, sample in zip(names, given, strict=True):
@@ -276,7 +275,7 @@ def from_training_samples(
             sample["token_ids"],
             sample["mask"],
             sample["logprobs"],
-            version_range=(of_versions[index] or 0,) * 2,
+            version_range=(of_versions[index], of_versions[index]),
             reward=reward,
             fields=rows,
         )

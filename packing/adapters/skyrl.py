@@ -275,13 +275,16 @@ def from_generator_output(
             raise ValueError(
                 f"{op}: {key} must be {count}, one for each of response_ids, got {len(output[key])}"
             )
-    labels = output.get("trajectory_ids") or [None] * count
+    labels = output.get("trajectory_ids")
     found: dict[str, Trajectory] = {}
-    for row, label in enumerate(labels):
-        if label is not None and not hasattr(label, "to_string"):
-            raise TypeError(f"{op}: trajectory_ids must be of class TrajectoryID, got {label!r}")
-        name = str(row) if label is None else str(label.to_string())
-        group = None if label is None else str(label.instance_id)
+    for row in range(count):
+        name, group = str(row), None
+        if labels is not None:
+            if not hasattr(labels[row], "to_string"):
+                raise TypeError(
+                    f"{op}: trajectory_ids must be of class TrajectoryID, got {labels[row]!r}"
+                )
+            name, group = str(labels[row].to_string()), str(labels[row].instance_id)
         masked = _masked(output, row, name, fields=fields, missing_reward=missing_reward)
         trajectory = masked.trajectory(name, group=group)
         before = found[name].turns if name in found else ()

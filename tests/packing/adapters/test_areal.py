@@ -193,22 +193,6 @@ def test_turns_without_anything_between_are_told_apart_by_turn_ids():
     assert (apart.turns[1].version_start, apart.turns[1].version_end) == (5, 6)
 
 
-def test_what_is_no_rollout_is_refused():
-    found = to_padded_dict(plain_batch())
-    with pytest.raises(ValueError, match=r"\['logprobs'\] are missing"):
-        from_padded_dict({key: found[key] for key in found if key != "logprobs"})
-    for key, values in found.items():
-        if key in ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "turn_ids"):
-            with pytest.raises(ValueError, match=r"must have shape \[3, 1[12]\], got \[3, 1[12]\]"):
-                from_padded_dict(found | {key: values[:, :-1]})
-    with pytest.raises(ValueError, match=r"rewards must have shape \[3\], got \[3, 1\]"):
-        from_padded_dict(found | {"rewards": found["rewards"][:, None]})
-    with pytest.raises(ValueError, match="groups must be 3, one a row, got 1"):
-        from_padded_dict(found, groups=["one"])
-    with pytest.raises(ValueError, match="the first token must not be a generated one"):
-        from_padded_dict(found | {"loss_mask": torch.ones_like(found["loss_mask"])})
-
-
 def test_a_batch_with_group_advantages_keeps_them_at_generated_tokens():
     batch = plain_batch().with_advantages(GRPO())
     found = to_update_dict(batch)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.packing.adapters.tiny_models import tiny_model
+from tests.packing.isolation.tiny_models import tiny_model
 from trajpack import GRPO, Trajectory, Turn
 from trajpack.agent.engines import transformers_batching
 from trajpack.agent.errors import EpisodeError, SetupError

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.packing.adapters.tiny_models import (
+from tests.packing.isolation.tiny_models import (
     FAMILIES,
     NOT_TINY,
     VOCABULARY,

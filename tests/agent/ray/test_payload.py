@@ -11,8 +11,7 @@ from hypothesis import given
 
 from trajpack.agent.errors import EngineEndedError, EpisodeError, EpisodeTimeoutError
 from trajpack.agent.ray.payload import TrajectoryArrays, as_array, as_tensor
-from trajpack.agent.ray.rollouts.worker import portable
-from trajpack.agent.ray.weights import Weights
+from trajpack.agent.ray.worker import Weights, portable
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory, Turn

@@ -29,7 +29,7 @@ def test_a_rollout_over_workers_gives_what_one_in_this_process_would(prepared: R
     told: list[Progress] = []
 
     async def roll_out() -> list[EpisodeResult]:
-        async with ray_episodes(prepared, 1, on_progress=told.append) as stream:
+        async with ray_episodes(prepared, 1, on_progress=told.append, group_size=2) as stream:
             return [result async for result in stream]
 
     outcome = prepared.outcome(asyncio.run(roll_out()))

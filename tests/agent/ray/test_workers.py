@@ -24,21 +24,17 @@ from tests.agent.ray.ray_cases import (
     NotingAgent,
     RightAnswers,
     ScriptedEngine,
-    make_trainer,
     prompts,
 )
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
-    RankLostError,
-    RankOptions,
     RolloutWorkers,
-    TrainerRanks,
     Weights,
     WorkerLostError,
     WorkerOptions,
 )
-from trajpack.agent.ray.rollouts.life import is_loss, told_by
-from trajpack.agent.ray.rollouts.worker import RolloutWorker
+from trajpack.agent.ray.worker import RolloutWorker
+from trajpack.agent.ray.workers import describe_exception, is_loss
 from trajpack.agent.runner.policy import RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, has_engine_ended
 from trajpack.agent.runner.watchdog import Patience
@@ -225,13 +221,6 @@ def test_a_cluster_that_is_too_small_is_named_at_once_and_not_waited_for_for_eve
         with pytest.raises(WorkerLostError, match=f"within 0.5 s; 2 rollout workers {room}"):
             await RolloutWorkers(scripted, 2, options=options).__aenter__()
         assert f"waiting for a larger cluster: 2 rollout workers {room}" in caplog.text
-        ranks = TrainerRanks(make_trainer, 2, options=RankOptions(1000, start_timeout_s=0.5))
-        with pytest.raises(RankLostError, match=f"within 0.5 s; 2 trainer ranks {room}"):
-            await ranks.rebuild(None)
-        assert f"waiting for a larger cluster: 2 trainer ranks {room}" in caplog.text
-        with pytest.raises(RankLostError, match="did not start"):
-            await ranks.weights(1)
-        await ranks.__aexit__()
 
     loop.run(start())
 
@@ -244,7 +233,7 @@ def test_a_worker_is_lost_whatever_ray_says_of_its_end_but_not_by_what_it_raised
     assert is_loss(exceptions.NodeDiedError("the node is gone"))
     raised = exceptions.RayTaskError("start", "a long traceback", KeyError("x"))
     assert not is_loss(raised.as_instanceof_cause())
-    assert told_by(raised.as_instanceof_cause()) == "KeyError: 'x'"
+    assert describe_exception(raised.as_instanceof_cause()) == "KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

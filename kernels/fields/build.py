@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +16,9 @@ from trajpack.kernels.validation import check_integer, check_tensor, values_to_c
 OP = "build"
 SHORT = 128
 """Mean stretch below which one gather on the host beats a copy per stretch (measured)."""
+
+ENTRIES_AT_ONCE = 2**17
+"""Tokens that the host repeats at once before it copies them to given memory, from the cache."""
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Array: TypeAlias = npt.NDArray[Any]
@@ -183,8 +187,12 @@ def build_into(
 
         check_runs(OP, runs, num_tokens)
         write_fields(*inputs, num_tokens, fields)
+    elif words.device.type == "cpu":
+        check_runs(OP, runs, num_tokens)
+        out = [field.numpy() for field in fields]
+        _build_on_host(inputs[0].numpy(), inputs[1].numpy(), inputs[2].numpy(), out)
     else:
-        for field, values in zip(fields, _run(*inputs, num_tokens, "torch"), strict=True):
+        for field, values in zip(fields, build_reference(*inputs, num_tokens), strict=True):
             field.copy_(values)
 
 
@@ -220,8 +228,10 @@ def build_reference(
     )
 
 
-def _build_on_host(words: Ints, runs: Ints, turn_returns: Array) -> list[Array]:
-    """Return the fields of `TokenFields`: copied stretches and repeated numbers, run by run.
+def _build_on_host(
+    words: Ints, runs: Ints, turn_returns: Array, out: Sequence[Array] | None = None
+) -> list[Array]:
+    """Return the fields of `TokenFields`, written run by run to ``out`` or to fresh memory.
 
     The first touch of fresh memory dominates, so each output is allocated and written once.
     """
@@ -233,27 +243,46 @@ def _build_on_host(words: Ints, runs: Ints, turn_returns: Array) -> list[Array]:
     returns = np.zeros(len(rows), np.float32)
     returns[is_trained] = turn_returns[rows[is_trained, Run.TURN]]
 
-    def repeated(of_context: int | bool, of_generated: Array) -> Array:
+    def by_half(out: Array | None, of_context: int | bool, of_generated: Array) -> Array:
         values = np.full(2 * len(rows), of_context, of_generated.dtype)
         values[1::2] = of_generated
-        return np.repeat(values, halves)
+        return _repeated(out, values, halves)
 
-    loss_mask = repeated(False, np.ones(len(rows), np.bool_))
+    ids, positions, sequences, turns, prompt, loss, logprobs, versions, earned = (
+        [None] * len(FIELD_DTYPES) if out is None else out
+    )
+    loss = by_half(loss, False, np.ones(len(rows), np.bool_))
     return [
-        _token_ids(words, rows, lengths),
-        _position_ids(rows, lengths),
-        np.repeat(rows[:, Run.SEQUENCE], lengths),
-        repeated(-1, rows[:, Run.TURN]),
-        ~loss_mask,
-        loss_mask,
-        _rollout_logprobs(words.view(np.float32), rows, lengths, loss_mask),
-        repeated(-1, rows[:, Run.VERSION]),
-        repeated(0, returns),
+        _token_ids(ids, words, rows, lengths),
+        _position_ids(positions, rows, lengths),
+        _repeated(sequences, rows[:, Run.SEQUENCE], lengths),
+        by_half(turns, -1, rows[:, Run.TURN]),
+        np.logical_not(loss, out=prompt),
+        loss,
+        _rollout_logprobs(logprobs, words, rows, lengths=lengths, loss_mask=loss),
+        by_half(versions, -1, rows[:, Run.VERSION]),
+        by_half(earned, 0, returns),
     ]
 
 
-def _token_ids(words: Ints, rows: Ints, lengths: Ints) -> Array:
-    out = np.empty(lengths.sum(), np.int64)
+def _repeated(out: Array | None, values: Array, lengths: Ints) -> Array:
+    """Return each value as often as its length says."""
+    if out is None:
+        return np.repeat(values, lengths)
+    ends = np.cumsum(lengths)
+    bounds = np.arange(ENTRIES_AT_ONCE, out.size, ENTRIES_AT_ONCE)
+    cuts = np.searchsorted(ends, bounds, side="right")
+    first = begin = 0
+    for last in (*cuts.tolist(), len(lengths)):
+        if last > first:
+            end = int(ends[last - 1])
+            out[begin:end] = np.repeat(values[first:last], lengths[first:last])
+            first, begin = last, end
+    return out
+
+
+def _token_ids(out: Array | None, words: Ints, rows: Ints, lengths: Ints) -> Array:
+    out = np.empty(lengths.sum(), np.int64) if out is None else out
     rows, lengths = _join(rows, lengths, rows[:, Run.SOURCE])
     is_padding = rows[:, Run.SOURCE] < 0
     if is_padding.any():
@@ -264,8 +293,8 @@ def _token_ids(words: Ints, rows: Ints, lengths: Ints) -> Array:
     return out
 
 
-def _position_ids(rows: Ints, lengths: Ints) -> Array:
-    out = np.empty(lengths.sum(), np.int64)
+def _position_ids(out: Array | None, rows: Ints, lengths: Ints) -> Array:
+    out = np.empty(lengths.sum(), np.int64) if out is None else out
     rows, lengths = _join(rows, lengths, rows[:, Run.POSITION])
     begins = rows[:, Run.POSITION]
     if _is_short(lengths):
@@ -278,8 +307,14 @@ def _position_ids(rows: Ints, lengths: Ints) -> Array:
     return out
 
 
-def _rollout_logprobs(logprobs: Array, rows: Ints, lengths: Ints, loss_mask: Array) -> Array:
-    out = np.zeros(lengths.sum(), np.float32)
+def _rollout_logprobs(
+    out: Array | None, words: Ints, rows: Ints, *, lengths: Ints, loss_mask: Array
+) -> Array:
+    logprobs = words.view(np.float32)
+    if out is None:
+        out = np.zeros(lengths.sum(), np.float32)
+    else:
+        out[:] = 0
     context = rows[:, Run.GENERATED]
     is_trained = context < lengths
     starts, source = (rows[:, Run.START] + context)[is_trained], rows[is_trained, Run.LOGPROB]

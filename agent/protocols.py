@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
 from trajpack.packing.equality import same_values
@@ -143,8 +143,19 @@ def _check_bundled(qid: str, what: str, expected: int, got: int) -> None:
         raise ValueError(f"bundled output {qid!r}: expected {expected} {what}, got {got}")
 
 
+class GenerationRequest(NamedTuple):
+    """Request for one completion; a plain tuple of the three is one, too."""
+
+    qid: str
+    """Name of the episode that asks."""
+    token_ids: Sequence[int]
+    """Token ids of the whole conversation so far."""
+    sampling: Any
+    """`SamplingParams`, or any object with ``max_new_tokens``."""
+
+
 Observation: TypeAlias = tuple[str, Sequence[int], Any]
-"""What an agent asks of an engine: ``(qid, token_ids, sampling)``."""
+"""Request on a queue: ``(qid, token_ids, sampling)``."""
 Reply: TypeAlias = GenerationOutput | GenerationError
 
 
@@ -217,3 +228,24 @@ class Engine(Protocol):
     async def __aenter__(self) -> Engine: ...
 
     async def __aexit__(self, *exc_info: object) -> None: ...
+
+
+class CoroutineEngine(Engine, Protocol):
+    """An `Engine` whose core is a coroutine, which a runner calls in place of the queues.
+
+    `trajpack.agent.engines.queues.QueuedEngine` serves the queues with that coroutine.
+    """
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return one completion; a cancelled call ends its generation.
+
+        Calls run concurrently, any number for one episode. The caller opens the episode before
+        and closes it afterwards.
+
+        Raises:
+            GenerationError: With the request's ``qid``, if there is no completion: as a
+                `RequestRefusedError`, `ServerUnavailableError` or `MalformedResponseError` where
+                that is known, and as an `EngineEndedError` once the engine has died or was left.
+            RuntimeError: If the engine has not been entered.
+        """
+        ...

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trajpack.agent.runner.runner import EpisodeResult, has_engine_ended
+from trajpack.agent.errors import has_engine_ended
+from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.types import Trajectory
 

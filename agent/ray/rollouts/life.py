@@ -8,9 +8,9 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from trajpack.agent.errors import reason_of
 from trajpack.agent.ray.rollouts.options import MakeWorker, WorkerOptions
 from trajpack.agent.ray.rollouts.worker import RolloutWorker, WorkerPulse, WorkerStatus
-from trajpack.agent.runner.attempt import reason_of
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)

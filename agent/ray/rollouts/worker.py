@@ -11,18 +11,12 @@ from typing import Any
 import torch
 
 from trajpack.agent import errors
-from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Engine, Prompt
 from trajpack.agent.ray.payload import TrajectoryArrays
 from trajpack.agent.ray.rollouts.options import MakeWorker, WorkerOptions
 from trajpack.agent.ray.weights import Weights
-from trajpack.agent.runner.attempt import (
-    Stage,
-    attempt_episode,
-    check_serving,
-    has_engine_ended,
-    reason_of,
-)
+from trajpack.agent.runner.attempt import Stage, attempt_episode, check_serving
 from trajpack.agent.runner.gate import GenerationGate
 from trajpack.agent.runner.watch import Audience
 from trajpack.agent.runner.watchdog import Patience, Watchdog

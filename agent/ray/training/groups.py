@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trajpack.agent.errors import EpisodeCancelledError
-from trajpack.agent.runner.attempt import has_engine_ended
+from trajpack.agent.errors import EpisodeCancelledError, has_engine_ended
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from tests.agent.ray.ray_cases import (
     make_trainer,
     prompts,
 )
+from trajpack.agent.errors import has_engine_ended
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
     RankLostError,
@@ -40,7 +41,7 @@ from trajpack.agent.ray import (
 from trajpack.agent.ray.rollouts.life import is_loss, told_by
 from trajpack.agent.ray.rollouts.worker import RolloutWorker
 from trajpack.agent.runner.policy import RolloutPolicy
-from trajpack.agent.runner.runner import EpisodeResult, has_engine_ended
+from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.agent.runner.watchdog import Patience
 from trajpack.agent.servers.kinds.vllm import VLLMEngine
 

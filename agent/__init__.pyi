@@ -75,14 +75,14 @@ from trajpack.agent.runner.runner import (
 from trajpack.agent.sandbox.limits import SandboxLimits as SandboxLimits
 from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox
 from trajpack.agent.seeding import derive_seed as derive_seed
-from trajpack.agent.servers.kinds.settings import ServerSettings as ServerSettings
-from trajpack.agent.servers.kinds.sglang import SGLangEngine as SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine as VLLMEngine
 from trajpack.agent.servers.options import (
     RetryLimits as RetryLimits,
     ServerOptions as ServerOptions,
     TimeLimits as TimeLimits,
 )
+from trajpack.agent.servers.settings import ServerSettings as ServerSettings
+from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine
 from trajpack.agent.training.policy_trainer import (
     PolicyTrainer as PolicyTrainer,
     token_logprobs as token_logprobs,

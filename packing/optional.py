@@ -7,7 +7,6 @@ from trajpack.kernels.installed import is_there
 BROUGHT_BY = {
     "anyio": "trajpack[agent]",
     "httpcore": "trajpack[servers]",
-    "httpx": "trajpack[servers]",
     "hypothesis": "hypothesis",
     "jinja2": "trajpack[agent]",
     "math_verify": "trajpack[agent]",

@@ -57,7 +57,7 @@ def sampling_seed(settings: RolloutSettings, *parts: int | str) -> int:
 
 def _make_engine(settings: RolloutSettings, vocab_size: int, model: Any, seed: int) -> Any:
     if settings.has_servers:
-        from trajpack.agent.servers.kinds.settings import ServerSettings
+        from trajpack.agent.servers.settings import ServerSettings
 
         found = ServerSettings.from_environment(settings.servers, seed=seed)
         kind: Any = settings.engine  # not "transformers"

@@ -32,8 +32,8 @@ from trajpack.agent.ray.rollouts.workers import RolloutWorkers
 from trajpack.agent.runner.filters import not_all_equal
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.types import Trajectory, Turn
 
 LOGGER = "trajpack.agent"

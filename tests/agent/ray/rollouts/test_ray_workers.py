@@ -43,7 +43,7 @@ from trajpack.agent.ray.rollouts.worker import RolloutWorker
 from trajpack.agent.runner.policy import RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.agent.runner.watchdog import Patience
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2, hang_timeout_s=3.0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
-from trajpack.agent.engines.transformers_requests import End, ObservationQueue, check_entered
+from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
 from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError
 from trajpack.agent.protocols import Observation, Prompt, Reply
 from trajpack.agent.ray.rollouts.dispatch import Dispatch

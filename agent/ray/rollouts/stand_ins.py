@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
-from trajpack.agent.runner.watch import WatchedRequests
+from trajpack.agent.runner.bridge import RequestQueue
 from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.types import Trajectory
 
@@ -38,7 +38,7 @@ class RemoteAgent:
 
         Environment and queues are not used here.
         """
-        patience = obs_queue.patience if isinstance(obs_queue, WatchedRequests) else None
+        patience = obs_queue.patience if isinstance(obs_queue, RequestQueue) else None
         return await self._roll_out(prompt, patience)
 
 

@@ -16,9 +16,10 @@ from trajpack.agent.protocols import Engine, Prompt
 from trajpack.agent.ray.payload import TrajectoryArrays
 from trajpack.agent.ray.rollouts.options import MakeWorker, WorkerOptions
 from trajpack.agent.ray.weights import Weights
-from trajpack.agent.runner.attempt import Stage, attempt_episode, check_serving
-from trajpack.agent.runner.gate import GenerationGate
-from trajpack.agent.runner.watch import Audience
+from trajpack.agent.runner.attempt import attempt_episode, check_serving
+from trajpack.agent.runner.bridge import RunnerContext
+from trajpack.agent.runner.gates import GenerationGate
+from trajpack.agent.runner.observers import Observers
 from trajpack.agent.runner.watchdog import Patience, Watchdog
 from trajpack.packing.text import one_line
 
@@ -71,7 +72,7 @@ class RolloutWorker:
         self._make_worker = make_worker
         self._number = number
         self._options = options
-        self._stage: Stage | None = None
+        self._context: RunnerContext | None = None
         self._life: asyncio.Task[None] | None = None
         self._stopped: asyncio.Event | None = None
         self._warnings: list[str] = []
@@ -96,24 +97,24 @@ class RolloutWorker:
             check_serving(engine)
             gate = GenerationGate()
             watchdog = Watchdog(engine, environment, agent, gate=gate, warn=self._warn)
-            self._stage = Stage(engine, agent, environment, Audience(), gate, None, watchdog)
+            self._context = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
             started.set_result(None)
             await self._stopped.wait()
 
     async def set_weights(self, weights: Weights | None) -> int:
         """Load weights if they are newer than the engine's; return the version it has then."""
-        stage = self._required()
-        if weights is not None and weights.version > stage.engine.version:
+        context = self._required()
+        if weights is not None and weights.version > context.engine.version:
             if self._options.drain:
-                stage.gate.close()
-                await stage.gate.wait_drained()
+                context.gate.close()
+                await context.gate.wait_drained()
             try:
-                with stage.gate.standstill():  # an engine may not reply while it loads them
-                    await self._load(stage.engine, weights)
+                with context.gate.standstill():  # an engine may not reply while it loads them
+                    await self._load(context.engine, weights)
             finally:
                 if self._options.drain:
-                    stage.gate.open()
-        return stage.engine.version
+                    context.gate.open()
+        return context.engine.version
 
     async def _load(self, engine: Engine, weights: Weights) -> None:
         await self._options.load_weights(engine, weights.state_dict(), weights.version)
@@ -140,14 +141,12 @@ class RolloutWorker:
             prompt: Of the episode.
             patience: Of the coordinator's run; None keeps the present one.
         """
-        stage = self._required()
-        if patience is not None and stage.watchdog is not None:
-            stage.watchdog.adopt(patience)
+        context = self._required()
+        if patience is not None:
+            context.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
-            return EpisodeReply(
-                TrajectoryArrays.of(await attempt_episode(stage, prompt, group, None))
-            )
+            return EpisodeReply(TrajectoryArrays.of(await attempt_episode(context, prompt, group)))
         except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
             return EpisodeReply(error=portable(error, prompt.id))
 
@@ -157,10 +156,10 @@ class RolloutWorker:
             self._stopped.set()
             await asyncio.wait({self._life})
 
-    def _required(self) -> Stage:
-        if self._stage is None:
+    def _required(self) -> RunnerContext:
+        if self._context is None:
             raise RuntimeError("the worker has not been started")
-        return self._stage
+        return self._context
 
 
 def portable(error: Exception, qid: str) -> EpisodeError:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.ticket import Prompts, one_by_one
+from trajpack.agent.runner.run import Prompts, one_by_one
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder, write_durably
 
 _FORMAT = 1

@@ -19,8 +19,8 @@ from trajpack.agent.ray.training.checkpoint import Checkpoints, SettledPrompts, 
 from trajpack.agent.ray.training.groups import LearnableGroup, accepted, was_stopped
 from trajpack.agent.ray.training.recovery import RecoveredTrainers
 from trajpack.agent.ray.training.trainers import TrainerRanks
+from trajpack.agent.runner.run import Prompts
 from trajpack.agent.runner.runner import RolloutRunner
-from trajpack.agent.runner.ticket import Prompts
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 

@@ -10,18 +10,16 @@ from trajpack.agent.agents.registry import (
 from trajpack.agent.agents.tool_agent import ToolAgent as ToolAgent
 from trajpack.agent.agents.tools import Tool as Tool
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
-from trajpack.agent.environments.code import CodeEnvironment as CodeEnvironment
-from trajpack.agent.environments.code_cases import (
+from trajpack.agent.environments.code import (
+    CodeEnvironment as CodeEnvironment,
     CodeProblem as CodeProblem,
     InputCase as InputCase,
     ValueCase as ValueCase,
 )
-from trajpack.agent.environments.exact_answers import (
-    ExactAnswerEnvironment as ExactAnswerEnvironment,
-)
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment as MathVerifyEnvironment
 from trajpack.agent.environments.questions import (
+    ExactAnswerEnvironment as ExactAnswerEnvironment,
     Question as Question,
     load_questions as load_questions,
     reasoning_gym_questions as reasoning_gym_questions,

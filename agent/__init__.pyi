@@ -1,6 +1,6 @@
 """Names that `trajpack.agent` exports. The runtime reads this list too."""
 
-from trajpack.agent.agents.chat_agent import ConversationLimits as ConversationLimits
+from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
 from trajpack.agent.agents.registry import (
@@ -10,18 +10,16 @@ from trajpack.agent.agents.registry import (
 from trajpack.agent.agents.tool_agent import ToolAgent as ToolAgent
 from trajpack.agent.agents.tools import Tool as Tool
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
-from trajpack.agent.environments.code import CodeEnvironment as CodeEnvironment
-from trajpack.agent.environments.code_cases import (
+from trajpack.agent.environments.code import (
+    CodeEnvironment as CodeEnvironment,
     CodeProblem as CodeProblem,
     InputCase as InputCase,
     ValueCase as ValueCase,
 )
-from trajpack.agent.environments.exact_answers import (
-    ExactAnswerEnvironment as ExactAnswerEnvironment,
-)
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment as MathVerifyEnvironment
 from trajpack.agent.environments.questions import (
+    ExactAnswerEnvironment as ExactAnswerEnvironment,
     Question as Question,
     load_questions as load_questions,
     reasoning_gym_questions as reasoning_gym_questions,
@@ -54,10 +52,6 @@ from trajpack.agent.protocols import (
     Prompt as Prompt,
     SamplingParams as SamplingParams,
 )
-from trajpack.agent.runner.filters import (
-    not_all_equal as not_all_equal,
-    success_rate_between as success_rate_between,
-)
 from trajpack.agent.runner.observers import RolloutObserver as RolloutObserver
 from trajpack.agent.runner.policy import (
     BackOff as BackOff,
@@ -65,6 +59,8 @@ from trajpack.agent.runner.policy import (
     RetryPolicy as RetryPolicy,
     RolloutPolicy as RolloutPolicy,
     StalenessPolicy as StalenessPolicy,
+    not_all_equal as not_all_equal,
+    success_rate_between as success_rate_between,
 )
 from trajpack.agent.runner.runner import (
     EpisodeResult as EpisodeResult,

@@ -228,24 +228,3 @@ class Engine(Protocol):
     async def __aenter__(self) -> Engine: ...
 
     async def __aexit__(self, *exc_info: object) -> None: ...
-
-
-class CoroutineEngine(Engine, Protocol):
-    """An `Engine` whose core is a coroutine, which a runner calls in place of the queues.
-
-    `trajpack.agent.engines.queues.QueuedEngine` serves the queues with that coroutine.
-    """
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Return one completion; a cancelled call ends its generation.
-
-        Calls run concurrently, any number for one episode. The caller opens the episode before
-        and closes it afterwards.
-
-        Raises:
-            GenerationError: With the request's ``qid``, if there is no completion: as a
-                `RequestRefusedError`, `ServerUnavailableError` or `MalformedResponseError` where
-                that is known, and as an `EngineEndedError` once the engine has died or was left.
-            RuntimeError: If the engine has not been entered.
-        """
-        ...

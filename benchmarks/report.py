@@ -1,4 +1,4 @@
-"""From committed results to the documents: README.md's speed section and docs/benchmarks.
+"""Write the documents' tables from committed results: README.md's and docs/benchmarks/results.md.
 
 ``python -m benchmarks.report`` writes both from ``benchmarks/results``; ``--check`` only says
 whether they are what it would write.
@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.contest import OURS
-from benchmarks.promises import PACK_ONLY, PROMISES, promised, ratio
-from benchmarks.tables import Record, entry_of, render, short, winners
+from benchmarks.promises import FROM_ARRAYS, FROM_LISTS, PACK_ONLY, PROMISES, promised, ratio
+from benchmarks.tables import Record, entry_of, provenance, render, short, winners
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-DOCUMENT = ROOT / "docs" / "benchmarks" / "README.md"
+DOCUMENT = ROOT / "docs" / "benchmarks" / "results.md"
 BEGIN = "<!-- speed: begin; written by python -m benchmarks.report -->"
 END = "<!-- speed: end -->"
-SHORT_JOBS = ("pack, from arrays", "pack, from lists", "pack to the device", "build")
 LEGEND = (
     "Milliseconds, best round / median round; contenders in turn in one run, each result first "
     "compared with the reference. In brackets: how many times slower or faster than ours end to "
@@ -77,9 +76,9 @@ def _slower(results: Record) -> str:
     """Say in a line where rivals that do the whole job are faster."""
     where: dict[str, list[str]] = {}
     most = 1.0
-    records = [one for one in results["contests"] if one["job"] in SHORT_JOBS[:2]]
+    records = [one for one in results["contests"] if one["job"] in (FROM_ARRAYS, FROM_LISTS)]
     for name, record in winners(records):
-        source = "arrays" if record["job"] == SHORT_JOBS[0] else "lists"
+        source = "arrays" if record["job"] == FROM_ARRAYS else "lists"
         where.setdefault(name, []).append(f"{short(record)} ({source})")
         ours, rival = (entry_of(record, one) for one in (OURS, name))
         most = max(most, ours["best_ms"] / rival["best_ms"])
@@ -93,28 +92,36 @@ def _slower(results: Record) -> str:
 
 
 def speed_section(results: Sequence[Record]) -> str:
-    """Return README's part between the markers."""
+    """Return README's part between the markers: a row for each promise, and the hardware."""
     parts = [BEGIN]
     for one in results:
-        parts += _introduced(one, SHORT_JOBS)
+        rows = []
+        for promise in PROMISES:
+            records = [record for record in one["contests"] if record["job"] == promise.job]
+            times = [found for record in records if (found := ratio(record, promise)) is not None]
+            if times:
+                rows.append(f"| {promise.words} | {min(times):.1f} to {max(times):.0f} |")
+        if rows:
+            parts.append("\n".join(["| | times faster |", "|---|---|", *rows]))
+        parts.append(provenance(one))
     if not any(one["measured"] == "gpu" for one in results):
         parts.append("No GPU was measured; `make bench-gpu` is for a machine that has one.")
     return "\n\n".join([*parts, END])
 
 
 def document(results: Sequence[Record]) -> str:
-    """Return docs/benchmarks/README.md: every table."""
-    parts = [(DOCUMENT.parent / "jobs.md").read_text().strip()]
+    """Return docs/benchmarks/results.md: every table."""
+    parts = ["# Benchmark results", "Written by `python -m benchmarks.report`; [rules](README.md)."]
     for one in results:
         parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
         parts += _introduced(one)
     return "\n\n".join(parts) + "\n"
 
 
-def _introduced(results: Record, jobs: Sequence[str] | None = None) -> list[str]:
+def _introduced(results: Record) -> list[str]:
     if results["measured"] == "gpu":
-        return [DEVICE_LEGEND, render(results, jobs).strip()]
-    return [part for part in (in_short(results), LEGEND, render(results, jobs).strip()) if part]
+        return [DEVICE_LEGEND, render(results).strip()]
+    return [part for part in (in_short(results), LEGEND, render(results).strip()) if part]
 
 
 def _plot(results: Record) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.contest import OURS
@@ -29,9 +29,9 @@ FIRST = (OURS, PACK_ONLY, LISTS, THREE)
 Record = dict[str, Any]
 
 
-def render(results: Record, jobs: Sequence[str] | None = None) -> str:
-    """Return every table of one results file, or those of some jobs."""
-    records = [one for one in results["contests"] if jobs is None or one["job"] in jobs]
+def render(results: Record) -> str:
+    """Return every table of one results file."""
+    records = results["contests"]
     parts = [provenance(results)]
     for job in dict.fromkeys(record["job"] for record in records):
         of_job = _thinned([record for record in records if record["job"] == job])

@@ -16,8 +16,7 @@ import trajpack
 from trajpack.agent import Prompt, RolloutRunner, SamplingParams
 from trajpack.agent.agents.tool_agent import ToolAgent
 from trajpack.agent.agents.tools import Tool
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import GenerationOutput
 

@@ -23,15 +23,14 @@ from trajpack.agent import (
     SamplingParams,
     TransformersEngine,
 )
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import ExactAnswerEnvironment
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
     build_arithmetic_model,
     encode_question,
     lazy_demonstrations,
 )
-from trajpack.agent.training.policy_trainer import token_logprobs
-from trajpack.agent.training.warm_up import warm_up
+from trajpack.agent.training.policy_trainer import clipped_policy_loss, token_logprobs, warm_up
 from trajpack.packing.plan.plan import plan_micro_batches
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 25
@@ -51,14 +50,11 @@ def train(model, optimizer, batch, version):
         optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=extra):
             logprobs = token_logprobs(model, piece)
-            distance = torch.where(piece.loss_mask, logprobs - piece.rollout_logprobs, 0.0)
-            if epoch == 0:  # what the present weights sampled, they find equally likely here
-                gap = distance[piece.fields["is_on_policy"]].abs()
+            if epoch == 0:  # both compute the same where the weights are the same
+                gap = (logprobs - piece.rollout_logprobs)[piece.fields["is_on_policy"]].abs()
                 assert (gap < 1e-5).all(), f"trainer and engine differ by {gap.max()}"
-            ratio = distance.exp()
-            clipped = ratio.clamp(0.8, 1.28)
-            objective = torch.minimum(ratio * piece.advantages, clipped * piece.advantages)
-            (-(objective * piece.fields["loss_weights"]).sum()).backward()
+            loss, _ = clipped_policy_loss(logprobs, piece)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return plan.fill

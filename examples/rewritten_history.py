@@ -15,8 +15,7 @@ import torch
 
 import trajpack
 from trajpack.agent import Prompt, RolloutRunner, SamplingParams, TransformersEngine
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.models.tiny_model import build_tiny_model
 

@@ -9,7 +9,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from trajpack.agent.errors import EngineEndedError, GenerationError, reason_of
-from trajpack.agent.protocols import GenerationOutput, GenerationRequest, Observation, Reply
+from trajpack.agent.protocols import (
+    Engine,
+    GenerationOutput,
+    GenerationRequest,
+    Observation,
+    Reply,
+)
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
@@ -59,8 +65,8 @@ class _OpenEpisode:
 class QueuedEngine(ABC):
     """Base of engines whose core is the coroutine `generate`: it serves `obs_queue` with it.
 
-    A subclass calls `_begin_serving` once it has been entered, and `_end_serving` when it was left
-    or has died.
+    A runner calls `generate` and leaves the queues alone. A subclass calls `_begin_serving` once
+    it has been entered, and `_end_serving` when it was left or has died.
     """
 
     def __init__(self) -> None:
@@ -73,9 +79,20 @@ class QueuedEngine(ABC):
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return one completion; a cancelled call ends its generation.
 
+        Calls run concurrently, any number for one episode. The caller opens the episode before
+        and closes it afterwards.
+
         Raises:
-            GenerationError: If there is no completion.
+            GenerationError: With the request's ``qid``, if there is no completion: as a
+                `RequestRefusedError`, `ServerUnavailableError` or `MalformedResponseError` where
+                that is known, and as an `EngineEndedError` once the engine has died or was left.
+            RuntimeError: If the engine has not been entered.
         """
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights that sample now."""
 
     @property
     def obs_queue(self) -> asyncio.Queue[Observation]:
@@ -129,11 +146,7 @@ class QueuedEngine(ABC):
         """Begin to serve a request; return False before the engine was entered."""
         if self._loop is None and self._end is None:
             if self._obs_queue.empty():
-                _logger.warning(
-                    "a request waits in the queue of a %s that has not been entered: it is served "
-                    "within `async with engine:`",
-                    one_line(type(self).__name__),
-                )
+                warn_unentered(self)
             return False
         try:
             request = GenerationRequest(*observation)
@@ -181,6 +194,25 @@ async def reply_to(
         return failure
 
 
+def coroutine_of(
+    engine: Engine, replies: asyncio.Queue[Reply]
+) -> Callable[[GenerationRequest], Awaitable[Reply]]:
+    """Return the coroutine that answers one request of an open episode.
+
+    Args:
+        engine: Any engine; one that is no `QueuedEngine` gets each request on its queue.
+        replies: Its queue of replies to the episode, as `open_episode` returned it.
+    """
+    if isinstance(engine, QueuedEngine):
+        return engine.generate
+
+    async def generate(request: GenerationRequest) -> Reply:
+        await engine.obs_queue.put(request)
+        return await replies.get()
+
+    return generate
+
+
 def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLoop | None) -> None:
     """Raise if an engine is used outside of its context; one that died within it passes.
 
@@ -199,3 +231,12 @@ def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLo
         raise RuntimeError(f"this {name} has not been entered: use it {within}")
     if loop is not None and loop is not asyncio.get_running_loop():
         raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
+
+
+def warn_unentered(engine: object) -> None:
+    """Log that a request waits for an engine that may never be entered."""
+    _logger.warning(
+        "a request waits in the queue of a %s that has not been entered: it is served within "
+        "`async with engine:`",
+        one_line(type(engine).__name__),
+    )

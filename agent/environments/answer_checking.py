@@ -1,4 +1,4 @@
-"""A worker that checks answers, seen from the process that asks it."""
+"""Client side of a worker process that checks answers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _ENVIRONMENT = (
     *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE"),
     "PYTHONPYCACHEPREFIX",
 )
-"""All that a worker sees of the caller's environment: what finding and importing modules takes."""
+"""Environment variables that a worker inherits: those that imports need."""
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
-"""Signals by which a process ends through what it does itself."""
+"""Signals of a crash."""
 
 
 class Verdict(Enum):
-    """What came of a check."""
+    """Result of a check."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -43,15 +43,15 @@ class Verdict(Enum):
 
 
 class WorkerLostError(RuntimeError):
-    """A worker ended during a check for a reason that need not lie in the answer."""
+    """A worker ended during a check, possibly for a reason outside the answer."""
 
 
 class AnswerWorker:
-    """A process that starts when needed and is replaced after it was killed or died.
+    """A worker process that starts when needed and is replaced after its end.
 
     Args:
-        needs_gym: Whether reasoning-gym's scorers will be needed.
-        closed: Once set, nothing is started any more.
+        needs_gym: Whether reasoning-gym is imported at the start.
+        closed: No process is started after this is set.
     """
 
     def __init__(self, needs_gym: bool, closed: threading.Event) -> None:
@@ -61,15 +61,15 @@ class AnswerWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it was started."""
+        """Process id; None before the start."""
         return None if self._child is None else self._child.pid
 
     def check(self, question: tuple[Any, ...], answer: str, cpu_seconds: float) -> Verdict:
-        """Have one answer checked; once more, by a new process, if the first did not finish.
+        """Check one answer; repeat the check in a new process if the first did not finish.
 
         Raises:
             WorkerLostError: If both processes were lost.
-            RuntimeError: If a process cannot start, or the environment is closed.
+            RuntimeError: If no process can be started, or the environment is closed.
         """
         with contextlib.suppress(WorkerLostError):
             verdict, is_final = self._check_once(question, answer, cpu_seconds)
@@ -80,7 +80,7 @@ class AnswerWorker:
     def _check_once(
         self, question: tuple[Any, ...], answer: str, cpu_seconds: float
     ) -> tuple[Verdict, bool]:
-        """Return a verdict, and whether another attempt could not change it."""
+        """Return a verdict, and whether it is final."""
         child = self._ready()
         nonce = secrets.token_bytes(answer_worker.NONCE_BYTES)
         request = pickle.dumps((nonce, *question, answer, cpu_seconds))
@@ -102,7 +102,7 @@ class AnswerWorker:
         raise WorkerLostError(f"its worker ended with status {child.returncode}")
 
     def _ready(self) -> subprocess.Popen[bytes]:
-        """Return a process that waits for a request and has nothing left to say."""
+        """Return a process that waits for a request and has no unread output."""
         child = self._child
         if child is not None and child.poll() is None and not _has_output(child):
             return child
@@ -122,7 +122,7 @@ class AnswerWorker:
         )
         assert child.stdin is not None
         os.set_blocking(child.stdin.fileno(), False)
-        # Closing sets the flag first and then kills: whichever comes late, one of both acts.
+        # `closed` is set before processes are killed, so a process that starts meanwhile ends too.
         if self._closed.is_set():
             child.kill()
         if _read(child, 1, time.monotonic() + START_TIMEOUT_S) != answer_worker.READY:
@@ -132,13 +132,13 @@ class AnswerWorker:
         return child
 
     def kill(self) -> None:
-        """End the process; a thread that waits for its reply gets none. Safe in any thread."""
+        """Kill the process; a thread that waits for its reply gets none. Thread-safe."""
         child = self._child
         if child is not None:
             child.kill()
 
     def stop(self) -> None:
-        """End the process, wait until it is gone and close its pipes."""
+        """Kill the process, wait for its end and close its pipes."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -161,7 +161,7 @@ _VERDICTS: Mapping[bytes, Verdict] = {
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that a worker needs. Secrets are not in it.
+    """Return the environment variables of a worker, without secrets.
 
     Example:
         >>> worker_environment({"PATH": "/bin", "API_KEY": "hidden"})
@@ -180,7 +180,7 @@ def _has_output(child: subprocess.Popen[bytes]) -> bool:
 
 
 def _write(child: subprocess.Popen[bytes], request: bytes, deadline: float) -> bool:
-    """Return whether the request was taken in time, or the process is gone."""
+    """Send a request; return False if the deadline passed, True also if the process ended."""
     assert child.stdin is not None
     rest = memoryview(request)
     with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
@@ -193,9 +193,9 @@ def _write(child: subprocess.Popen[bytes], request: bytes, deadline: float) -> b
 
 
 def _read(child: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> bytes | None:
-    """Return the reply, too long by one byte if there are more, or None if none came in time.
+    """Return the reply, or None after the deadline.
 
-    A process that ends early leaves nothing or less than a whole reply.
+    An ended process gives a shorter reply, surplus output a reply that is one byte too long.
     """
     assert child.stdout is not None
     reply = b""

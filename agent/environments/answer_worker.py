@@ -1,10 +1,10 @@
-"""Checks answers, in a process of its own that may be killed at any time.
+"""Worker process that checks answers and may be killed at any time.
 
-This file is run as a script by `MathVerifyEnvironment`, by its path, so that neither the
-package nor torch nor the user's script is imported here: a start takes half a second.
-Requests are pickles on standard input, ``(nonce, solutions, gym, answer, seconds)``; each is
-answered on standard output with one byte and the nonce. One byte before them all says that
-imports are done. The end of the input ends the process; so does a request that takes too long.
+`MathVerifyEnvironment` runs this file as a script, by its path, so that neither the package nor
+torch nor the user's script is imported: a start takes half a second. Requests are pickles on
+standard input, ``(nonce, solutions, gym, answer, seconds)``; a reply on standard output is one
+byte and the nonce. The first byte, `READY`, follows the imports. The process ends with its input,
+or when a request exceeds its time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _DELIMITERS = ("\\boxed", "\\(", "\\[")
 
 
 def wall_seconds(cpu_seconds: float) -> float:
-    """Return how long a check may last that may compute for ``cpu_seconds``.
+    """Return the wall-clock limit of a check with ``cpu_seconds`` of processor time.
 
-    Longer, so that a check is not cut short because the machine is busy with others.
+    It is longer, since the machine may be busy.
     """
     return 2 * cpu_seconds + 1
 
@@ -50,10 +50,8 @@ def wall_seconds(cpu_seconds: float) -> float:
 def is_equal(solutions: Sequence[str], answer: str) -> bool:
     r"""Return whether the final answer of a text equals one of ``solutions``.
 
-    Solutions are numbers or LaTeX, bare, between dollars or in ``\boxed{}``. A solution
-    repeated word for word, alone or in a box, is right whatever it is.
-
-    Cost: has no time limit of its own.
+    Solutions are numbers or LaTeX, bare, between dollars or in ``\boxed{}``. A literal copy of a
+    solution, alone or in a box, is right. Has no time limit.
     """
     from math_verify import parse, verify
 
@@ -71,10 +69,10 @@ def is_equal(solutions: Sequence[str], answer: str) -> bool:
 
 
 def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
-    """Return whether reasoning-gym's scorer gives the final answer of a text full marks.
+    """Return whether reasoning-gym's scorer gives the final answer the score 1.
 
-    Partial credit is not success. The entry's own answer, word for word, is right without a
-    scorer; any other text that is not `is_arithmetic` is wrong, since scorers evaluate it.
+    A literal copy of the entry's answer is right without a scorer. Any other text must satisfy
+    `is_arithmetic`, since scorers evaluate it.
     """
     finals = final_answers(answer)
     own = entry.get("answer")
@@ -85,10 +83,10 @@ def is_full_score(task: str, entry: Mapping[str, Any], answer: str) -> bool:
 
 
 def is_arithmetic(text: str) -> bool:
-    """Return whether a text is made of nothing but numbers, operators and known names.
+    """Return whether a text has numbers, operators and known names only.
 
-    Names are single letters and the usual functions. So there is no quote, underscore, dot
-    between names, or name of anything in Python, and evaluating the text computes a value.
+    Names are single letters and common functions. The text has no quotes, underscores, attribute
+    access or names of Python objects, so its evaluation only computes a value.
 
     Example:
         >>> is_arithmetic("2*x**3 + sqrt(x)"), is_arithmetic("eval(x)"), is_arithmetic("x.y")
@@ -109,10 +107,9 @@ def is_arithmetic(text: str) -> bool:
 
 
 def final_answers(answer: str) -> list[str]:
-    r"""Return what may be meant as the final answer of a text.
+    r"""Return candidates for the final answer of a text.
 
-    That is the content of the last ``\boxed{}``; without one, the text as a whole or the
-    last number in it.
+    The content of the last ``\boxed{}``; without one, the whole text and its last number.
 
     Example:
         >>> final_answers("so it is \\boxed{-4}, not 5"), final_answers("7 - 8 = -1.")
@@ -149,13 +146,13 @@ def _scorer(task: str) -> Any:
 def _answer_to(solutions: Sequence[str], gym: tuple[str, Any] | None, answer: str) -> bytes:
     try:
         is_right = is_full_score(*gym, answer) if gym else is_equal(solutions, answer)
-    except Exception:  # noqa: BLE001 - libraries meet hostile text here and may raise anything
+    except Exception:  # noqa: BLE001 - libraries parse hostile text and may raise anything
         return FAILED
     return RIGHT if is_right else WRONG
 
 
 def _limit_memory() -> None:
-    """Allow a little more than is in use now; where that is unknown, set no limit."""
+    """Limit the address space to the current use plus a margin, if the use is known."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             in_use = int(statm.read().split()[0]) * resource.getpagesize()
@@ -166,7 +163,7 @@ def _limit_memory() -> None:
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the pipes for the protocol; nothing a library prints may reach them."""
+    """Duplicate the pipes and redirect standard streams, so that libraries cannot print to them."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -178,10 +175,10 @@ def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
 def main(needs_gym: bool) -> None:
     """Serve requests until the input ends."""
     requests, replies = _take_standard_streams()
-    import math_verify  # noqa: F401 - so that no request pays for it
+    import math_verify  # noqa: F401 - import before the first request
 
     if needs_gym:
-        import reasoning_gym  # noqa: F401 - so that no request pays for it
+        import reasoning_gym  # noqa: F401 - import before the first request
     logging.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory()
@@ -192,8 +189,8 @@ def main(needs_gym: bool) -> None:
             nonce, solutions, gym, answer, seconds = pickle.load(requests)
         except EOFError:
             return
-        # Either signal's default action ends the process, whatever it is doing. The alarm
-        # leaves no orphan behind if the parent is gone and cannot kill it in time.
+        # The default action of both signals ends the process. SIGALRM also ends a process
+        # whose parent is gone.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, wall_seconds(seconds) + _GRACE_S)
         reply = _answer_to(solutions, gym, answer)

@@ -1,30 +1,193 @@
-"""An environment where answers are programs, and tests that they do not see judge them."""
+"""Code environment: answers are programs, judged by cases that the programs cannot see."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from trajpack.agent.environments.code_cases import (
-    CodeProblem,
-    InputCase,
-    ValueCase,
-    last_code_block,
-)
+from trajpack.agent.environments.questions import check_answers, find_by_qid, unique_by_id
+from trajpack.agent.sandbox.launcher import MAX_DEPTH, canonical
 from trajpack.agent.sandbox.limits import Outcome, SandboxError, SandboxLimits
 from trajpack.agent.sandbox.sandbox import Sandbox
 
 _MAX_ANSWER_CHARS = 65_536
 _NO_CODE, _PASSED, _WRONG, _NOT_RUN = "no_code", "passed", "wrong", "not_run"
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "set": set,
+    "frozenset": frozenset,
+    "tuple": tuple,
+    "list": list,
+    "sorted": sorted,
+}
+_PYTHON = ("", "python", "python3", "py")
+_FENCE = "```"
+
+
+@dataclass(frozen=True)
+class InputCase:
+    """A case that compares standard output.
+
+    Trailing spaces of lines and trailing empty lines are ignored.
+    """
+
+    stdin: str
+    """Standard input of the program."""
+    stdout: str
+    """Expected standard output."""
+
+    def is_met_by(self, output: bytes) -> bool:
+        """Return whether ``output`` equals the expected standard output."""
+        return _lines(output) == _lines(self.stdout.encode())
+
+
+@dataclass(frozen=True)
+class ValueCase:
+    """A case that compares the value of an expression in the program's namespace.
+
+    Numbers, strings, bytes, ``None`` and collections of them are compared as Python does. A value
+    of any other type equals no expected value.
+
+    Raises:
+        TypeError: If the expected value is of another type, or nested more than 100 deep.
+
+    Example:
+        >>> ValueCase.from_assert("assert add(2, 3) == 5, 'two and three'")
+        ValueCase(expression='add(2, 3)', value=5)
+        >>> ValueCase.from_assert("assert not is_even(7)")
+        ValueCase(expression='bool(is_even(7))', value=False)
+    """
+
+    expression: str
+    """Trusted expression; evaluated in the sandbox."""
+    value: Any
+    """Expected value."""
+
+    def __post_init__(self) -> None:
+        if not _can_be_compared(self.value):
+            raise TypeError(
+                f"the value expected of {self.expression!r:.120} must be a number, str, bytes, "
+                f"None or a collection of them, got {type(self.value).__name__}"
+            )
+
+    def is_met_by(self, output: bytes) -> bool:
+        """Return whether ``output`` is the `canonical` text of the expected value."""
+        return output == canonical(self.value).encode()
+
+    @classmethod
+    def from_assert(cls, text: str) -> ValueCase:
+        """Split an assertion into expression and expected value, which the program never sees.
+
+        Args:
+            text: ``assert EXPRESSION == VALUE`` or ``assert [not] NAME(VALUE, ...)``, where a value
+                is a literal, or ``set``, ``frozenset``, ``tuple``, ``list`` or ``sorted`` of one.
+
+        Raises:
+            ValueError: On any other text, which could be checked only inside the program's process,
+                where the program could read the expected value.
+        """
+        try:
+            (statement,) = ast.parse(text.strip()).body
+            if isinstance(statement, ast.Assert):
+                return cls._from_test(statement.test)
+        except (ValueError, SyntaxError, TypeError):
+            pass
+        raise ValueError(
+            f"from_assert: expected 'assert EXPRESSION == VALUE' or 'assert [not] NAME(VALUE, ...)'"
+            f", got {text!r:.120}"
+        )
+
+    @classmethod
+    def _from_test(cls, test: ast.expr) -> ValueCase:
+        match test:
+            case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
+                return cls(ast.unparse(left), _value(right))
+            case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as call):
+                return cls(_truth_of(call), False)
+            case ast.Call() as call:
+                return cls(_truth_of(call), True)
+        raise ValueError("neither a comparison nor a call")
+
+
+@dataclass(frozen=True)
+class CodeProblem:
+    """A task whose answer is a program, with the cases that judge it.
+
+    Raises:
+        ValueError: If there are no cases.
+    """
+
+    id: str
+    """Unique among the problems used together."""
+    cases: Sequence[InputCase | ValueCase]
+    """Cases; an answer is right if it passes all."""
+    setup: str = ""
+    """Python code that runs before the answer in each case, such as imports."""
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise ValueError(f"problem {self.id!r} has no cases")
+
+
+def last_code_block(text: str) -> str | None:
+    r"""Return the last fenced block whose language is Python or not given; None without one.
+
+    A fence is a line that begins with three backquotes. An unclosed block ends with the text.
+
+    Example:
+        >>> last_code_block("So:\n```python\nprint(1)\n```\nor\n```bash\nls\n```")
+        'print(1)'
+        >>> last_code_block("There is none.") is None
+        True
+    """
+    found, language, begin = None, None, 0
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        mark = line.strip()
+        if language is None and mark.startswith(_FENCE):
+            words = mark.strip("`").lower().split()
+            language, begin = words[0] if words else "", number + 1
+        elif language is not None and mark == _FENCE:
+            found = "\n".join(lines[begin:number]) if language in _PYTHON else found
+            language = None
+    return "\n".join(lines[begin:]) if language in _PYTHON else found
+
+
+def _can_be_compared(value: Any, depth: int = 0) -> bool:
+    """Return whether `canonical` represents the value completely."""
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        return depth < MAX_DEPTH and all(_can_be_compared(part, depth + 1) for part in parts)
+    return value is None or isinstance(value, int | float | complex | str | bytes)
+
+
+def _lines(output: bytes) -> list[bytes]:
+    return [line.rstrip() for line in output.rstrip().split(b"\n")]
+
+
+def _truth_of(call: ast.Call) -> str:
+    if not isinstance(call.func, ast.Name):
+        raise ValueError("not a call of a name")
+    for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+        _value(argument)
+    return f"bool({ast.unparse(call)})"
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]):
+            if name in _COLLECTIONS:
+                return _COLLECTIONS[name](ast.literal_eval(argument))
+    return ast.literal_eval(node)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the cases of one problem said of one answer."""
+    """Outcomes of the cases of one problem for one answer."""
 
     words: tuple[str, ...]
 
@@ -34,28 +197,28 @@ class _Verdict:
 
 
 class CodeEnvironment:
-    r"""Calls an answer right whose last fenced block of Python passes every test of its problem.
+    r"""Judges the last fenced Python block of an answer by the cases of its problem.
 
     An action is ``(qid, answers)``, where ``qid`` is a problem's id, or one followed by ``@`` and
     anything without another ``@``. One environment serves any number of episodes at once; it must
     be closed, by `close` or ``async with``.
 
-    Each case runs in a fresh process of a `Sandbox`. What a case expects stays in this process: a
-    program cannot read it, and what it prints is compared, never run or parsed.
+    Each case runs in a new process of a `Sandbox`. Expected results stay in this process: a program
+    cannot read them, and its output is compared, never run or parsed.
 
     Args:
-        problems: Every problem that will be asked.
-        limits: Of one program in one case; None takes the default ones.
-        workers: Programs that run at the same time; None takes as many as there are cores.
-        stop_at_failure: Run no further cases once one has failed; those count as failed.
-        allow_file_reads: As `Sandbox` takes it.
+        problems: All problems of the rollout.
+        limits: Limits of one program in one case; defaults if None.
+        workers: Programs that run at the same time; the number of cores if None.
+        stop_at_failure: Skip the remaining cases after a failed one; they count as failed.
+        allow_file_reads: See `Sandbox`.
 
     Raises:
         ValueError: If an id appears twice or ``workers`` is not positive.
-        SetupError: If this machine cannot lock programs up.
+        SetupError: If this machine lacks a protection of the sandbox.
 
-    Cost: about 25 ms of processor time to start a program for each case, and what it computes. Only
-    the last 65,536 characters of an answer are read.
+    Cost: about 25 ms of processor time to start a program for each case. Only the last 65,536
+    characters of an answer are read.
     """
 
     def __init__(
@@ -70,22 +233,18 @@ class CodeEnvironment:
         workers = workers if workers is not None else os.cpu_count() or 1
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        self._problems: dict[str, CodeProblem] = {}
-        for problem in problems:
-            if problem.id in self._problems:
-                raise ValueError(f"problem id {problem.id!r} appears twice")
-            self._problems[problem.id] = problem
+        self._problems = unique_by_id(problems, "problem")
         self._stop_at_failure = stop_at_failure
         self._sandbox = Sandbox(limits, allow_file_reads=allow_file_reads)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-code")
 
     @property
     def sandbox(self) -> Sandbox:
-        """Where the programs run; its ``protections`` say what holds them."""
+        """The sandbox of the programs; `Sandbox.protections` lists its protections."""
         return self._sandbox
 
     async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; there is nothing to do."""
+        """Start an episode; has no effect."""
         return None, {}
 
     async def step(
@@ -93,7 +252,7 @@ class CodeEnvironment:
     ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
         """Run the answers to one problem.
 
-        A step that is cancelled waits for nothing; programs that run already go on to their end.
+        A cancelled step does not wait for running programs.
 
         Returns:
             ``(None, successes, True, False, info)`` with one success per answer. ``info`` has for
@@ -103,14 +262,11 @@ class CodeEnvironment:
         Raises:
             ValueError: If no problem has this ``qid``.
             TypeError: If an answer is not a string.
-            SandboxError: If a program could not be run. It says nothing about the answers.
+            SandboxError: If a program could not be run; not a verdict on the answer.
         """
         qid, answers = action
-        problem = self._problems.get(qid) or self._problems.get(qid.rpartition("@")[0])
-        if problem is None:
-            raise ValueError(f"step: no problem has the id {qid!r}")
-        if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
-            raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
+        problem = find_by_qid(self._problems, qid, "problem")
+        check_answers(qid, answers)
         verdicts = [await self._judge(problem, answer) for answer in answers]
         info = {
             "fraction_passed": [verdict.fraction_passed for verdict in verdicts],
@@ -119,9 +275,9 @@ class CodeEnvironment:
         return None, [verdict.fraction_passed == 1 for verdict in verdicts], True, False, info
 
     async def close(self) -> None:
-        """Kill what is running, and wait until it is gone. A `step` in progress raises."""
+        """Kill running programs and wait for their end. A `step` in progress raises."""
         self._sandbox.close()
-        await asyncio.to_thread(self._threads.shutdown)  # what is queued raises at once
+        await asyncio.to_thread(self._threads.shutdown)  # queued programs raise at once
 
     async def __aenter__(self) -> CodeEnvironment:
         return self

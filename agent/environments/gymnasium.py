@@ -1,4 +1,4 @@
-"""Any environment of gymnasium's kind, one instance to an episode."""
+"""Environments with Gymnasium's interface, one instance for each episode."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class _Instance:
-    """One environment of gymnasium's, in use by at most one episode."""
+    """One Gymnasium environment, used by at most one episode at a time."""
 
     env: Any = None
     work: Future[Any] = field(default_factory=Future)
-    """The last call into it."""
+    """Future of the last call."""
     observation: str = ""
     has_failed: bool = False
 
 
 class GymnasiumEnvironment:
-    """Has an instance of gymnasium's kind of environment for each episode, and steps it in threads.
+    """Steps one Gymnasium environment for each episode, in threads.
 
-    Actions are those of an `EnvironmentAgent`: an `Opening`, which resets an instance; ``(qid,
-    [text])``, which steps it; and a `Closing`, which gives it back for other episodes. Instances
-    are made as they are needed, as many as there are episodes at the same time, and used again.
-    One that has raised is closed and not used again.
+    Actions are those of an `EnvironmentAgent`: an `Opening` resets an instance; ``(qid, [text])``
+    steps it; a `Closing` releases it for other episodes. There are as many instances as concurrent
+    episodes, created when needed and reused. An instance that raised is closed and not reused.
 
     It must be closed, by `close` or ``async with``.
 
@@ -41,18 +40,18 @@ class GymnasiumEnvironment:
         make_env: Returns a new instance: an object with ``reset(seed=...)``, which returns
             ``(observation, info)``, ``step(action)``, which returns ``(observation, reward,
             terminated, truncated, info)``, and ``close()``. Called in a thread.
-        to_text: Says an observation.
-        to_action: Takes what the model said as an action, and raises `ValueError` where it is none.
-            It must not run it: the text comes from a model.
-        invalid_reward: For a text that is no action. The instance is not stepped then, and the
-            model is shown the same observation again.
-        seed: Where an `Opening` has no seed, one comes from this one and the episode's name.
-        workers: Threads, so calls into instances at the same time.
+        to_text: Converts an observation to text.
+        to_action: Parses a completion as an action and raises `ValueError` if it is none. It must
+            not evaluate the text, which comes from a model.
+        invalid_reward: Reward of a text that is no action. The instance is not stepped, and the
+            observation is repeated.
+        seed: With the episode's name, the seed of an `Opening` without one.
+        workers: Threads, and so concurrent calls into instances.
 
     Raises:
         ValueError: If ``workers`` is not positive.
 
-    Cost: a hop to a thread and back for each action, 0.1 ms, and what the instance takes.
+    Cost: 0.1 ms for each action, to pass it to a thread and back, and the time of the instance.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class GymnasiumEnvironment:
         self._is_closed = False
 
     async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start no episode yet: an `Opening` does, which says whose it is."""
+        """Has no effect: an `Opening` starts an episode, since it has the episode's name."""
         return None, {}
 
     async def step(
@@ -88,14 +87,14 @@ class GymnasiumEnvironment:
 
         Returns:
             ``(observation, rewards, terminated, truncated, info)``, with one reward for a text and
-            none for an `Opening` or a `Closing`. ``info`` is the instance's; where the text was no
-            action, it is ``{"invalid_action": True}``.
+            none for an `Opening` or a `Closing`. ``info`` comes from the instance, or is
+            ``{"invalid_action": True}`` where the text was no action.
 
         Raises:
             ValueError: If no episode has this ``qid``, or there is not exactly one text.
             TypeError: If the text is not a string.
             RuntimeError: If the environment is closed.
-            Exception: What the instance raised.
+            Exception: Any exception of the instance.
         """
         if isinstance(action, Closing):
             self._give_back(action.qid)
@@ -114,7 +113,7 @@ class GymnasiumEnvironment:
         return await self._act(self._episodes[qid], texts[0])
 
     async def close(self) -> None:
-        """Wait for the steps in progress, and close every instance."""
+        """Wait for the steps in progress and close all instances."""
         self._is_closed = True
         for qid in list(self._episodes):
             self._give_back(qid)
@@ -175,19 +174,19 @@ class GymnasiumEnvironment:
         return await asyncio.wrap_future(future)
 
     def _give_back(self, qid: str) -> None:
-        """Keep an episode's instance for others, once the last call into it has returned."""
+        """Release an episode's instance for reuse when its last call has returned."""
         instance = self._episodes.pop(qid, None)
         if instance is not None:
             instance.work.add_done_callback(lambda _: self._keep(instance))
 
     def _keep(self, instance: _Instance) -> None:
-        """Run where the last call ended, in a thread perhaps; appending is atomic."""
+        """Called in any thread; `list.append` is atomic."""
         if instance.env is not None and not instance.has_failed:
             self._idle.append(instance)
 
 
 def _close_all(instances: list[_Instance]) -> None:
-    """Close all, also where one refuses, and raise what one of those has raised."""
+    """Close all instances; if some raise, close the others too and raise one of the errors."""
     with contextlib.ExitStack() as stack:
         for instance in instances:
             stack.callback(instance.env.close)

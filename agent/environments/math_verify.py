@@ -1,4 +1,4 @@
-"""An environment that knows the answers and checks what models say against them."""
+"""Environment that compares answers with known solutions by math-verify or reasoning-gym."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trajpack.agent.environments.answer_checking import AnswerWorker, Verdict
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import (
+    Question,
+    check_answers,
+    find_by_qid,
+    unique_by_id,
+)
 from trajpack.packing.optional import require
 
 _MAX_ANSWER_CHARS = 16_384
@@ -20,29 +25,26 @@ _MAX_DEFAULT_WORKERS = 4
 
 
 class MathVerifyEnvironment:
-    r"""Judges final answers by math-verify or, for its questions, by reasoning-gym.
+    r"""Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
 
     An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by
     ``@`` and anything without another ``@``. One environment serves any number of
     episodes and tasks at once; it must be closed, by `close` or ``async with``.
 
-    Answers are checked in worker processes, which start as they are needed and import
-    neither torch nor the caller's script, so a script needs no ``__main__`` guard. They see
-    nothing of the caller's environment variables but what finding modules takes. No text of a
-    model is run as code: reasoning-gym's scorers, some of which evaluate what they are given,
-    see numbers, operators and the names of the usual functions alone. Any other answer to
-    their questions is right if it is the entry's own answer word for word, and else wrong.
+    Worker processes check the answers. They start when needed and import neither torch nor the
+    caller's script, so a script needs no ``__main__`` guard. They get only the environment
+    variables that imports need. No text of a model is run as code: some scorers of reasoning-gym
+    evaluate their input, so they get numbers, operators and names of common functions only. Any
+    other answer to their questions is right if it equals the entry's answer, and otherwise wrong.
 
-    A check that computes for too long or runs out of memory counts as wrong. Where its
-    worker is lost for any other reason, it is made once more by a fresh one.
+    A check that exceeds its time or memory counts as wrong. If a worker is lost for any other
+    reason, a new one repeats the check once.
 
     Args:
-        questions: Every question that will be asked. Ids are unique, and none is another
-            one followed by ``@`` and a suffix.
-        workers: Processes that check answers at the same time; None takes as many as there
-            are cores, but four at most.
-        timeout_s: Seconds of processor time for the check of one answer at most. On a busy
-            machine it may last somewhat more than twice as long.
+        questions: All questions of the rollout. No id is another id followed by ``@`` and a suffix.
+        workers: Worker processes; the number of cores, at most four, if None.
+        timeout_s: Most seconds of processor time for one check. Its wall time is limited to about
+            twice as much.
 
     Raises:
         ValueError: If an id appears twice or is another with a suffix, or an option is not
@@ -73,7 +75,7 @@ class MathVerifyEnvironment:
         self._timeout_s = timeout_s
         self._closed = threading.Event()
         self._workers = [AnswerWorker(needs_gym, self._closed) for _ in range(workers)]
-        # The last one used is the first to be used again: others start only where it is busy.
+        # LIFO: another worker starts only while the last used one is busy.
         self._idle: queue.LifoQueue[AnswerWorker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -81,7 +83,7 @@ class MathVerifyEnvironment:
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
     async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; there is nothing to do."""
+        """Start an episode; has no effect."""
         return None, {}
 
     async def step(
@@ -90,20 +92,18 @@ class MathVerifyEnvironment:
         """Judge the answers to one question.
 
         Returns:
-            ``(None, successes, True, False, info)`` with one success per answer. ``info``
-            is empty unless checks were cut short: then ``timed_out`` and ``failed`` hold
-            one bool per answer.
+            ``(None, successes, True, False, info)`` with one success per answer. If checks
+            exceeded a limit, ``info`` has ``timed_out`` and ``failed``, a bool per answer each.
 
         Raises:
             ValueError: If no question has this ``qid``.
             TypeError: If an answer is not a string.
-            RuntimeError: If the environment is closed, a worker cannot start, or two were
-                lost over one answer. It says nothing about the answers.
+            RuntimeError: If the environment is closed, a worker cannot start, or two workers were
+                lost during one check; not a verdict on the answer.
         """
         qid, answers = action
-        question = self._question(qid)
-        if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
-            raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
+        question = find_by_qid(self._questions, qid, "question")
+        check_answers(qid, answers)
         loop = asyncio.get_running_loop()
         self._refuse_if_closed()
         checks = [
@@ -122,7 +122,7 @@ class MathVerifyEnvironment:
         return None, [verdict is Verdict.RIGHT for verdict in verdicts], True, False, info
 
     async def close(self) -> None:
-        """End all workers and wait until they are gone. A `step` in progress raises."""
+        """Kill all workers and wait for their end. A `step` in progress raises."""
         self._closed.set()
         for worker in self._workers:
             worker.kill()
@@ -137,18 +137,12 @@ class MathVerifyEnvironment:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    def _question(self, qid: str) -> Question:
-        for question_id in (qid, qid.rpartition("@")[0]):
-            if question_id in self._questions:
-                return self._questions[question_id]
-        raise ValueError(f"step: no question has the id {qid!r}")
-
     def _refuse_if_closed(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the environment is closed")
 
     def _check(self, question: Question, answer: str) -> Verdict:
-        """Run in one of as many threads as there are workers, so one is always idle."""
+        """Check in one of the threads; there are as many as workers, so a worker is idle."""
         gym = (question.gym_task, question.gym_entry) if question.gym_task else None
         worker = self._idle.get()
         try:
@@ -160,11 +154,7 @@ class MathVerifyEnvironment:
 
 
 def _by_id(questions: Iterable[Question]) -> dict[str, Question]:
-    by_id: dict[str, Question] = {}
-    for question in questions:
-        if question.id in by_id:
-            raise ValueError(f"question id {question.id!r} appears twice")
-        by_id[question.id] = question
+    by_id = unique_by_id(questions, "question")
     for id in by_id:
         stem, mark, _ = id.rpartition("@")
         if mark and stem in by_id:

@@ -1,46 +1,86 @@
-"""Questions with known answers, from a file or made by reasoning-gym."""
+"""Questions with known answers, from a file or reasoning-gym, and their comparison as text."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from trajpack.packing.optional import require
 
 Message: TypeAlias = Mapping[str, str]
-"""One message of a chat: its ``role`` and its ``content``."""
+"""Message of a chat: ``role`` and ``content``."""
 
 DEFAULT_TASK = "chain_sum"
-"""The reasoning-gym task used where none is named: sums and differences of integers."""
+"""Default reasoning-gym task: sums and differences of integers."""
 
 _MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question and what counts as a right answer to it."""
+    """A question with its accepted answers."""
 
     id: str
     """Unique among the questions used together."""
     messages: tuple[Message, ...]
-    """The chat that asks it."""
+    """Chat messages that ask the question."""
     solutions: tuple[str, ...]
-    """An answer equal to any of these is right."""
+    """Accepted answers."""
     task_id: int | None = None
-    """Kind of task, as the data set numbers it."""
+    """Kind of task, numbered by the data set."""
     gym_task: str | None = None
-    """The reasoning-gym task whose own scorer judges the answer, instead of ``solutions``."""
+    """reasoning-gym task whose scorer judges the answer instead of ``solutions``."""
     gym_entry: Mapping[str, Any] | None = None
-    """What that scorer needs to know."""
+    """Argument of that scorer."""
 
     @property
     def text(self) -> str:
-        """The content of all messages, for people to read."""
+        """Contents of all messages."""
         return "\n\n".join(message["content"] for message in self.messages)
+
+
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_HasId)
+
+
+def unique_by_id(given: Iterable[_T], kind: str) -> dict[str, _T]:
+    """Return questions or problems by id.
+
+    Raises:
+        ValueError: If an id appears twice.
+    """
+    by_id: dict[str, _T] = {}
+    for one in given:
+        if one.id in by_id:
+            raise ValueError(f"{kind} id {one.id!r} appears twice")
+        by_id[one.id] = one
+    return by_id
+
+
+def find_by_qid(by_id: Mapping[str, _T], qid: str, kind: str) -> _T:
+    """Return the question or problem of an episode, whose name is the id or ``id@sample``.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = by_id.get(qid, by_id.get(qid.rpartition("@")[0]))
+    if found is None:
+        raise ValueError(f"step: no {kind} has the id {qid!r}")
+    return found
+
+
+def check_answers(qid: str, answers: Sequence[str]) -> None:
+    """Raise TypeError unless the answers of an action are a list of strings."""
+    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
 
 
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
@@ -53,13 +93,12 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
     and the line, ``gsm8k_test-1``. Blank lines are skipped.
 
     Args:
-        path: Of the file.
-        limit: How many questions to read at most; what comes after them is not read, nor
-            checked.
+        path: Path of the file.
+        limit: Most questions to read; later lines are neither read nor checked.
 
     Raises:
-        ValueError: With file and line number, if a line is not what it should be or longer
-            than 1 MiB, or if there is no question at all; also if the limit is not positive.
+        ValueError: If a line is malformed or longer than 1 MiB (with file and line number), the
+            file has no question, or the limit is not positive.
         OSError: If the file cannot be read, `FileNotFoundError` if it does not exist.
 
     Example:
@@ -99,12 +138,12 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
 
 
 def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
-    """Make questions of one reasoning-gym task; the same seed makes the same ones.
+    """Generate questions of one reasoning-gym task; equal seeds give equal questions.
 
     Args:
-        name: The task, by reasoning-gym's name.
-        size: How many.
-        seed: Of reasoning-gym's generator.
+        name: Name of the task.
+        size: Number of questions.
+        seed: Seed of reasoning-gym's generator.
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.
@@ -127,6 +166,51 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
         )
         for i, entry in enumerate(entries)
     ]
+
+
+class ExactAnswerEnvironment:
+    """Judges an answer right if it equals one of the question's solutions as text.
+
+    Surrounding space is ignored. `MathVerifyEnvironment` compares answers of any form, at the cost
+    of a process; it accepts ``2+3`` as the value of ``2+3``, which a trained policy exploits.
+
+    An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by ``@`` and
+    anything without another ``@``. One environment serves any number of episodes at once.
+
+    Args:
+        questions: All questions of the rollout, with at least one solution each.
+
+    Raises:
+        ValueError: If an id appears twice, or a question has no solutions.
+    """
+
+    def __init__(self, questions: Iterable[Question]) -> None:
+        self._questions = unique_by_id(questions, "question")
+        for question in self._questions.values():
+            if not question.solutions:
+                raise ValueError(f"question {question.id!r} has no solutions to compare with")
+
+    async def reset(self) -> tuple[None, dict[str, Any]]:
+        """Start an episode; has no effect."""
+        return None, {}
+
+    async def step(
+        self, action: tuple[str, Sequence[str]]
+    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
+        """Judge the answers to one question.
+
+        Returns:
+            ``(None, successes, True, False, {})`` with one success per answer.
+
+        Raises:
+            ValueError: If no question has this ``qid``.
+            TypeError: If an answer is not a string.
+        """
+        qid, answers = action
+        question = find_by_qid(self._questions, qid, "question")
+        check_answers(qid, answers)
+        solutions = {solution.strip() for solution in question.solutions}
+        return None, [answer.strip() in solutions for answer in answers], True, False, {}
 
 
 def _parse(line: bytes, default_id: str) -> Question:

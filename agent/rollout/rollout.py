@@ -1,4 +1,4 @@
-"""A rollout from start to end: questions, model, engine, environment, agent and runner."""
+"""One rollout: questions, model, engine, environment, agent and runner."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ from typing import Any
 import torch
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, load_questions, reasoning_gym_questions
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import ModelLimits, first_line, load_model, load_tokenizer
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
-from trajpack.agent.rollout.engine import rollout_engine, sampling_seed
-from trajpack.agent.rollout.outcome import RolloutOutcome
+from trajpack.agent.rollout.report import RolloutOutcome
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, Progress, RolloutRunner
+from trajpack.agent.seeding import derive_seed
 from trajpack.packing.optional import require
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Everything episodes need, made and checked before the first one begins."""
+    """All parts of a rollout but the engine, checked before the first episode."""
 
     settings: RolloutSettings
-    """As given."""
+    """Settings of the rollout."""
     questions: list[Question]
-    """What is asked, in order."""
+    """Questions, in order."""
     prompts: list[Prompt]
-    """The same questions as the model sees them."""
+    """The same questions, encoded."""
     model: Any
-    """On its device; ``None`` where others generate: servers, or workers with their own models."""
+    """Model on its device; ``None`` with servers, or with workers that load their own."""
     tokenizer: Any
-    """Of the model."""
+    """Tokenizer of the model."""
     vocab_size: int
-    """Token ids are below it."""
+    """Exclusive upper bound of token ids."""
     agent: MathMultiTurnAgent
-    """Leads the conversations."""
+    """Agent of all episodes."""
 
     @property
     def num_episodes(self) -> int:
-        """Episodes of the whole rollout."""
+        """Number of episodes."""
         return len(self.prompts) * self.settings.group_size
 
     @asynccontextmanager
@@ -64,15 +65,14 @@ class Rollout:
         observers: Sequence[RolloutObserver] = (),
         finished: Collection[str] = (),
     ) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
-        """Start environment and engine, and give the results as episodes finish.
+        """Start environment and engine, and return the stream of results.
 
-        Leaving the context, or being cancelled in it, cancels every episode in flight and
-        shuts both down.
+        Leaving the context cancels the running episodes and shuts both down.
 
         Args:
-            on_progress: As `RolloutRunner` has it.
-            observers: As `RolloutRunner` has them.
-            finished: Names of episodes that are not begun again.
+            on_progress: As in `RolloutRunner`.
+            observers: As in `RolloutRunner`.
+            finished: Names of episodes that do not run again.
 
         Raises:
             SetupError: If the engine cannot run the model, or a question is too long for it.
@@ -82,57 +82,84 @@ class Rollout:
         policy = RolloutPolicy(retries=retries, seed=settings.seed)
         options: dict[str, Any] = {"policy": policy, "on_progress": on_progress}
         options |= {"observers": observers, "finished": finished}
+        options |= {"group_size": settings.group_size}
         if settings.num_workers:
             from trajpack.agent.rollout.workers import ray_episodes
 
             async with ray_episodes(self, settings.num_workers, **options) as stream:
                 yield stream
             return
+        # An engine that continues a rollout must not repeat the random numbers of the first one:
+        # its samples of a prompt would equal the earlier ones.
+        seed = settings.seed
+        if finished:
+            seed = derive_seed(settings.seed, "sampling", len(finished))
+        async with AsyncExitStack() as stack:
+            parts = await stack.enter_async_context(self.worker_parts(seed))
+            runner = RolloutRunner(*parts, concurrency=settings.concurrency, **options)
+            yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
+
+    @asynccontextmanager
+    async def worker_parts(
+        self, seed: int
+    ) -> AsyncIterator[tuple[Any, MathMultiTurnAgent, MathVerifyEnvironment]]:
+        """Start an environment and an engine, and return engine, agent and environment.
+
+        Args:
+            seed: Seed of the engine's sampling.
+
+        Raises:
+            SetupError: If the engine cannot start, or a question is too long for it.
+        """
+        settings = self.settings
         async with AsyncExitStack() as stack:
             try:
                 environment = MathVerifyEnvironment(self.questions)
             except ValueError as error:
                 raise SetupError(first_line(error)) from error
             await stack.enter_async_context(environment)
-            seed = sampling_seed(settings, len(finished)) if finished else settings.seed
-            engine = await stack.enter_async_context(
-                rollout_engine(settings, self.vocab_size, model=self.model, seed=seed)
-            )
-            agent = self.fitted_agent(getattr(engine, "max_request_tokens", None))
-            runner = RolloutRunner(
-                engine,
-                agent,
-                environment,
-                concurrency=settings.concurrency,
-                group_size=settings.group_size,
-                **options,
-            )
-            yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
+            try:
+                engine = self._make_engine(seed)
+                await stack.enter_async_context(engine)
+            except SetupError:
+                raise
+            except (RuntimeError, ValueError) as error:
+                what = "use the servers" if settings.has_servers else "run this model"
+                raise SetupError(f"the engine cannot {what}: {first_line(error)}") from error
+            agent, limit = self.agent, getattr(engine, "max_request_tokens", None)
+            most = agent.max_total_tokens
+            if limit is not None and (most is None or limit < most):
+                where = f"the engine takes {limit:,}"
+                _check_lengths(self.prompts, settings.max_new_tokens, limit, where=where)
+                agent = replace(agent, max_total_tokens=limit)
+            yield engine, agent, environment
 
-    def fitted_agent(self, max_request_tokens: int | None) -> MathMultiTurnAgent:
-        """Return an agent that asks nothing an engine of that limit would refuse for its length.
+    def _make_engine(self, seed: int) -> Any:
+        settings = self.settings
+        if settings.has_servers:
+            from trajpack.agent.servers.settings import ServerSettings
 
-        Raises:
-            SetupError: If a question is too long.
-        """
-        max_positions = self.agent.max_total_tokens
-        if max_request_tokens is None:
-            return self.agent
-        if max_positions is not None and max_positions <= max_request_tokens:
-            return self.agent
-        where = f"the engine takes {max_request_tokens:,}"
-        _check_lengths(self.prompts, self.settings.max_new_tokens, max_request_tokens, where)
-        return replace(self.agent, max_total_tokens=max_request_tokens)
+            found = ServerSettings.from_environment(settings.servers, seed=seed)
+            kind: Any = settings.engine  # not "transformers"
+            vocab_size = found.options.vocab_size or self.vocab_size
+            options = replace(found.options, vocab_size=vocab_size)
+            return replace(found, kind=kind, options=options).make_engine()
+        model = self.model
+        if model is None:
+            folder, seed_of_model = settings.model, settings.seed
+            model, _ = load_model(folder) if folder else build_tiny_model(seed_of_model)
+            model = model.to(settings.device)
+        return TransformersEngine(model, seed=seed)
 
     def outcome(self, results: Iterable[EpisodeResult]) -> RolloutOutcome:
-        """Put results, which come as they finish, into the order of the prompts."""
+        """Return the results in order of prompt and sample."""
         place = {prompt.id: index for index, prompt in enumerate(self.prompts)}
         ordered = sorted(results, key=lambda result: (place[result.prompt.id], result.sample))
         return RolloutOutcome(tuple(ordered))
 
 
 def prepare_rollout(settings: RolloutSettings) -> Rollout:
-    """Load or make what a rollout needs, and check that it fits together.
+    """Load or make the parts of a rollout, and check that they fit together.
 
     Raises:
         SetupError: With one line for the user, if a file cannot be read, the device does not
@@ -147,8 +174,9 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     model, tokenizer, limits = _load(settings)
     max_positions = limits.max_positions
     prompts = [_encode(question, tokenizer) for question in questions]
-    where = f"the model has {max_positions:,} positions" if max_positions else ""
-    _check_lengths(prompts, settings.max_new_tokens, max_positions, where)
+    if max_positions is not None:
+        where = f"the model has {max_positions:,} positions"
+        _check_lengths(prompts, settings.max_new_tokens, max_positions, where=where)
     agent = MathMultiTurnAgent(
         SamplingParams(max_new_tokens=settings.max_new_tokens),
         tokenizer,
@@ -167,7 +195,7 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
 
 
 def _load(settings: RolloutSettings) -> tuple[Any, Any, ModelLimits]:
-    """Return the model, unless others generate, the tokenizer, and the model's limits."""
+    """Return the model, or None if servers or workers generate, its tokenizer and its limits."""
     if settings.model is None:
         model, tokenizer = build_tiny_model(settings.seed)
         limits = ModelLimits.of(model.config)
@@ -180,10 +208,10 @@ def _load(settings: RolloutSettings) -> tuple[Any, Any, ModelLimits]:
 
 
 def _check_lengths(
-    prompts: Iterable[Prompt], max_new_tokens: int, limit: int | None, where: str
+    prompts: Iterable[Prompt], max_new_tokens: int, limit: int, *, where: str
 ) -> None:
     for prompt in prompts:
-        if limit is not None and len(prompt.input_ids) + max_new_tokens > limit:
+        if len(prompt.input_ids) + max_new_tokens > limit:
             raise SetupError(
                 f"question {prompt.id!r} is too long: {len(prompt.input_ids):,} tokens and "
                 f"{max_new_tokens:,} new ones, {where}"

@@ -1,6 +1,6 @@
-"""Which files untrusted code may read, as a ruleset of Landlock that the kernel keeps.
+"""Landlock ruleset that limits the files which untrusted code may read.
 
-It is made once and handed to each program's process, which can then only add to what it forbids.
+The ruleset is created once and passed to each program's process, which can only restrict it more.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _READ = _READ_FILE | _READ_FOLDER
 
 
 def landlock_ruleset(working_folder: str) -> int | None:
-    """Return a descriptor of the ruleset, for whoever has it to close; None without Landlock.
+    """Create the ruleset and return its descriptor, which the caller closes; None without Landlock.
 
-    Under it, programs may read what `readable` names, and do nothing else to the file system.
+    It allows reading the files that `readable` returns and no other access to the file system.
 
     Raises:
         OSError: If the kernel has Landlock but refuses the ruleset.
@@ -47,17 +47,16 @@ def landlock_ruleset(working_folder: str) -> int | None:
 
 
 def readable(working_folder: str) -> Mapping[str, int]:
-    """Return what may be read, each with Landlock's rights: the standard library and the system's.
+    """Return the readable paths with their Landlock rights: standard and system libraries.
 
-    Packages that were installed are none of it, wherever they are: data sets come as packages too,
-    with the answers in them.
+    Installed packages are excluded, since data sets with answers are distributed as packages too.
     """
     rights = dict.fromkeys([working_folder, *_SYSTEM_FILES], _READ)
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     base |= {"installed_base": sys.base_prefix, "installed_platbase": sys.base_exec_prefix}
     for name in ("stdlib", "platstdlib"):
         folder = sysconfig.get_path(name, vars=base)
-        rights[folder] = _READ_FOLDER  # imports look for what there is; content is another matter
+        rights[folder] = _READ_FOLDER  # imports list the folder
         rights |= {entry.path: _READ for entry in _entries(folder) if entry.name not in _INSTALLED}
     for folder in _SYSTEM_LIBRARIES:
         rights |= {
@@ -73,7 +72,7 @@ def readable(working_folder: str) -> Mapping[str, int]:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """Return the files of a folder and its own folders, not those that it links to."""
+    """Return the files and sub-folders of a folder, without linked folders."""
     if not os.path.isdir(folder):
         return []
     with os.scandir(folder) as entries:
@@ -84,7 +83,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # what is not there, or not ours to read, need not be allowed
+        return  # missing or unreadable paths need no rule
     try:
         if not os.path.isdir(path):
             rights &= _READ_FILE

@@ -1,8 +1,8 @@
-"""Which system calls untrusted code may make, as a program that the Linux kernel runs.
+"""System call filter of untrusted code: a classic BPF program for ``seccomp(2)``.
 
-The program is classic BPF for ``seccomp(2)``. It allows what a Python interpreter needs to compute,
-to read files and to write to what is open already. Everything else fails: sockets, new processes
-and programs, signals to others, and each way to change a file system.
+It allows the calls that a Python interpreter needs to compute, to read files and to write to open
+descriptors. All others fail: sockets, new processes and programs, signals to other processes, and
+changes to a file system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ membarrier:324:283 access:21:- faccessat:269:48 faccessat2:439:439 stat:4:- lsta
 poll:7:- ppoll:271:73 select:23:- pselect6:270:72 setitimer:38:103 getitimer:36:102 alarm:37:-
 pause:34:- restart_syscall:219:128
 """
-"""Calls that harm nobody whatever their arguments: name, number on x86-64, number on AArch64."""
+"""Calls allowed with any arguments: name, number on x86-64, number on AArch64."""
 
 _NUMBERS = {
     "openat": (257, 56),
@@ -36,7 +36,7 @@ _NUMBERS = {
     "prlimit64": (302, 261),
     "fcntl": (72, 25),
 }
-"""Calls that are allowed with some arguments only."""
+"""Calls that `_RULES` checks: numbers on x86-64 and on AArch64."""
 
 _MACHINES = {"x86_64": 0, "aarch64": 1}
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
@@ -51,9 +51,9 @@ _WRITES = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
 _THREAD = 0x00010000
 _NEW_NAMESPACES = 0x7E020080
 _TERMINAL_QUERIES = (0x5401, 0x5413, 0x5450, 0x5451)
-"""``TCGETS``, ``TIOCGWINSZ`` and close-on-exec: what opening a file asks of it."""
+"""``TCGETS``, ``TIOCGWINSZ`` and close-on-exec: the requests made when a file is opened."""
 _DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 1030)
-"""Duplicating and flags; not the owner of a descriptor, to whom signals would go."""
+"""Duplication and flags. ``F_SETOWN`` is excluded: it would send signals to other processes."""
 
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
@@ -62,10 +62,10 @@ _Instruction = tuple[int, int, int, int]
 
 
 def system_call_filter(machine: str, *, with_threads: bool = True) -> bytes:
-    """Return the filter as the kernel takes it, an array of ``struct sock_filter``.
+    """Return the filter as an array of ``struct sock_filter``.
 
     Args:
-        machine: As ``platform.machine`` says it: ``"x86_64"`` or ``"aarch64"``.
+        machine: Value of ``platform.machine()``: ``"x86_64"`` or ``"aarch64"``.
         with_threads: Whether threads may be started.
 
     Raises:
@@ -79,7 +79,7 @@ def system_call_filter(machine: str, *, with_threads: bool = True) -> bytes:
         known = ", ".join(_MACHINES)
         raise ValueError(f"system_call_filter: expected a machine of {known}, got {machine!r}")
     column = _MACHINES[machine]
-    # On x86-64 a third table of calls is reached by numbers from 2**30 on.
+    # On x86-64, numbers from 2**30 on select the x32 call table.
     program: list[_Instruction] = [
         (_LOAD, 0, 0, 4),
         (_IF_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[column]),
@@ -98,7 +98,7 @@ def system_call_filter(machine: str, *, with_threads: bool = True) -> bytes:
         conditional = _NUMBERS[name][column]
         if conditional is not None:
             program += [(_IF_EQUAL, 0, len(rule), conditional), *rule]
-    # A C library takes this for an older kernel's answer, and does without what came later.
+    # ENOSYS makes a C library fall back to the calls of older kernels.
     program += [(_IF_AT_LEAST, 0, 1, _NEWER), _fail(_ENOSYS), _fail(_EPERM)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
@@ -136,7 +136,7 @@ _RULES: dict[str, list[_Instruction]] = {
         _fail(_EPERM),
         (_RETURN, 0, 0, _ALLOW),
     ],
-    # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
+    # A filter cannot read the flags, which are in memory; the C library falls back to clone.
     "clone3": [_fail(_ENOSYS)],
     "ioctl": _one_of(1, _TERMINAL_QUERIES),
     "prlimit64": [

@@ -1,7 +1,7 @@
-"""Gives up every right that a program does not need to compute, then runs one of them.
+"""Launcher of the sandbox: drops the process's rights, tests that they are gone, runs one program.
 
-`SandboxedProcess` hands this module's code to a fresh interpreter for each program, where nothing
-else of the package is imported. Little else is, either: each import is paid for by every program.
+`SandboxedProcess` runs this module in a new interpreter for each program. It imports no other
+module of the package and few of the standard library, since every program pays for each import.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = False  # importing `typing` takes a third of the time that all the rest does
+TYPE_CHECKING = False  # importing `typing` would add a third to the start-up time
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
 READY = b"ready"
-"""What is said on the status pipe before a program begins, followed by the protections' names."""
+"""Status message before a program starts, followed by the names of the protections."""
 OUT_OF_MEMORY = 77
-"""Exit status of a program that ended by a MemoryError."""
+"""Exit status of a program that raised MemoryError."""
 
 _NEW_USER, _NEW_NETWORK, _NEW_IPC = 0x10000000, 0x40000000, 0x08000000
 _SIGKILL = 9
@@ -29,20 +29,20 @@ _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL, _SET_SECCOMP = 1, 2, 22
 _SET_NO_NEW_PRIVILEGES, _GET_NO_NEW_PRIVILEGES = 38, 39
 _RESTRICT_SELF = 446
 _UNUSED_USERS = 0x70000000
-"""From here to 0x7FFFFFFF no system gives ids to users, nor to the users of containers."""
+"""First of the user ids, up to 0x7FFFFFFF, that neither systems nor containers assign."""
 _CAPABILITY_VERSION = 0x20080522
 
 MAX_DEPTH = 100
-"""Of collections in each other whose values `canonical` tells apart."""
+"""Deepest nesting of collections that `canonical` distinguishes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def canonical(value: Any, depth: int = 0) -> str:
-    """Return a text that is the same for values that are equal, and tells others apart.
+    """Return a text that is equal for equal values and differs for others.
 
-    Numbers are equal across their types, sets and mappings in any order, as Python has it. Only
-    built-in types count: anything else is nothing but the name of its type.
+    As in Python, numbers of different types can be equal, and sets and mappings have no order. A
+    value that is of no built-in type becomes the name of its type.
 
     Example:
         >>> canonical([1, 2.0, True]), canonical({"b": None, "a": (1.5,)})
@@ -59,7 +59,7 @@ def canonical(value: Any, depth: int = 0) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
-        return hex(value)  # decimal digits are limited in number, and slow
+        return hex(value)  # conversion to decimal is slow and limited in length
     kinds: tuple[Any, ...] = (float, complex, str, bytes, type(None))
     for kind in kinds:
         if isinstance(value, kind):
@@ -79,15 +79,15 @@ def _canonical_collection(value: Any, depth: int) -> str:
 
 
 def main(request: Mapping[str, Any], status_descriptor: int) -> None:
-    """Lock this process up, say so or what went wrong, and run the program that is asked for.
+    """Confine this process, report success or the error on the status pipe, and run the program.
 
-    The pipe is closed before the program begins: nothing can be said on it in its name.
+    The pipe is closed before the program starts, so that the program cannot write to it.
     """
     with open(status_descriptor, "wb", buffering=0) as status:
         try:
             result = None if request["expression"] is None else _take_output()
-            protections = _lock_up(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing may be run then
+            protections = _confine(request)
+        except Exception as error:  # noqa: BLE001 - after any error the program must not run
             status.write(f"{type(error).__name__}: {error}".encode())
             return
         status.write(READY + b" " + " ".join(protections).encode())
@@ -99,7 +99,7 @@ def main(request: Mapping[str, Any], status_descriptor: int) -> None:
 
 
 def _take_output() -> int:
-    """Keep the output for a value; what the program prints goes nowhere."""
+    """Reserve standard output for the expression's value; the program's prints go to /dev/null."""
     result = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -107,14 +107,14 @@ def _take_output() -> int:
     return result
 
 
-def _lock_up(request: Mapping[str, Any]) -> list[str]:
-    """Return the names of the protections in force; raise where one that must be is not."""
+def _confine(request: Mapping[str, Any]) -> list[str]:
+    """Set up all protections and return their names; raise if a required one fails."""
     protections = []
-    # The kernel counts threads by real user id, and never those of root. The process id makes a
-    # user id that no other process has. The effective user id stays the same: it opens files.
-    try:  # noqa: SIM105 - contextlib takes as long to import as all this takes
+    # The kernel counts threads by real user id and does not count root's. The process id gives a
+    # user id that no other process has. The effective user id stays: it is needed to open files.
+    try:  # noqa: SIM105 - importing contextlib is slow
         os.setresuid(_UNUSED_USERS + os.getpid(), -1, -1)
-    except OSError:  # not allowed; whether threads are counted is found out below
+    except OSError:  # not permitted; `_limit_threads` tests whether threads are counted
         pass
     if _enter_namespaces():
         protections.append("namespaces")
@@ -132,27 +132,27 @@ def _lock_up(request: Mapping[str, Any]) -> list[str]:
     if _prctl(_GET_NO_NEW_PRIVILEGES) != 1:
         raise RuntimeError("PR_SET_NO_NEW_PRIVS does not hold")
     if (ruleset := request["ruleset"]) is not None:
-        os.close(os.open(request["hidden"], os.O_RDONLY))  # which Landlock alone refuses below
+        os.close(os.open(request["hidden"], os.O_RDONLY))  # readable before Landlock, not after
         checked(system_call(_RESTRICT_SELF, ruleset, 0), "landlock")
         os.close(ruleset)
         protections.append("landlock")
     _filter_system_calls(request["filters"][has_thread_limit])
-    _try_out(request)
+    _test_protections(request)
     return [*protections, "seccomp"]
 
 
 def _enter_namespaces() -> bool:
-    """Leave the network and the memory segments of all others; return whether that was done."""
+    """Enter new network and IPC namespaces; return whether that succeeded."""
     before = _namespaces()
     if _libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC) != 0:
-        # A namespace of users alone may be allowed, and counts their threads afresh.
+        # A user namespace alone may be permitted; it has its own count of threads.
         _libc.unshare(_NEW_USER)
         return False
     return all(old != new for old, new in zip(before, _namespaces(), strict=True))
 
 
 def _namespaces() -> tuple[int, int]:
-    """Return the numbers of this process's namespaces; 0 where there is no ``/proc``."""
+    """Return the inodes of the network and IPC namespaces; 0 without ``/proc``."""
     try:
         return os.stat("/proc/self/ns/net").st_ino, os.stat("/proc/self/ns/ipc").st_ino
     except OSError:
@@ -173,22 +173,22 @@ def _limit(name: str, soft: int, hard: int) -> None:
 
 
 def _limit_threads(num_threads: int) -> bool:
-    """Return whether the kernel counts the threads of this process alone, and keeps to a limit.
+    """Set the limit; return whether the kernel enforces it for this process alone.
 
-    It does if a second one cannot begin where one may be, and can where two may be. A process
-    counts as a thread does.
+    The test: a fork fails under a limit of one and succeeds under a limit of two. Processes and
+    threads count alike.
     """
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    can_begin = []
+    can_fork = []
     for most in (1, 2):
         soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
-        can_begin.append(_can_begin_process())
+        can_fork.append(_can_fork())
     _limit("RLIMIT_NPROC", num_threads, num_threads)
-    return can_begin == [False, True]
+    return can_fork == [False, True]
 
 
-def _can_begin_process() -> bool:
+def _can_fork() -> bool:
     try:
         child = os.fork()
     except OSError:
@@ -200,7 +200,7 @@ def _can_begin_process() -> bool:
 
 
 def checked(result: int, name: str) -> int:
-    """Return what a system call has returned, or raise an OSError that names it."""
+    """Return the result of a system call, or raise an OSError that names the call."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name} failed: {os.strerror(error)}")
@@ -208,14 +208,14 @@ def checked(result: int, name: str) -> int:
 
 
 def system_call(number: int, *values: int | bytes | None) -> int:
-    """Make a system call that the C library has no function for."""
+    """Make a system call that has no function in the C library."""
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
     result: int = _libc.syscall(ctypes.c_long(number), *wide)
     return result
 
 
 def _prctl(option: int, *values: int) -> int:
-    # Its arguments are as wide as an address; what ctypes makes of integers by itself is not.
+    # The arguments are of pointer width; ctypes converts integers to C int by default.
     padded = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     return checked(_libc.prctl(ctypes.c_int(option), *padded), f"prctl({option})")
 
@@ -236,8 +236,8 @@ def _filter_system_calls(program: bytes) -> None:
     _prctl(_SET_SECCOMP, 2, ctypes.addressof(header))
 
 
-def _try_out(request: Mapping[str, Any]) -> None:
-    """Do what a program must not be able to do; raise where it can be done."""
+def _test_protections(request: Mapping[str, Any]) -> None:
+    """Try forbidden operations; raise if one succeeds."""
     for family in (1, 2, 10):
         if _libc.socket(family, 1, 0) >= 0 or ctypes.get_errno() != errno.EPERM:
             raise RuntimeError("seccomp does not hold: the network can be reached")
@@ -251,7 +251,7 @@ def _try_out(request: Mapping[str, Any]) -> None:
         raise RuntimeError("seccomp does not hold: folders can be made")
     if _error_of(os.kill, request["parent"], 0) != errno.EPERM:
         raise RuntimeError("seccomp does not hold: signals can be sent")
-    if _can_begin_process():
+    if _can_fork():
         raise RuntimeError("seccomp does not hold: processes can be begun")
 
 

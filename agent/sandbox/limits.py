@@ -1,4 +1,4 @@
-"""What an untrusted program may use, and how it may end."""
+"""Limits, outcomes and results of sandboxed programs."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from enum import Enum
 
 
 class SandboxError(RuntimeError):
-    """A program was not run, or not to its end, for a reason that is none of its own."""
+    """The sandbox failed to run a program, for a reason outside the program."""
 
 
 class Outcome(Enum):
     """How a program ended."""
 
     EXITED = "exited"
-    """By itself, with status 0."""
+    """Exit status 0."""
     CRASHED = "crashed"
-    """By an exception, another status or a signal."""
+    """Exception, other exit status, or signal."""
     CPU_LIMIT = "cpu_limit"
-    """It computed for too long."""
+    """`SandboxLimits.cpu_s` was exceeded."""
     WALL_LIMIT = "wall_limit"
-    """It lasted for too long."""
+    """`SandboxLimits.wall_s` was exceeded."""
     MEMORY_LIMIT = "memory_limit"
-    """It ended by a MemoryError that it did not catch."""
+    """An uncaught MemoryError."""
     OUTPUT_LIMIT = "output_limit"
-    """It wrote too much."""
+    """`SandboxLimits.output_bytes` was exceeded."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may use.
+    """Resource limits of one program.
 
     Raises:
-        ValueError: If one is not positive, or the memory is less than an interpreter needs.
+        ValueError: If a limit is not positive or below its minimum.
         TypeError: If a number that must be an integer is not.
     """
 
     cpu_s: int = 5
-    """Seconds of processor time, whole ones: the kernel counts no others."""
+    """Processor time in whole seconds, the unit of ``RLIMIT_CPU``."""
     wall_s: float = 15.0
-    """Seconds from its first line to its end."""
+    """Seconds from the first line of the program to its end."""
     memory_bytes: int = 512 << 20
-    """Address space, interpreter included; at least 64 MiB."""
+    """Bytes of address space, interpreter included; at least 64 MiB."""
     output_bytes: int = 64 << 10
-    """Bytes of standard output; at the next one it is killed."""
+    """Bytes of standard output; a program that writes more is killed."""
     num_files: int = 64
-    """Descriptors that are open at the same time; at least 16."""
+    """Open descriptors; at least 16."""
     num_threads: int = 32
-    """Threads at the same time, the first one included. A program has only the first one where the
-    kernel cannot count them; `Sandbox.protections` says so. There are no other processes."""
+    """Running threads, main thread included. Where the kernel cannot count them, a program has the
+    main thread only and `Sandbox.protections` has ``"no_threads"``."""
 
     def __post_init__(self) -> None:
         least = {"cpu_s": 1, "memory_bytes": 64 << 20, "output_bytes": 1}
@@ -65,14 +65,14 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What came of one program."""
+    """Result of one program."""
 
     outcome: Outcome
-    """How it ended."""
+    """Reason of the end."""
     output: bytes
-    """What it wrote to standard output, or the value of an expression as `canonical` text. It is
-    whatever the program wanted: compare it, never run, format or log it as it is."""
+    """Standard output, or the value of the expression as `canonical` text. The program chose every
+    byte: compare it, and never run, format or log it unescaped."""
     wall_s: float
-    """Seconds from its first line to its end."""
+    """Seconds from the first line of the program to its end."""
     cpu_s: float
-    """Seconds of processor time, the start of the interpreter included."""
+    """Seconds of processor time, start of the interpreter included."""

@@ -1,4 +1,4 @@
-"""One process of the sandbox, from its start to its end."""
+"""One sandboxed process, from start to end."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _PIECE_BYTES = 1 << 16
 
 
 class SandboxedProcess:
-    """A process that runs the launcher; a context manager that leaves nothing of it behind.
+    """A process that runs the launcher; the context manager kills it and closes its descriptors.
 
     Args:
-        request: As the launcher reads it.
-        stdin: The program's standard input.
-        folder: Where it works.
+        request: Argument of `launcher.main`.
+        stdin: Standard input of the program.
+        folder: Working folder.
 
     Raises:
-        OSError: If no process or descriptor can be had.
+        OSError: If a process or descriptor cannot be created.
     """
 
     def __init__(self, request: Mapping[str, Any], stdin: bytes, folder: str) -> None:
         self.protections: tuple[str, ...] = ()
-        """What is in force, once `watch` has returned."""
+        """Protections in force; known when `watch` has returned."""
         self._status = b""
         self._output = bytearray()
         self._began = time.monotonic()
@@ -62,21 +62,21 @@ class SandboxedProcess:
                 start_new_session=True,
             )
             ours.callback(self._reap)
-            # Nobody has waited for the process yet, so its number is still its own.
+            # The process was not waited for, so its id cannot have been reused.
             self._handle = os.pidfd_open(self._child.pid)
             ours.callback(os.close, self._handle)
             self._closing = ours.pop_all()
 
     def kill(self) -> None:
-        """End it at once, if it has not ended."""
+        """Send SIGKILL, unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def watch(self, limits: SandboxLimits) -> SandboxResult:
-        """Wait for the end, and bring it about where a limit is reached.
+        """Wait for the end; kill the process when a limit is reached.
 
         Raises:
-            SandboxError: If the program was never run, or cannot be stopped.
+            SandboxError: If the program did not start, or cannot be killed.
         """
         cut_short = self._read_to_end(limits)
         try:
@@ -112,14 +112,14 @@ class SandboxedProcess:
             self._child.wait()
 
     def _read_to_end(self, limits: SandboxLimits) -> Outcome | None:
-        """Read what is written until the process has ended; return what it must be killed for."""
+        """Read output until the process ends; return the limit that it exceeded, if any."""
         assert self._child.stdout is not None
         output = self._child.stdout.fileno()
         deadline = self._began + _START_S
         with selectors.DefaultSelector() as selector:
             for descriptor in (output, self._status_pipe, self._handle):
                 selector.register(descriptor, selectors.EVENT_READ)
-            # The end of the process and of its output come in any order; both must have come.
+            # The process and its output end in any order; wait for both.
             while selector.get_map():
                 events = selector.select(max(0.0, deadline - time.monotonic()))
                 if not events:
@@ -139,7 +139,7 @@ class SandboxedProcess:
         return None
 
 
-# The launcher comes compiled: reading its source would take longer than what it does.
+# The launcher is passed compiled, which is faster than parsing its source.
 _BEGIN = (
     "import marshal, sys\n"
     "code, request = marshal.load(open(int(sys.argv[1]), 'rb'))\n"
@@ -149,8 +149,8 @@ _BEGIN = (
 )
 _COMMAND = (sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", "-c", _BEGIN)
 _ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""All there is, so that ``-I`` is not needed, which would ignore it: sets of strings have the same
-order each time, and a program that shows one the same verdict."""
+"""The whole environment. A fixed hash seed gives sets of strings the same order in each run, so
+that verdicts repeat; the option ``-I`` would ignore it."""
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def _outcome(exit_code: int, has_used_its_time: bool) -> Outcome:
 
 
 def _file_of(content: bytes, stack: contextlib.ExitStack) -> int:
-    """Return a descriptor of a file in memory that begins with ``content``."""
+    """Return a descriptor of a memory file with ``content``, positioned at its start."""
     descriptor = os.memfd_create("trajpack-sandbox")
     stack.callback(os.close, descriptor)
     rest = memoryview(content)

@@ -1,4 +1,4 @@
-"""Runs Python programs that nobody trusts, each in a process that may compute and nothing else."""
+"""Runs untrusted Python programs, each in a confined process."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ except RuntimeError:
 
 
 class Sandbox:
-    r"""Runs programs one to a process, from any number of threads at the same time.
+    r"""Runs each program in its own process; may be used from several threads.
 
-    A program has the standard library, its input, and an empty working folder that it cannot write
-    to. It has no network, no environment variables and no descriptors of ours; it cannot begin
-    processes or programs, send signals, or change any file. The kernel enforces that from before
-    its first line. The process of each program tries it out before that line, too.
+    A program has the standard library, its input, and an empty read-only working folder. It has no
+    network, no environment variables and no inherited descriptors; it cannot start processes or
+    programs, send signals, or change files. The kernel enforces this before the first line, and
+    each process tests it before that line.
 
     Args:
-        limits: Of each program; None takes the default ones.
-        allow_file_reads: Run also where the kernel has no Landlock. Programs can then read whatever
-            the user can who runs this one, hidden answers among it.
+        limits: Limits of each program; defaults if None.
+        allow_file_reads: Accept a kernel without Landlock. Programs can then read every file that
+            the current user can read, hidden answers among them.
 
     Raises:
-        SetupError: If a program could do here what it must not, or could not be stopped; or if
-            the kernel has no Landlock and ``allow_file_reads`` is not set. The message names the
-            protection that is missing. No program is ever run then.
+        SetupError: If a protection is missing or does not work, or the kernel has no Landlock and
+            ``allow_file_reads`` is not set. The message names the protection.
 
     Cost: about 25 ms of processor time to start a program, and 10 MB.
 
@@ -88,25 +87,24 @@ class Sandbox:
         try:
             self._working_folder = os.path.join(self._folder.name, "work")
             os.mkdir(self._working_folder)
-            # A file that programs must not be able to read. They try to, before they begin.
+            # Each process tests that it cannot read this file.
             self._hidden = os.path.join(self._folder.name, "hidden")
             with open(self._hidden, "xb"):
                 pass
             self._ruleset = self._make_ruleset()
-            self._try_out(allow_file_reads)
+            self._test_program(allow_file_reads)
         except BaseException:
             self.close()
             raise
 
     @property
     def protections(self) -> tuple[str, ...]:
-        """Protections in force, each of them tried out.
+        """Names of the protections in force, each tested.
 
-        ``"seccomp"`` is always there. ``"landlock"`` is, unless ``allow_file_reads`` does without.
-        One of two says what holds threads: ``"thread_limit"`` (`SandboxLimits.num_threads`) or,
-        where the kernel cannot count the threads of one program, ``"no_threads"`` (it can start
-        none). ``"namespaces"`` is there where the user may have namespaces of network and memory
-        segments.
+        Always ``"seccomp"``; ``"landlock"`` unless ``allow_file_reads`` waives it; either
+        ``"thread_limit"`` (`SandboxLimits.num_threads`) or, where the kernel cannot count the
+        threads of one program, ``"no_threads"``; and ``"namespaces"`` where the user may create
+        network and IPC namespaces.
         """
         return self._protections
 
@@ -114,19 +112,19 @@ class Sandbox:
         """Run a program and wait for its end.
 
         Args:
-            code: Python, of any origin.
-            stdin: Its standard input.
-            expression: Of a trusted origin: evaluated after the program, among its names. Its value
-                is the output then, in place of what the program printed.
+            code: Untrusted Python.
+            stdin: Standard input of the program.
+            expression: Trusted expression that is evaluated after the program in its namespace. Its
+                value replaces the program's output.
 
         Raises:
-            SandboxError: If it could not be run, or the sandbox was closed meanwhile.
+            SandboxError: If the program could not be run, or the sandbox was closed.
         """
         result, _ = self._run(code, stdin, expression=expression, limits=self._limits)
         return result
 
     def close(self) -> None:
-        """Kill what is running; nothing can be run any more."""
+        """Kill all running programs; later calls of `run` raise."""
         with self._lock:
             self._is_closed = True
             for child in self._running:
@@ -144,14 +142,14 @@ class Sandbox:
             ruleset = landlock_ruleset(self._working_folder)
         except OSError as error:
             raise SetupError(f"Sandbox: files cannot be hidden here: {error}") from error
-        if ruleset is not None:  # it may be in use as long as any thread is in `run`
+        if ruleset is not None:  # threads in `run` may use it
             weakref.finalize(self, os.close, ruleset)
         return ruleset
 
-    def _try_out(self, allow_file_reads: bool) -> None:
-        """Run a program that imports a module and tries to have one thread more than it may.
+    def _test_program(self, allow_file_reads: bool) -> None:
+        """Run a program that imports a module and tries to exceed its thread limit.
 
-        What else a program must not do is tried by the process of each.
+        Each process tests the other protections itself.
         """
         most = min(self._limits.num_threads, _TRIED_THREADS)
         trial = replace(self._limits, num_threads=most)
@@ -198,7 +196,7 @@ class Sandbox:
             try:
                 return child.watch(limits), child.protections
             finally:
-                # What was killed by `close` has told nothing of the program.
+                # A kill by `close` is not an outcome of the program.
                 self._refuse_if_closed()
 
     def _start(self, request: Mapping[str, Any], stdin: bytes) -> SandboxedProcess:
@@ -225,6 +223,6 @@ def _kernel_limits(limits: SandboxLimits) -> dict[str, tuple[int, int]]:
         "RLIMIT_FSIZE": 0,
         "RLIMIT_MEMLOCK": 0,
     }
-    # At the first a program is told, and ends; one that does not listen is killed at the second.
+    # SIGXCPU at the soft limit, SIGKILL at the hard one.
     cpu = {"RLIMIT_CPU": (limits.cpu_s, limits.cpu_s + 1)}
     return cpu | {name: (value, value) for name, value in fixed.items()}

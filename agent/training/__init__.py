@@ -1,1 +1,1 @@
-"""The demonstration trainer of `trajpack train`: GRPO on sums, with a tiny model."""
+"""The demonstration of training: `trajpack train` teaches a tiny model sums by GRPO."""

@@ -1,7 +1,4 @@
-"""Arithmetic to learn on the spot: questions, a model that has hardly seen them, and its teacher.
-
-All of it is small enough for a policy to be trained from nothing within minutes on a CPU.
-"""
+"""The task of the demonstration: sums of one digit, a tiny model, and demonstrations for it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LARGEST = 9
-"""The largest sum: every answer is one digit, which is one token."""
+"""Largest sum, so that an answer is one digit and one token."""
 _PAD, _USER, _ASSISTANT, _END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -33,11 +30,11 @@ _TEXT = (_RETRY, "Congratulations! You are correct!") * 2
 
 
 def arithmetic_questions(size: int, seed: int) -> list[Question]:
-    """Ask for sums of two positive integers, up to nine; the same seed asks the same.
+    """Return questions for sums of two positive integers, up to 9, drawn with a seed.
 
     Args:
-        size: How many. There are 36 different ones, so they come again.
-        seed: Of the draw.
+        size: Number of questions. There are 36 different ones, so they repeat.
+        seed: Seed of the draw.
 
     Raises:
         ValueError: If ``size`` is not positive.
@@ -62,15 +59,13 @@ def arithmetic_questions(size: int, seed: int) -> list[Question]:
 
 
 def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Build a tiny Qwen3 with random weights, and a tokenizer with a token for each digit.
+    """Build a tiny Qwen3 with random weights, and a tokenizer with one token for each digit.
 
-    The model has 2 layers of width 64 and positions for 512 tokens. The tokenizer is a
-    byte-level byte-pair encoding in which a digit is always a token of its own; its chat template
-    spends one token on whose turn it is. A message ends with ``<|end|>``, ``<|pad|>`` pads.
+    The model has 2 layers of width 64 and positions for 512 tokens. The tokenizer is a byte-level
+    byte-pair encoding; a message ends with ``<|end|>``, ``<|pad|>`` pads.
 
     Args:
-        seed: Of the weights. The tokenizer is always the same. The state of torch's random
-            generators is left as it was.
+        seed: Seed of the weights. Torch's global random state does not change.
 
     Returns:
         The model, in evaluation mode and float32 on the CPU, and its tokenizer.
@@ -84,7 +79,7 @@ def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTo
     from tokenizers import pre_tokenizers
 
     digits = pre_tokenizers.Digits(individual_digits=True)
-    # No split at words: the agent's feedback, said in every turn, becomes a single token.
+    # Without a split at words, the agent's feedback becomes a single token.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = train_tokenizer(
         pre_tokenizers.Sequence([digits, words]),
@@ -93,12 +88,12 @@ def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTo
         vocab_size=512,
         chat_template=_CHAT_TEMPLATE,
     )
-    # The default range of weights learns several times slower at this width.
+    # The default initializer range learns several times slower at this width.
     return build_qwen3(tokenizer, seed, max_positions=512, initializer_range=0.1), tokenizer
 
 
 def encode_question(question: Question, tokenizer: Any) -> list[int]:
-    """Return the tokens that ask a question, generation prompt included."""
+    """Return the token ids of a question's messages, generation prompt included."""
     return _encode_messages(list(question.messages), tokenizer)
 
 
@@ -111,24 +106,23 @@ def _encode_messages(messages: list[Any], tokenizer: Any, before: str = "") -> l
 def lazy_demonstrations(
     size: int, tokenizer: Any, *, num_turns: int, skill: float = 1 / 3, seed: int = 0
 ) -> list[Trajectory]:
-    """Show how to converse, and how not to calculate: what a model is warmed up with.
+    """Return conversations of a teacher that adds correctly only with probability ``skill``.
 
-    The teacher adds now and then, and otherwise repeats one of the two numbers, which is wrong.
-    It is told how it did as a `MathMultiTurnAgent` tells a model, and tries again until it is
-    right or the turns are over.
+    Otherwise it answers with one of the two numbers, which is wrong. It gets the feedback that
+    `MathMultiTurnAgent` gives, and retries until it is right or the turns are used up.
 
     Args:
-        size: Conversations.
-        tokenizer: Of the model.
-        num_turns: Turns of a conversation at most.
-        skill: How often the teacher adds.
-        seed: Of questions and answers.
+        size: Number of conversations.
+        tokenizer: The model's tokenizer.
+        num_turns: Maximum number of turns of a conversation.
+        skill: Probability of a right answer.
+        seed: Seed of questions and answers.
 
     Returns:
-        One trajectory each. Their log-probabilities are 0: no model sampled them.
+        One trajectory for each conversation, with log-probabilities of 0.
 
     Raises:
-        ValueError: If ``size`` or ``num_turns`` is not positive, or ``skill`` is no probability.
+        ValueError: If ``size`` or ``num_turns`` is not positive, or ``skill`` is not in [0, 1].
     """
     if num_turns < 1:
         raise ValueError(f"lazy_demonstrations: num_turns must be at least 1, got {num_turns}")

@@ -1,17 +1,18 @@
-"""A policy that learns arithmetic from verified answers while it goes on answering."""
+"""The demonstration of GRPO: the training loop and the record of each step."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines.transformers_engine import TransformersEngine
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
+from trajpack.agent.environments.questions import ExactAnswerEnvironment
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.protocols import Prompt, SamplingParams
@@ -22,35 +23,58 @@ from trajpack.agent.training.arithmetic import (
     encode_question,
     lazy_demonstrations,
 )
-from trajpack.agent.training.policy_trainer import PolicyTrainer, StepOutcome
-from trajpack.agent.training.records import StepRecord, record_step
+from trajpack.agent.training.policy_trainer import PolicyTrainer, StepOutcome, warm_up
 from trajpack.agent.training.settings import TrainSettings
-from trajpack.agent.training.warm_up import warm_up
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.credit.group_estimators import GRPO
 
 MAX_LOGPROB_GAP = 1e-5
-"""How far the trainer's log-probabilities may be from the engine's where the weights are equal."""
+"""Largest allowed difference of log-probabilities between trainer and engine at equal weights."""
 _NUM_EPOCHS = 2
 _PAGE_SIZE = 16
 _DEMONSTRATIONS = 48
 _WARM_UP_RATE = 3e-3
-_QUESTION_TOKENS = 5
-_MAX_NEW_TOKENS = 3
-_FEEDBACK_TOKENS = 4
+_QUESTION_TOKENS, _MAX_NEW_TOKENS, _FEEDBACK_TOKENS = 5, 3, 4
 _MAX_CONCURRENCY = 64
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """Measurements of one finished step."""
+
+    step: int
+    """Number of the step, from 1."""
+    success: float
+    """Share of the answers that were right."""
+    solved: float
+    """Share of the episodes that ended with a right answer."""
+    reward: float
+    """Mean over episodes of the sum of rewards."""
+    num_tokens: int
+    """Tokens of the batch."""
+    num_generated: int
+    """Tokens of the batch that the policy sampled."""
+    seconds: float
+    """Seconds since the end of the step before, or since the first episode began."""
+    outcome: StepOutcome
+    """Measurements of the trainer."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second of the step."""
+        return self.num_generated / self.seconds
+
+
 class Training:
-    """A tiny policy, its trainer, and the questions it will be asked.
+    """A tiny policy, its trainer, and its questions.
 
     Args:
-        settings: What to train, and how.
+        settings: Settings of the training.
 
     Raises:
         ModuleNotFoundError: If transformers is missing.
-        SetupError: If its model does not keep packed sequences apart.
+        SetupError: If the model does not keep packed sequences apart.
 
     Cost: imports transformers, some seconds.
     """
@@ -71,11 +95,7 @@ class Training:
         self.questions = arithmetic_questions(num_questions, settings.seed)
 
     def warm_up(self) -> Iterator[float]:
-        """Learn to converse, and to add now and then, from a lazy teacher.
-
-        Yields:
-            The loss of each step.
-        """
+        """Train on demonstrations of a lazy teacher, and yield the loss of each step."""
         settings = self.settings
         demonstrations = lazy_demonstrations(
             settings.warm_up_steps * _DEMONSTRATIONS,
@@ -92,79 +112,72 @@ class Training:
         )
 
     async def learn(self, on_step: Callable[[StepRecord], None]) -> None:
-        """Roll out and train at the same time, until all questions have been answered.
+        """Roll out and train at the same time, until all questions were answered.
 
-        While a step is taken, episodes go on under the older weights; then the new ones are
-        pushed between two tokens. Every token keeps the version that sampled it.
+        Episodes continue under the older weights while a step is taken; then the engine gets the
+        new ones between two tokens.
 
         Args:
             on_step: Called after each step.
 
         Raises:
-            SetupError: If the engine cannot run, or its weights cannot be replaced in flight.
-            RuntimeError: If the trainer's log-probabilities are not the engine's.
+            SetupError: If the engine cannot run, cannot replace weights in flight, or an episode
+                failed.
+            RuntimeError: If the log-probabilities of trainer and engine differ.
         """
-        settings = self.settings
+        settings, group_size = self.settings, self.settings.group_size
+        agent = MathMultiTurnAgent(
+            SamplingParams(max_new_tokens=_MAX_NEW_TOKENS),
+            self.tokenizer,
+            answer_save_path=None,
+            num_turns=settings.num_turns,
+            stop_on_success=True,
+        )
+        # A quarter of a step's episodes in flight, so that the others sample the newest weights.
+        num_episodes = settings.num_prompts * group_size
+        concurrency = min(max(num_episodes // 4, 1), _MAX_CONCURRENCY)
+        prompts = (Prompt(one.id, encode_question(one, self.tokenizer)) for one in self.questions)
         async with AsyncExitStack() as stack:
-            with _refusals():
-                engine = await stack.enter_async_context(self._make_engine())
+            with _as_setup_error():
+                engine = await stack.enter_async_context(self._make_engine(concurrency))
             runner = RolloutRunner(
                 engine,
-                self._make_agent(),
+                agent,
                 ExactAnswerEnvironment(self.questions),
-                concurrency=self._concurrency,
-                group_size=settings.group_size,
+                concurrency=concurrency,
+                group_size=group_size,
             )
-            results = await stack.enter_async_context(aclosing(runner.run(self._prompts())))
-            groups = whole_groups(results, settings.group_size, settings.num_prompts)
+            results = await stack.enter_async_context(aclosing(runner.run(prompts)))
+            steps = whole_groups(results, group_size, settings.num_prompts)
             began = time.monotonic()
-            async for episodes in await stack.enter_async_context(aclosing(groups)):
+            async for episodes in await stack.enter_async_context(aclosing(steps)):
                 batch = pack_episodes(episodes)
                 outcome = await run_to_end(partial(self.trainer.step, batch))
                 check_logprobs(outcome)
-                with _refusals():
+                with _as_setup_error():
                     await engine.update_weights(self.model.state_dict(), self.trainer.version)
                 began, seconds = time.monotonic(), time.monotonic() - began
                 on_step(record_step(self.trainer.version, episodes, batch, outcome, seconds))
 
-    def _prompts(self) -> Iterator[Prompt]:
-        for question in self.questions:
-            yield Prompt(question.id, encode_question(question, self.tokenizer))
+    def _make_engine(self, concurrency: int) -> TransformersEngine:
+        """Return an engine on a copy of the model that reads any prompt in one forward pass.
 
-    def _make_agent(self) -> MathMultiTurnAgent:
-        return MathMultiTurnAgent(
-            SamplingParams(max_new_tokens=_MAX_NEW_TOKENS),
-            self.tokenizer,
-            answer_save_path=None,
-            num_turns=self.settings.num_turns,
-            stop_on_success=True,
-        )
-
-    @property
-    def _concurrency(self) -> int:
-        """Episodes in flight: a part of a step's, so that the rest sees the newest weights."""
-        return min(max(self.settings.num_episodes // 4, 1), _MAX_CONCURRENCY)
-
-    def _make_engine(self) -> TransformersEngine:
-        """Return an engine on a copy of the model, that reads any prompt in one piece.
-
-        What is read in two pieces might be read by two versions of the weights.
+        Two passes could read a prompt with two versions of the weights.
         """
-        settings = self.settings
-        longest = _QUESTION_TOKENS + settings.num_turns * (_MAX_NEW_TOKENS + _FEEDBACK_TOKENS)
+        turn_tokens = _MAX_NEW_TOKENS + _FEEDBACK_TOKENS
+        longest = _QUESTION_TOKENS + self.settings.num_turns * turn_tokens
         return TransformersEngine(
             copy.deepcopy(self.model),
-            num_blocks=self._concurrency * -(-longest // _PAGE_SIZE),
+            num_blocks=concurrency * -(-longest // _PAGE_SIZE),
             page_size=_PAGE_SIZE,
-            max_batch_tokens=self._concurrency * longest,
-            seed=settings.seed,
+            max_batch_tokens=concurrency * longest,
+            seed=self.settings.seed,
             version=self.trainer.version,
         )
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Raise what the engine refuses as one line for a person."""
+def _as_setup_error() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -174,10 +187,10 @@ def _refusals() -> Iterator[None]:
 async def whole_groups(
     results: AsyncIterable[EpisodeResult], group_size: int, num_groups: int
 ) -> AsyncGenerator[list[EpisodeResult], None]:
-    """Gather episodes until some prompts have all of theirs, again and again.
+    """Collect results into complete groups.
 
     Yields:
-        The episodes of ``num_groups`` prompts, group by group; of fewer, if there are no more.
+        The episodes of ``num_groups`` prompts, group by group; of fewer at the end.
 
     Raises:
         SetupError: If an episode failed.
@@ -198,23 +211,42 @@ async def whole_groups(
         yield whole
 
 
-def pack_episodes(episodes: Iterable[EpisodeResult]) -> PackedBatch:
-    """Pack the trajectories of episodes, and credit each with what it has beyond its group."""
-    buffer = TrajectoryBuffer()
-    for episode in episodes:
-        for trajectory in episode.trajectories:
-            buffer.add(trajectory)
-    return buffer.pack().with_advantages(GRPO())
+def pack_episodes(episodes: Sequence[EpisodeResult]) -> PackedBatch:
+    """Pack the trajectories of episodes, with advantages by `GRPO`."""
+    trajectories = [path for episode in episodes for path in episode.trajectories]
+    return pack(trajectories).with_advantages(GRPO())
 
 
 def check_logprobs(outcome: StepOutcome) -> None:
-    """Raise where trainer and engine disagree on what the same weights make of the same tokens.
+    """Compare the log-probabilities of trainer and engine at equal weights.
 
     Raises:
-        RuntimeError: If they are further apart than rounding is.
+        RuntimeError: If the largest difference exceeds `MAX_LOGPROB_GAP`.
     """
     if not outcome.logprob_gap <= MAX_LOGPROB_GAP:
         raise RuntimeError(
             f"log-probabilities of trainer and engine differ by {outcome.logprob_gap:.1e} at equal "
             f"weights, expected at most {MAX_LOGPROB_GAP:.0e}"
         )
+
+
+def record_step(
+    step: int,
+    episodes: Sequence[EpisodeResult],
+    batch: PackedBatch,
+    outcome: StepOutcome,
+    seconds: float,
+) -> StepRecord:
+    """Return the record of a finished step."""
+    turns = [episode.trajectories[0].turns for episode in episodes]
+    num_solved = sum(one[-1].reward > 0 for one in turns)
+    return StepRecord(
+        step=step,
+        success=num_solved / sum(map(len, turns)),
+        solved=num_solved / len(turns),
+        reward=sum(turn.reward for one in turns for turn in one) / len(turns),
+        num_tokens=batch.num_tokens,
+        num_generated=batch.num_generated,
+        seconds=seconds,
+        outcome=outcome,
+    )

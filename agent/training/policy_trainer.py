@@ -1,7 +1,8 @@
-"""Training a causal language model on packed batches by clipped policy gradients."""
+"""Trains a causal language model on packed batches, supervised or by clipped policy gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,35 +10,37 @@ import torch
 
 from trajpack.packing.adapters.huggingface import check_isolation
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
 from trajpack.packing.plan.plan import plan_micro_batches
+from trajpack.packing.types import Trajectory
 
 _RAMP_BATCHES = 10
+_WARM_UP_RAMP_STEPS = 20
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a batch came to."""
+    """Measurements of one trained batch."""
 
     loss: float
-    """Of the whole batch, in the first epoch."""
+    """Loss of the batch in the first epoch."""
     gradient_norm: float
-    """In the first epoch, before it was scaled down."""
+    """Norm of the gradient in the first epoch, before scaling."""
     clip_fraction: float
-    """Share of the generated tokens that the clip kept from being learned from, over the epochs."""
+    """Share of the generated tokens whose gradient the clip set to zero, mean over the epochs."""
     num_micro_batches: int
-    """What the batch was cut into."""
+    """Micro-batches of an epoch."""
     fill: float
-    """Tokens of the micro-batches as a share of what they have room for."""
+    """Tokens of the micro-batches divided by their capacity."""
     mean_staleness: float
-    """By how many versions the weights that sampled a token were older, on average."""
+    """Mean over generated tokens of trainer version less token version."""
     max_staleness: int
-    """The same at most."""
+    """Maximum of the same difference."""
     num_on_policy: int
-    """Tokens of the turns that were sampled from first to last by the weights that the step
-    began with."""
+    """Tokens of turns that the current weights sampled from the first token to the last."""
     logprob_gap: float
-    """Largest distance of their log-probabilities here from those that the engine reported."""
+    """Largest absolute difference of their log-probabilities between trainer and engine, nats."""
 
 
 def token_logprobs(model: Any, piece: PackedBatch | MicroBatch) -> torch.Tensor:
@@ -50,7 +53,7 @@ def token_logprobs(model: Any, piece: PackedBatch | MicroBatch) -> torch.Tensor:
 
     Returns:
         float32 ``[tokens]``, at each token's own index, as `PackedBatch.rollout_logprobs`. The
-        first token of a sequence, which nothing predicts, has no meaningful value.
+        value at the first token of a sequence has no meaning.
 
     Cost: one forward pass.
     """
@@ -59,30 +62,53 @@ def token_logprobs(model: Any, piece: PackedBatch | MicroBatch) -> torch.Tensor:
     return torch.nn.functional.pad(chosen, (1, 0))
 
 
-class PolicyTrainer:
-    """Trains a model in place, batch after batch.
+def clipped_policy_loss(
+    logprobs: torch.Tensor, piece: MicroBatch, *, clip: tuple[float, float] = (0.2, 0.28)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the clipped policy-gradient loss of a micro-batch.
 
-    A batch is cut into micro-batches of limited size, so that memory and the square of the
-    attention stay small; their gradients add up to those of the whole. The model stays in
-    evaluation mode: a ratio to the sampling policy has no room for dropout.
+    The ratio of a token is to the policy that sampled it, by ``piece.rollout_logprobs``.
+
+    Args:
+        logprobs: float ``[tokens]``, from `token_logprobs`.
+        piece: A micro-batch with advantages and a field ``loss_weights``
+            (`PackedBatch.loss_weights`), so that micro-batches and ranks add up to the batch.
+        clip: Lower and upper distance from 1 at which the ratio is clipped.
+
+    Returns:
+        The loss, a scalar, and bool ``[tokens]``: True where the clip sets the gradient to zero.
+
+    Reference:
+        Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7; with two
+        bounds instead of one, Yu et al., "DAPO", 2025, equation 10.
+    """
+    advantages = piece.advantages
+    assert advantages is not None
+    ratio = torch.where(piece.loss_mask, logprobs - piece.rollout_logprobs, 0.0).exp()
+    objective = ratio * advantages
+    clipped = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages
+    loss = -(torch.minimum(objective, clipped) * piece.fields["loss_weights"]).sum()
+    return loss, piece.loss_mask & (clipped < objective)
+
+
+class PolicyTrainer:
+    """Trains a model in place, one batch per step, in micro-batches of limited size.
+
+    The model stays in evaluation mode, since dropout would change the ratio to the sampling
+    policy.
 
     Args:
         model: A Hugging Face causal language model.
-        learning_rate: Of AdamW, once it has risen over ten batches: as long as it has seen little,
-            AdamW takes the noise of a gradient for its direction.
-        capacity: Tokens of a micro-batch at most.
-        num_epochs: Optimizer steps on each batch; the clip bounds what the later ones do.
-        clip: How far below and above 1 the ratio to the sampling policy counts.
-        max_gradient_norm: A longer gradient is scaled down to it.
+        learning_rate: Learning rate of AdamW, reached after a ramp of ten batches.
+        capacity: Maximum number of tokens in a micro-batch.
+        num_epochs: Optimizer steps on each batch.
+        clip: As in `clipped_policy_loss`.
+        max_gradient_norm: Gradients with a larger norm are scaled down to it.
 
     Raises:
         ValueError: If the model does not keep the sequences of a packed batch apart.
 
     Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation`.
-
-    Reference:
-        Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7; with two
-        bounds instead of one, Yu et al., "DAPO", 2025, equation 10.
     """
 
     def __init__(
@@ -98,28 +124,25 @@ class PolicyTrainer:
         check_isolation(model)
         self.model = model.eval()
         self.version = 0
-        """Batches that the weights have seen."""
+        """Number of batches trained."""
         self._num_epochs = num_epochs
         self._learning_rate = learning_rate
         self._capacity = capacity
-        self._bounds = 1 - clip[0], 1 + clip[1]
+        self._clip = clip
         self._max_gradient_norm = max_gradient_norm
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0
         )
 
     def step(self, batch: PackedBatch) -> StepOutcome:
-        """Move towards what earned an advantage, and away from what cost one.
-
-        The ratio of a token is to the policy that sampled it, however old, by the
-        log-probability that the engine reported. Each generated token weighs the same.
+        """Train on a batch; each generated token has the same weight.
 
         Args:
-            batch: With advantages.
+            batch: A batch with advantages.
 
         Raises:
-            ValueError: If it has none, or has generated nothing, or a sequence of it is longer
-                than a micro-batch.
+            ValueError: If the batch has no advantages or no generated tokens, or a sequence of it
+                is longer than a micro-batch.
 
         Cost: a forward and a backward pass for each micro-batch and epoch; some numbers are read
         from the device at the end.
@@ -129,13 +152,14 @@ class PolicyTrainer:
         if not batch.num_generated:
             raise ValueError("step: the batch has no generated tokens to learn from")
         plan = plan_micro_batches(batch.seqlens, self._capacity)
-        pieces = batch.split(
-            plan,
-            tensors={
-                "loss_weights": batch.loss_weights("token_mean"),
-                "is_on_policy": self._is_on_policy(batch),
-            },
-        )
+        # A turn is one request. One that began under older weights keeps their attention cache,
+        # so that none of its tokens is on-policy.
+        began_now = (batch.turn_version_start == self.version)[batch.turn_ids.long()]
+        tensors = {
+            "loss_weights": batch.loss_weights("token_mean"),
+            "is_on_policy": batch.loss_mask & began_now,
+        }
+        pieces = batch.split(plan, tensors=tensors)
         staleness = self.version - batch.policy_versions[batch.loss_mask]
         ramp = min((self.version + 1) / _RAMP_BATCHES, 1.0)
         self._optimizer.param_groups[0]["lr"] = ramp * self._learning_rate
@@ -154,36 +178,67 @@ class PolicyTrainer:
             logprob_gap=float(gaps[0]),
         )
 
-    def _take_epoch(self, pieces: list[MicroBatch]) -> torch.Tensor:
-        """Take one step of the optimizer; return sums, the largest gap and the norm, ``[5]``."""
-        self._optimizer.zero_grad()  # a step that failed halfway has left some
-        rows = torch.stack([self._learn(piece) for piece in pieces])
+    def _take_epoch(self, pieces: Sequence[MicroBatch]) -> torch.Tensor:
+        """Take one optimizer step; return loss, counts, log-probability gap and norm, ``[5]``."""
+        self._optimizer.zero_grad()  # gradients of a step that failed halfway
+        rows = []
+        for piece in pieces:
+            logprobs = token_logprobs(self.model, piece)
+            loss, is_clipped = clipped_policy_loss(logprobs, piece, clip=self._clip)
+            loss.backward()
+            is_on_policy = piece.fields["is_on_policy"]
+            distance = (logprobs.detach() - piece.rollout_logprobs).abs()
+            gap = torch.where(is_on_policy, distance, 0.0).max()
+            rows.append(torch.stack([loss.detach(), is_clipped.sum(), is_on_policy.sum(), gap]))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_gradient_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return torch.cat([rows[:, :3].sum(0), rows[:, 3:].amax(0), norm[None]])
+        table = torch.stack(rows)
+        return torch.cat([table[:, :3].sum(0), table[:, 3:].amax(0), norm[None]])
 
-    def _is_on_policy(self, batch: PackedBatch) -> torch.Tensor:
-        """Select what the present weights sampled with no older weights' keys and values.
 
-        A turn is a request of its own to the engine. One that began under older weights goes on
-        with their cache, so its later tokens are the present weights' in name only.
-        """
-        of_turns = batch.turn_version_start == self.version
-        return batch.loss_mask & of_turns[batch.turn_ids.long()]
+def warm_up(
+    model: Any,
+    trajectories: Sequence[Trajectory],
+    *,
+    num_steps: int,
+    learning_rate: float,
+    capacity: int,
+) -> Iterator[float]:
+    """Train a model in place on the generated tokens of ``trajectories``, in one pass over them.
 
-    def _learn(self, piece: MicroBatch) -> torch.Tensor:
-        """Add a micro-batch's gradients; return its loss and what is counted, ``[4]``."""
-        logprobs = token_logprobs(self.model, piece)
-        distance = torch.where(piece.loss_mask, logprobs - piece.rollout_logprobs, 0.0)
-        ratio = distance.exp()
-        advantages = piece.advantages
-        assert advantages is not None  # `step` has seen to it
-        clipped = ratio.clamp(*self._bounds) * advantages
-        objective = torch.minimum(ratio * advantages, clipped)
-        loss = -(objective * piece.fields["loss_weights"]).sum()
-        loss.backward()
-        is_clipped = piece.loss_mask & (clipped < ratio * advantages)
-        is_on_policy = piece.fields["is_on_policy"]
-        gap = torch.where(is_on_policy, distance.detach().abs(), 0.0).max()
-        return torch.stack([loss.detach(), is_clipped.sum(), is_on_policy.sum(), gap])
+    Args:
+        model: A Hugging Face causal language model.
+        trajectories: Demonstrations.
+        num_steps: Optimizer steps; each takes the same number of trajectories.
+        learning_rate: Peak learning rate of AdamW: it rises over 20 steps, then falls to 0.
+        capacity: Maximum number of tokens in a micro-batch.
+
+    Yields:
+        The loss of each step, in nats per generated token.
+
+    Raises:
+        ValueError: If there are fewer trajectories than steps.
+    """
+    size = len(trajectories) // num_steps
+    if not size:
+        raise ValueError(
+            f"warm_up: {num_steps} steps need as many trajectories, got {len(trajectories)}"
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    for step in range(num_steps):
+        ramp = min((step + 1) / _WARM_UP_RAMP_STEPS, 1 - step / num_steps)
+        optimizer.param_groups[0]["lr"] = learning_rate * ramp
+        batch = pack(trajectories[step * size : (step + 1) * size])
+        weights = {"loss_weights": batch.loss_weights("token_mean")}
+        plan = plan_micro_batches(batch.seqlens, capacity)
+        total = 0.0
+        optimizer.zero_grad()
+        for piece in batch.micro_batches(plan, tensors=weights):
+            loss = -(token_logprobs(model, piece) * piece.fields["loss_weights"]).sum()
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield total

@@ -1,4 +1,4 @@
-"""What to train, and how."""
+"""Settings of the demonstration of training."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What to train, and how.
+    """Settings of a training.
 
-    The same settings give the same weights to begin with and the same questions. What is sampled
-    for them depends on the clock too: weights change while answers are under way.
+    The same settings give the same initial weights and the same questions. The sampled tokens
+    also depend on the clock, since weights change while episodes run.
 
     Raises:
         SetupError: If a value is out of range.
     """
 
     num_steps: int = 30
-    """Steps of policy gradients."""
+    """Number of policy-gradient steps."""
     num_prompts: int = 16
     """Questions for each step."""
     group_size: int = 8
-    """Episodes for each question; their scores are compared."""
+    """Episodes for each question."""
     num_turns: int = 3
-    """Answers of an episode at most: it ends with the first right one."""
+    """Maximum number of answers in an episode, which ends with the first right one."""
     warm_up_steps: int = 120
-    """Supervised steps before the first episode."""
+    """Number of supervised steps before the first episode."""
     learning_rate: float = 1e-3
-    """Of policy gradients."""
+    """Learning rate of the policy-gradient steps."""
     capacity: int = 512
-    """Tokens of a micro-batch at most."""
+    """Maximum number of tokens in a micro-batch."""
     seed: int = 0
-    """Of weights, questions, demonstrations and sampling."""
+    """Seed of weights, questions, demonstrations and sampling."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _LIMITS.items():
@@ -52,8 +52,3 @@ class TrainSettings:
                 raise SetupError(f"{name} must be {limits}, got {getattr(self, name):,}")
         if not 0 < self.learning_rate < float("inf"):
             raise SetupError(f"learning_rate must be positive, got {self.learning_rate}")
-
-    @property
-    def num_episodes(self) -> int:
-        """Episodes of a step."""
-        return self.num_prompts * self.group_size

@@ -154,7 +154,6 @@ def test_a_document_that_drifted_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "README", drifted)
     monkeypatch.setattr(report, "DOCUMENT", tmp_path / "all.md")
     monkeypatch.setattr(plots, "write_png", lambda results, path: None)
-    (tmp_path / "jobs.md").write_text("# Jobs\n")
     assert report.main(["--check"]) == 1
     assert "README.md is not what its results say" in capsys.readouterr().out
     assert "old" in drifted.read_text()

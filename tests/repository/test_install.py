@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -56,18 +57,22 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_source(tmp_path_factory.mktemp("fresh") / "trajpack")
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The little that making an environment looks at."""
+def copy_needed(folder: Path) -> Path:
+    """Copy the files that making an environment reads."""
     for name in (".ci", *LAYERS):
-        (tmp_path / name).mkdir()
-    (tmp_path / "src" / "trajpack").mkdir(parents=True)
+        (folder / name).mkdir()
+    (folder / "src" / "trajpack").mkdir(parents=True)
     for layer in LAYERS:
-        (tmp_path / "src" / "trajpack" / layer).symlink_to(f"../../{layer}")
+        (folder / "src" / "trajpack" / layer).symlink_to(f"../../{layer}")
     root = Path(__file__).parents[2]
     for name in (".ci/make-venv", "pyproject.toml", "Makefile", "constraints.txt"):
-        (tmp_path / name).write_bytes((root / name).read_bytes())
-    return tmp_path
+        (folder / name).write_bytes((root / name).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return copy_needed(tmp_path)
 
 
 def make_venv(folder: Path, python: object) -> subprocess.CompletedProcess[str]:
@@ -198,12 +203,18 @@ def test_an_environment_that_cannot_be_made_leaves_nothing(
 # an environment that is there
 
 
-@pytest.fixture
-def installed(copy: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy whose environment make takes for installed."""
-    assert make_venv(copy, sys.executable).returncode == 0
-    (copy / ".venv/.installed").touch()
-    return copy
+    folder = copy_needed(tmp_path_factory.mktemp("made"))
+    assert make_venv(folder, sys.executable).returncode == 0
+    (folder / ".venv/.installed").touch()
+    return folder
+
+
+@pytest.fixture
+def installed(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "installed", symlinks=True)
 
 
 def test_an_environment_that_works_is_not_installed_again(installed: Path) -> None:

@@ -72,7 +72,6 @@ ENTRIES = {
     "agent:SGLangEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
     "agent:ServerSettings.from_environment()": ("pydantic_settings", "trajpack[servers]"),
     "agent.ray:RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
-    "agent.ray:TrainerRanks(None, 1)": ("ray", "trajpack[ray]"),
     "agent.ray:local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
     "agent:TRLRollout(None, None, [])._generate([], [], None)": ("trl", "trl"),
     "packing:TrajectoryLog.open('log').export_parquet('log.parquet')": ("pyarrow", "trajpack[log]"),
@@ -127,12 +126,7 @@ BEHIND = {
     "agent/runner/gate.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
-    "agent/observability/families.py": "agent/observability/metrics.py",
-    "agent/ray/rollouts/life.py": "agent/ray/rollouts/workers.py",
-    "agent/ray/rollouts/worker.py": "agent/ray/rollouts/workers.py",
-    "agent/ray/room.py": "agent/ray/rollouts/workers.py",
-    "agent/ray/training/rank.py": "agent/ray/training/trainers.py",
-    "agent/ray/training/training.py": "agent/ray/rollouts/workers.py",
+    "agent/ray/worker.py": "agent/ray/workers.py",
     "agent/rollout/workers.py": "agent/ray/cluster.py",
     "agent/servers/client.py": "agent/servers/engine.py",
     "agent/servers/control.py": "agent/servers/engine.py",
@@ -141,8 +135,7 @@ BEHIND = {
 """Files that are reached through another alone, which asks for the package."""
 ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
-    ("src/trajpack/commands/rollout.py", "transformers"): "explained by the command",
-    ("src/trajpack/commands/train.py", "transformers"): "explained by the command",
+    ("src/trajpack/commands/terminal.py", "transformers"): "explained by the command",
 }
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 ON_THE_CLUSTER = "ray"
+CLUSTER_FILES = {
+    "tests/agent/ray/test_training_example.py",
+    "tests/agent/ray/test_workers.py",
+    "tests/agent/rollout/test_workers.py",
+    "tests/commands/test_servers_command.py",
+}
 
 
 def scope_of(nodeid: str) -> str:
@@ -16,9 +21,7 @@ def scope_of(nodeid: str) -> str:
     A file's tests share what its fixtures set up; two Ray clusters would starve each other.
     """
     file = nodeid.split("::", 1)[0]
-    name = Path(file).stem
-    is_on_the_cluster = name.startswith("test_ray_") or name == "test_servers_command"
-    return ON_THE_CLUSTER if is_on_the_cluster else file
+    return ON_THE_CLUSTER if file in CLUSTER_FILES else file
 
 
 def refuse_a_second_cluster(items: list[pytest.Item]) -> None:

@@ -1,24 +1,28 @@
-"""Ctrl-C and SIGTERM while there is work worth keeping."""
+"""Handling of Ctrl-C and SIGTERM while a command has results to keep."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
+from trajpack.commands.terminal import say
+
 
 class Interruption:
-    """Makes the first Ctrl-C or SIGTERM a request to stop, and the second one an end at once.
+    """Turns the first Ctrl-C or SIGTERM into a request to stop; the second one ends the command.
 
-    Use it as a context manager. Until `stop_by` is called there is nothing to keep, and the
-    first one is a `KeyboardInterrupt` too. A signal that the program was started to ignore
-    stays ignored. Outside the main thread signals are left alone.
+    Use it as a context manager. Until `stop_by` is called, the first signal raises
+    `KeyboardInterrupt` too. A signal that the program was started to ignore stays ignored.
+    Outside the main thread signals are not handled.
     """
 
     def __init__(self) -> None:
         self.status: int | None = None
+        """Exit status of the first signal; None before it."""
         self._stop: Callable[[], object] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -34,8 +38,29 @@ class Interruption:
             signal.signal(number, handler)
 
     def stop_by(self, stop: Callable[[], object]) -> None:
-        """From now on answer the first signal with ``stop``, called between two instructions."""
+        """Call ``stop`` on the first signal, between two bytecode instructions."""
         self._stop = stop
+
+    def save(self, text: str) -> None:
+        """Print ``text`` on the first signal, and let the command finish."""
+        self.stop_by(lambda: say(text))
+
+    async def run(self, work: Awaitable[None], *, on_stop: Callable[[], None], saving: str) -> None:
+        """Await ``work``; the first signal calls ``on_stop`` and cancels it, later ones `save`."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            on_stop()
+            task.cancel()
+
+        self.stop_by(lambda: loop.call_soon_threadsafe(stop))
+        try:
+            await work
+        except asyncio.CancelledError:
+            pass  # by the signal
+        finally:
+            self.save(saving)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         is_first, self.status = self.status is None, self.status or 128 + number

@@ -1,4 +1,4 @@
-"""What ``trajpack replay`` does."""
+"""The work of ``trajpack replay``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
 from trajpack.agent.rollout.files import check_places, save_rollout, tokenizer_folder
 from trajpack.agent.rollout.log import logged_tokenizer
-from trajpack.commands.terminal import make_console, results, tell
+from trajpack.agent.rollout.report import failure_rows
+from trajpack.commands.terminal import make_console, results, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.batch.inspection import counted, describe, summary
+from trajpack.packing.batch.inspection import describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.layout import Layout
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-
-_MAX_REASONS = 5
 
 
 def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> int:
@@ -35,7 +34,7 @@ def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> i
         batch = buffer.pack(layout=layout) if len(buffer) else None
     except OSError as error:
         raise SetupError(f"cannot read {folder}: {error.strerror or first_line(error)}") from error
-    except (AssertionError, RuntimeError, ValueError) as error:  # of torch, too
+    except (AssertionError, RuntimeError, ValueError) as error:  # torch raises all three
         raise SetupError(first_line(error)) from error
     if batch is None and out is not None:
         raise SetupError(f"{folder} has no trajectories; no batch was written")
@@ -52,31 +51,26 @@ def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> i
 
 
 def _describe(log: TrajectoryLog) -> list[tuple[str, str]]:
-    """Return what is in a log, as pairs of a name and its value in words."""
+    """Return the contents of a log as pairs of a name and a formatted value."""
     num_failed = len(log.failed)
     rows = [("episodes", f"{len(log):,}, {num_failed:,} of them failed")]
     if num_failed:
         reasons = Counter(logged.error for logged in log.replay() if logged.error is not None)
-        common = reasons.most_common(_MAX_REASONS)
-        rows += [(f"failed {number:,}", reason) for reason, number in common]
-        if len(reasons) > _MAX_REASONS:
-            rows.append(("failed", counted(len(reasons) - _MAX_REASONS, "more reason")))
+        rows += failure_rows(reasons)
     return rows
 
 
 def _save(folder: Path, batch: PackedBatch, out: Path) -> None:
-    """Write the batch, and beside it the tokenizer if the log has one."""
+    """Write the batch, and its tokenizer if the log has one."""
     kept = logged_tokenizer(folder)
     tokenizer = load_tokenizer(kept) if kept.is_dir() else None
     if tokenizer is None and tokenizer_folder(out).exists():
         raise SetupError(
             f"{folder} has no tokenizer, and {tokenizer_folder(out)} is that of another batch"
         )
-    try:
+    with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         if tokenizer is None:
             batch.save(out)
         else:
             save_rollout(batch, tokenizer, out)
-    except OSError as error:
-        raise SetupError(f"cannot write {out}: {error.strerror or error}") from error

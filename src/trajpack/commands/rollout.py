@@ -1,11 +1,11 @@
-"""What ``trajpack rollout`` does."""
+"""The work of ``trajpack rollout``."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,21 @@ from trajpack.agent.rollout.files import (
     tokenizer_folder,
 )
 from trajpack.agent.rollout.log import RolloutLog
-from trajpack.agent.rollout.outcome import RolloutOutcome
-from trajpack.agent.rollout.report import ProgressBoard, report
+from trajpack.agent.rollout.report import RolloutOutcome, report
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner import watchdog
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.commands.interruption import Interruption
-from trajpack.commands.terminal import make_console, results, say, tell
+from trajpack.commands.progress import EpisodeBoard
+from trajpack.commands.terminal import (
+    make_console,
+    results,
+    say,
+    silence_transformers,
+    tell,
+    writing,
+)
 from trajpack.packing.batch.inspection import counted, summary
 from trajpack.packing.layout import Layout
 
@@ -33,17 +40,18 @@ if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
 
 _NOTHING = "no batch was written"
+_SAVING = "saving what has finished; Ctrl-C again to give it up"
 
 
 def roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
     """Roll out, pack, save and report; return the exit status.
 
-    The first Ctrl-C or SIGTERM stops the episodes, or waits for the batch to be saved if they
-    have ended by themselves. The second one ends all at once.
+    The first Ctrl-C or SIGTERM stops the episodes, or, once they have ended, waits for the batch
+    to be saved. The second one ends the command at once.
 
     Raises:
-        SetupError: With one line for the user, which says what was written if the episodes
-            had begun.
+        SetupError: With one line for the user, which names the files that were written if the
+            episodes had begun.
     """
     before = _stamp(out)
     with Interruption() as interruption:
@@ -62,7 +70,7 @@ def roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is replaced."""
+    """Return inode and modification time, which change when the file is replaced."""
     try:
         status = path.stat()
     except OSError:
@@ -75,53 +83,93 @@ def _roll_out(
 ) -> None:
     check_places(out, settings.answers)
     say("loading model and questions")
-    prepared = _prepare(settings)
+    silence_transformers()
+    prepared = prepare_rollout(settings)
+    if len(prepared.prompts) < settings.num_prompts:
+        num_there = counted(len(prepared.prompts), "question")
+        say(f"{settings.dataset} has {num_there}, fewer than {settings.num_prompts:,}: all asked")
     for folder in filter(None, (out.parent, settings.answers)):
-        with _writing(folder):
+        with writing(folder):
             check_writable(folder)
     with contextlib.ExitStack() as stack:
         log = None
         if settings.log is not None:
             log = stack.enter_context(RolloutLog(settings.log, prepared))
         observers = stack.enter_context(_metrics(settings))
-        _go_on(prepared, log, observers, (layout, out), interruption)
+        board, episodes = _run_episodes(prepared, log, observers, interruption=interruption)
+        outcome = prepared.outcome(episodes)
+        ended = _engine_failure(outcome, board, prepared.num_episodes)
+        if not outcome.trajectories:
+            if interruption.status is not None:
+                raise KeyboardInterrupt
+            raise SetupError(f"{ended or _most_common_failure(outcome)}; {_NOTHING}")
+        buffer = outcome.fill_buffer(settings.device)
+        with watch_pack(*observers) as watched:
+            watched.batch = batch = buffer.pack(layout=layout)
+        with writing(out):
+            save_rollout(batch, prepared.tokenizer, out)
+        rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens)
+        title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"
+        _show(settings, out, rows, title)
+        if ended:
+            raise SetupError(ended)
 
 
-def _go_on(
+def _run_episodes(
     prepared: Rollout,
     log: RolloutLog | None,
-    observers: Collection[RolloutMetrics],
-    goal: tuple[Layout, Path],
+    observers: tuple[RolloutMetrics, ...],
+    *,
     interruption: Interruption,
-) -> None:
-    """Roll out what the log has not yet, pack it all, save and report."""
-    settings, (layout, out) = prepared.settings, goal
-    collected = _Collected(prepared, log, observers)
-    num_left = prepared.num_episodes - len(collected.earlier)
-    if log is not None and collected.earlier:
-        there = f"{len(collected.earlier):,} of {prepared.num_episodes:,} episodes"
+) -> tuple[EpisodeBoard, list[EpisodeResult]]:
+    """Run the episodes that the log does not have; return the board and all results."""
+    episodes: list[EpisodeResult] = []
+    finished = frozenset[str]() if log is None else log.finished
+    num_left = prepared.num_episodes - len(finished)
+    if log is not None and finished:
+        there = f"{len(finished):,} of {prepared.num_episodes:,} episodes"
         say(f"{log.folder} has {there}: going on from there")
-    console = make_console(stderr=True)
-    with _summarised_warnings() as warnings, ProgressBoard(num_left, console, say) as board:
-        warnings.say_now = board.say
+    board = EpisodeBoard(num_left, make_console(stderr=True), say)
+
+    async def gather() -> None:
+        running = prepared.episodes(board.update, observers=observers, finished=finished)
+        async with running as stream:
+            async for result in stream:
+                episodes.append(result)
+                if log is not None:
+                    log.record(result)
+            interruption.save(_SAVING)  # the engine still has to end
+
+    def on_stop() -> None:
+        board.say("stopping; Ctrl-C again to give up what has finished")
+
+    with _summarised_warnings(board.say), board:
         if num_left:
-            asyncio.run(collected.gather(board, interruption))
-    outcome = prepared.outcome(collected.results())
-    _check_any(prepared, outcome, board, interruption)
-    buffer = outcome.fill_buffer(settings.device)
-    with watch_pack(*observers) as watched:
-        watched.batch = batch = buffer.pack(layout=layout)
-    with _writing(out):
-        save_rollout(batch, prepared.tokenizer, out)
-    title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"
-    _show(settings, out, report(outcome, board.progress, batch, buffer.num_tokens), title)
-    if outcome.engine_failure is not None:
-        raise SetupError(_engine_failure(prepared, outcome, board))
+            asyncio.run(interruption.run(gather(), on_stop=on_stop, saving=_SAVING))
+    if log is None:
+        return board, episodes
+    return board, [*log.earlier(prepared.prompts, prepared.settings.group_size), *episodes]
+
+
+def _engine_failure(outcome: RolloutOutcome, board: EpisodeBoard, num_episodes: int) -> str:
+    """Return why the engine ended before the episodes did; empty if it did not."""
+    if outcome.engine_failure is None:
+        return ""
+    num_failed = sum(outcome.failures.values())
+    return (
+        f"{outcome.engine_failure}: {num_failed:,} of {num_episodes:,} episodes failed "
+        f"and {board.total - board.progress.num_started:,} were never started"
+    )
+
+
+def _most_common_failure(outcome: RolloutOutcome) -> str:
+    reason, _ = outcome.failures.most_common(1)[0]
+    return f"all {len(outcome.results)} episodes failed, most of them so: {reason}"
 
 
 @contextlib.contextmanager
 def _metrics(settings: RolloutSettings) -> Iterator[tuple[RolloutMetrics, ...]]:
-    """Give what counts the rollout and serve its figures, if they are asked for."""
+    """Serve metrics if they are asked for, and return their observer."""
     if settings.metrics_port is None:
         yield ()
         return
@@ -140,95 +188,6 @@ def _metrics(settings: RolloutSettings) -> Iterator[tuple[RolloutMetrics, ...]]:
         yield (metrics,)
 
 
-def _prepare(settings: RolloutSettings) -> Rollout:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    prepared = prepare_rollout(settings)
-    if len(prepared.prompts) < settings.num_prompts:
-        num_there = counted(len(prepared.prompts), "question")
-        say(f"{settings.dataset} has {num_there}, fewer than {settings.num_prompts:,}: all asked")
-    return prepared
-
-
-class _Collected:
-    """What has come of the episodes, this time and before."""
-
-    def __init__(
-        self, prepared: Rollout, log: RolloutLog | None, observers: Collection[RolloutMetrics]
-    ) -> None:
-        self._prepared = prepared
-        self._log = log
-        self._observers = tuple(observers)
-        self._new: list[EpisodeResult] = []
-        self.earlier: frozenset[str] = frozenset() if log is None else log.finished
-
-    def results(self) -> list[EpisodeResult]:
-        """Return all results; the log is read for those of before."""
-        earlier: list[EpisodeResult] = []
-        if self._log is not None:
-            settings = self._prepared.settings
-            earlier = list(self._log.earlier(self._prepared.prompts, settings.group_size))
-        return earlier + self._new
-
-    async def gather(self, board: ProgressBoard, interruption: Interruption) -> None:
-        """Gather results until all are there or the first signal came, and make it wait then."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-
-        def stop() -> None:
-            board.say("stopping; Ctrl-C again to give up what has finished")
-            if task is not None:
-                task.cancel()
-
-        interruption.stop_by(lambda: loop.call_soon_threadsafe(stop))
-        episodes = self._prepared.episodes(
-            board.update, observers=self._observers, finished=self.earlier
-        )
-        try:
-            async with episodes as stream:
-                async for result in stream:
-                    self._keep(result)
-                interruption.stop_by(_defer)
-        except asyncio.CancelledError:
-            pass  # by the signal
-        finally:
-            interruption.stop_by(_defer)
-
-    def _keep(self, result: EpisodeResult) -> None:
-        self._new.append(result)
-        if self._log is not None:
-            self._log.record(result)
-
-
-def _defer() -> None:
-    say("saving what has finished; Ctrl-C again to give it up")
-
-
-def _check_any(
-    prepared: Rollout, outcome: RolloutOutcome, board: ProgressBoard, interruption: Interruption
-) -> None:
-    """Raise if no episode gave anything to pack."""
-    if outcome.trajectories:
-        return
-    if interruption.status is not None:
-        raise KeyboardInterrupt
-    if outcome.engine_failure is not None:
-        raise SetupError(f"{_engine_failure(prepared, outcome, board)}; {_NOTHING}")
-    reason, _ = outcome.failures.most_common(1)[0]
-    num_failed = len(outcome.results)
-    raise SetupError(f"all {num_failed} episodes failed, most of them so: {reason}; {_NOTHING}")
-
-
-def _engine_failure(prepared: Rollout, outcome: RolloutOutcome, board: ProgressBoard) -> str:
-    num_left = board.num_episodes - board.progress.num_started
-    num_failed = sum(outcome.failures.values())
-    return (
-        f"{outcome.engine_failure}: {num_failed:,} of {prepared.num_episodes:,} episodes failed "
-        f"and {num_left:,} were never started"
-    )
-
-
 def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], title: str) -> None:
     with results():
         console = make_console()
@@ -243,20 +202,12 @@ def _show(settings: RolloutSettings, out: Path, rows: list[tuple[str, str]], tit
         tell(console, f"Look at it with: trajpack inspect {out}", "dim")
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 class _Warnings(logging.Handler):
-    """Keeps the first warning of each kind and counts the others; says at once what is awaited."""
+    """Counts warnings by kind and keeps the first of each; prints those of the watchdog at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, say_now: Callable[[str], None]) -> None:
         super().__init__()
-        self.say_now: Callable[[str], None] = say
+        self.say_now = say_now
         self.firsts: dict[str, str] = {}
         self.counts: dict[str, int] = {}
 
@@ -269,15 +220,15 @@ class _Warnings(logging.Handler):
 
 
 @contextlib.contextmanager
-def _summarised_warnings() -> Iterator[_Warnings]:
-    """Say one line at the end for each kind of warning; errors come with the episodes."""
+def _summarised_warnings(say_now: Callable[[str], None]) -> Iterator[None]:
+    """Print one line for each kind of warning at the end; errors come with the episodes."""
     logger = logging.getLogger("trajpack.agent")
-    warnings, was_propagating = _Warnings(), logger.propagate
+    warnings, was_propagating = _Warnings(say_now), logger.propagate
     warnings.addFilter(lambda record: record.levelno == logging.WARNING)
     logger.addHandler(warnings)
     logger.propagate = False
     try:
-        yield warnings
+        yield
     finally:
         logger.removeHandler(warnings)
         logger.propagate = was_propagating

@@ -1,4 +1,4 @@
-"""Standard output and standard error, as a command needs them: neither can end its work."""
+"""Standard output and standard error of a command; a failure of either does not end its work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from trajpack.agent.errors import SetupError
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Outlet:
-    """A text stream that remembers its first error instead of raising it.
+    """A proxy of a text stream that keeps its first error instead of raising it.
 
-    What is written after an error goes nowhere. Everything else is the stream's own.
+    Text written after an error is dropped. All other attributes are the stream's own.
 
     Args:
-        stream: What to write to; ``None``, which Python has for a closed one, is nowhere.
+        stream: Stream to write to; ``None``, Python's value for a closed one, drops everything.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:
@@ -35,7 +36,7 @@ class Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what was written if that is possible."""
+        """Flush the stream if that is possible."""
         self._try("flush")
 
     def __getattr__(self, name: str) -> Any:
@@ -48,26 +49,22 @@ class Outlet:
             getattr(self._stream, action)(*arguments)
         except OSError as error:
             self.error, self._is_open = error, False
-            _drain(self._stream)
-        except RuntimeError:  # a signal came in the middle of another write
+            # Text in the stream's buffer would fail once more at exit: redirect it.
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                try:
+                    os.dup2(null, self._stream.fileno())
+                finally:
+                    os.close(null)
+        except RuntimeError:  # a signal interrupted another write
             return
         except ValueError:  # closed
             self._is_open = False
 
 
-def _drain(stream: IO[str]) -> None:
-    """Let what still waits in the stream's buffer go nowhere, or it fails once more at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(nowhere, stream.fileno())
-        finally:
-            os.close(nowhere)
-
-
 @contextlib.contextmanager
 def outlets() -> Iterator[None]:
-    """Put an `Outlet` in the place of either standard stream."""
+    """Replace both standard streams by an `Outlet`."""
     streams = sys.stdout, sys.stderr
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
@@ -80,7 +77,7 @@ def outlets() -> Iterator[None]:
 
 
 def occupy_closed_descriptors() -> None:
-    """Keep files opened later from becoming the standard streams of this program and its own."""
+    """Open the null device on closed standard descriptors, so that no later file gets one."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -91,9 +88,9 @@ def occupy_closed_descriptors() -> None:
 
 @contextlib.contextmanager
 def results() -> Iterator[None]:
-    """Have standard output take what is written in this context.
+    """Flush standard output after the context.
 
-    A reader that goes away, such as ``head``, has seen what it wanted: that is no error.
+    A broken pipe is no error: the reader, such as ``head``, has seen enough.
 
     Raises:
         SetupError: If standard output cannot be written to.
@@ -105,8 +102,17 @@ def results() -> Iterator[None]:
         raise SetupError(f"cannot write standard output: {error.strerror or error}")
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Convert an `OSError` while ``path`` is written into a `SetupError`."""
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a rich console in which text is never markup or emoji by accident."""
+    """Return a rich console that interprets no markup or emoji in text."""
     from rich.console import Console
 
     file = sys.stderr if stderr else sys.stdout
@@ -114,15 +120,23 @@ def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 def tell(console: Console, text: str, style: str | None = None) -> None:
-    """Print one line that is never wrapped, so that paths can be copied."""
+    """Print one line without wrapping, so that paths can be copied."""
     from trajpack.packing.text import printable
 
     console.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """Print one line about what is going on, apart from the result."""
+    """Print one line on standard error."""
     from trajpack.packing.text import printable
 
     sys.stderr.write(f"trajpack: {printable(text)}\n")
     sys.stderr.flush()
+
+
+def silence_transformers() -> None:
+    """Disable the warnings and progress bars of transformers."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

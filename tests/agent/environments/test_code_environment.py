@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trajpack.agent.environments.code import CodeEnvironment
-from trajpack.agent.environments.code_cases import (
+from trajpack.agent.environments.code import (
+    CodeEnvironment,
     CodeProblem,
     InputCase,
     ValueCase,

@@ -1,4 +1,4 @@
-"""What tests run on a cluster: a scripted engine, and an agent that notes what it begins."""
+"""Builders of the cluster tests: a scripted engine, an agent that notes each start, a cluster."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import signal
 import subprocess
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ import torch
 
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
 from trajpack.agent.ray.cluster import local_cluster
-from trajpack.agent.ray.training.rank_trainer import PackedRankTrainer, StepRules
 from trajpack.packing.types import Trajectory, Turn
 
 ROOT = Path(__file__).parents[3]
@@ -149,92 +147,6 @@ class MakeScripted:
         """Return which episode began in which process, in order."""
         lines = (line.split() for line in self.notes.read_text().splitlines())
         return [(qid, int(pid)) for qid, pid in lines]
-
-
-class TinyModel(torch.nn.Module):
-    """Logits from a token and its position alone: enough to have gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        for name in ("tokens", "positions", "head"):
-            values = torch.randn(128, 128, generator=generator) * 0.1
-            setattr(self, name, torch.nn.Parameter(values))
-
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> Any:
-        hidden = torch.tanh(self.tokens[input_ids] + self.positions[position_ids])
-        return SimpleNamespace(logits=hidden @ self.head)
-
-
-class Momentum:
-    """Gradient descent with momentum; what torch has takes seconds to import in each process."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.parameters = list(parameters)
-        self.velocities = [torch.zeros_like(value) for value in self.parameters]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for value, velocity in zip(self.parameters, self.velocities, strict=True):
-            velocity.mul_(0.9).add_(value.grad)
-            value.sub_(velocity, alpha=0.5)
-
-    def zero_grad(self) -> None:
-        for value in self.parameters:
-            value.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"velocities": self.velocities}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.velocities = [velocity.clone() for velocity in state["velocities"]]
-
-
-def make_trainer() -> PackedRankTrainer:
-    model = TinyModel()
-    optimizer: Any = Momentum(model.parameters())
-    return PackedRankTrainer(model, optimizer, StepRules(capacity=32))
-
-
-class HangingTrainer(PackedRankTrainer):
-    """Comes to the last rank's fifth step, and once no further, while the others wait for it."""
-
-    hung: Path
-    """Says so with the number of its process."""
-
-    def step(
-        self, trajectories: Sequence[Trajectory], rank: int, num_ranks: int
-    ) -> dict[str, float]:
-        if rank == num_ranks - 1 and self._num_steps == 4 and not self.hung.exists():
-            self.hung.write_text(str(os.getpid()))
-            time.sleep(600)
-        return super().step(trajectories, rank, num_ranks)
-
-
-def make_hanging_trainer(hung: Path) -> PackedRankTrainer:
-    model = TinyModel()
-    optimizer: Any = Momentum(model.parameters())
-    trainer = HangingTrainer(model, optimizer, StepRules(capacity=32))
-    trainer.hung = hung
-    return trainer
-
-
-def random_paths(seed: int, count: int = 12) -> list[Trajectory]:
-    """Conversations of two turns in groups of three."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def ids(length: int) -> list[int]:
-        return torch.randint(0, 128, (length,), generator=draw).tolist()
-
-    paths = []
-    for k in range(count):
-        prompt, first, more, second = ids(3 + k % 4), ids(4), ids(2), ids(1 + k % 5)
-        turns = [
-            Turn(prompt, first, [-4.8] * 4, float(k % 2)),
-            Turn([*prompt, *first, *more], second, [-4.9] * len(second), float(k % 3)),
-        ]
-        paths.append(Trajectory(f"t{seed}.{k}", turns, group=f"g{seed}.{k // 3}"))
-    return paths
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -13,7 +13,7 @@ import torch
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.errors import EngineEndedError, EpisodeError, SetupError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout.outcome import RolloutOutcome
+from trajpack.agent.rollout.report import RolloutOutcome
 from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner.runner import EpisodeResult, Progress

@@ -18,8 +18,7 @@ from tests.agent.servers.loopback import (
     vllm_body,
 )
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.runner.runner import RolloutRunner

@@ -18,9 +18,15 @@ from trajpack.agent.errors import EpisodeError, SetupError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.agent.training import grpo
-from trajpack.agent.training.grpo import Training, check_logprobs, pack_episodes, whole_groups
+from trajpack.agent.training.grpo import (
+    StepRecord,
+    Training,
+    check_logprobs,
+    pack_episodes,
+    record_step,
+    whole_groups,
+)
 from trajpack.agent.training.policy_trainer import StepOutcome
-from trajpack.agent.training.records import StepRecord, record_step
 from trajpack.agent.training.report import rise
 from trajpack.agent.training.settings import TrainSettings
 
@@ -97,8 +103,8 @@ def test_a_trainer_that_disagrees_with_the_engine_is_caught(
     training = Training(SMALL)
     make_engine = Training._make_engine
 
-    def engine_of_other_weights(self: Training) -> Any:
-        engine = make_engine(self)
+    def engine_of_other_weights(self: Training, concurrency: int) -> Any:
+        engine = make_engine(self, concurrency)
         with torch.no_grad():
             self.model.lm_head.weight[3] += 0.01
         return engine

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import re
 from html.parser import HTMLParser
 
 import pytest
-from rich.console import Console
 
+from trajpack.agent.training.grpo import StepRecord
 from trajpack.agent.training.policy_trainer import StepOutcome
-from trajpack.agent.training.records import StepRecord
-from trajpack.agent.training.report import TrainBoard, report, rise, write_page
-from trajpack.agent.training.settings import TrainSettings
-
-SETTINGS = TrainSettings(num_steps=8, warm_up_steps=2)
+from trajpack.agent.training.report import report, rise, write_page
 
 
 def record(step: int, success: float) -> StepRecord:
@@ -72,34 +67,3 @@ def test_the_page_has_the_curves_and_loads_nothing() -> None:
     assert "script" in parser.tags
     assert parser.found == []
     assert re.search(r'"y":\s*\[0\.1,\s*0\.2,\s*0\.3', page)
-
-
-def test_without_a_terminal_there_is_a_line_now_and_then() -> None:
-    lines: list[str] = []
-    with TrainBoard(SETTINGS, Console(file=io.StringIO()), lines.append) as board:
-        board.warm_up(1, 3.5)
-        board.warm_up(2, 0.5)
-        for one in RECORDS:
-            board.update(one)
-        board.say("stopping")
-    assert lines == [
-        "warm-up 1 of 2, loss 3.50",
-        "warm-up 2 of 2, loss 0.50",
-        "step 8 of 8, 80% right, 200 tokens/s, fill 80%, staleness 0.50",
-        "stopping",
-    ]
-
-
-def test_on_a_terminal_there_are_bars() -> None:
-    out, lines = io.StringIO(), list[str]()
-    console = Console(file=out, force_terminal=True, width=120)
-    with TrainBoard(SETTINGS, console, lines.append) as board:
-        board.warm_up(2, 0.5)
-        board.update(RECORDS[4])
-        board.say("stopping")
-    shown = out.getvalue()
-    assert not lines
-    assert "warm-up" in shown
-    assert "5/8" in shown
-    assert "50% right" in shown
-    assert "stopping" in shown

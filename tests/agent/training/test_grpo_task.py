@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
-from trajpack.agent.environments.exact_answers import ExactAnswerEnvironment
-from trajpack.agent.environments.questions import Question
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
 from trajpack.agent.protocols import GenerationOutput, Observation, Prompt, Reply, SamplingParams
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,

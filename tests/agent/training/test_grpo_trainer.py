@@ -12,8 +12,7 @@ import torch
 from tests.packing.adapters.tiny_models import tiny_model
 from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.agent.training.arithmetic import build_arithmetic_model, lazy_demonstrations
-from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs
-from trajpack.agent.training.warm_up import warm_up
+from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs, warm_up
 
 torch.set_num_threads(1)
 MODEL, TOKENIZER = build_arithmetic_model()

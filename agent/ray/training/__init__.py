@@ -1,1 +1,0 @@
-"""Trainer ranks on a Ray cluster, fed by rollout workers, with checkpoints."""

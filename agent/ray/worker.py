@@ -1,0 +1,266 @@
+"""The actor of a rollout worker, its options, and the weights that it receives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import warnings
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+import torch
+
+from trajpack.agent import errors
+from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
+from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
+from trajpack.agent.ray.payload import TrajectoryArrays, as_array
+from trajpack.agent.runner.attempt import attempt_episode, check_serving
+from trajpack.agent.runner.bridge import RunnerContext
+from trajpack.agent.runner.gates import GenerationGate
+from trajpack.agent.runner.observers import Observers
+from trajpack.agent.runner.watchdog import Patience, Watchdog
+from trajpack.packing.text import one_line
+
+MakeWorker: TypeAlias = Callable[
+    [int], AbstractAsyncContextManager[tuple[Engine, Agent, Environment]]
+]
+"""Called in the process of a worker with its number, from 0; must survive pickling. The context
+enters and leaves the engine. A worker that replaces a lost one has the same number."""
+LoadWeights: TypeAlias = Callable[[Any, dict[str, Any], int], Awaitable[None]]
+"""Loads weights into an engine: ``(engine, state_dict, version)``."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one policy version, put into the object store once for all workers."""
+
+    version: int
+    """Policy version."""
+    arrays: Mapping[str, tuple[str, npt.NDArray[Any]]]
+    """Torch dtype and values of each tensor, by name."""
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, torch.Tensor], version: int) -> Weights:
+        """Copy the tensors of a state dict to the host.
+
+        Cost: one copy for each tensor that is on a device; the object store makes another.
+        """
+        return cls(version, {name: as_array(value) for name, value in state_dict.items()})
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, which may be views of read-only memory: copy, never write.
+
+        Example:
+            >>> Weights.of({"bias": torch.ones(2)}, version=3).state_dict()
+            {'bias': tensor([1., 1.])}
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return {
+                name: torch.from_numpy(array).view(getattr(torch, dtype))
+                for name, (dtype, array) in self.arrays.items()
+            }
+
+
+async def update_weights(engine: Any, state_dict: dict[str, Any], version: int) -> None:
+    """Load weights by the engine's ``update_weights``, as `TransformersEngine` has it."""
+    await engine.update_weights(state_dict, version)
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of rollout workers.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    concurrency: int = 16
+    """Maximum number of running episodes on one worker."""
+    num_cpus: float = 1.0
+    """Cores that Ray reserves for a worker."""
+    num_gpus: float = 0.0
+    """GPUs, or a fraction of one, that Ray reserves for a worker."""
+    num_threads: int = 1
+    """Torch threads of a worker; more threads than cores slow all workers down."""
+    start_timeout_s: float = 300.0
+    """Seconds to start or to load new weights, after which a worker counts as lost."""
+    heartbeat_s: float = 2.0
+    """Seconds between two pings of a worker, which also collect its warnings."""
+    hang_timeout_s: float = 60.0
+    """Seconds without a reply to a ping, after which a worker counts as lost."""
+    max_redos: int = 3
+    """Times that an episode restarts because its worker was lost, before it fails."""
+    max_restarts: int = 5
+    """Consecutive restarts of a worker without a finished episode, before it is given up."""
+    drain: bool = False
+    """Whether new weights wait until all requests are answered, with new requests held back: for
+    engines that cannot load weights between two tokens."""
+    load_weights: LoadWeights = update_weights
+    """Loads new weights into the engine."""
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_redos", "max_restarts", "num_cpus", "num_gpus"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("start_timeout_s", "heartbeat_s", "hang_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class EpisodeReply:
+    """The result of one episode, as a worker sends it."""
+
+    arrays: TrajectoryArrays | None = None
+    """Trajectories of the episode; None if it failed."""
+    error: EpisodeError | None = None
+    """Error of a failed episode."""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """Process and weights of a serving worker."""
+
+    pid: int
+    """Process id."""
+    node: str
+    """Ray's id of the node."""
+    version: int
+    """Policy version of the worker's weights."""
+
+
+@dataclass(frozen=True)
+class WorkerPulse:
+    """The reply to a ping."""
+
+    version: int
+    """Policy version of the worker's weights."""
+    warnings: tuple[str, ...]
+    """Warnings of the watchdog since the last ping."""
+
+
+class RolloutWorker:
+    """The actor: an engine, an agent and an environment on one event loop.
+
+    Args:
+        make_worker: Makes engine, agent and environment.
+        number: Number of the worker, from 0.
+        options: Options of the workers.
+    """
+
+    def __init__(self, make_worker: MakeWorker, number: int, options: WorkerOptions) -> None:
+        torch.set_num_threads(options.num_threads)
+        self._make_worker = make_worker
+        self._number = number
+        self._options = options
+        self._context: RunnerContext | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._stopped: asyncio.Event | None = None
+        self._warnings: list[str] = []
+
+    async def start(self, weights: Weights | None) -> WorkerStatus:
+        """Enter the worker's context and load the current weights."""
+        import ray
+
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stopped = asyncio.Event()
+        self._life = asyncio.create_task(self._live(started))
+        await asyncio.wait({started, self._life}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            await self._life  # raises the error of `make_worker`
+        version = await self.set_weights(weights)
+        return WorkerStatus(os.getpid(), ray.get_runtime_context().get_node_id(), version)
+
+    async def _live(self, started: asyncio.Future[None]) -> None:
+        """Enter and leave the context in one task, as cancel scopes require."""
+        assert self._stopped is not None
+        async with self._make_worker(self._number) as (engine, agent, environment):
+            check_serving(engine)
+            gate = GenerationGate()
+            watchdog = Watchdog(engine, environment, agent, gate=gate, warn=self._warn)
+            self._context = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
+            started.set_result(None)
+            await self._stopped.wait()
+
+    async def set_weights(self, weights: Weights | None) -> int:
+        """Load weights that are newer than the engine's; return the engine's version then."""
+        context = self._required()
+        if weights is None or weights.version <= context.engine.version:
+            return context.engine.version
+        if self._options.drain:
+            context.gate.close()
+            await context.gate.wait_drained()
+        try:
+            with context.gate.standstill():  # the watchdog ignores an engine that loads weights
+                state_dict = weights.state_dict()
+                await self._options.load_weights(context.engine, state_dict, weights.version)
+        finally:
+            if self._options.drain:
+                context.gate.open()
+        version: int = context.engine.version
+        if version != weights.version:
+            raise RuntimeError(f"the engine has version {version} after loading {weights.version}")
+        return version
+
+    async def ping(self) -> WorkerPulse:
+        """Return version and new warnings; a reply proves that the event loop runs."""
+        told, self._warnings = tuple(self._warnings), []
+        return WorkerPulse(self._required().engine.version, told)
+
+    def _warn(self, text: str) -> None:
+        """Log a warning here, and keep it for the next `ping`."""
+        _logger.warning("%s", one_line(text, 2000))
+        self._warnings.append(text)
+
+    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> EpisodeReply:
+        """Run the episode ``prompt.id``; its error, if any, is in the reply.
+
+        Args:
+            prompt: Prompt of the episode.
+            patience: Patience of the watchdog in the coordinator's run; None changes nothing.
+        """
+        context = self._required()
+        if patience is not None:
+            context.watchdog.adopt(patience)
+        group = prompt.id.rpartition("@")[0] or prompt.id
+        try:
+            return EpisodeReply(TrajectoryArrays.of(await attempt_episode(context, prompt, group)))
+        except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
+            return EpisodeReply(error=portable(error, prompt.id))
+
+    async def stop(self) -> None:
+        """Leave the worker's context."""
+        if self._life is not None and self._stopped is not None:
+            self._stopped.set()
+            await asyncio.wait({self._life})
+
+    def _required(self) -> RunnerContext:
+        if self._context is None:
+            raise RuntimeError("the worker has not been started")
+        return self._context
+
+
+def portable(error: Exception, qid: str) -> EpisodeError:
+    """Return an error that any process can unpickle, of the nearest class of `agent.errors`.
+
+    Example:
+        >>> portable(KeyError("answer"), "q0@1")
+        EpisodeError("episode 'q0@1': KeyError: 'answer'")
+    """
+    if has_engine_ended(error):
+        return EngineEndedError(qid, getattr(error, "reason", str(error)))
+    if not isinstance(error, EpisodeError):
+        return EpisodeError(qid, reason_of(error))
+    kinds: list[Any] = [kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__]
+    known: EpisodeError = kinds[0](qid, error.reason)
+    return known

@@ -1,0 +1,48 @@
+"""The training example on `ray.train`: the guide quotes it, and it survives the loss of a rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "ray_training.py"
+
+
+def test_the_guide_quotes_the_example() -> None:
+    quoted = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "ray.md").read_text(), re.DOTALL)
+    assert len(quoted) == 3
+    for block in quoted:
+        assert block in EXAMPLE.read_text()
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+def test_training_continues_from_its_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), "3", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            deadline = time.monotonic() + 120
+            while not list(tmp_path.rglob("state.pt")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            ranks = [
+                process
+                for process in psutil.Process(child.pid).children(recursive=True)
+                if "TrainWorker" in " ".join(process.cmdline())
+            ]
+            assert len(ranks) == 2
+            os.kill(ranks[-1].pid, signal.SIGKILL)
+            shown, _ = child.communicate(timeout=180)
+        except BaseException:
+            child.kill()
+            raise
+    assert child.returncode == 0
+    assert re.findall(r"^step +(\d)", shown, re.MULTILINE) == ["1", "2", "3"]

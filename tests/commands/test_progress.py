@@ -1,0 +1,101 @@
+"""Progress of the commands: bars on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from tests.agent.training.test_grpo_report import RECORDS
+from trajpack.agent.runner.runner import Progress
+from trajpack.agent.training.settings import TrainSettings
+from trajpack.commands.progress import EpisodeBoard, TrainBoard
+
+SETTINGS = TrainSettings(num_steps=8, warm_up_steps=2)
+
+
+def test_a_training_prints_lines_without_a_terminal() -> None:
+    lines: list[str] = []
+    with TrainBoard(SETTINGS, Console(file=io.StringIO()), lines.append) as board:
+        board.show("warm-up", 1, "loss 3.50")
+        board.show("warm-up", 2, "loss 0.50")
+        for one in RECORDS:
+            board.update(one)
+        board.say("stopping")
+    assert lines == [
+        "warm-up 1 of 2, loss 3.50",
+        "warm-up 2 of 2, loss 0.50",
+        "step 8 of 8, 80% right, 200 tokens/s, fill 80%, staleness 0.50",
+        "stopping",
+    ]
+
+
+def test_a_training_has_bars_on_a_terminal() -> None:
+    out, lines = io.StringIO(), list[str]()
+    console = Console(file=out, force_terminal=True, width=120)
+    with TrainBoard(SETTINGS, console, lines.append) as board:
+        board.show("warm-up", 2, "loss 0.50")
+        board.update(RECORDS[4])
+        board.say("stopping")
+    shown = out.getvalue()
+    assert not lines
+    assert "warm-up" in shown
+    assert "5/8" in shown
+    assert "50% right" in shown
+    assert "stopping" in shown
+
+
+FIRST = Progress(num_finished=1, num_turns=2, num_tokens=50, elapsed_s=1.0)
+LAST = Progress(
+    num_finished=3,
+    num_failed=1,
+    num_turns=5,
+    num_kept_turns=4,
+    num_rewarded_turns=1,
+    num_tokens=5000,
+    elapsed_s=2.0,
+)
+
+
+def show(*, force_terminal: bool) -> tuple[str, list[str]]:
+    lines: list[str] = []
+    console = Console(file=io.StringIO(), force_terminal=force_terminal, width=100)
+    with EpisodeBoard(3, console, lines.append) as board:
+        for progress in (FIRST, FIRST, LAST):
+            board.update(progress)
+        board.say("[bold] a word")
+    assert board.progress is LAST
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue(), lines
+
+
+def test_a_rollout_prints_first_and_last_progress_without_a_terminal() -> None:
+    drawn, lines = show(force_terminal=False)
+    assert not drawn
+    assert lines == [
+        "episodes 1 of 3, 2 turns, 50 tokens/s, 0% right, 0:01",
+        "episodes 3 of 3, 5 turns, 2,500 tokens/s, 25% right, 1 failed, 0:02",
+        "[bold] a word",
+    ]
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    lines: list[str] = []
+    board = EpisodeBoard(2, Console(file=io.StringIO()), lines.append)
+    for second in range(1, 101):
+        num_tokens = min(second, 50) * 1000
+        is_last = second == 100
+        board.update(
+            Progress(num_finished=2 * is_last, num_tokens=num_tokens, elapsed_s=float(second))
+        )
+    assert "0 turns, 0 tokens/s" in lines[-1]
+    assert lines[-1].endswith("1:40")
+
+
+def test_a_rollout_has_a_bar_on_a_terminal() -> None:
+    drawn, lines = show(force_terminal=True)
+    assert not lines
+    assert "3/3" in drawn
+    assert "5 turns, 2,500 tokens/s, 25% right, 1 failed" in drawn
+    assert "0:00:00" in drawn
+    assert "[bold] a word" in drawn

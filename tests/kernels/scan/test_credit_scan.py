@@ -1,0 +1,164 @@
+"""The recurrence behind every scan, in doubling rounds and in rows on the host; and the op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.credit.token_loops import batch_of
+from trajpack.kernels.scan import credit_scan
+from trajpack.kernels.scan.credit_scan import (
+    ENTRIES_AT_ONCE,
+    ROW,
+    EntryIndex,
+    exclusive_scan_on_host,
+    exclusive_scan_reference,
+)
+from trajpack.testing import assert_same_bits, boundaries
+
+OP = torch.ops.trajpack.credit_scan.default
+Scan: TypeAlias = Callable[..., torch.Tensor]
+SCANS = pytest.mark.parametrize("scan", [exclusive_scan_on_host, exclusive_scan_reference])
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def inputs_of(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
+    rng = np.random.default_rng(seed)
+    gain, gift = rng.uniform(-1, 1, sum(lengths)), rng.standard_normal(sum(lengths))
+    gain[rng.random(len(gain)) < 0.5] = 1.0  # what was not generated passes on
+    start = torch.from_numpy(rng.standard_normal(len(lengths)))
+    return torch.from_numpy(gain), torch.from_numpy(gift), start, boundaries(lengths)
+
+
+def by_loop(
+    gain: torch.Tensor, gift: torch.Tensor, start: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    gains, gifts, states = gain.tolist(), gift.tolist(), [0.0] * len(gain)
+    bounds = cu_seqlens.tolist()
+    for begin, end, behind in zip(bounds[:-1], bounds[1:], start.tolist(), strict=True):
+        state = behind
+        for entry in reversed(range(begin, end)):
+            states[entry] = state
+            state = gains[entry] * state + gifts[entry]
+    return torch.tensor(states, dtype=torch.float64)
+
+
+@SCANS
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [],
+        [0],
+        [0, 0],
+        [1],
+        [3, 0, 1, 2],
+        [ROW - 1, ROW, ROW + 1, 0],
+        [2 * ROW, 2 * ROW + 1],
+        [5000],
+    ],
+)
+def test_it_is_the_loop(scan: Scan, lengths: list[int]) -> None:
+    inputs = inputs_of(lengths)
+    torch.testing.assert_close(scan(*inputs), by_loop(*inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_the_host_takes_rows_of_rows_and_more_than_at_once() -> None:
+    lengths = [ROW**2, 3, ROW**2 + 1, 0, 2 * ROW**2 + ROW, *[1] * (ENTRIES_AT_ONCE // ROW), 70]
+    inputs = inputs_of(lengths)
+    actual = exclusive_scan_on_host(*inputs)
+    torch.testing.assert_close(actual, by_loop(*inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_short_segments_are_the_loop_to_the_bit() -> None:
+    """The host walks a row as the loop does, with nothing fused and nothing reordered."""
+    inputs = inputs_of(list(range(ROW + 1)))
+    assert_same_bits(exclusive_scan_on_host(*inputs), by_loop(*inputs))
+
+
+@SCANS
+def test_a_segment_has_the_same_bits_in_any_company(scan: Scan) -> None:
+    lengths = [ROW, 3, 5 * ROW + 1, 0, 1, 999, *range(0, 150, 7)]
+    gain, gift, start, cu_seqlens = inputs_of(lengths)
+    together = scan(gain, gift, start, cu_seqlens).split(lengths)
+    for at, (gains, gifts) in enumerate(zip(gain.split(lengths), gift.split(lengths), strict=True)):
+        alone = scan(gains.clone(), gifts.clone(), start[at : at + 1], boundaries([len(gains)]))
+        assert_same_bits(together[at], alone)
+
+
+@SCANS
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_no_number_leaks_into_another_segment(scan: Scan, poison: float) -> None:
+    gain, gift, start, cu_seqlens = inputs_of([70, 90, 5])
+    clean = scan(gain, gift, start, cu_seqlens)
+    gain[70:160], gift[70:160], start[1] = poison, poison, poison
+    spoilt = scan(gain, gift, start, cu_seqlens)
+    assert_same_bits(spoilt[:70], clean[:70])
+    assert_same_bits(spoilt[160:], clean[160:])
+
+
+@SCANS
+def test_a_state_of_nothing_stays_so_though_gains_overflow(scan: Scan) -> None:
+    gain = torch.full((300,), 1e30, dtype=torch.float64)
+    states = scan(gain, torch.zeros(300).double(), torch.zeros(1).double(), boundaries([300]))
+    assert_same_bits(states, torch.zeros(300, dtype=torch.float64))
+
+
+@SCANS
+def test_inputs_are_left_as_they_are(scan: Scan) -> None:
+    inputs = inputs_of([200, 3])
+    copies = [tensor.clone() for tensor in inputs]
+    scan(*inputs)
+    for tensor, copy in zip(inputs, copies, strict=True):
+        assert_same_bits(tensor, copy)
+
+
+def test_the_reference_reads_no_value() -> None:
+    inputs = [tensor.to("meta") for tensor in inputs_of([5, 2])]
+    states = exclusive_scan_reference(*inputs)
+    assert (states.shape, states.dtype, states.device.type) == ((7,), torch.float64, "meta")
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * ROW, 7 * ROW])
+def test_it_does_not_matter_how_many_rows_the_host_walks_together(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of([0, 700, 3, ROW - 1, ROW, ROW + 1, ROW**2 + 1])
+    expected = exclusive_scan_on_host(*inputs)
+    monkeypatch.setattr(credit_scan, "ENTRIES_AT_ONCE", at_once)
+    assert_same_bits(exclusive_scan_on_host(*inputs), expected)
+
+
+def test_an_entry_knows_its_segment_and_the_ends_of_it() -> None:
+    index = EntryIndex(boundaries([0, 2, 0, 1, 0]), 3)
+    assert index.segment.tolist() == [1, 1, 3]
+    assert index.is_first.tolist() == [True, False, True]
+    assert index.is_last.tolist() == [False, True, True]
+
+
+def test_entries_behind_the_last_segment_belong_to_it() -> None:
+    assert EntryIndex(boundaries([1, 2]), 5).segment.tolist() == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["gae", "returns", "vtrace", "adjoint"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_is_registered_right(kind: str, dtype: torch.dtype, impl: str) -> None:
+    batch = batch_of(["gg.g", "", "g"], dtype=dtype)
+    leaves = [batch.rewards]
+    if kind in ("gae", "returns"):
+        leaves.append(batch.rewards.clone().requires_grad_())
+    values, bootstrap, weights, clips = None, None, (None, None), []
+    if kind in ("gae", "vtrace"):
+        values, bootstrap = batch.values, batch.bootstrap
+    if kind == "vtrace":
+        weights, clips = (batch.logprobs, batch.rollout_logprobs), [0.875, 0.75, 1.25]
+    for leaf, (mask, bound) in product(leaves, ((batch.loss_mask, 4), (None, None))):
+        inputs = leaf, batch.cu_seqlens, values, mask, bootstrap, *weights
+        rates = 1.0, batch.gammas, 0.5, None
+        torch.library.opcheck(OP, (*inputs, *rates, clips, "reset", kind, "op", impl, bound))

@@ -1,0 +1,188 @@
+"""What cannot be seen from outside of the scans: regimes that share bits, and their choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
+from trajpack.kernels.scan import credit_scan_triton
+from trajpack.kernels.scan.credit_scan_triton import (
+    FEWEST_ENTRIES,
+    LONGEST_WALK,
+    launch,
+    steps_of_blocks,
+    walk_segments,
+    write_blocks,
+)
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
+from trajpack.testing import assert_same_bits, boundaries
+
+SMALL = 8
+EDGES = [7, 8, 9, 0, 15, 16, 17, 1, 0, 25, 2]
+"""Lengths around the edges of small blocks; their ends fall anywhere in a window."""
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "interpreter")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(SMALL):
+        yield
+
+
+def random_masks(lengths: list[int], seed: int = 0) -> list[str]:
+    """Return masks; every second one is context for more than a block."""
+    rng = np.random.default_rng(seed)
+    letters = [["g", "g", "."], ["g", *["."] * 12]]
+    return ["".join(rng.choice(letters[index % 2], length)) for index, length in enumerate(lengths)]
+
+
+def scan_of(batch: Batch, kind: str, observation: str, slack: int = 0) -> Scan:
+    num = len(batch.rewards)
+    scan = Scan(
+        batch.cu_seqlens, num, num + slack, batch.rewards, batch.values, batch.loss_mask,
+        1.0, 1.0, observation, batch.gammas, batch.lams, batch.bootstrap, kind=kind,
+    )  # fmt: skip
+    if kind == "vtrace":
+        weights = batch.logprobs, batch.rollout_logprobs
+        return scan._replace(weights=weights, limits=Limits(rho_clip=0.875, c_clip=0.75))
+    return scan._replace(values=None, bootstrap=None) if kind in ("returns", "adjoint") else scan
+
+
+def by_blocks(scan: Scan, before: torch.Tensor | None, outputs: Any) -> None:
+    write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
+
+
+def results_of(scan: Scan, regime: Any) -> list[torch.Tensor]:
+    """Return all that a scan puts out, what a first scan leaves for it among that."""
+    before = None
+    if scan.kind == "vtrace":
+        (before,) = results_of(scan._replace(kind="next_values", weights=None), regime)
+    dtype = torch.float64 if scan.kind == "next_values" else torch.float32
+    main = torch.full((scan.num_tokens,), math.nan, dtype=dtype)
+    other = (
+        None
+        if scan.kind in ("returns", "next_values", "adjoint")
+        else torch.full_like(main, math.nan)
+    )
+    regime(scan, before, (main, other))
+    assert not main.isnan().any()
+    return [main] if other is None else [main, other]
+
+
+def assert_regimes_agree(scan: Scan) -> None:
+    for actual, expected in zip(
+        results_of(scan, by_blocks), results_of(scan, walk_segments), strict=True
+    ):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_regimes_give_the_same_bits(kind: str, observation: str) -> None:
+    batch = batch_of(random_masks(EDGES))
+    assert_regimes_agree(scan_of(batch, kind, observation))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rate_and_no_bootstrap_give_the_same_bits(kind: str) -> None:
+    scan = scan_of(batch_of(random_masks(EDGES), dtype=torch.float64), kind, "carry", slack=9)
+    scan = scan._replace(gamma=0.99, lam=0.9, gammas=None, lams=None, bootstrap=None)
+    assert_regimes_agree(scan._replace(loss_mask=None) if kind == "gae" else scan)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    kind=st.sampled_from(KINDS),
+    observation=st.sampled_from(OBSERVATIONS),
+)
+@settings(max_examples=8)
+def test_both_regimes_give_the_same_bits_for_any_lengths(
+    lengths: list[int], kind: str, observation: str
+) -> None:
+    assert_regimes_agree(scan_of(batch_of(random_masks(lengths, 3)), kind, observation))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_regimes_give_the_same_bits_in_any_company(kind: str) -> None:
+    alone = batch_of(random_masks([19], 1), seed=1)
+    expected = results_of(scan_of(alone, kind, "carry"), walk_segments)
+    for shift in (1, 6):  # moves the sequence over the windows
+        company = batch_of(random_masks([shift, 11], 2), seed=2)
+        parts = [
+            torch.cat([rows[:at], own, rows[at:]])
+            for rows, own, at in zip(
+                company[1:], alone[1:], [shift] * 3 + [1] * 3 + [shift] * 2, strict=True
+            )
+        ]
+        together = Batch([shift, 19, 11], *parts)
+        for regime in (walk_segments, by_blocks):
+            rows = results_of(scan_of(together, kind, "carry"), regime)
+            for actual, wanted in zip(rows, expected, strict=True):
+                assert_same_bits(actual[shift : shift + 19], wanted)
+
+
+@pytest.mark.parametrize("regime", [walk_segments, by_blocks])
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_state_of_nothing_carries_nothing_though_gains_overflow(regime: Any) -> None:
+    batch = batch_of(["g" * 33])
+    rewards = torch.zeros(33)
+    rewards[:3] = torch.tensor([1.0, 2.0, 4.0])
+    scan = scan_of(batch._replace(rewards=rewards), "gae", "carry")
+    scan = scan._replace(values=None, bootstrap=None, gammas=torch.tensor([1e30]).double())
+    advantages, _ = results_of(scan._replace(lams=None), regime)
+    assert_same_bits(advantages[3:], torch.zeros(30))
+    assert_same_bits(advantages[1:3], torch.tensor([4e30, 4.0]))
+
+
+@pytest.mark.parametrize(
+    ("entries", "max_seqlen", "launched"),
+    [
+        (FEWEST_ENTRIES, None, "walk"),
+        (FEWEST_ENTRIES + 1, None, "blocks"),
+        (FEWEST_ENTRIES + 1, LONGEST_WALK, "walk"),
+        (FEWEST_ENTRIES + 1, LONGEST_WALK + 1, "blocks"),
+        (FEWEST_ENTRIES, LONGEST_WALK + 1, "walk"),
+        (0, None, "nothing"),
+    ],
+)
+def test_the_bound_decides_what_is_launched(
+    monkeypatch: pytest.MonkeyPatch, entries: int, max_seqlen: int | None, launched: str
+) -> None:
+    calls = []
+    for name in ("walk_segments", "steps_of_blocks", "write_blocks"):
+        monkeypatch.setattr(credit_scan_triton, name, lambda *_, n=name: calls.append(n))
+    tokens = torch.zeros(entries)
+    scan = Scan(boundaries([entries]), entries, entries, tokens, tokens, None, 1.0, 1.0, "carry")
+    launch(scan._replace(max_seqlen=max_seqlen), None, (tokens, tokens))
+    expected = {
+        "walk": ["walk_segments"],
+        "blocks": ["steps_of_blocks", "write_blocks"],
+        "nothing": [],
+    }
+    assert calls == expected[launched]
+
+
+def test_a_wrong_bound_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of bound is right for the op as a whole, gradients too."""
+    from trajpack.kernels.credit.gae import gae
+
+    monkeypatch.setattr(credit_scan_triton, "FEWEST_ENTRIES", 10)
+    monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", 12)
+    batch = batch_of(random_masks([30, 3, 9]))
+    results = []
+    for bound in (None, 1, 12, 13, 30):
+        rewards = batch.rewards.clone().requires_grad_()
+        inputs = rewards, batch.values, batch.cu_seqlens
+        rows = gae(*inputs, impl="triton", max_seqlen=bound, **batch.options())
+        (gradient,) = torch.autograd.grad((rows[0] * rows[1].detach()).sum(), rewards)
+        results.append(torch.stack([*rows, gradient]).detach())
+    for result in results[1:]:
+        assert_same_bits(result, results[0])

@@ -1,0 +1,242 @@
+"""Scans over chunks: stretches of tokens that stand anywhere, against the loops over tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.credit.token_loops import (
+    OBSERVATIONS,
+    Batch,
+    Ratios,
+    Walk,
+    assert_rounds,
+    batch_of,
+    gae_by_loop,
+    small_blocks,
+    vtrace_by_loop,
+)
+from trajpack.kernels.scan.credit_scan import run_scan
+from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.scan.observations import PASSING
+from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
+from trajpack.testing import assert_same_bits, boundaries
+
+SEGMENTS = (
+    ["..ggg", ".gg", "", "gggg"],  # a turn of nothing in between, which has a reward too
+    [],
+    ["", "g", "", ""],  # ... before all others, and twice behind
+    [""],
+    ["." * 9 + "g" * 9, ".g"],
+    ["gg"],
+)
+"""Turns of segments, a letter a token; a ``.`` is context."""
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with small_blocks(8):
+        yield
+
+
+class Case(NamedTuple):
+    """A scan, what stands where, and the rewards of turns."""
+
+    scan: Scan
+    batch: Batch
+    places: list[list[list[int]]]
+    """Tokens of every segment's turns."""
+    rewards: list[list[float]]
+
+    def walks(self) -> Iterator[tuple[list[int], Walk]]:
+        """Return the tokens of every segment, one behind the other, and what is scanned."""
+        values, rates = self.batch.values.tolist(), [rows.tolist() for rows in self.batch[4:7]]
+        mask = self.batch.loss_mask.tolist()
+        for at, (turns, rewards) in enumerate(zip(self.places, self.rewards, strict=True)):
+            on_tokens, tokens = [], []
+            for turn, reward in zip(turns, rewards, strict=True):
+                tokens += turn
+                if any(mask[token] for token in turn):
+                    on_tokens += [0.0] * (len(turn) - 1) + [reward]
+                    continue
+                on_tokens += [0.0] * len(turn)
+                before = [place for place, token in enumerate(tokens) if mask[token]]
+                if before:
+                    on_tokens[before[-1]] += reward
+            rows = on_tokens, [values[t] for t in tokens], [mask[t] for t in tokens]
+            yield tokens, Walk(*rows, *[rate[at] for rate in rates])
+
+
+def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Case:
+    """Scatter the turns over a batch, in any order, with tokens between them."""
+    rng = np.random.default_rng(0)
+    turns = [turn for segment in segments for turn in segment]
+    begins, masks = [0] * len(turns), ""
+    for chunk in rng.permutation(len(turns)):
+        masks += "." * int(rng.integers(0, 3))
+        begins[chunk] = len(masks)
+        masks += turns[chunk]
+    batch = batch_of([masks])._replace(
+        **{name: rows for name, rows in batch_of([""] * len(segments))._asdict().items()
+           if name in ("gammas", "lams", "bootstrap")}
+    )  # fmt: skip
+    rewards = torch.from_numpy(rng.standard_normal(len(turns)))
+    spans = [[b + t.count("."), b + len(t)] for b, t in zip(begins, turns, strict=True)]
+    table = torch.tensor([begins, begins], dtype=torch.int32).T.contiguous()
+    chunks = ScanChunks(
+        boundaries([len(turn) for turn in turns]), table[:, 0],
+        torch.tensor(spans, dtype=torch.int32).reshape(-1, 2), rewards,
+    )  # fmt: skip
+    positions = sum(map(len, turns)) + (slack if turns else 0)
+    scan = Scan(
+        boundaries([len(segment) for segment in segments]), len(masks), positions, None,
+        batch.values, None, 1.0, 1.0, "carry", batch.gammas, batch.lams, batch.bootstrap,
+        chunks=chunks, turn_ids=batch.loss_mask.int() - 1,
+    )  # fmt: skip
+    counts = [len(segment) for segment in segments]
+    tokens = [list(range(b, b + len(t))) for b, t in zip(begins, turns, strict=True)]
+    places = [tokens[a:b] for a, b in pairwise(accumulate([0, *counts]))]
+    return Case(scan, batch, places, [part.tolist() for part in rewards.split(counts)])
+
+
+def generated_alone(chunks: ScanChunks) -> ScanChunks:
+    """Leave out of every chunk what was not generated."""
+    begins, ends = chunks.spans.unbind(1)
+    return chunks._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
+
+
+def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Put each segment's numbers where its tokens stand."""
+    rows = np.zeros(case.scan.num_tokens), np.zeros(case.scan.num_tokens)
+    for tokens, walk in case.walks():
+        for row, numbers in zip(rows, loop(tokens, walk), strict=True):
+            for token, number in zip(tokens, numbers, strict=True):
+                row[token] = number
+    return rows
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_it_is_what_the_loop_says(observation: str, impl: str) -> None:
+    case = case_of()
+    exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
+    for rows, numbers in zip(
+        run_scan(case.scan._replace(observation=observation), impl), exact, strict=True
+    ):
+        assert_rounds(rows, numbers)
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_a_turn_of_context_alone_gives_its_reward_away_once(observation: str, impl: str) -> None:
+    case = case_of([["gg", "...", ".g"], ["..", ".g", "..", "."]])
+    exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
+    for rows, numbers in zip(
+        run_scan(case.scan._replace(observation=observation), impl), exact, strict=True
+    ):
+        assert_rounds(rows, numbers)
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_vtrace_is_what_the_loop_says(observation: str, impl: str) -> None:
+    case = case_of()
+    batch = case.batch
+    ratios = (batch.logprobs.double() - batch.rollout_logprobs.double()).exp().tolist()
+    clips = 0.875, 0.75, 1.25
+    exact = expected_of(
+        case,
+        lambda tokens, walk: vtrace_by_loop(
+            walk, Ratios([ratios[token] for token in tokens], *clips), observation
+        ),
+    )
+    scan = case.scan._replace(
+        kind="vtrace", observation=observation, weights=(batch.logprobs, batch.rollout_logprobs),
+        limits=Limits(rho_clip=clips[0], c_clip=clips[1], advantage_rho_clip=clips[2]),
+        chunks=generated_alone(case.scan.chunks) if observation in PASSING else case.scan.chunks,
+    )  # fmt: skip
+    for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
+        assert_rounds(rows, numbers)
+
+
+@pytest.mark.parametrize("clamp", [math.inf, 0.5])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_rewards_are_clipped_and_pay_for_divergence(
+    estimator: str, clamp: float, impl: str
+) -> None:
+    case = case_of()
+    sampled, ref = case.batch.logprobs, case.batch.rollout_logprobs
+    limits = Limits(kl_coefficient=0.125, kl_clamp=clamp, reward_clip=0.75)
+    clipped = [[max(-0.75, min(0.75, r)) for r in rewards] for rewards in case.rewards]
+    away = (sampled.double() - ref.double()).tolist()
+    penalty = {
+        "k1": lambda x: x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.exp(-x) - 1 + x,
+    }[estimator]
+
+    def penalised(tokens: list[int], walk: Walk) -> Any:
+        paid = [0.125 * max(-clamp, min(clamp, penalty(away[token]))) for token in tokens]
+        rewards = [r - p * g for r, p, g in zip(walk.rewards, paid, walk.mask, strict=True)]
+        return gae_by_loop(walk._replace(rewards=rewards), "carry")
+
+    exact = expected_of(case._replace(rewards=clipped), penalised)
+    scan = case.scan._replace(kl=(sampled, ref), estimator=estimator, limits=limits)
+    for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
+        assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
+
+
+@pytest.mark.parametrize("kind", ["gae", "next_values", "vtrace"])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.usefixtures("interpreter")
+def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
+    case = case_of()
+    weights = (case.batch.logprobs, case.batch.rollout_logprobs) if kind == "vtrace" else None
+    limits = Limits(reward_clip=0.75, rho_clip=0.875)
+    scan = case.scan._replace(kind=kind, observation=observation, weights=weights, limits=limits)
+    before = torch.linspace(-1, 1, scan.num_positions).double() if kind == "vtrace" else None
+    num = scan.num_positions if kind == "next_values" else scan.num_tokens
+    results = []
+    for regime in ("walk", "blocks"):
+        main = torch.full((num,), 7.0, dtype=torch.float64 if kind == "next_values" else None)
+        outputs = main, None if kind == "next_values" else torch.full_like(main, 7.0)
+        if regime == "walk":
+            walk_segments(scan, before, outputs)
+        else:
+            write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
+        results.append([rows for rows in outputs if rows is not None])
+    for actual, expected in zip(*results, strict=True):
+        assert_same_bits(actual, expected)
+        assert kind == "next_values" or not (actual == 7.0).any(), "every token is written"
+
+
+@pytest.mark.parametrize("segments", [[], [[]], [[], []], [[""], []]])
+def test_nothing_to_scan_leaves_zeros(segments: list[list[str]], impl: str) -> None:
+    case = case_of(segments, slack=0)
+    scan = case.scan._replace(
+        num_tokens=20, values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)
+    )
+    for rows in run_scan(scan, impl):
+        assert_same_bits(rows, torch.zeros(20))
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_the_reference_reads_no_value(observation: str) -> None:
+    scan = case_of().scan
+
+    def moved(field: Any) -> Any:
+        return field.to("meta") if isinstance(field, torch.Tensor) else field
+
+    fields = {name: moved(field) for name, field in scan._asdict().items()}
+    fields["chunks"] = ScanChunks(*map(moved, scan.chunks or ()))
+    for kind in ("gae", "vtrace"):
+        weights = (fields["values"],) * 2 if kind == "vtrace" else None
+        named = {"kind": kind, "weights": weights, "observation": observation}
+        for rows in run_scan(Scan(**(fields | named)), "torch"):
+            assert (rows.shape, rows.dtype) == ((scan.num_tokens,), torch.float32)
+            assert rows.device.type == "meta"

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 BROUGHT_BY = {
     "anyio": "trajpack[agent]",
     "httpcore": "trajpack[servers]",
-    "httpx": "trajpack[servers]",
     "hypothesis": "hypothesis",
     "jinja2": "trajpack[agent]",
     "math_verify": "trajpack[agent]",

@@ -8,10 +8,10 @@ import pytest
 
 from tests.agent.servers.loopback import Loopback, generate, options, say_sglang
 from trajpack.agent.errors import SetupError
-from trajpack.agent.servers.kinds.settings import PREFIX, ServerSettings
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits, TimeLimits
+from trajpack.agent.servers.settings import PREFIX, ServerSettings
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Addresses and tokens of servers, from the environment."""
+"""Settings of servers from the environment."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from trajpack.agent.errors import SetupError
+from trajpack.agent.servers.client import ServerURL
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.options import LogprobSemantics, ServerOptions, TimeLimits
-from trajpack.agent.servers.url import ServerURL
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.optional import require
 
 PREFIX = "TRAJPACK_SERVER_"
-"""Of the environment's variables."""
+"""Prefix of the environment variables."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Which servers generate, and how they are spoken to.
+    """Kind, addresses and options of servers.
 
     Addresses and the token are in no ``repr`` and no message.
 
@@ -36,9 +38,9 @@ class ServerSettings:
     """
 
     kind: Literal["vllm", "sglang"]
-    """Which engine they are servers of."""
+    """Kind of the servers."""
     urls: tuple[str, ...]
-    """Their addresses."""
+    """Addresses of the servers."""
     options: ServerOptions
     """Limits, retries, the token."""
 
@@ -54,37 +56,33 @@ class ServerSettings:
     def from_environment(cls, urls: Sequence[str] = (), **options: Any) -> ServerSettings:
         """Read the variables that begin with ``TRAJPACK_SERVER_``.
 
-        ``URLS`` (addresses with commas between them), ``KIND`` (``vllm`` or ``sglang``),
+        ``URLS`` (addresses separated by commas), ``KIND`` (``vllm`` or ``sglang``),
         ``TOKEN``, ``CA_FILE``, ``MAX_CONNECTIONS``, ``VOCAB_SIZE``, ``MAX_REQUEST_TOKENS``,
         ``LOGPROBS``, ``ALLOW_OTHER_LOGPROBS``, ``SEED``, and the times in seconds ``CONNECT_S``,
         ``REQUEST_S``, ``GENERATION_S``, ``OUTAGE_S``, ``START_S``, ``CONTROL_S``.
 
         Args:
-            urls: Addresses that stand in for ``URLS``.
-            options: Of `ServerOptions`; they go before the environment, ``time_limits`` as a
-                whole.
+            urls: Addresses that replace ``URLS``.
+            options: Fields of `ServerOptions` that override the environment, ``time_limits`` all
+                of its times.
 
         Raises:
-            SetupError: If there is no address, or a value is not what it must be. The message
-                names the variable and does not repeat its value.
+            SetupError: If there is no address, or a value is invalid. The message names the
+                variable and does not repeat its value.
         """
         require("pydantic", "pydantic_settings")
         from pydantic import ValidationError
 
         try:
-            read = _settings_class()()
+            found = _settings_class()().model_dump(exclude_none=True)
         except ValidationError as error:
-            problems = error.errors(include_input=False, include_url=False, include_context=False)
-            what = "; ".join(
+            problems = "; ".join(
                 f"{PREFIX}{'_'.join(map(str, one['loc'])).upper()}: {one['msg']}"
-                for one in problems
+                for one in error.errors(include_input=False, include_url=False)
             )
-            raise SetupError(f"the environment's server settings are wrong: {what}") from None
-        found = read.model_dump(exclude_none=True)
-        addresses = tuple(urls) or tuple(
-            url for url in (part.strip() for part in found.pop("urls", "").split(",")) if url
-        )
-        found.pop("urls", None)
+            raise SetupError(f"the environment's server settings are wrong: {problems}") from None
+        listed = (url.strip() for url in found.pop("urls", "").split(","))
+        addresses = tuple(urls) or tuple(filter(None, listed))
         kind = found.pop("kind")
         if not addresses:
             raise SetupError(f"no server is named: give addresses, or set {PREFIX}URLS to them")
@@ -101,16 +99,13 @@ class ServerSettings:
 
     def make_engine(self, version: int = 0) -> ServerEngine:
         """Return an engine for these servers, not yet entered."""
-        from trajpack.agent.servers.kinds.sglang import SGLangEngine
-        from trajpack.agent.servers.kinds.vllm import VLLMEngine
-
         engine = VLLMEngine if self.kind == "vllm" else SGLangEngine
         return engine(self.urls, options=self.options, version=version)
 
 
 @cache
 def _settings_class() -> Any:
-    """Return the class that reads the environment; made here, since its package is optional."""
+    """Return the pydantic class of the settings; its package is optional."""
     from pydantic import Field, SecretStr, create_model
     from pydantic_settings import BaseSettings, SettingsConfigDict
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.agent.servers.loopback import NOTHING, Answer, Asked, generate, options, serving
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
-RECORDED = Path(__file__).parents[5] / "shared" / "contracts"
+RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
 pytestmark = pytest.mark.skipif(
     not RECORDED.is_dir(), reason=f"the recorded responses are not in {RECORDED}"
 )

@@ -16,7 +16,7 @@ from tests.agent.servers.loopback import Answer, Asked, generate, options, servi
 from tests.packing.adapters.peers import find_peer
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.engine_response import ResponseLimits, read_sglang_response
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
+from trajpack.agent.servers.sglang import SGLangEngine
 
 LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
 CONTROL_TYPES = {

@@ -17,8 +17,7 @@ from trajpack.kernels.corrections.staleness import (
     staleness_weights as staleness_weights,
 )
 from trajpack.kernels.credit.discounted_returns import discounted_returns as discounted_returns
-from trajpack.kernels.credit.gae import gae as gae
-from trajpack.kernels.credit.td_lambda import td_lambda as td_lambda
+from trajpack.kernels.credit.gae import gae as gae, td_lambda as td_lambda
 from trajpack.kernels.credit.turn_gae import turn_gae as turn_gae
 from trajpack.kernels.credit.vtrace import vtrace as vtrace
 from trajpack.kernels.fields.build import build as build

@@ -1,18 +1,13 @@
 """Block shapes of the kernels, by architecture: data, each with its reason.
 
-To tune a kernel for an architecture is to give it a row here. None of these shapes has been
-measured on hardware: the reasons are counts from compiled code (Triton 3.6 to 3.9) and
-arithmetic. Registers are the most that a thread takes on sm_80 and sm_90, which
-``tests/kernels/compiled/test_compiled.py`` asserts. An SM of sm_80 to sm_100 has 65,536 of them,
-given out to warps by 8 for each thread; a SIMD of gfx942 has 512 for each lane.
+To tune a kernel for an architecture, give it a row here. No shape has been measured on hardware:
+the reasons are counts from compiled code (Triton 3.6 to 3.9) and arithmetic. Registers are the
+maximum of a thread on sm_80 and sm_90, which ``tests/kernels/compiled/test_compiled.py`` asserts.
+An SM of sm_80 to sm_100 has 65,536 registers, allocated to warps by 8 per thread; a SIMD of gfx942
+has 512 per lane. "Requests" are the bytes of all loads that the threads of an SM make for one tile
+each; at 4.3 TB/s an H200 needs about 11.4 KB in flight on each SM.
 
-KB asked for are the bytes of all loads that the threads of an SM make for one tile each. How many
-of those loads are under way together is up to the compiler, and no test asserts it: a thread of a
-float32 segment sum has 8 in a row, of which Triton 3.6 and 3.7 issue two before they wait for the
-first, 3.9 seven. At 4.3 TB/s an H200 wants about 11.4 KB under way on each SM.
-
-The shape of a scan settles the order of its sums, so it is fixed for an architecture; results
-are the same bits in every run on one device.
+The block of a scan fixes the order of its sums, so it is the same on every architecture.
 """
 
 from __future__ import annotations
@@ -30,76 +25,66 @@ DEFAULT = "default"
 
 
 class BlockShape(NamedTuple):
-    """How much one program of a kernel does, and with how many threads."""
+    """Elements and threads of one program of a kernel."""
 
     block: int
-    """Elements of a program's tile; entries of a row's block for scans."""
+    """Elements of a program's tile; entries of a block for scans."""
     threads: int
     reason: str
     most_registers: int | None = None
-    """Registers of a thread at most, where the compiler has to be told; CUDA only."""
+    """Limit of a thread's registers for the compiler; CUDA only."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A shape as a launch takes it."""
+    """Shape of a launch."""
 
     block: int
     options: dict[str, int | bool]
-    """``num_warps`` and what else Triton is told by keyword."""
+    """``num_warps`` and other keywords of a Triton launch."""
 
 
-OF_ROWS = (
-    "Half as much of a thread fits 1,024 threads or more on an SM, which ask for as much, in "
-    "narrower stores or with twice the searches. Not measured on hardware."
-)
 SHAPES: dict[str, dict[str, BlockShape]] = {
     "build_kernel": {
         DEFAULT: BlockShape(
             TILE,
             256,
-            "4 tokens of a thread: one 16-byte store of an int32 field, two of an int64 field. "
-            "48 registers, so 1,280 threads on an SM, which ask for 32 bytes of gathered words "
-            "each: 40 KB. 8 tokens of a thread (1,024 x 128, 2,048 x 256) take 96 registers and "
-            "leave 640 threads; 512 x 128 is as good, for twice the searches. Not measured on "
-            "hardware.",
+            "4 tokens a thread: one 16-byte store of an int32 field, two of an int64 field. 48 "
+            "registers: 1,280 threads on an SM request 40 KB. 8 tokens a thread take 96 registers; "
+            "512 x 128 is as good, for twice the searches.",
         )
     },
     "gather_fields_kernel": {
         DEFAULT: BlockShape(
             TILE,
             256,
-            "4 units of a thread. 32 registers, so an SM is full: 2,048 threads, which ask for 8 "
-            "KB (bytes) to 64 KB (8-byte units). 1,024 x 128 takes 54 on sm_80. Not measured on "
-            "hardware.",
+            "4 units a thread. 32 registers: 2,048 threads fill an SM and request 8 KB (bytes) to "
+            "64 KB (8-byte units). 1,024 x 128 takes 54 on sm_80.",
         )
     },
     "gather_words_kernel": {
         DEFAULT: BlockShape(
             1024,
             128,
-            "8 words of a thread. 56 registers, so 1,152 threads on an SM, which ask for 36 KB of "
-            "int32. 256 threads take 30 and fill an SM, which is 32 KB; 2,048 x 128 takes 108. "
-            "Not measured on hardware.",
+            "8 words a thread. 56 registers: 1,152 threads on an SM request 36 KB of int32. 256 "
+            "threads take 30 and request 32 KB; 2,048 x 128 takes 108.",
         )
     },
     "select_tokens_kernel": {
         DEFAULT: BlockShape(
             TILE,
             256,
-            "4 tokens of a thread, all fields one after another. 40 registers, so 1,536 threads on "
-            "an SM. A micro-batch's own fields alone are 30 bytes of a token: 180 KB asked for, "
-            "field after field. Not measured on hardware.",
+            "4 tokens a thread, field after field. 40 registers: 1,536 threads on an SM. The "
+            "fields of a micro-batch alone, 30 bytes a token, request 180 KB.",
         )
     },
     "group_advantages_kernel": {
         DEFAULT: BlockShape(
             64,
             256,
-            "4 pairs of a group and a member of a thread in the tile of 16 groups, with up to four "
-            "float64 sums each: 128 registers, so 512 threads on an SM. Tiles of 128 take 160 to "
-            "184, which leaves 256. Left to itself, ptxas spills to fit in one more block. Not "
-            "measured on hardware.",
+            "4 pairs of group and member a thread in the tile of 16 groups, with up to four "
+            "float64 sums each. 128 registers: 512 threads on an SM; tiles of 128 take 160 to 184. "
+            "Without the limit ptxas spills to fit one more block.",
             most_registers=128,
         )
     },
@@ -107,80 +92,60 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             512,
             128,
-            "4 entries of a thread, 36 bytes or more of loads. Left to itself, ptxas takes up to "
-            "128 registers to walk, and spills one of some variants to fit in one more block. Held "
-            "to 96, five blocks fit an SM, which ask for 23 KB; some walks of V-trace then spill, "
-            "on Triton 3.9 that of its default observation too: "
-            "tests/kernels/compiled/scan_spills.json has which, and how much. Blocks of 1,024 idle "
-            "twice as many lanes: a quarter of them on sequences of 2,000 tokens. Not measured "
-            "on hardware.",
+            "4 entries a thread, 36 bytes or more of loads. Limited to 96 registers, five blocks "
+            "fit an SM and request 23 KB; without the limit ptxas takes up to 128. Some walks of "
+            "V-trace then spill: tests/kernels/compiled/scan_spills.json lists them. Blocks of "
+            "1,024 idle a quarter of the lanes on sequences of 2,000 tokens.",
             most_registers=96,
         )
     },
     "scores_kernel": {
-        DEFAULT: BlockShape(
-            128,
-            128,
-            "A trajectory of a thread: a few turns each. Not measured on hardware.",
-        )
+        DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
     "spread_kernel": {
         DEFAULT: BlockShape(
             4096,
             256,
-            "A chunk of whitening, whose moments it leaves: 16 tokens of a thread. 128 registers, "
-            "so 512 threads on an SM. Left to itself, ptxas spills a register to fit in one more "
-            "block, hence the limit. Not measured on hardware.",
+            "A chunk of whitening, whose moments it stores: 16 tokens a thread. 128 registers: 512 "
+            "threads on an SM. Without the limit ptxas spills a register to fit one more block.",
             most_registers=128,
         )
-    },
-    "discounted_returns": {
-        DEFAULT: BlockShape(
-            32,
-            128,
-            "2 entries of a thread in the tile of 8 rows. 96 registers, so 640 threads on an SM. "
-            "Left to itself, ptxas spills a register or two to fit in one more block, hence the "
-            "limit. 64 threads take all 128; 256 take 40 to 62, for twice the warps that each "
-            "scan waits for. Not measured on hardware.",
-            most_registers=128,
-        ),
-        "gfx942": BlockShape(
-            32,
-            256,
-            "Four waves, one entry of a thread: 64 registers; 128 threads take 40 to 77. Not "
-            "measured on hardware.",
-        ),
     },
     "segment_reduce": {
         DEFAULT: BlockShape(
             32,
             128,
-            "A row of 32 lanes is a warp, and 8 loads of a thread follow each other. 40 registers, "
-            "so 1,536 threads on an SM, which ask for 48 KB of float32. Not measured on hardware.",
+            "A row of 32 lanes is a warp with 8 successive loads a thread. 40 registers: 1,536 "
+            "threads on an SM request 48 KB of float32.",
         )
     },
     "whiten": {
         DEFAULT: BlockShape(
             4096,
             256,
-            "16 entries of a thread: 80 bytes of float32 and its mask, and four stores of 16. 112 "
-            "registers, so 512 threads on an SM, which ask for 40 KB. 128 threads take up to 234; "
-            "512 take about 60, for as many entries on an SM and twice the warps in each sum. Not "
-            "measured on hardware.",
+            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16. 112 registers: "
+            "512 threads on an SM request 40 KB. 128 threads take up to 234 registers; 512 take "
+            "about 60, for as many entries on an SM and twice the warps in each sum.",
         )
     },
 } | {
-    f"{kernel}, elements of {size}": {DEFAULT: BlockShape(block, 128, f"{reason} {OF_ROWS}")}
+    f"{kernel}, elements of {size}": {
+        DEFAULT: BlockShape(
+            block,
+            128,
+            f"{stores} a thread; 64 to 128 registers. Half as much a thread fits twice the threads "
+            "on an SM, for narrower stores or twice the searches.",
+        )
+    }
     for kernel in ("pad_kernel", "unpad_kernel")
-    for size, (block, reason) in {
-        1: (2048, "16 bytes of a thread, one store: 128 registers, so 8 KB asked for."),
-        2: (1024, "16 bytes of a thread, one store: 64 registers, so 16 KB asked for."),
-        4: (1024, "32 bytes of a thread, two stores: 64 registers, so 32 KB asked for."),
-        8: (1024, "64 bytes of a thread, four stores: 64 registers, so 64 KB asked for."),
+    for size, (block, stores) in {
+        1: (2048, "16 bytes in one store"),
+        2: (1024, "16 bytes in one store"),
+        4: (1024, "32 bytes in two stores"),
+        8: (1024, "64 bytes in four stores"),
     }.items()
 }
-"""By kernel and architecture. The three kernels of discounted returns share theirs: their sums
-must be made in the same order."""
+"""Shapes by kernel and architecture."""
 
 
 def architecture_of(device: int) -> str:
@@ -210,9 +175,9 @@ def block_shape(kernel: str, architecture: str) -> BlockShape:
 
 @cache
 def launch_on(kernel: str, device: int) -> Launch:
-    """Return how ``kernel`` is launched on a device: its ``torch.Tensor.get_device()``.
+    """Return the launch of ``kernel`` on a device, given by its ``torch.Tensor.get_device()``.
 
-    Asked once for each device; from then on a lookup of about 0.1 µs.
+    Cached per device: about 0.1 µs.
     """
     architecture = architecture_of(device)
     shape = block_shape(kernel, architecture)

@@ -1,8 +1,9 @@
-"""Which implementation of an op runs: the whole choice in one place."""
+"""Registration of ops with torch, and the choice of the implementation that runs."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -11,16 +12,43 @@ from trajpack.kernels.installed import is_there
 Impl: TypeAlias = Literal["auto", "torch", "triton"]
 
 LIBRARY = torch.library.Library("trajpack", "DEF")
-"""Every op of this package is registered here, as ``torch.ops.trajpack.<name>``."""
+"""The torch library that holds all ops of this package: ``torch.ops.trajpack.<name>``."""
 
 _HAS_TRITON = is_there("triton")
+
+
+def register_op(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> None:
+    """Register an op with torch under the name that begins its schema.
+
+    Args:
+        schema: Signature in the schema language of ``torch.library``.
+        run: Implementation on every device; it gets the schema's arguments by position.
+        fake: Returns tensors of the outputs' shapes and dtypes without values, for tracing.
+        setup_context: Saves what ``backward`` needs; see ``torch.library.register_autograd``.
+        backward: Returns a gradient or ``None`` for each argument; an op without is constant.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"trajpack::{name}", fake, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(
+            f"trajpack::{name}", backward, setup_context=setup_context, lib=LIBRARY
+        )
 
 
 def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", "triton"]:
     """Return the implementation that ``impl`` names for inputs that live where ``tensor`` does.
 
     ``"auto"`` is Triton for CUDA tensors, where it is installed, and torch for all others. A
-    named implementation that cannot run raises; it never falls back to the other.
+    named implementation that cannot run raises; the other never takes its place.
 
     Raises:
         ValueError: If ``impl`` is none of ``"auto"``, ``"torch"``, ``"triton"``.
@@ -42,10 +70,10 @@ def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", 
 def check_not_captured(op: str, device: torch.device, remedy: str) -> None:
     """Raise while a CUDA graph captures the current stream of ``device``.
 
-    For what a replay would not do again, or would do with memory that is gone by then.
+    Ops that copy from temporary host memory call it: a replay would read freed memory.
 
     Raises:
-        RuntimeError: That names ``op`` and the ``remedy``.
+        RuntimeError: Names ``op`` and the ``remedy``.
     """
     if device.type != "cuda":
         return
@@ -55,7 +83,7 @@ def check_not_captured(op: str, device: torch.device, remedy: str) -> None:
 
 
 def _check_triton_serves(op: str, device: torch.device) -> None:
-    """Raise unless Triton's interpreter or its active driver takes tensors of ``device``."""
+    """Raise unless Triton's interpreter or its active driver accepts tensors of ``device``."""
     import triton
     from triton.runtime import driver
 

@@ -1,26 +1,28 @@
-"""Checks of shape, dtype and device, in one voice; and which tensors' values a check may read."""
+"""Argument checks that all ops share; every message names the op, the argument and what came."""
 
 from __future__ import annotations
 
 import os
+from math import inf
+from numbers import Real
 
 import numpy as np
 import torch
 
 READS_DEVICE = os.environ.get("TRAJPACK_CHECK", "0") not in ("", "0")
-"""Whether boundaries that live on a device are checked too: set ``TRAJPACK_CHECK=1`` before
-``trajpack`` is imported. Each call then waits for the device."""
+"""Whether boundaries on a device are checked too: set ``TRAJPACK_CHECK=1`` before ``trajpack``
+is imported. Each call then waits for the device."""
 HOSTS = ("cpu",)
-"""Devices whose tensors are read for nothing."""
+"""Device types whose tensors are read without synchronisation."""
 
 
 def values_to_check(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` on the host, or ``None`` where its values are not to be read.
+    """Return ``tensor`` on the host, or ``None`` where its values must not be read.
 
-    They are not where there are none: in a trace of the compiler, on the meta device.
+    A traced tensor and one on the meta device have no values; one on a device is read with
+    ``TRAJPACK_CHECK=1`` alone, and never while a CUDA graph is captured.
 
-    Cost: nothing on the host. On a device nothing but with ``TRAJPACK_CHECK=1``: then a copy,
-    which waits; not while a CUDA graph is captured.
+    Cost: on the host none; on a device with ``TRAJPACK_CHECK=1`` a copy that waits.
     """
     is_traced = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if is_traced or torch.compiler.is_compiling():
@@ -37,9 +39,9 @@ def values_to_check(tensor: torch.Tensor) -> torch.Tensor | None:
 def check_boundaries(
     op: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int | None = None
 ) -> None:
-    """Raise if boundaries can be read and do not bound ``num_tokens``, as the kernels trust.
+    """Raise if the values of ``cu_seqlens`` can be read and do not bound ``num_tokens``.
 
-    Called by the implementations of operators, whose tensors have values.
+    Implementations of ops call it: their tensors have values.
     """
     readable = values_to_check(cu_seqlens)
     if readable is None:
@@ -58,10 +60,31 @@ def check_boundaries(
         )
 
 
-def check_tensor(
-    op: str, name: str, tensor: torch.Tensor, *, ndim: int, dtypes: tuple[torch.dtype, ...]
+def check_tensor(  # noqa: PLR0913 - all but three are keywords
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dtypes: tuple[torch.dtype, ...],
+    ndim: int = 1,
+    device: torch.device | None = None,
+    entries: int | None = None,
+    per: str = "token",
+    constant: bool = False,
 ) -> None:
-    """Raise unless ``tensor`` has ``ndim`` dimensions and one of ``dtypes``."""
+    """Raise unless ``tensor`` is what an op takes.
+
+    Args:
+        op: Name of the op, for the message.
+        name: Name of the argument, for the message.
+        tensor: The argument.
+        dtypes: Dtypes that are accepted.
+        ndim: Number of dimensions.
+        device: Device of the other inputs; any if ``None``.
+        entries: Size of the first dimension; any if ``None``.
+        per: What one entry belongs to, for the message.
+        constant: Whether a gradient through ``tensor`` is refused where gradients are recorded.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -69,18 +92,26 @@ def check_tensor(
         got = str(tensor.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must be {expected}, got {got}")
     if tensor.ndim != ndim:
-        raise ValueError(f"{op}: {name} must have {ndim} dimension(s), got shape {_shape(tensor)}")
+        shape = list(tensor.shape)
+        raise ValueError(f"{op}: {name} must have {ndim} dimension(s), got shape {shape}")
+    if device is not None:
+        check_device(op, name, tensor, device)
+    if entries is not None and tensor.shape[0] != entries:
+        raise ValueError(
+            f"{op}: {name} must have one entry for each of {entries} {per}(s), "
+            f"got shape {list(tensor.shape)}"
+        )
+    if constant and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient flows to {name}; pass {name}.detach()")
 
 
 def check_cu_seqlens(
     op: str, cu_seqlens: torch.Tensor, *, device: torch.device | None = None
 ) -> None:
     """Raise unless ``cu_seqlens`` can hold segment boundaries: int32, 1-D, not empty."""
-    check_tensor(op, "cu_seqlens", cu_seqlens, ndim=1, dtypes=(torch.int32,))
+    check_tensor(op, "cu_seqlens", cu_seqlens, dtypes=(torch.int32,), device=device)
     if cu_seqlens.shape[0] == 0:
         raise ValueError(f"{op}: cu_seqlens must have segments + 1 entries, got none")
-    if device is not None:
-        check_device(op, "cu_seqlens", cu_seqlens, device)
 
 
 def check_device(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -89,5 +120,55 @@ def check_device(op: str, name: str, tensor: torch.Tensor, device: torch.device)
         raise ValueError(f"{op}: {name} is on {tensor.device} but the other inputs are on {device}")
 
 
-def _shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
+def check_choice(op: str, name: str, choice: str, choices: tuple[str, ...]) -> None:
+    """Raise unless ``choice`` is one of ``choices``."""
+    if choice not in choices:
+        expected = ", ".join(map(repr, choices))
+        raise ValueError(f"{op}: {name} must be one of {expected}, got {choice!r}")
+
+
+def check_integer(op: str, name: str, number: int, *, most: int | None = None) -> None:
+    """Raise unless ``number`` is an int (no bool) from 0 to ``most``."""
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int, got {number!r}")
+    if most is None and number < 0:
+        raise ValueError(f"{op}: {name} must not be negative, got {number}")
+    if most is not None and not 0 <= number <= most:
+        raise ValueError(f"{op}: {name} must be in [0, {most}], got {number}")
+
+
+def check_max_seqlen(op: str, max_seqlen: int | None) -> None:
+    """Raise unless ``max_seqlen`` is a length or ``None``."""
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{op}: max_seqlen must be an int or None, got {max_seqlen!r}")
+    check_integer(op, "max_seqlen", max_seqlen)
+
+
+def check_number(
+    op: str,
+    name: str,
+    number: float,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    finite: bool = False,
+) -> None:
+    """Raise unless ``number`` is a number (no bool, no NaN) within its bounds.
+
+    ``above`` is an exclusive lower bound, ``least`` an inclusive one; ``finite`` refuses infinity.
+    """
+    if isinstance(number, bool) or not isinstance(number, (Real, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number, got {number!r}")
+    bounds = ["finite"] if finite else []
+    is_within = -inf < number < inf if finite else -inf <= number <= inf  # False for NaN
+    if above is not None:
+        bounds.append(f"above {above:g}")
+        is_within = is_within and number > above
+    if least is not None:
+        bounds.append("not negative" if least == 0 else f"at least {least:g}")
+        is_within = is_within and number >= least
+    if not is_within:
+        expected = " and ".join(bounds) or "a number that is not NaN"
+        raise ValueError(f"{op}: {name} must be {expected}, got {number!r}")

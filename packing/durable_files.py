@@ -1,10 +1,11 @@
-"""Files that are whole or absent after a crash, and the lock of a folder's one writer."""
+"""Durable file writes, and an exclusive lock for the writer of a folder."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +15,46 @@ class LockTakenError(RuntimeError):
 
 
 def write_durably(path: Path, content: Any) -> None:
-    """Write a file so that it is on the disk, whole and under its name, when this returns.
+    """Write a file that is on the disk, whole and under its name, on return.
 
     Args:
-        path: Its folder exists.
+        path: Path in a folder that exists.
         content: Bytes, or an object with a buffer of them.
 
     Raises:
-        OSError: If it cannot be written; a file that had the name before is unchanged.
+        OSError: If it cannot be written; an earlier file of that name is unchanged.
 
     Cost: two synchronisations of the disk, of the file and of its folder.
     """
-    unfinished = path.with_name(f"{path.name}.tmp")
+    with replacing(path) as unfinished, unfinished.open("wb") as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, unfinished: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path; the file written there durably replaces ``path`` on exit.
+
+    After an error it is removed, and ``path`` is unchanged.
+
+    Args:
+        path: Path in a folder that exists.
+        unfinished: Temporary path in the same folder; ``path`` with ``.tmp`` appended by default.
+    """
+    unfinished = path.with_name(f"{path.name}.tmp") if unfinished is None else unfinished
     try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-        finish_durably(unfinished, path)
+        yield unfinished
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
 
 
-def finish_durably(unfinished: Path, path: Path) -> None:
-    """Synchronise a file that was written under another name, and move it to its place."""
-    with unfinished.open("rb+") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, so that they are on the disk when this returns."""
+    """Make a folder and its parents, durably."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in reversed(missing):
@@ -53,7 +62,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names of a folder's files to the disk."""
+    """Synchronise the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,12 +71,12 @@ def sync_folder(folder: Path) -> None:
 
 
 class WriterLock:
-    """An exclusive lock (``flock``) that the system releases when the process ends.
+    """Exclusive file lock (``flock``), released by the system when the process ends.
 
-    The file holds the number of the process. A forked child does not inherit the lock.
+    The file holds the process id. A forked child does not inherit the lock.
 
     Args:
-        path: File of the lock, made if need be.
+        path: Lock file, created if missing.
 
     Raises:
         LockTakenError: If another writer holds it, in this process or in another one.
@@ -83,9 +92,7 @@ class WriterLock:
         _held.add(self)
 
     def check(self) -> None:
-        """Check that the locked file is still the one at its path.
-
-        A file that was removed is made and locked anew, unless another writer is faster.
+        """Check that the locked file is still the one at its path; a removed one is made anew.
 
         Raises:
             LockTakenError: If another file or another folder is there, or another writer locks
@@ -104,7 +111,7 @@ class WriterLock:
             raise LockTakenError(f"{self._path} is another file than the one locked")
 
     def close(self) -> None:
-        """Let another writer take the lock. Closing twice does nothing."""
+        """Release the lock. Closing twice does nothing."""
         self.held = False
         self._file.close()
 
@@ -116,7 +123,7 @@ def _locked(path: Path) -> Any:
         file = path.open("a+b", buffering=0)  # a file object: one that is dropped is closed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_at(file, path):  # removed in between: its lock keeps nobody out
+            if not _is_at(file, path):  # removed in between: its lock is void
                 file.close()
                 continue
         except BlockingIOError:
@@ -127,7 +134,7 @@ def _locked(path: Path) -> Any:
         except BaseException:
             file.close()
             raise
-        with suppress(OSError):  # the number is for people: a full disk must not matter
+        with suppress(OSError):  # the process id is a hint: a full disk must not matter
             file.truncate(0)
             file.write(str(os.getpid()).encode())
         return file
@@ -144,7 +151,7 @@ _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Close what a forked process inherited, which would keep the lock after its holder's end."""
+    """Close inherited lock files: they would keep the lock after its holder's end."""
     for lock in list(_held):
         lock.close()
 

@@ -1,1 +1,1 @@
-"""Prometheus metrics, OpenTelemetry spans, and figures of each pack."""
+"""Watching rollouts: Prometheus metrics and their server, OpenTelemetry spans, figures of packs."""

@@ -1,74 +1,123 @@
-"""Rollouts in numbers, for Prometheus."""
+"""`RolloutMetrics`: rollouts in numbers, for Prometheus."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trajpack.agent.errors import EpisodeError
-from trajpack.agent.observability.families import (
-    CAUSES,
-    OTHER,
-    STAGES,
-    WAITS,
-    EpisodeFamilies,
-    FillFamilies,
-    GenerationFamilies,
-    PackFamilies,
-    ResultFamilies,
-    VerificationFamilies,
-    VersionFamilies,
-    WaitFamilies,
-)
-from trajpack.agent.observability.recent_values import RecentValues
+from trajpack.agent import errors
+from trajpack.agent.observability.episodes import OpenEpisode, remember
 from trajpack.agent.protocols import GenerationOutput, Reply
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.packing.conversion import merge_spans
 from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter
+    from prometheus_client import CollectorRegistry
 
     from trajpack.agent.observability.pack_watch import WatchedPack
     from trajpack.agent.runner.runner import EpisodeResult
-    from trajpack.packing.types import Turn
 
-GROUP_OUTCOMES = ("kept", "failed", "incomplete", "filtered")
-"""What can become of a group; any other reason for dropping one counts as ``"other"``."""
+CAUSES: tuple[str, ...] = tuple(
+    sorted(
+        {
+            kind.cause
+            for kind in vars(errors).values()
+            if isinstance(kind, type) and issubclass(kind, errors.EpisodeError)
+        }
+    )
+)
+"""Values of ``cause`` of this library's errors."""
+OTHER = "other"
+"""Label of an unknown cause or group outcome."""
+LABELS = {
+    "cause": (*CAUSES, OTHER),
+    "outcome": ("kept", "failed", "incomplete", "filtered", OTHER),
+    "stage": ("generation", "verification"),
+    "reason": ("pause", "room", "slot", "staleness"),
+}
+"""All values of each label. For ``reason`` see `RolloutObserver.wait_ended`."""
+
+LATENCY = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+WAIT = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
+PACK = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+RATIO = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
 
-@dataclass(slots=True)
-class _OpenEpisode:
-    began: float
-    generations: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Turns that wait for a completion: since when, and the tokens of their prompt."""
-    verifications: dict[int, float] = field(default_factory=dict)
+GAUGES = {"turns_in_flight", "episodes_in_flight", "results_waiting", "policy_version"}
+
+
+class Family(NamedTuple):
+    """A metric: a gauge if `GAUGES` has it, a histogram if it has buckets, else a counter."""
+
+    name: str
+    """Name without the prefix ``trajpack_``."""
+    meaning: str
+    """Description for scrapers."""
+    label: str | None = None
+    """Name of its label, of `LABELS`."""
+    buckets: Sequence[float] = ()
+    """Upper bounds of a histogram, in the unit of the name."""
+
+
+FAMILIES = (
+    Family("turns_in_flight", "Turns waiting for a completion or a verification.", "stage"),
+    Family("turns", "Turns that the engine completed."),
+    Family("prompt_tokens", "Prompt tokens of completed turns, the whole conversation each time."),
+    Family("generated_tokens", "Tokens sampled, whether kept or not."),
+    Family("truncated_turns", "Completed turns without an end-of-sequence token."),
+    Family("generation_seconds", "Time from a request to its reply or error.", None, LATENCY),
+    Family("generation_errors", "Errors of the engine, by cause.", "cause"),
+    Family("verification_seconds", "Time of an environment's step or error.", None, LATENCY),
+    Family("verification_errors", "Steps of the environment that raised."),
+    Family("episodes_in_flight", "Running episodes."),
+    Family("episodes_finished", "Attempts without an error, even if found stale afterwards."),
+    Family("episodes_failed", "Episodes given up, by the cause of the last failure.", "cause"),
+    Family("episode_retries", "Failed attempts followed by another, by cause.", "cause"),
+    Family("episode_seconds", "Time of an attempt at an episode, failed or not.", None, LATENCY),
+    Family("queue_wait_seconds", "Wait of the next episode or a request.", "reason", WAIT),
+    Family("groups", "Groups completed or given up, by outcome.", "outcome"),
+    Family("results_waiting", "Results of finished episodes that were not taken yet."),
+    Family("result_wait_seconds", "Time from an episode's end to its hand-over.", None, WAIT),
+    Family("retry_wait_seconds", "Time from a failed attempt to the next.", None, WAIT),
+    Family("accepted_turns", "Turns of the results that were taken."),
+    Family("rewarded_turns", "Turns of the results that were taken, with a reward above 0."),
+    Family("policy_version", "Version of the weights when a result was last taken."),
+    Family("staleness_versions", "Age of a turn's oldest token at hand-over.", None, VERSIONS),
+    Family("pack_seconds", "Time of a pack on the host.", None, PACK),
+    Family("pack_errors", "Packs that raised."),
+    Family("packed_tokens", "Tokens of packed batches."),
+    Family("packed_generated_tokens", "Sampled tokens of packed batches, each trained once."),
+    Family("packed_continuations", "Packed turns after a trajectory's first (merged layout)."),
+    Family("prefix_breaks", "Continuations whose prompt does not begin with the turns before."),
+    Family("plan_fill_ratio", "Tokens over the capacity of a plan's micro-batches.", None, RATIO),
+    Family("rectangle_fill_ratio", "Tokens over a padded rectangle of the rows.", None, RATIO),
+)
 
 
 class RolloutMetrics(RolloutObserver):
-    """Counts what a `RolloutRunner` does, and what is packed; `serve_metrics` shows it.
+    """Counts the events of a `RolloutRunner` and of packs; `serve_metrics` shows the counts.
 
     Give it to the runner among its observers, and to `watch_pack`. Labels have few, fixed
-    values: causes of failures, outcomes of groups, stages of a turn. Nothing that a model, a
-    server or a data set wrote becomes a label.
+    values: causes of failures, outcomes of groups, stages of a turn. Text from a model, a server
+    or a data set never becomes a label.
 
-    One instance watches any number of runs, one after the other or at once, as long as no
-    two episodes in flight share a name.
+    One instance may watch any number of runs, one after the other or at once, if no two running
+    episodes share a name.
 
     Args:
-        registry: Where the metrics are registered; a new one of its own if None, so that any
-            number of instances can live in one program.
-        clock: Seconds that only grow.
+        registry: Registry of the metrics; a new one if None, so that any number of instances can
+            live in one program.
+        clock: Monotonic seconds.
 
     Raises:
         ModuleNotFoundError: If prometheus_client is not installed (extra ``metrics``).
         ValueError: If ``registry`` has metrics of these names already.
 
-    Cost: about 20 microseconds a turn, its verification and its share of the episode
-        included; see the guide for what was measured.
+    Cost: about 20 microseconds a turn, with its verification and its share of the episode; the
+    guide has measurements.
 
     Example:
         >>> from trajpack.agent.protocols import GenerationOutput
@@ -91,181 +140,158 @@ class RolloutMetrics(RolloutObserver):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         require("prometheus_client")
-        from prometheus_client import CollectorRegistry
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
-        self._turns = GenerationFamilies(self.registry)
-        self._verifications = VerificationFamilies(self.registry)
-        self._episodes = EpisodeFamilies(self.registry)
-        self._waits = WaitFamilies(self.registry)
-        self._results = ResultFamilies(self.registry)
-        self._versions = VersionFamilies(self.registry)
-        self._packs = PackFamilies(self.registry)
-        self._fill = FillFamilies(self.registry)
-        self._open: dict[str, _OpenEpisode] = {}
-        self._ended = RecentValues[float]()
-        self._failed = RecentValues[float]()
-        self._num_in_flight = dict.fromkeys(STAGES, 0)
-        self._make_labels()
-
-    def _make_labels(self) -> None:
-        """Make every labelled series now, at 0: a rate needs a first value."""
-        causes = (*CAUSES, OTHER)
-        self._generation_errors = _by_label(self._turns.generation_errors, causes)
-        self._episodes_failed = _by_label(self._episodes.failed, causes)
-        self._retries = _by_label(self._episodes.retries, causes)
-        self._groups = _by_label(self._results.groups, (*GROUP_OUTCOMES, OTHER))
-        self._wait_seconds = {reason: self._waits.seconds.labels(reason) for reason in WAITS}
-        for stage in STAGES:  # read when they are asked for: nothing is spent on them before
-            gauge = self._turns.in_flight.labels(stage)
-            gauge.set_function(partial(self._num_in_flight.__getitem__, stage))
-        self._episodes.in_flight.set_function(lambda: len(self._open))
-        self._results.waiting.set_function(lambda: len(self._ended))
+        self._open: dict[str, OpenEpisode[tuple[float, int]]] = {}
+        """Running episodes; start times, with the number of prompt tokens of generations."""
+        self._ended: dict[str, float] = {}
+        """Time of the end of episodes whose result was not taken yet."""
+        self._failed: dict[str, float] = {}
+        """Time of the last failure of episodes that begin again."""
+        self._series: dict[str | tuple[str, str], Any] = {}
+        """Each metric by its name, and by name and label value if it has a label."""
+        for name, meaning, label, buckets in FAMILIES:
+            labels = [label] if label else []
+            kind: Any = Gauge if name in GAUGES else Counter
+            options: dict[str, Any] = {"registry": self.registry}
+            if buckets:
+                kind, options = Histogram, options | {"buckets": buckets}
+            family = kind(f"trajpack_{name}", meaning, labels, **options)
+            if label is None:
+                self._series[name] = family
+            else:  # made now, at 0: a rate needs a first value
+                self._series |= {(name, value): family.labels(value) for value in LABELS[label]}
+        of = self._series  # scrapes run in another thread: list() copies in one step
+        of["episodes_in_flight"].set_function(lambda: len(self._open))
+        of["results_waiting"].set_function(lambda: len(self._ended))
+        of["turns_in_flight", "generation"].set_function(
+            lambda: sum(len(episode.generations) for episode in list(self._open.values()))
+        )
+        of["turns_in_flight", "verification"].set_function(
+            lambda: sum(len(episode.verifications) for episode in list(self._open.values()))
+        )
 
     def episode_started(self, qid: str, attempt: int) -> None:
-        """Take the time, and how long a failed episode has waited to begin anew."""
+        """Take the time, and measure the wait since a failed attempt."""
         now = self._clock()
-        self._close(qid)
         self._ended.pop(qid, None)
-        self._open[qid] = _OpenEpisode(now)
+        self._open[qid] = OpenEpisode((now, 0))
         failed = self._failed.pop(qid, None)
         if failed is not None and attempt > 0:
-            self._results.retry_wait_seconds.observe(now - failed)
+            self._series["retry_wait_seconds"].observe(now - failed)
 
     def wait_ended(self, reason: str, seconds: float) -> None:
         """Measure the wait."""
-        if reason in self._wait_seconds:
-            self._wait_seconds[reason].observe(seconds)
+        if reason in LABELS["reason"]:
+            self._series["queue_wait_seconds", reason].observe(seconds)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """Take the time."""
         episode = self._open.get(qid)
-        if episode is not None and turn not in episode.generations:
-            episode.generations[turn] = (self._clock(), num_prompt_tokens)
-            self._num_in_flight["generation"] += 1
+        if episode is not None:
+            episode.generations.setdefault(turn, (self._clock(), num_prompt_tokens))
 
     def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
         """Count the turn, its tokens and its time, or its error."""
-        episode = self._open.get(qid)
+        of, episode = self._series, self._open.get(qid)
         asked = None if episode is None else episode.generations.pop(turn, None)
         if asked is not None:
-            self._num_in_flight["generation"] -= 1
-            self._turns.generation_seconds.observe(self._clock() - asked[0])
+            of["generation_seconds"].observe(self._clock() - asked[0])
         if not isinstance(reply, GenerationOutput):
-            self._generation_errors[_cause(reply)].inc()
+            of["generation_errors", _cause(reply)].inc()
             return
-        self._turns.turns.inc()
-        self._turns.generated_tokens.inc(len(reply.output_ids))
-        if asked is not None:
-            self._turns.prompt_tokens.inc(asked[1])
-        if reply.no_eos:
-            self._turns.truncated_turns.inc()
+        of["turns"].inc()
+        of["generated_tokens"].inc(len(reply.output_ids))
+        of["truncated_turns"].inc(bool(reply.no_eos))
+        of["prompt_tokens"].inc(0 if asked is None else asked[1])
 
     def verification_started(self, qid: str, turn: int) -> None:
         """Take the time."""
         episode = self._open.get(qid)
-        if episode is not None and turn not in episode.verifications:
-            episode.verifications[turn] = self._clock()
-            self._num_in_flight["verification"] += 1
+        if episode is not None:
+            episode.verifications.setdefault(turn, (self._clock(), 0))
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
-        """Count its time, and whether it failed."""
+        """Measure its time, and count an error."""
         episode = self._open.get(qid)
         began = None if episode is None else episode.verifications.pop(turn, None)
         if began is not None:
-            self._num_in_flight["verification"] -= 1
-            self._verifications.seconds.observe(self._clock() - began)
+            self._series["verification_seconds"].observe(self._clock() - began[0])
         if error is not None:
-            self._verifications.errors.inc()
+            self._series["verification_errors"].inc()
 
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
-        """Count the attempt by what came of it; what was in flight for it no longer is."""
+        """Count the attempt by its outcome; none of its turns is in flight any more."""
         now = self._clock()
-        episode = self._close(qid)
+        episode = self._open.pop(qid, None)
         if episode is not None:
-            self._episodes.seconds.observe(now - episode.began)
+            self._series["episode_seconds"].observe(now - episode.own[0])
         if error is None:
-            self._episodes.finished.inc()
-            self._ended.put(qid, now)
+            self._series["episodes_finished"].inc()
+            remember(self._ended, qid, now)
             return
-        self._ended.pop(qid, None)  # ended well, but was stale when it was to be handed over
+        self._ended.pop(qid, None)  # its result was stale at the hand-over
         if final:
-            self._episodes_failed[_cause(error)].inc()
+            self._series["episodes_failed", _cause(error)].inc()
         else:
-            self._retries[_cause(error)].inc()
-            self._failed.put(qid, now)
+            self._series["episode_retries", _cause(error)].inc()
+            remember(self._failed, qid, now)
 
     def result_accepted(self, result: EpisodeResult, version: int) -> None:
-        """Measure how long the result has waited, and how old its tokens are."""
-        results = self._results
-        ended = self._ended.pop(result.qid, None)
+        """Measure the wait of the result, and the age of its tokens."""
+        of, ended = self._series, self._ended.pop(result.qid, None)
         if ended is not None:
-            results.wait_seconds.observe(self._clock() - ended)
-        self._versions.policy_version.set(version)
+            of["result_wait_seconds"].observe(self._clock() - ended)
+        of["policy_version"].set(version)
         turns = [turn for trajectory in result.trajectories for turn in trajectory.turns]
-        results.accepted_turns.inc(len(turns))
-        results.rewarded_turns.inc(sum(turn.reward > 0 for turn in turns))
+        of["accepted_turns"].inc(len(turns))
+        of["rewarded_turns"].inc(sum(turn.reward > 0 for turn in turns))
         for turn in turns:
             if len(turn.completion_ids):
-                self._versions.staleness.observe(max(version - _oldest_version(turn), 0))
+                oldest = turn.version_start
+                if turn.version_spans is not None:
+                    _, oldest, _ = merge_spans(turn.version_spans, oldest, turn.version_end)
+                of["staleness_versions"].observe(max(version - oldest, 0))
 
     def group_ended(
         self, prompt_id: str, results: Sequence[EpisodeResult], reason: str | None
     ) -> None:
-        """Count the group by what became of it."""
-        kind = "kept" if reason is None else reason.split(maxsplit=1)[0].rstrip(":")
-        self._groups[kind if kind in self._groups else OTHER].inc()
+        """Count the group by its outcome."""
+        outcome = "kept" if reason is None else reason.split(maxsplit=1)[0].rstrip(":")
+        self._series["groups", outcome if outcome in LABELS["outcome"] else OTHER].inc()
         if reason is not None:
             for result in results:
                 self._ended.pop(result.qid, None)
 
     def pack_ended(self, pack: WatchedPack) -> None:
-        """Count what `watch_pack` saw."""
-        packs = self._packs
-        packs.seconds.observe(pack.seconds)
+        """Count a pack that `watch_pack` watched."""
+        of = self._series
+        of["pack_seconds"].observe(pack.seconds)
         if pack.error is not None:
-            packs.errors.inc()
+            of["pack_errors"].inc()
             return
         if pack.plan is not None:
-            self._fill.plan.observe(pack.plan.fill)
+            of["plan_fill_ratio"].observe(pack.plan.fill)
         figures = pack.figures()
         if figures is None:
             return
-        packs.tokens.inc(figures.num_tokens)
-        packs.generated_tokens.inc(figures.num_generated)
-        packs.continuations.inc(figures.num_continuations or 0)
-        packs.prefix_breaks.inc(figures.num_prefix_breaks or 0)
+        of["packed_tokens"].inc(figures.num_tokens)
+        of["packed_generated_tokens"].inc(figures.num_generated)
+        of["packed_continuations"].inc(figures.num_continuations or 0)
+        of["prefix_breaks"].inc(figures.num_prefix_breaks or 0)
         if figures.rectangle_fill is not None:
-            self._fill.rectangle.observe(figures.rectangle_fill)
+            of["rectangle_fill_ratio"].observe(figures.rectangle_fill)
 
     def close(self) -> None:
-        """Forget what is open or waits, such as what a run that was given up left behind."""
-        for qid in list(self._open):
-            self._close(qid)
-        self._ended.clear()
-        self._failed.clear()
-
-    def _close(self, qid: str) -> _OpenEpisode | None:
-        episode = self._open.pop(qid, None)
-        if episode is not None:
-            self._num_in_flight["generation"] -= len(episode.generations)
-            self._num_in_flight["verification"] -= len(episode.verifications)
-        return episode
-
-
-def _by_label(counter: Counter, values: Sequence[str]) -> dict[str, Counter]:
-    return {value: counter.labels(value) for value in values}
+        """Forget open episodes and waiting results, such as those of an abandoned run."""
+        for values in (self._open, self._ended, self._failed):
+            values.clear()
 
 
 def _cause(error: BaseException) -> str:
-    cause = error.cause if isinstance(error, EpisodeError) else OTHER
+    cause = error.cause if isinstance(error, errors.EpisodeError) else OTHER
     return cause if cause in CAUSES else OTHER
-
-
-def _oldest_version(turn: Turn) -> int:
-    if turn.version_spans is None:
-        return turn.version_start
-    return merge_spans(turn.version_spans, turn.version_start, turn.version_end)[1]

@@ -1,4 +1,4 @@
-"""Watching a pack: `RolloutMetrics` and `RolloutTracer` are told what came of it."""
+"""`watch_pack`: times a pack and reports it to metrics and traces."""
 
 from __future__ import annotations
 
@@ -19,80 +19,80 @@ _logger = logging.getLogger(__name__)
 
 
 class PackFigures(NamedTuple):
-    """A packed batch in numbers, all of them known to the host."""
+    """Numbers of a packed batch, all known to the host."""
 
     num_trajectories: int
     """Trajectories in the batch."""
     num_turns: int
-    """Turns of them all."""
+    """Turns of all trajectories."""
     num_sequences: int
-    """Sequences it was packed to."""
+    """Sequences of the batch."""
     num_tokens: int
     """Tokens of all sequences."""
     num_generated: int
-    """Those among them that were sampled."""
+    """Tokens that were sampled."""
     num_continuations: int | None
-    """Turns after the first of their trajectory; None where breaks were not counted."""
+    """Turns after the first of their trajectory; None unless the layout is ``"merged"`` and
+    without padding."""
     num_prefix_breaks: int | None
-    """Those among them whose prompt does not begin with what came before, so that they began
-    a sequence of their own; None unless the layout is ``"merged"`` and without padding."""
+    """Continuations whose prompt does not begin with the turns before, so that they began another
+    sequence; None in the same cases."""
     rectangle_fill: float | None
-    """Share of tokens in a padded rectangle, as many rows as sequences and as wide as the
-    longest; None for a batch without tokens, or one that is padded."""
+    """Share of tokens in a padded rectangle, one row per sequence and as wide as the longest; None
+    for a batch without tokens or a padded one."""
 
 
 @dataclass
 class WatchedPack:
-    """What `watch_pack` hands out: tell it what was packed."""
+    """A pack that `watch_pack` watches; the caller sets its batch and its plan."""
 
     batch: PackedBatch | None = None
-    """The batch, set by whoever packs it. Without one, only the time is known."""
+    """The packed batch. Without one, only the time is known."""
     plan: Plan | None = None
-    """The plan of its micro-batches, where there is one: its fill is recorded."""
+    """Plan of its micro-batches, if there is one: its fill is recorded."""
     error: BaseException | None = None
-    """What was raised instead."""
+    """Error that was raised instead."""
     began_ns: int = 0
-    """When it began, in nanoseconds since the epoch."""
+    """Start, in nanoseconds since the epoch."""
     seconds: float = 0.0
-    """How long it took the host. A device goes on with its part on its own."""
+    """Time on the host; a device may still be running."""
 
     def figures(self) -> PackFigures | None:
         """Return the numbers of the batch, if there is one.
 
-        Cost: proportional to the number of sequences, on the host; nothing is read from
-            the device.
+        Cost: proportional to the number of sequences, on the host; nothing is read from the
+            device.
         """
         if self.batch is None:
             return None
-        batch, is_padded = self.batch, self.batch.is_padded
-        num_trajectories, num_turns = len(batch.ids), batch.num_turns
-        has_chains = batch.layout == "merged" and not is_padded
-        room = len(batch) * batch.max_seqlen
+        batch, num_trajectories = self.batch, len(self.batch.ids)
+        has_chains = batch.layout == "merged" and not batch.is_padded
+        rectangle = 0 if batch.is_padded else len(batch) * batch.max_seqlen
         return PackFigures(
             num_trajectories=num_trajectories,
-            num_turns=num_turns,
+            num_turns=batch.num_turns,
             num_sequences=len(batch),
             num_tokens=batch.num_tokens,
             num_generated=batch.num_generated,
-            num_continuations=num_turns - num_trajectories if has_chains else None,
+            num_continuations=batch.num_turns - num_trajectories if has_chains else None,
             num_prefix_breaks=len(batch) - num_trajectories if has_chains else None,
-            rectangle_fill=batch.num_tokens / room if room and not is_padded else None,
+            rectangle_fill=batch.num_tokens / rectangle if rectangle else None,
         )
 
 
 class PackObserver(Protocol):
-    """Is told of packs."""
+    """Receives packs, as `RolloutMetrics` and `RolloutTracer` do."""
 
     def pack_ended(self, pack: WatchedPack) -> None:
-        """A pack is over, well or with its ``error``."""
+        """Handle a pack that has ended, with or without an ``error``."""
         ...
 
 
 @contextmanager
 def watch_pack(*observers: PackObserver) -> Iterator[WatchedPack]:
-    """Time a pack, and tell ``observers`` what came of it.
+    """Time a pack, and report it to ``observers``.
 
-    What is raised within goes on to the caller; what an observer raises is logged.
+    Errors of the block are raised to the caller; errors of an observer are logged.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack

@@ -1,76 +1,56 @@
-"""Rollouts as spans, for OpenTelemetry: episode, turn, generation and verification; and packs."""
+"""`RolloutTracer`: rollouts and packs as spans, for OpenTelemetry."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.observability.recent_values import RecentValues
+from trajpack.agent.observability.episodes import OpenEpisode, remember
 from trajpack.agent.protocols import GenerationOutput, Reply
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Span, TracerProvider
+    from opentelemetry.trace import Span, SpanContext, TracerProvider
 
     from trajpack.agent.observability.pack_watch import WatchedPack
     from trajpack.agent.runner.runner import EpisodeResult
 
 _MAX_ID_CHARS = 200
-_Attributes = Mapping[str, str | bool | int | float]
-
-
-@dataclass(slots=True)
-class _OpenTurn:
-    span: Span
-    context: Context
-    generation: Span | None = None
-    verification: Span | None = None
-
-
-@dataclass(slots=True)
-class _OpenEpisode:
-    span: Span
-    context: Context
-    turns: dict[int, _OpenTurn] = field(default_factory=dict)
-    num_turns: int = 0
-    num_tokens: int = 0
 
 
 class RolloutTracer(RolloutObserver):
-    """Makes spans of what a `RolloutRunner` does, and of what is packed.
+    """Makes spans of the events of a `RolloutRunner`, and of packs.
 
-    Each attempt at an episode is a trace of its own, linked to the attempt before::
+    Each attempt at an episode is a trace, linked to the attempt before::
 
         trajpack.episode
             trajpack.turn
                 trajpack.generation
                 trajpack.verification
-            trajpack.rejection (of a result that was stale when it was to be handed over)
+            trajpack.rejection (of a result that was stale at its hand-over)
 
-    Give it to the runner among its observers, and to `watch_pack`, whose span
-    ``trajpack.pack`` is a child of whatever span is current there. Parents are told
-    explicitly, never by what is current, so any number of episodes may interleave.
+    Give it to the runner among its observers, and to `watch_pack`, whose span ``trajpack.pack`` is
+    a child of the current span. All other parents are explicit, so any number of episodes may
+    interleave.
 
-    Attributes are numbers, the episode's id and kinds of errors. What a model, a server or an
-    environment wrote is no part of them.
+    Attributes are numbers, the episode's id and kinds of errors, never text from a model, a server
+    or an environment.
 
-    One instance watches any number of runs, as long as no two episodes in flight share a name.
+    One instance may watch any number of runs, if no two running episodes share a name.
 
     Args:
-        provider: Where spans go, with the exporters that you gave it; the global one if None.
-        records_messages: Whether an error's text, which may quote a model or a server, becomes
-            the description of its span's status: on one line, escaped and cut.
+        provider: Provider of the tracer, with its exporters; the global one if None.
+        records_messages: Whether the description of a failed span's status is the error's text,
+            which may quote a model or a server: on one line, escaped and cut.
 
     Raises:
         ModuleNotFoundError: If opentelemetry-api is not installed (extra ``metrics``).
 
-    Cost: some 20 microseconds a span with the SDK, three spans a turn; a fraction of that
-        where no SDK is installed or a trace is not sampled. See the guide for what was measured.
+    Cost: some 20 microseconds a span with the SDK, three spans a turn; a fraction of that without
+        an SDK or for a trace that is not sampled. The guide has measurements.
 
     Example:
         >>> from opentelemetry.sdk.trace import TracerProvider
@@ -97,12 +77,13 @@ class RolloutTracer(RolloutObserver):
         self._tracer = trace.get_tracer("trajpack", tracer_provider=provider)
         self._records_messages = records_messages
         self._no_parent = Context()
-        self._open: dict[str, _OpenEpisode] = {}
-        self._attempts = RecentValues[Any]()
+        self._open: dict[str, OpenEpisode[Span]] = {}
+        self._attempts: dict[str, SpanContext] = {}
+        """Context of the last ended attempt of episodes that may have another."""
 
     @property
     def num_open(self) -> int:
-        """Episodes whose spans have not ended; 0 when no run is under way."""
+        """Episodes whose spans have not ended; 0 when no run is active."""
         return len(self._open)
 
     def episode_started(self, qid: str, attempt: int) -> None:
@@ -118,74 +99,64 @@ class RolloutTracer(RolloutObserver):
             },
             links=(self._trace.Link(before),) if before and attempt else (),
         )
-        self._open[qid] = _OpenEpisode(span, self._context_of(span))
+        self._open[qid] = OpenEpisode(span)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
-        """Begin a turn, and in it a generation; turns that wait for nothing are over."""
+        """Begin a turn, and a generation in it; end other turns that wait for nothing."""
         episode = self._open.get(qid)
         if episode is None:
             return
-        for index, earlier in list(episode.turns.items()):
-            if index != turn and earlier.generation is earlier.verification is None:
-                episode.turns.pop(index).span.end()
-        opened = self._turn_of(episode, turn)
-        if opened.generation is None:
-            opened.generation = self._tracer.start_span(
-                "trajpack.generation",
-                opened.context,
-                attributes={"trajpack.generation.num_prompt_tokens": num_prompt_tokens},
-            )
+        waiting = {turn, *episode.generations, *episode.verifications}
+        for index in [index for index in episode.turns if index not in waiting]:
+            episode.turns.pop(index).end()
+        if turn not in episode.generations:
+            attributes = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
+            parent = self._turn(episode, turn)
+            episode.generations[turn] = self._begin("trajpack.generation", parent, attributes)
 
     def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
         """End the generation with its tokens and versions, or its error."""
         episode = self._open.get(qid)
-        opened = None if episode is None else episode.turns.get(turn)
-        if episode is None or opened is None or opened.generation is None:
+        span = None if episode is None else episode.generations.pop(turn, None)
+        if episode is None or span is None:
             return
-        span, opened.generation = opened.generation, None
         if not isinstance(reply, GenerationOutput):
             return self._end(span, reply)
         episode.num_turns += 1
         episode.num_tokens += len(reply.output_ids)
-        self._end(
-            span,
-            None,
-            {
-                "trajpack.generation.num_tokens": len(reply.output_ids),
-                "trajpack.generation.version_start": int(reply.version_start),
-                "trajpack.generation.version_end": int(reply.version_end),
-                "trajpack.generation.truncated": bool(reply.no_eos),
-            },
-        )
+        attributes = {
+            "trajpack.generation.num_tokens": len(reply.output_ids),
+            "trajpack.generation.version_start": int(reply.version_start),
+            "trajpack.generation.version_end": int(reply.version_end),
+            "trajpack.generation.truncated": bool(reply.no_eos),
+        }
+        self._end(span, None, attributes)
 
     def verification_started(self, qid: str, turn: int) -> None:
         """Begin a verification in its turn."""
         episode = self._open.get(qid)
-        if episode is None:
-            return
-        opened = self._turn_of(episode, turn)
-        if opened.verification is None:
-            opened.verification = self._tracer.start_span("trajpack.verification", opened.context)
+        if episode is not None and turn not in episode.verifications:
+            parent = self._turn(episode, turn)
+            episode.verifications[turn] = self._begin("trajpack.verification", parent)
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
         """End the verification."""
         episode = self._open.get(qid)
-        opened = None if episode is None else episode.turns.get(turn)
-        if opened is not None and opened.verification is not None:
-            span, opened.verification = opened.verification, None
+        span = None if episode is None else episode.verifications.pop(turn, None)
+        if span is not None:
             self._end(span, error)
 
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
-        """End the trace; what was in flight in it ends with the episode's error."""
+        """End the trace; spans that are still open in it get the episode's error."""
         is_final = {"trajpack.episode.final": final}
         span = self._end_episode(qid, error, is_final)
         if span is not None:
-            self._attempts.put(qid, span.get_span_context())
+            remember(self._attempts, qid, span.get_span_context())
         elif error is not None and (ended := self._attempts.get(qid)) is not None:
-            parent = self._context_of(self._trace.NonRecordingSpan(ended))
-            self._end(self._tracer.start_span("trajpack.rejection", parent), error, is_final)
+            parent = self._trace.NonRecordingSpan(ended)
+            self._end(self._begin("trajpack.rejection", parent), error, is_final)
         if error is not None and final:
             self._attempts.pop(qid, None)
 
@@ -201,59 +172,60 @@ class RolloutTracer(RolloutObserver):
             self._attempts.pop(result.qid, None)
 
     def pack_ended(self, pack: WatchedPack) -> None:
-        """Make the span of what `watch_pack` saw."""
+        """Make the span of a pack that `watch_pack` watched."""
         span = self._tracer.start_span("trajpack.pack", start_time=pack.began_ns)
         figures = pack.figures() if pack.error is None and span.is_recording() else None
         numbers = {} if figures is None else figures._asdict()
-        attributes: dict[str, str | int | float] = {
-            f"trajpack.pack.{name}": number
-            for name, number in numbers.items()
-            if number is not None
-        }
         if pack.batch is not None:
-            attributes["trajpack.pack.layout"] = pack.batch.layout
+            numbers["layout"] = pack.batch.layout
         if pack.plan is not None:
-            attributes["trajpack.pack.plan_fill"] = pack.plan.fill
-        self._end(span, pack.error, attributes, end_time=pack.began_ns + int(pack.seconds * 1e9))
+            numbers["plan_fill"] = pack.plan.fill
+        attributes = {f"trajpack.pack.{key}": of for key, of in numbers.items() if of is not None}
+        end_time = pack.began_ns + int(pack.seconds * 1e9)
+        self._end(span, pack.error, attributes, end_time=end_time)
 
     def close(self) -> None:
-        """End every span that is still open, such as those of a run that was given up."""
+        """End all open spans, such as those of an abandoned run."""
         for qid in list(self._open):
             self._end_episode(qid, None, {})
         self._attempts.clear()
 
-    def _turn_of(self, episode: _OpenEpisode, turn: int) -> _OpenTurn:
-        opened = episode.turns.get(turn)
-        if opened is None:
-            span = self._tracer.start_span(
-                "trajpack.turn", episode.context, attributes={"trajpack.turn.index": turn}
-            )
-            opened = episode.turns[turn] = _OpenTurn(span, self._context_of(span))
-        return opened
+    def _turn(self, episode: OpenEpisode[Span], turn: int) -> Span:
+        """Return the span of a turn, begun if it is not open."""
+        if turn not in episode.turns:
+            attributes = {"trajpack.turn.index": turn}
+            episode.turns[turn] = self._begin("trajpack.turn", episode.own, attributes)
+        return episode.turns[turn]
+
+    def _begin(self, name: str, parent: Span, attributes: Mapping[str, Any] | None = None) -> Span:
+        context = self._trace.set_span_in_context(parent, self._no_parent)
+        return self._tracer.start_span(name, context, attributes=attributes)
 
     def _end_episode(
-        self, qid: str, error: BaseException | None, attributes: _Attributes
+        self, qid: str, error: BaseException | None, attributes: Mapping[str, Any]
     ) -> Span | None:
+        """End the spans of an episode, the inner ones first; return its own if it was open."""
         episode = self._open.pop(qid, None)
         if episode is None:
             return None
-        for turn in episode.turns.values():
-            waiting = [span for span in (turn.generation, turn.verification) if span is not None]
-            for span in waiting:
-                self._end(span, error)
-            self._end(turn.span, error if waiting else None)
+        for span in (*episode.generations.values(), *episode.verifications.values()):
+            self._end(span, error)
+        waiting = episode.generations.keys() | episode.verifications.keys()
+        for turn, span in episode.turns.items():
+            self._end(span, error if turn in waiting else None)
         numbers = {
             "trajpack.episode.num_turns": episode.num_turns,
             "trajpack.episode.num_tokens": episode.num_tokens,
         }
-        self._end(episode.span, error, numbers | dict(attributes))
-        return episode.span
+        self._end(episode.own, error, numbers | dict(attributes))
+        return episode.own
 
     def _end(
         self,
         span: Span,
         error: BaseException | None,
-        attributes: _Attributes | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        *,
         end_time: int | None = None,
     ) -> None:
         if span.is_recording():
@@ -265,6 +237,3 @@ class RolloutTracer(RolloutObserver):
                 text = one_line(error) if self._records_messages else cause
                 span.set_status(self._trace.StatusCode.ERROR, text)
         span.end(end_time)
-
-    def _context_of(self, span: Span) -> Any:
-        return self._trace.set_span_in_context(span, self._no_parent)

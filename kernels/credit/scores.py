@@ -1,24 +1,24 @@
-"""What trajectories have as a whole: score, length, whether they count."""
+"""Score, length and validity of each trajectory, from its turns."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY
+from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.reduce.segment_reduce import segment_sum
 
 
 class Scores(NamedTuple):
-    """Trajectories as members of their groups."""
+    """Trajectories as members of their groups: ``[trajectories]`` each."""
 
     scores: torch.Tensor
-    """float64 ``[trajectories]``: sum of the turns' rewards."""
+    """float64: sum of the turns' rewards."""
     lengths: torch.Tensor
-    """int32 ``[trajectories]``: generated tokens."""
+    """int32: number of generated tokens."""
     valid: torch.Tensor
-    """bool ``[trajectories]``: False where the last turn was cut off."""
+    """bool: False where the last turn was cut off."""
 
 
 def scores_of_trajectories(
@@ -26,17 +26,18 @@ def scores_of_trajectories(
     turn_truncated: torch.Tensor,
     cu_generated: torch.Tensor,
     cu_turns: torch.Tensor,
+    *,
     clip: float,
     impl: str,
 ) -> Scores:
-    """Sum up what the turns of each trajectory have.
+    """Sum the rewards and the generated tokens of each trajectory's turns.
 
     Args:
         turn_rewards: ``[turns]`` float64.
         turn_truncated: ``[turns]`` bool.
         cu_generated: ``[turns + 1]`` int32: generated tokens before each turn.
         cu_turns: ``[trajectories + 1]`` int32.
-        clip: Scores are brought within ``[-clip, clip]``.
+        clip: Scores are clipped to ``[-clip, clip]``.
         impl: ``"torch"`` or ``"triton"``.
 
     Cost: one launch. No copy, no host synchronisation.
@@ -48,12 +49,18 @@ def scores_of_trajectories(
     )
 
 
-def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    turn_rewards, turn_truncated, cu_generated, cu_turns, clip, impl = inputs
+def _run(
+    turn_rewards: torch.Tensor,
+    turn_truncated: torch.Tensor,
+    cu_generated: torch.Tensor,
+    cu_turns: torch.Tensor,
+    clip: float,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if impl == "triton":
         from trajpack.kernels.credit.scores_triton import scores_forward
 
-        return scores_forward(*inputs[:5])
+        return scores_forward(turn_rewards, turn_truncated, cu_generated, cu_turns, clip)
     scores = segment_sum(turn_rewards, cu_turns, impl="torch").clamp(-clip, clip)
     ends = cu_turns[1:].long()
     lengths = cu_generated[cu_turns.long()].diff()
@@ -63,15 +70,24 @@ def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return scores, lengths, ~(has_turns & turn_truncated[(ends - 1).clamp(min=0)])
 
 
-def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num = inputs[3].shape[0] - 1
-    scores = inputs[0].new_empty(num)
-    return scores, scores.new_empty(num, dtype=torch.int32), scores.new_empty(num, dtype=torch.bool)
+def _fake(
+    turn_rewards: torch.Tensor,
+    turn_truncated: torch.Tensor,
+    cu_generated: torch.Tensor,
+    cu_turns: torch.Tensor,
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores = turn_rewards.new_empty(cu_turns.shape[0] - 1)
+    return (
+        scores,
+        torch.empty_like(scores, dtype=torch.int32),
+        torch.empty_like(scores, dtype=torch.bool),
+    )
 
 
-LIBRARY.define(
+register_op(
     "scores_of_trajectories(Tensor turn_rewards, Tensor turn_truncated, Tensor cu_generated, "
-    "Tensor cu_turns, float clip, str impl) -> (Tensor, Tensor, Tensor)"
+    "Tensor cu_turns, float clip, str impl) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
 )
-LIBRARY.impl("scores_of_trajectories", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("trajpack::scores_of_trajectories", _fake, lib=LIBRARY)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Sums over the turns of trajectories: a lane for each, which walks its turns in order."""
+"""Triton kernel of `trajpack.kernels.credit.scores`: one lane sums the turns of a trajectory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from trajpack.kernels.block_shapes import launch_on
 
 @triton.jit(do_not_specialize=["num_segments"])
 def scores_kernel(
-    turn_rewards, turn_truncated, cu_generated, cu_turns, scores, lengths, valid,
-    num_segments, clip: tl.float64, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write what ``BLOCK`` trajectories have."""
+    turn_rewards,
+    turn_truncated,
+    cu_generated,
+    cu_turns,
+    scores,
+    lengths,
+    valid,
+    num_segments,
+    clip: tl.float64,
+    BLOCK: tl.constexpr,
+):
+    """Write the scores of ``BLOCK`` trajectories."""
     segment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = segment < num_segments
     begin = tl.load(cu_turns + segment, mask=exists, other=0)
@@ -42,7 +50,7 @@ def scores_forward(
     cu_turns: torch.Tensor,
     clip: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch a lane for each trajectory; return scores, lengths, and which count."""
+    """Launch one lane per trajectory; return the fields of `Scores`."""
     num_segments = cu_turns.shape[0] - 1
     device = turn_rewards.device
     scores = torch.empty(num_segments, dtype=torch.float64, device=device)
@@ -52,8 +60,16 @@ def scores_forward(
     if num_segments:
         with torch.cuda.device_of(turn_rewards):  # Triton launches on the current device
             scores_kernel[(triton.cdiv(num_segments, launch.block),)](
-                turn_rewards, turn_truncated.view(torch.int8), cu_generated, cu_turns, scores,
-                lengths, valid.view(torch.int8), num_segments, clip,
-                BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
+                turn_rewards,
+                turn_truncated.view(torch.int8),
+                cu_generated,
+                cu_turns,
+                scores,
+                lengths,
+                valid.view(torch.int8),
+                num_segments,
+                clip,
+                BLOCK=launch.block,
+                **launch.options,
+            )
     return scores, lengths, valid

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Spreading by flat tiles of tokens: each lane looks its turn up, and that one's trajectory.
+"""Triton kernel of `trajpack.kernels.credit.spread`: one program writes one chunk of tokens.
 
-A tile is a chunk of `trajpack.kernels.whiten`, and leaves that chunk's moments as it goes: what
-whitens or describes the result needs no launch of its own to read it again.
+Each token looks up its turn, and the turn's trajectory. A chunk is one of
+`trajpack.kernels.whiten`; its moments are stored too, so that whitening needs no further launch
+to read the result again.
 """
 
 from __future__ import annotations
@@ -23,10 +24,21 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["num_tokens", "num_segments"])
 def spread_kernel(
-    turn_ids, cu_turns, spans, rows, steps, others, spread, second, partials,
-    num_tokens, num_segments, weight: tl.float64, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Write one chunk, in whole: what is behind the last token is room."""
+    turn_ids,
+    cu_turns,
+    spans,
+    rows,
+    steps,
+    others,
+    spread,
+    second,
+    partials,
+    num_tokens,
+    num_segments,
+    weight: tl.float64,
+    CHUNK: tl.constexpr,
+):
+    """Write one whole chunk; memory behind the last token is allocated for it."""
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     turn = tl.load(turn_ids + at, mask=at < num_tokens, other=-1)
@@ -35,7 +47,7 @@ def spread_kernel(
     lowest = tl.min(tl.where(generated, turn, highest), 0)
     value = tl.zeros((CHUNK,), tl.float32)
     if others is None:
-        if rows is not None:  # noqa: SIM102 - the compiler takes one by one
+        if rows is not None:  # noqa: SIM102 - the compiler takes one condition at a time
             if highest >= 0:
                 low = find_segment(cu_turns, num_segments, lowest, 1)
                 high = find_segment(cu_turns, num_segments, highest, 1)
@@ -57,10 +69,11 @@ def spread_forward(
     turns: Turns,
     rows: torch.Tensor | None,
     steps: torch.Tensor | None,
+    *,
     others: torch.Tensor | None,
     weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch a program for each chunk; return the rows, the others, and the chunks' moments."""
+    """Launch one program per chunk; return rows, others and the chunks' moments."""
     turn_ids, cu_turns, spans = turns
     num_tokens, device = turn_ids.shape[0], turn_ids.device
     chunks = triton.cdiv(num_tokens, CHUNK)
@@ -70,8 +83,19 @@ def spread_forward(
     if chunks:
         with torch.cuda.device_of(turn_ids):  # Triton launches on the current device
             spread_kernel[(chunks,)](
-                turn_ids, cu_turns, spans, rows, steps, others, room, second, partials,
-                num_tokens, cu_turns.shape[0] - 1, weight, CHUNK=CHUNK,
+                turn_ids,
+                cu_turns,
+                spans,
+                rows,
+                steps,
+                others,
+                room,
+                second,
+                partials,
+                num_tokens,
+                cu_turns.shape[0] - 1,
+                weight,
+                CHUNK=CHUNK,
                 **launch_on("spread_kernel", turn_ids.get_device()).options,
-            )  # fmt: skip
+            )
     return room[:num_tokens], second[:num_tokens], partials

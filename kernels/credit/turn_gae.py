@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from trajpack.kernels.credit.gae import advantages_and_returns
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.scan.scan_inputs import check_tokens
-from trajpack.kernels.validation import check_boundaries, check_device, check_tensor
+from trajpack.kernels.scan.credit_scan import scan_tokens
+from trajpack.kernels.scan.scan_inputs import check_scan_inputs
+from trajpack.kernels.validation import check_boundaries, check_tensor
 
 
 def turn_gae(  # noqa: PLR0913 - a convention is an argument
@@ -64,21 +64,35 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         AReaL's turn-level GAE (``areal/trainer/ppo/gae.py``); there a reward on a token between
         turns is lost.
     """
-    check_tokens("turn_gae", rewards, cu_seqlens, values=values)
-    check_tensor("turn_gae", "turn_ids", turn_ids, ndim=1, dtypes=(torch.int32, torch.int64))
-    check_device("turn_gae", "turn_ids", turn_ids, rewards.device)
-    if turn_ids.shape != rewards.shape:
-        raise ValueError(
-            f"turn_gae: turn_ids must have one entry for each of {rewards.shape[0]} token(s), "
-            f"got shape {list(turn_ids.shape)}"
-        )
+    check_scan_inputs(
+        "turn_gae", rewards, cu_seqlens, loss_mask=None, observation="carry", values=values
+    )
+    check_tensor(
+        "turn_gae",
+        "turn_ids",
+        turn_ids,
+        dtypes=(torch.int32, torch.int64),
+        device=rewards.device,
+        entries=rewards.shape[0],
+    )
     check_boundaries("turn_gae", cu_seqlens, rewards.shape[0])
     generated = turn_ids >= 0
-    opens = generated & _differs_from_before(turn_ids, cu_seqlens)
-    advantages, returns = advantages_and_returns(
-        "turn_gae", (rewards, values, cu_seqlens), (gamma, lam),
-        opens, "carry", bootstrap, impl, max_seqlen,
-    )  # fmt: skip
+    begins = torch.zeros(turn_ids.shape[0] + 1, dtype=torch.bool, device=turn_ids.device)
+    begins[cu_seqlens.long()] = True
+    opens = generated & (begins[:-1] | (turn_ids != turn_ids.roll(1)))
+    advantages, returns = scan_tokens(
+        "turn_gae",
+        rewards,
+        cu_seqlens,
+        values=values,
+        gamma=gamma,
+        lam=lam,
+        loss_mask=opens,
+        observation="carry",
+        bootstrap=bootstrap,
+        impl=impl,
+        max_seqlen=max_seqlen,
+    )
     if not rewards.shape[0]:
         return advantages, returns
     # a turn's first token has what the turn is given
@@ -88,10 +102,3 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
         torch.where(generated, advantages[first], 0.0),
         torch.where(generated, returns[first], 0.0),
     )
-
-
-def _differs_from_before(turn_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Return where the token before is of another turn, or of another sequence."""
-    begins = torch.zeros(turn_ids.shape[0] + 1, dtype=torch.bool, device=turn_ids.device)
-    begins[cu_seqlens.long()] = True
-    return begins[:-1] | (turn_ids != turn_ids.roll(1))

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.scan.credit_scan import Limits, Scan, run
+from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.scan.credit_scan import scan_tokens
 from trajpack.kernels.scan.observations import Observation
-from trajpack.kernels.scan.scan_inputs import (
-    check_max_seqlen,
-    check_positive,
-    check_rates,
-    check_rest,
-    check_tokens,
-    contiguous,
-)
-from trajpack.kernels.validation import check_boundaries
+from trajpack.kernels.validation import check_number
 
 
 def vtrace(  # noqa: PLR0913 - a convention is an argument
@@ -92,52 +82,25 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
     Reference:
         Espeholt et al., IMPALA, arXiv 1802.01561, section 4.1.
     """
-    check_tokens(
-        "vtrace", rewards, cu_seqlens,
-        values=values, logprobs=logprobs, rollout_logprobs=rollout_logprobs,
-    )  # fmt: skip
-    if rewards.requires_grad and torch.is_grad_enabled():
+    if isinstance(rewards, torch.Tensor) and rewards.requires_grad and torch.is_grad_enabled():
         raise ValueError("vtrace: no gradient flows to rewards; pass rewards.detach()")
-    rates = check_rates("vtrace", rewards, cu_seqlens, gamma=gamma, lam=lam)
-    check_rest("vtrace", rewards, cu_seqlens, loss_mask, observation, bootstrap)
-    check_max_seqlen("vtrace", max_seqlen)
-    named = {"rho_clip": rho_clip, "c_clip": c_clip, "advantage_rho_clip": advantage_rho_clip}
-    for name, clip in named.items():
-        check_positive("vtrace", name, clip)
-    chosen = resolve_impl("vtrace", impl, rewards)
-    advantages, targets = torch.ops.trajpack.vtrace(
-        rewards.contiguous(), values.contiguous(), contiguous(loss_mask), cu_seqlens.contiguous(),
-        logprobs.contiguous(), rollout_logprobs.contiguous(), *rates, contiguous(bootstrap),
-        [float(clip) for clip in named.values()], observation, chosen, max_seqlen,
-    )  # fmt: skip
-    return advantages, targets
-
-
-def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rewards, values, loss_mask, cu_seqlens, logprobs, rollout_logprobs = inputs[:6]
-    gamma, gammas, lam, lams, bootstrap, clips, observation, impl, max_seqlen = inputs[6:]
-    rho, c, advantage_rho = clips
-    num = rewards.shape[0]
-    check_boundaries("vtrace", cu_seqlens, num)
-    scan = Scan(cu_seqlens, num, num, rewards, values, loss_mask, gamma, lam, observation)
-    scan = scan._replace(
-        kind="vtrace", gammas=gammas, lams=lams, bootstrap=bootstrap, max_seqlen=max_seqlen,
-        limits=Limits(rho_clip=rho, c_clip=c, advantage_rho_clip=advantage_rho),
-        weights=(logprobs, rollout_logprobs),
-    )  # fmt: skip
-    return run(scan, impl)
-
-
-def _fake(rewards: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    advantages = torch.empty_like(rewards, dtype=torch.float32)
-    return advantages, torch.empty_like(advantages)
-
-
-LIBRARY.define(
-    "vtrace(Tensor rewards, Tensor values, Tensor? loss_mask, Tensor cu_seqlens, Tensor logprobs, "
-    "Tensor rollout_logprobs, float gamma, Tensor? gammas, float lam, Tensor? lams, "
-    "Tensor? bootstrap, float[] clips, str observation, str impl, SymInt? max_seqlen) "
-    "-> (Tensor, Tensor)"
-)
-LIBRARY.impl("vtrace", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("trajpack::vtrace", _fake, lib=LIBRARY)
+    clips = {"rho_clip": rho_clip, "c_clip": c_clip, "advantage_rho_clip": advantage_rho_clip}
+    for name, clip in clips.items():
+        check_number("vtrace", name, clip, above=0)
+    return scan_tokens(
+        "vtrace",
+        rewards,
+        cu_seqlens,
+        kind="vtrace",
+        values=values,
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        clips=list(clips.values()),
+        gamma=gamma,
+        lam=lam,
+        loss_mask=loss_mask,
+        observation=observation,
+        bootstrap=bootstrap,
+        impl=impl,
+        max_seqlen=max_seqlen,
+    )

@@ -1,12 +1,26 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Scans over tokens: blocks of a segment, counted from its end, folded one after another.
+"""Triton kernels of the scan over tokens: blocks of a segment, folded from its end.
 
-A block is one scan at reversed addresses, so that the scan runs forward; its entries' states
-then take in the state behind the block, and the last of them is carried on. So the order of the
-sums is the segment's own. A program may walk a whole segment, with all it needs in one launch;
-or do one block, with what the blocks behind it do to the state from a launch before, folded
-in the same order: the same steps, hence the same bits. No float is added atomically.
+A block is one associative scan at reversed addresses, so that the scan runs forward. Each entry's
+state then takes in the state behind the block, and the state before the block is carried on. So
+the order of sums depends on the segment alone. One program walks a whole segment in one launch;
+or a first launch finds the effect of each block on the state, and in a second launch each program
+folds the effects of the blocks behind its own: the same steps, hence the same bits. There are no
+atomic additions of floats.
+
+Positions count the scanned tokens, segment after segment. Without chunks a position is the
+token's own index; with chunks it is looked up among the chunks' first positions.
+
+The kernels pass these tuples on, in which an input that is not given is ``None`` or ``()``:
+
+- ``source``: rewards, values, loss mask, chunks, log-probabilities of the KL penalty;
+- ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
+  is one action, ``(truncated,)``;
+- ``inputs``: source, limits, log-probabilities of the importance ratios, discounted next values;
+- ``span``: first and past-last position of a segment, its first and last chunk.
 """
+
+from __future__ import annotations
 
 from typing import Any, TypeAlias
 
@@ -16,157 +30,602 @@ import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS
-from trajpack.kernels.scan.credit_scan import KINDS, Scan
-from trajpack.kernels.scan.credit_scan_segments_triton import (
-    block_of_window,
-    bounds_of,
-    fill_with_zeros,
-    rates_of,
-    state_behind,
-)
-from trajpack.kernels.scan.credit_scan_steps_triton import (
-    GAE,
-    read_block,
-    scan_block,
-    states_of_block,
-    write_block,
-)
-from trajpack.kernels.scan.discounted_returns_steps_triton import add_carry
 from trajpack.kernels.scan.observations import OBSERVATIONS
+from trajpack.kernels.scan.scan_inputs import KINDS, Scan
+from trajpack.kernels.search_triton import find_segment, find_segments
 
 Outputs: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 BLOCK = block_shape("credit_scan", DEFAULT).block
-"""The same on every architecture: it settles the order of the sums."""
+"""Entries of a block. The same on every architecture, because it fixes the order of sums."""
 LONGEST_WALK = 4096
-"""Segments no longer than this are walked by one program: blocks would cost a second launch."""
+"""Longest segment that one program walks; blocks would cost a second launch."""
 FEWEST_ENTRIES = 8192
-"""With so few entries in all, a second launch costs more than the steps that it saves."""
+"""Entries up to which a second launch costs more than the steps that it saves."""
+
+CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
+    tl.constexpr(number) for number in range(len(OBSERVATIONS))
+)
+"""Observations, by their index in `OBSERVATIONS`."""
+GAE, RETURNS, NEXT_VALUES, VTRACE, ADJOINT = (tl.constexpr(number) for number in range(len(KINDS)))
+"""Kinds of scan, by their index in `KINDS`."""
+
+
+@triton.jit
+def compose(first_decay, first_increment, second_decay, second_increment):
+    return first_decay * second_decay, second_decay * first_increment + second_increment
+
+
+@triton.jit
+def add_carry(increment, decay, state):
+    """Return ``increment + decay * state``; a state of 0 adds 0 where ``decay`` has overflowed."""
+    return tl.where(state == 0, 0.0, decay * state) + increment
+
+
+@triton.jit
+def entry_of(lanes, place):
+    """Return the entry of ``lanes`` [BLOCK] at ``place``."""
+    return tl.sum(tl.where(tl.arange(0, lanes.shape[0]) == place, lanes, 0.0), 0)
+
+
+@triton.jit
+def split_in_four(entries, BLOCK: tl.constexpr):
+    """Give each lane four neighbouring entries: return the first of each lane, the second, ..."""
+    evens, odds = tl.split(tl.reshape(entries, [BLOCK // 4, 2, 2]))
+    first, third = tl.split(evens)
+    second, fourth = tl.split(odds)
+    return first, second, third, fourth
+
+
+@triton.jit
+def scan_block(decay, increment, BLOCK: tl.constexpr):
+    """Compose the steps of a block, last token first, in lanes of four.
+
+    Return the effect on the state of all lanes before each lane; decays and increments up to each
+    lane's first three entries; decay and increment of the whole block. Four entries a lane take a
+    quarter of the shuffles that one entry a lane would.
+    """
+    lane = tl.arange(0, BLOCK // 4)
+    decay0, decay1, decay2, decay3 = split_in_four(decay, BLOCK)
+    increment0, increment1, increment2, increment3 = split_in_four(increment, BLOCK)
+    decays, increments = compose(decay0, increment0, decay1, increment1)
+    decays, increments = compose(decays, increments, decay2, increment2)
+    decays, increments = compose(decays, increments, decay3, increment3)
+    decays, increments = tl.associative_scan((decays, increments), 0, compose)
+    block_decay = entry_of(decays, BLOCK // 4 - 1)
+    block_increment = entry_of(increments, BLOCK // 4 - 1)
+    before = tl.maximum(lane - 1, 0)
+    decays = tl.where(lane == 0, 1.0, tl.gather(decays, before, 0))
+    increments = tl.where(lane == 0, 0.0, tl.gather(increments, before, 0))
+    return (
+        (decays, increments),
+        (decay0, decay1, decay2),
+        (increment0, increment1, increment2),
+        block_decay,
+        block_increment,
+    )
+
+
+@triton.jit
+def states_of_block(lanes, decays, increments, state, BLOCK: tl.constexpr):
+    """Return the state behind each entry of a block; ``state`` is that behind the first."""
+    state0 = add_carry(lanes[1], lanes[0], state)
+    state1 = add_carry(increments[0], decays[0], state0)
+    state2 = add_carry(increments[1], decays[1], state1)
+    state3 = add_carry(increments[2], decays[2], state2)
+    states = tl.join(tl.join(state0, state2), tl.join(state1, state3))
+    return tl.reshape(states, [BLOCK])
+
+
+@triton.jit
+def clip_symmetric(number, bound):
+    # keeps NaN, which minimum and maximum would drop on hardware
+    return tl.where(number > bound, bound, tl.where(number < -bound, -bound, number))
+
+
+@triton.jit
+def clipped_ratio(weights, at, generated, cap):
+    """Return min(π/μ, cap) of generated tokens, 1 of others."""
+    logprobs, rollout_logprobs = weights
+    ours = tl.load(logprobs + at, mask=generated, other=0.0).to(tl.float64)
+    theirs = tl.load(rollout_logprobs + at, mask=generated, other=0.0).to(tl.float64)
+    ratio = tl.exp(ours - theirs)
+    return tl.where(generated, tl.where(ratio > cap, cap, ratio), 1.0)
+
+
+@triton.jit
+def kl_penalty(kl, limits, at, generated, ESTIMATOR: tl.constexpr):
+    """Return the weighted KL estimate of tokens; ``ESTIMATOR`` 1 to 3 is k1 to k3."""
+    logprobs, ref_logprobs = kl
+    ours = tl.load(logprobs + at, mask=generated, other=0.0).to(tl.float64)
+    theirs = tl.load(ref_logprobs + at, mask=generated, other=0.0).to(tl.float64)
+    ratio = ours - theirs
+    if ESTIMATOR == 1:
+        penalty = ratio
+    elif ESTIMATOR == 2:
+        ratio = clip_symmetric(ratio, 1e150)  # whose square is finite
+        penalty = 0.5 * ratio * ratio
+    else:
+        ratio = tl.where(ratio < -700.0, -700.0, ratio)  # whose exponential is finite
+        small = ratio * ratio * (0.5 - ratio * (1.0 / 6.0 - ratio * (1.0 / 24.0)))
+        penalty = tl.where(tl.abs(ratio) < 1e-3, small, tl.exp(-ratio) - 1.0 + ratio)
+    return limits[0] * clip_symmetric(penalty, limits[1])
+
+
+@triton.jit
+def read_chunk(chunks, position, exists, first, last, clip):
+    """Return token, first generated token of its chunk, and reward at each position.
+
+    A chunk's reward is on its last generated token, with the rewards of the chunks behind it that
+    generated nothing.
+    """
+    cu_positions, addresses, stride, spans, rewards = (
+        chunks[0],
+        chunks[1],
+        chunks[2],
+        chunks[3],
+        chunks[4],
+    )
+    chunk = find_segments(cu_positions, first, last, position, 1)
+    begins = tl.load(cu_positions + chunk, mask=exists, other=0)
+    at = tl.load(addresses + chunk * stride, mask=exists, other=0) + position - begins
+    begin = tl.load(spans + chunk * 2, mask=exists, other=0)
+    end = tl.load(spans + chunk * 2 + 1, mask=exists, other=0)
+    ends_turn = exists & (at >= begin) & (at == end - 1)
+    own = tl.load(rewards + chunk, mask=ends_turn, other=0.0).to(tl.float64)
+    reward = clip_symmetric(own, clip)
+    chunk += 1
+    open_ended = ends_turn & (chunk <= last)
+    while tl.max(open_ended.to(tl.int32), 0) > 0:
+        next_begin = tl.load(spans + chunk * 2, mask=open_ended, other=0)
+        next_end = tl.load(spans + chunk * 2 + 1, mask=open_ended, other=1)
+        open_ended &= next_begin == next_end
+        more = tl.load(rewards + chunk, mask=open_ended, other=0.0).to(tl.float64)
+        reward += clip_symmetric(more, clip)
+        chunk += 1
+        open_ended &= chunk <= last
+    return at, begin, reward
+
+
+@triton.jit
+def read_token(inputs, span, position, exists, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr):
+    """Return token, whether it was generated, reward and value; 0 where it does not exist."""
+    rewards, values, loss_mask, chunks, kl = inputs[0]
+    limits = inputs[1]
+    if chunks is None:
+        at = position
+        generated = exists
+        if loss_mask is not None:
+            generated = exists & (tl.load(loss_mask + at, mask=exists, other=0) != 0)
+        reward = tl.load(rewards + at, mask=exists, other=0.0).to(tl.float64)
+    else:
+        at, begin, reward = read_chunk(chunks, position, exists, span[2], span[3], limits[2])
+        generated = exists & (at >= begin)
+    if kl is not None:
+        reward -= kl_penalty(kl, limits, at, generated, ESTIMATOR)
+    if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
+        if len(chunks[5]) > 0:
+            generated = exists & (at == begin)
+    value = tl.zeros_like(reward)
+    if values is not None:
+        value = tl.load(values + at, mask=exists, other=0.0).to(tl.float64)
+    if OBSERVATION == MULTIPLY:
+        reward = tl.where(generated, reward, 0.0)
+        value = tl.where(generated, value, 0.0)
+    return at, generated, reward, value
+
+
+@triton.jit
+def passed_reward(reward, is_last, SCAN: tl.constexpr, OBSERVATION: tl.constexpr):
+    """Return the rewards that skipped tokens pass to the last generated token before them."""
+    passed = tl.zeros_like(reward)
+    if SCAN <= NEXT_VALUES:
+        if OBSERVATION == CARRY:
+            passed = reward
+        elif OBSERVATION == COMPACT:
+            passed = tl.where(is_last, reward, 0.0)
+    return passed
+
+
+@triton.jit
+def next_value(inputs, span, position, exists, gamma, tail, OBSERVATION: tl.constexpr):
+    """Return the discounted value behind tokens, with the rewards of skipped tokens in between.
+
+    Chunks of V-trace hold no skipped tokens: there it is the value of the next position.
+    """
+    values, chunks = inputs[0][1], inputs[0][3]
+    if chunks is None:
+        behind = tl.load(inputs[3] + position, mask=exists, other=0.0)
+    else:
+        follows = exists & (position + 1 < span[1])
+        chunk = find_segments(chunks[0], span[2], span[3], position + 1, 1)
+        begins = tl.load(chunks[0] + chunk, mask=follows, other=0)
+        at = tl.load(chunks[1] + chunk * chunks[2], mask=follows, other=0) + position + 1 - begins
+        value = tl.load(values + at, mask=follows, other=0.0).to(tl.float64)
+        if OBSERVATION == MULTIPLY:
+            begin = tl.load(chunks[3] + chunk * 2, mask=follows, other=0)
+            value = tl.where(at >= begin, value, 0.0)
+        behind = tl.where(follows, gamma * value, tail)
+    return behind
+
+
+@triton.jit
+def step_of(
+    inputs, token, behind, exists, is_last, rates, SCAN: tl.constexpr, OBSERVATION: tl.constexpr
+):
+    """Return decay and increment of tokens."""
+    at, generated, reward, value = token
+    gamma, lam = rates
+    limits, weights = inputs[1], inputs[2]
+    decay = tl.zeros_like(reward) + gamma * lam
+    if SCAN == ADJOINT:
+        increment = tl.where(generated, reward, 0.0)
+    elif SCAN == NEXT_VALUES:
+        decay = tl.zeros_like(reward)
+        increment = gamma * value
+    elif SCAN == VTRACE:
+        ratio = clipped_ratio(weights, at, generated, limits[3])
+        if OBSERVATION == RESET:
+            behind = tl.where(generated, behind, 0.0)
+        increment = gamma * ratio * (reward + behind - value)
+        decay *= clipped_ratio(weights, at, generated, limits[4])
+    else:
+        increment = gamma * (1.0 - lam) * value + decay * reward
+    if OBSERVATION == RESET:
+        decay = tl.where(generated, decay, 0.0)
+    elif OBSERVATION <= COMPACT:
+        decay = tl.where(generated, decay, 1.0)
+        passed = passed_reward(reward, is_last, SCAN, OBSERVATION)
+        increment = tl.where(generated, increment, passed)
+    return tl.where(exists, decay, 1.0), tl.where(exists, increment, 0.0)
+
+
+@triton.jit
+def read_block(
+    inputs,
+    span,
+    rates,
+    tail,
+    top,
+    SCAN: tl.constexpr,
+    OBSERVATION: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the tokens before ``top``, last one first, their next values and their steps."""
+    position = top - 1 - tl.arange(0, BLOCK)
+    exists = position >= span[0]
+    token = read_token(inputs, span, position, exists, OBSERVATION, ESTIMATOR)
+    behind = tl.zeros((BLOCK,), tl.float64)
+    if SCAN == VTRACE:
+        behind = next_value(inputs, span, position, exists, rates[0], tail, OBSERVATION)
+    is_last = position == span[1] - 1
+    decay, increment = step_of(inputs, token, behind, exists, is_last, rates, SCAN, OBSERVATION)
+    return token, behind, decay, increment
+
+
+@triton.jit
+def write_block(
+    inputs,
+    outputs,
+    span,
+    rates,
+    top,
+    token,
+    behind,
+    states,
+    SCAN: tl.constexpr,
+    OBSERVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the outputs of the tokens before ``top``; ``states`` are those behind each."""
+    position = top - 1 - tl.arange(0, BLOCK)
+    exists = position >= span[0]
+    at, generated, reward, value = token
+    gamma, lam = rates
+    limits, weights = inputs[1], inputs[2]
+    main, other = outputs
+    if SCAN == NEXT_VALUES:
+        tl.store(main + position, states, mask=exists)
+    elif SCAN == ADJOINT:
+        rate = tl.zeros_like(reward) + gamma * lam
+        if OBSERVATION == CARRY:
+            rate = tl.where(generated, rate, 1.0)
+        elif OBSERVATION == COMPACT:  # mirrored: the sequence's last token comes first
+            rate = tl.where(generated, rate, tl.where(position == span[0], 1.0, 0.0))
+        elif OBSERVATION != IGNORE and OBSERVATION != RESET:  # noqa: PLR1714
+            rate = tl.where(generated, rate, 0.0)
+        own = tl.where(generated, reward, 0.0)
+        tl.store(main + at, (own + rate * states).to(tl.float32), mask=exists)
+    else:
+        written = exists
+        if inputs[0][3] is not None:
+            written = generated
+        if SCAN == VTRACE:
+            surprise = reward + behind - value
+            advantage = clipped_ratio(weights, at, generated, limits[5]) * (surprise + states)
+            target = value + clipped_ratio(weights, at, generated, limits[3]) * surprise
+            target += lam * clipped_ratio(weights, at, generated, limits[4]) * states
+        else:
+            advantage = reward - value + states
+            target = reward + states
+        tl.store(main + at, tl.where(generated, advantage, 0.0).to(tl.float32), mask=written)
+        if other is not None:
+            tl.store(other + at, tl.where(generated, target, 0.0).to(tl.float32), mask=written)
+
+
+@triton.jit
+def span_of(source, cu_seqlens, segment):
+    """Return a segment's first and past-last position, and its first and last chunk."""
+    first = tl.load(cu_seqlens + segment)
+    past = tl.load(cu_seqlens + segment + 1)
+    begin = first
+    end = past
+    chunks = source[3]
+    if chunks is not None:
+        begin = tl.load(chunks[0] + first)
+        end = tl.load(chunks[0] + past)
+    return begin, end, first, tl.maximum(past - 1, 0)
+
+
+@triton.jit
+def rates_of(rates, segment, gamma, lam):
+    """Return γ and λ of a segment."""
+    gammas, lams = rates
+    if gammas is not None:
+        gamma = tl.load(gammas + segment)
+    if lams is not None:
+        lam = tl.load(lams + segment)
+    return gamma + tl.zeros((), tl.float64), lam + tl.zeros((), tl.float64)
+
+
+@triton.jit
+def state_behind(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
+    """Return the state behind a segment's last entry."""
+    state = tl.zeros((), tl.float64)
+    if bootstrap is not None and SCAN <= NEXT_VALUES:
+        chunks = source[3]
+        goes_on = True
+        if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
+            if len(chunks[6]) > 0:
+                goes_on = tl.load(chunks[6][0] + last) != 0
+        value = tl.load(bootstrap + segment, mask=goes_on, other=0.0)
+        state += gamma * value.to(tl.float64)
+    return state
+
+
+@triton.jit
+def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
+    """Write 0 for the tokens that no turn generated, which no chunk writes.
+
+    Addresses descend, as those of the scan: otherwise the compiler would change the scan's layout.
+    """
+    at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
+    rest = tl.load(turn_ids + at, mask=at < num_tokens, other=0) < 0
+    main, other = outputs
+    tl.store(main + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    tl.store(other + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+
+
+@triton.jit
+def block_of_window(source, cu_seqlens, num_segments, num_chunks, window, BLOCK: tl.constexpr):
+    """Find the block that ends in a window and does not begin its segment.
+
+    Window w is the positions [w * BLOCK, (w + 1) * BLOCK). The window's first position belongs to
+    the segment of such a block, so there is at most one per window. Return its segment, the number
+    of blocks behind it, and whether it exists.
+    """
+    chunks = source[3]
+    if chunks is None:
+        segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
+    else:
+        chunk = find_segment(chunks[0], num_chunks, window * BLOCK, 1)
+        segment = find_segment(cu_seqlens, num_segments, chunk, 1)
+    begin, end, _, _ = span_of(source, cu_seqlens, segment)
+    behind = (end - 1) // BLOCK - window
+    exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
+    return segment, behind, exists
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_tokens"])
 def walk_kernel(
-    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_ids,
-    num_segments, num_tokens, gamma: tl.float64, lam: tl.float64,
-    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
-    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
-    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Walk one segment, block after block from its end."""
+    source,
+    weights,
+    before,
+    outputs,
+    cu_seqlens,
+    rates,
+    bootstrap,
+    fill_ids,
+    num_segments,
+    num_tokens,
+    gamma: tl.float64,
+    lam: tl.float64,
+    kl_coefficient: tl.float64,
+    kl_clamp: tl.float64,
+    reward_clip: tl.float64,
+    rho_clip: tl.float64,
+    c_clip: tl.float64,
+    advantage_rho_clip: tl.float64,
+    SCAN: tl.constexpr,
+    OBSERVATION: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Walk one segment, block after block from its end; later programs fill a tile with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    inputs = (source, limits, weights, before)
     segment = tl.program_id(0)
     if segment < num_segments:
         gamma, lam = rates_of(rates, segment, gamma, lam)
-        begin, end, first, last = bounds_of(source, cu_seqlens, segment)
-        tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
-        state = state_behind(source, bootstrap, segment, last, gamma, SCAN)
-        top = end
-        while top > begin:
-            token, behind_each, gain, gift = read_block(
-                source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
-                SCAN, OBSERVATION, ESTIMATOR, BLOCK,
-            )  # fmt: skip
-            lanes, gains, gifts, all_gain, all_gift = scan_block(gain, gift, BLOCK)
-            states = states_of_block(lanes, gains, gifts, state, BLOCK)
+        span = span_of(source, cu_seqlens, segment)
+        tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
+        state = state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
+        top = span[1]
+        while top > span[0]:
+            token, behind_each, decay, increment = read_block(
+                inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
+            )
+            lanes, decays, increments, block_decay, block_increment = scan_block(
+                decay, increment, BLOCK
+            )
+            states = states_of_block(lanes, decays, increments, state, BLOCK)
             write_block(
-                source, limits, weights, outputs, token, behind_each, states, top, begin, gamma,
-                lam, SCAN, OBSERVATION, BLOCK,
-            )  # fmt: skip
-            state = add_carry(all_gift, all_gain, state)
+                inputs,
+                outputs,
+                span,
+                (gamma, lam),
+                top,
+                token,
+                behind_each,
+                states,
+                SCAN,
+                OBSERVATION,
+                BLOCK,
+            )
+            state = add_carry(block_increment, block_decay, state)
             top -= BLOCK
     elif fill_ids is not None:
         fill_with_zeros(outputs, fill_ids, segment - num_segments, num_tokens, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_pieces"])
+@triton.jit(do_not_specialize=["num_segments", "num_chunks"])
 def block_steps_kernel(
-    source, weights, before, steps, cu_seqlens, rates, bootstrap, num_segments, num_pieces,
-    gamma: tl.float64, lam: tl.float64,
-    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
-    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
-    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Work out what a block with another before it does to the state, for the block's window."""
+    source,
+    weights,
+    before,
+    steps,
+    cu_seqlens,
+    rates,
+    bootstrap,
+    num_segments,
+    num_chunks,
+    gamma: tl.float64,
+    lam: tl.float64,
+    kl_coefficient: tl.float64,
+    kl_clamp: tl.float64,
+    reward_clip: tl.float64,
+    rho_clip: tl.float64,
+    c_clip: tl.float64,
+    advantage_rho_clip: tl.float64,
+    SCAN: tl.constexpr,
+    OBSERVATION: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the effect on the state of the block of one window, if it has one."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    inputs = (source, limits, weights, before)
     window = tl.program_id(0)
     segment, behind, exists = block_of_window(
-        source, cu_seqlens, num_segments, num_pieces, window, BLOCK
+        source, cu_seqlens, num_segments, num_chunks, window, BLOCK
     )
     if exists:
         gamma, lam = rates_of(rates, segment, gamma, lam)
-        begin, end, first, last = bounds_of(source, cu_seqlens, segment)
-        tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
-        top = end - behind * BLOCK
-        _, _, gain, gift = read_block(
-            source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
-            SCAN, OBSERVATION, ESTIMATOR, BLOCK,
-        )  # fmt: skip
-        _, _, _, all_gain, all_gift = scan_block(gain, gift, BLOCK)
-        tl.store(steps + 2 * window, all_gain)
-        tl.store(steps + 2 * window + 1, all_gift)
+        span = span_of(source, cu_seqlens, segment)
+        tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
+        top = span[1] - behind * BLOCK
+        _, _, decay, increment = read_block(
+            inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
+        )
+        _, _, _, block_decay, block_increment = scan_block(decay, increment, BLOCK)
+        tl.store(steps + 2 * window, block_decay)
+        tl.store(steps + 2 * window + 1, block_increment)
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_pieces", "num_windows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows", "num_tokens"])
 def block_states_kernel(
-    source, weights, before, outputs, steps, cu_seqlens, rates, bootstrap, fill_ids,
-    num_segments, num_pieces, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
-    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
-    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
-    SCAN: tl.constexpr, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Put out one block: of a window, or, in later programs, the one that begins a segment."""
+    source,
+    weights,
+    before,
+    outputs,
+    steps,
+    cu_seqlens,
+    rates,
+    bootstrap,
+    fill_ids,
+    num_segments,
+    num_chunks,
+    num_windows,
+    num_tokens,
+    gamma: tl.float64,
+    lam: tl.float64,
+    kl_coefficient: tl.float64,
+    kl_clamp: tl.float64,
+    reward_clip: tl.float64,
+    rho_clip: tl.float64,
+    c_clip: tl.float64,
+    advantage_rho_clip: tl.float64,
+    SCAN: tl.constexpr,
+    OBSERVATION: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one block: of a window, then the first of each segment; later programs fill with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    inputs = (source, limits, weights, before)
     program = tl.program_id(0)
     if program < num_windows + num_segments:
         if program < num_windows:
             segment, behind, exists = block_of_window(
-                source, cu_seqlens, num_segments, num_pieces, program, BLOCK
+                source, cu_seqlens, num_segments, num_chunks, program, BLOCK
             )
         else:
             segment = program - num_windows
-            begin, end, _, _ = bounds_of(source, cu_seqlens, segment)
+            begin, end, _, _ = span_of(source, cu_seqlens, segment)
             behind = tl.maximum(end - begin - 1, 0) // BLOCK
             exists = end > begin
         if exists:
             gamma, lam = rates_of(rates, segment, gamma, lam)
-            begin, end, first, last = bounds_of(source, cu_seqlens, segment)
-            tail = state_behind(source, bootstrap, segment, last, gamma, GAE)
-            state = state_behind(source, bootstrap, segment, last, gamma, SCAN)
-            window = (end - 1) // BLOCK
+            span = span_of(source, cu_seqlens, segment)
+            tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
+            state = state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
+            window = (span[1] - 1) // BLOCK
             for done in tl.range(0, behind, loop_unroll_factor=8):
-                gain = tl.load(steps + 2 * (window - done))
-                gift = tl.load(steps + 2 * (window - done) + 1)
-                state = add_carry(gift, gain, state)
-            top = end - behind * BLOCK
-            token, behind_each, gain, gift = read_block(
-                source, limits, weights, before, top, begin, end, first, last, gamma, lam, tail,
-                SCAN, OBSERVATION, ESTIMATOR, BLOCK,
-            )  # fmt: skip
-            lanes, gains, gifts, _, _ = scan_block(gain, gift, BLOCK)
-            states = states_of_block(lanes, gains, gifts, state, BLOCK)
+                decay = tl.load(steps + 2 * (window - done))
+                increment = tl.load(steps + 2 * (window - done) + 1)
+                state = add_carry(increment, decay, state)
+            top = span[1] - behind * BLOCK
+            token, behind_each, decay, increment = read_block(
+                inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
+            )
+            lanes, decays, increments, _, _ = scan_block(decay, increment, BLOCK)
+            states = states_of_block(lanes, decays, increments, state, BLOCK)
             write_block(
-                source, limits, weights, outputs, token, behind_each, states, top, begin, gamma,
-                lam, SCAN, OBSERVATION, BLOCK,
-            )  # fmt: skip
+                inputs,
+                outputs,
+                span,
+                (gamma, lam),
+                top,
+                token,
+                behind_each,
+                states,
+                SCAN,
+                OBSERVATION,
+                BLOCK,
+            )
     elif fill_ids is not None:
         tile = program - num_windows - num_segments
         fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch what the sizes known to the host ask for; see `trajpack.kernels.scan.credit_scan`."""
+    """Launch a scan; see `trajpack.kernels.scan.credit_scan.run_scan`."""
     before = None
-    if scan.kind == "vtrace" and scan.pieces is None:
+    if scan.kind == "vtrace" and scan.chunks is None:
         before = torch.empty(scan.num_positions, dtype=torch.float64, device=scan.device)
         launch(scan._replace(kind="next_values"), None, (before, None))
-    advantages = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
-    outputs = advantages, torch.empty_like(advantages)
-    launch(scan, before, outputs)
-    return outputs
+    first = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
+    if scan.kind in ("returns", "adjoint"):
+        launch(scan, before, (first, None))
+        return first, first.new_empty(0)
+    second = torch.empty_like(first)
+    launch(scan, before, (first, second))
+    return first, second
 
 
 def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Put a scan out, by one launch or two."""
+    """Launch one kernel or two, by the sizes that the host knows."""
     if not scan.num_tokens:
         return
     longest = scan.num_positions if scan.max_seqlen is None else scan.max_seqlen
@@ -176,24 +635,79 @@ def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
         write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
 
 
-def _arguments(scan: Scan) -> tuple[Any, ...]:
-    """Return source and weights as the kernels take them."""
-    pieces = None
-    if scan.pieces is not None:
-        begins = scan.pieces.begins
-        # tuples of nothing for what there is not: Triton 3.6 compares no tuple that holds a None
-        by_turn = (1,) if scan.by_turn else ()
-        cut_off = scan.pieces.truncated
-        pieces = (
-            scan.pieces.cu_positions, begins, begins.stride(0), scan.pieces.spans,
-            scan.pieces.rewards, by_turn, () if cut_off is None else (cut_off.view(torch.uint8),),
-        )  # fmt: skip
-    masks = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
-    return (scan.rewards, scan.values, masks, pieces, scan.kl), scan.weights
+def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
+    """Launch one program per segment."""
+    fill_ids, tiles = _fill(scan)
+    with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
+        walk_kernel[(scan.num_segments + tiles,)](
+            before=before,
+            outputs=outputs,
+            fill_ids=fill_ids,
+            num_tokens=scan.num_tokens,
+            **_arguments(scan),
+        )
 
 
-def _options(scan: Scan) -> dict[str, Any]:
+def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
+    """Launch one program per window; return float64 ``[windows, 2]``, set where a block ends."""
+    windows = triton.cdiv(scan.num_positions, BLOCK)
+    steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
+    with torch.cuda.device_of(scan.cu_seqlens):
+        block_steps_kernel[(windows,)](
+            before=before, steps=steps, num_chunks=scan.num_chunks, **_arguments(scan)
+        )
+    return steps
+
+
+def write_blocks(
+    scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
+) -> None:
+    """Launch one program per window and one per segment, given the windows' ``steps``."""
+    fill_ids, tiles = _fill(scan)
+    windows = steps.shape[0]
+    with torch.cuda.device_of(scan.cu_seqlens):
+        block_states_kernel[(windows + scan.num_segments + tiles,)](
+            before=before,
+            outputs=outputs,
+            steps=steps,
+            fill_ids=fill_ids,
+            num_chunks=scan.num_chunks,
+            num_windows=windows,
+            num_tokens=scan.num_tokens,
+            **_arguments(scan),
+        )
+
+
+def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
+    """Return the turn ids, and the number of tiles that write 0 where no chunk writes."""
+    if scan.turn_ids is None or scan.by_turn or scan.kind == "next_values":
+        return None, 0
+    return scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
+
+
+def _arguments(scan: Scan) -> dict[str, Any]:
+    """Return the arguments that all kernels share, and the options of a launch."""
+    chunks = None
+    if scan.chunks is not None:
+        begins, truncated = scan.chunks.begins, scan.chunks.truncated
+        # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+        chunks = (
+            scan.chunks.cu_positions,
+            begins,
+            begins.stride(0),
+            scan.chunks.spans,
+            scan.chunks.rewards,
+            (1,) if scan.by_turn else (),
+            () if truncated is None else (truncated.view(torch.uint8),),
+        )
+    mask = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
     return {
+        "source": (scan.rewards, scan.values, mask, chunks, scan.kl),
+        "weights": scan.weights,
+        "cu_seqlens": scan.cu_seqlens,
+        "rates": (scan.gammas, scan.lams),
+        "bootstrap": scan.bootstrap,
+        "num_segments": scan.num_segments,
         "gamma": scan.gamma,
         "lam": scan.lam,
         **scan.limits._asdict(),
@@ -203,49 +717,3 @@ def _options(scan: Scan) -> dict[str, Any]:
         "BLOCK": BLOCK,
         **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
     }
-
-
-def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
-    """Return whose the tokens are that pieces write, and the tiles that write the others."""
-    if scan.turn_ids is None or scan.by_turn or scan.kind == "next_values":
-        return None, 0
-    return scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
-
-
-def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Launch a program for each segment."""
-    source, weights = _arguments(scan)
-    fill_ids, tiles = _fill(scan)
-    with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
-        walk_kernel[(scan.num_segments + tiles,)](
-            source, weights, before, outputs, scan.cu_seqlens, (scan.gammas, scan.lams),
-            scan.bootstrap, fill_ids, scan.num_segments, scan.num_tokens, **_options(scan),
-        )  # fmt: skip
-
-
-def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
-    """Launch a program for each window; return float64 ``[windows, 2]``, where there is a block."""
-    source, weights = _arguments(scan)
-    windows = triton.cdiv(scan.num_positions, BLOCK)
-    steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
-    with torch.cuda.device_of(scan.cu_seqlens):
-        block_steps_kernel[(windows,)](
-            source, weights, before, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
-            scan.bootstrap, scan.num_segments, scan.num_pieces, **_options(scan),
-        )  # fmt: skip
-    return steps
-
-
-def write_blocks(
-    scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
-) -> None:
-    """Launch a program for each window and one for each segment, with the steps of the windows."""
-    source, weights = _arguments(scan)
-    fill_ids, tiles = _fill(scan)
-    windows = steps.shape[0]
-    with torch.cuda.device_of(scan.cu_seqlens):
-        block_states_kernel[(windows + scan.num_segments + tiles,)](
-            source, weights, before, outputs, steps, scan.cu_seqlens, (scan.gammas, scan.lams),
-            scan.bootstrap, fill_ids, scan.num_segments, scan.num_pieces, windows,
-            scan.num_tokens, **_options(scan),
-        )  # fmt: skip

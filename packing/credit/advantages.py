@@ -12,7 +12,7 @@ import torch
 from trajpack.kernels.credit.credit_of_turns import TokenInputs, credit_of_turns
 from trajpack.kernels.credit.scores import Scores, scores_of_trajectories
 from trajpack.kernels.credit.spread import (
-    Spread,
+    TokenSpread,
     finish_spread,
     spread_of_trajectories,
     spread_of_turns,
@@ -28,9 +28,9 @@ from trajpack.packing.credit.inputs import (
     OP,
     Inputs,
     checked_inputs,
+    chunks_of,
     conventions_of,
     num_groups_of,
-    pieces_of,
     turns_of,
 )
 
@@ -108,9 +108,15 @@ def _of_tokens(
         weights=(sampled, batch.rollout_logprobs) if by_weight else None,
         kl=None if inputs.ref_logprobs is None else (sampled, inputs.ref_logprobs),
     )
-    pieces, num_positions = pieces_of(batch, estimator)
+    chunks, num_positions = chunks_of(batch, estimator)
     advantages, returns = credit_of_turns(
-        pieces, batch.cu_turns, batch.turn_ids, given, conventions, num_positions, impl
+        chunks,
+        batch.cu_turns,
+        batch.turn_ids,
+        inputs=given,
+        conventions=conventions,
+        num_positions=num_positions,
+        impl=impl,
     )
     counted = _counted(batch, estimator, impl)
     if conventions.by_turn:
@@ -166,7 +172,7 @@ def _of_groups(
         raise ValueError(f"{OP}: GPG takes no all_reduce: its factor counts this batch alone")
     if isinstance(estimator, group_estimators.GiGPO):
         steps, weight = _step_advantages(batch, estimator, inputs, impl), estimator.step_weight
-    spread = spread_of_trajectories(turns_of(batch), rows, steps, weight, impl)
+    spread = spread_of_trajectories(turns_of(batch), rows, steps, weight=weight, impl=impl)
     fresh = batch.advantages is None
     returns = batch.returns if fresh else _turn_returns(batch, impl).rows
     whitening = estimator.whitening
@@ -197,9 +203,9 @@ def _of_turn_returns(
     return _finish(found, counted, estimator.whitening, all_reduce, impl)
 
 
-def _turn_returns(batch: PackedBatch, impl: str) -> Spread:
+def _turn_returns(batch: PackedBatch, impl: str) -> TokenSpread:
     """Return the turns' returns at their tokens, whatever the batch was credited with before."""
-    return spread_of_trajectories(turns_of(batch), None, batch.turn_returns, 1.0, impl)
+    return spread_of_trajectories(turns_of(batch), None, batch.turn_returns, weight=1.0, impl=impl)
 
 
 def _finish(
@@ -273,9 +279,13 @@ def _step_advantages(
 def _members(batch: PackedBatch, impl: str, clip: float = float("inf")) -> Scores:
     """Return what trajectories have as a whole; those cut off are not valid."""
     return scores_of_trajectories(
-        batch.turn_rewards, batch.turn_truncated, batch.cu_generated, batch.cu_turns,
-        clip, impl,
-    )  # fmt: skip
+        batch.turn_rewards,
+        batch.turn_truncated,
+        batch.cu_generated,
+        batch.cu_turns,
+        clip=clip,
+        impl=impl,
+    )
 
 
 def _counted(
@@ -285,7 +295,7 @@ def _counted(
     if estimator.truncated != "mask":
         return None
     valid = (_members(batch, impl) if members is None else members).valid.float()
-    return spread_of_trajectories(turns_of(batch), valid, None, 0.0, impl).rows > 0
+    return spread_of_trajectories(turns_of(batch), valid, None, weight=0.0, impl=impl).rows > 0
 
 
 RECIPES: dict[type[group_estimators.GroupEstimator], Callable[..., torch.Tensor]] = {

@@ -7,8 +7,8 @@ from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS, KLEstimator
-from trajpack.kernels.scan.observations import Observation, check_observation
-from trajpack.kernels.scan.scan_inputs import check_positive
+from trajpack.kernels.scan.observations import OBSERVATIONS, Observation
+from trajpack.kernels.validation import check_choice, check_number
 
 Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
 """What a trajectory is whose last turn was cut off:
@@ -50,7 +50,7 @@ class KLPenalty:
             known = ", ".join(repr(name) for name in KL_ESTIMATORS)
             raise ValueError(f"KLPenalty: estimator must be one of {known}, got {self.estimator!r}")
         if self.clamp is not None:
-            check_positive("KLPenalty", "clamp", self.clamp)
+            check_number("KLPenalty", "clamp", self.clamp, above=0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Estimator:
         if self.truncated == "bootstrap" and not isinstance(self, TokenEstimator):
             raise ValueError(f"{self.name}: truncated='bootstrap' needs an estimator over tokens")
         if self.reward_clip is not None:
-            check_positive(self.name, "reward_clip", self.reward_clip)
+            check_number(self.name, "reward_clip", self.reward_clip, above=0)
         for rate in ("gamma", "lam"):
             if hasattr(self, rate):
                 check_rate(self.name, rate, getattr(self, rate))
@@ -138,7 +138,7 @@ class GAE(TokenEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_observation(self.name, self.observation)
+        check_choice(self.name, "observation", self.observation, OBSERVATIONS)
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class VTrace(TokenEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_observation(self.name, self.observation)
+        check_choice(self.name, "observation", self.observation, OBSERVATIONS)
         for clip in ("rho_clip", "c_clip", "advantage_rho_clip"):
-            check_positive(self.name, clip, getattr(self, clip))
+            check_number(self.name, clip, getattr(self, clip), above=0)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class ReinforcePlusPlus(TokenEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_observation(self.name, self.observation)
+        check_choice(self.name, "observation", self.observation, OBSERVATIONS)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 
 from trajpack.kernels.credit.credit_of_turns import Conventions
 from trajpack.kernels.credit.spread import Turns
-from trajpack.kernels.scan.credit_scan import Limits, Pieces
 from trajpack.kernels.scan.observations import PASSING
+from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
 from trajpack.kernels.validation import check_device, check_tensor
 from trajpack.packing.credit import estimators, group_estimators
 
@@ -98,7 +98,7 @@ def num_groups_of(batch: PackedBatch) -> int:
     return batch.cu_turns.shape[0] - 1 if batch.is_padded else batch.num_groups
 
 
-def pieces_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple[Pieces, int]:
+def chunks_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple[ScanChunks, int]:
     """Return what is scanned of each turn, and how many tokens that is at most.
 
     Where tokens that were not generated are steps too, a turn brings those that are new with it:
@@ -111,7 +111,7 @@ def pieces_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple
         cu_positions = torch.zeros_like(batch.cu_generated)
         torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
     truncated = batch.turn_truncated if estimator.truncated == "bootstrap" else None
-    return Pieces(cu_positions, begins, spans, batch.turn_rewards, truncated), num_positions
+    return ScanChunks(cu_positions, begins, spans, batch.turn_rewards, truncated), num_positions
 
 
 def observation_of(estimator: estimators.TokenEstimator) -> str:

@@ -11,7 +11,7 @@ from trajpack.packing.plan.fitting import fit_decreasing, next_fit
 from trajpack.packing.plan.statistics import lower_bound
 from trajpack.packing.plan.units import Algorithm, Ints, PlanItems, decreasing, round_up, summed
 
-SEARCHED = 2**19
+SEARCHED = 2**17
 """Full micro-batches that `longest_processing_time` passes over before it places by room."""
 EXCHANGES = 2**18
 """Pairs of items that `karmarkar_karp` looks at for exchanges, at most."""

@@ -1,4 +1,4 @@
-"""The SQLite file of a log: a row for each episode, appended in transactions and never changed."""
+"""The SQLite file of a log: one row per episode, appended in transactions and never changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trajpack.packing.durable_files import finish_durably
+from trajpack.packing.durable_files import replacing
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError
 from trajpack.packing.trajectory_log.rows import (
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 LOG = "log.sqlite"
 FORMAT = "trajpack.TrajectoryLog"
 SCHEMA_VERSION = 2
-_APPLICATION_ID = 0x74706C67  # "tplg", which tells the file from other SQLite files
+_APPLICATION_ID = 0x74706C67  # "tplg"
 PAGE_BYTES = 16384
 _BUSY_S = 60.0
 """Seconds that a connection waits for the locks of others."""
 _BATCH_BYTES = 4 << 20
-"""Bytes of content that are read in one transaction: a writer waits until it ends."""
+"""Bytes of content read in one transaction; a writer waits until it ends."""
 _BATCH_ENTRIES = 10_000
 _PRAGMAS = (
     "synchronous = FULL",
@@ -45,7 +45,7 @@ _PRAGMAS = (
     "cell_size_check = ON",
     "trusted_schema = OFF",
     "mmap_size = 0",
-    "fullfsync = ON",  # where fsync alone leaves it to the disk, as on macOS
+    "fullfsync = ON",  # on macOS fsync alone does not reach the disk
 )
 _TABLES = {
     "log": "CREATE TABLE log (num_episodes INTEGER NOT NULL, checksum INTEGER NOT NULL, "
@@ -67,38 +67,39 @@ _SYSTEM_ERRORS = {
     15: errno.EBUSY,  # SQLITE_PROTOCOL
     22: errno.EFBIG,  # SQLITE_NOLFS
 }
-"""Result codes of SQLite that are no damage; all others are, where a log is read or written."""
+"""Result codes of SQLite that are system failures; all others mean damage."""
 _READONLY_ROLLBACK = 776
-_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+_SUPER_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+_NUMBERS = struct.Struct("<9q")
 
 
 class Entry(NamedTuple):
-    """A row of the table ``episodes``: all of an episode but its content."""
+    """A row of the table ``episodes``: an episode without its content."""
 
     number: int
     """Position in the log, from 0."""
     name: bytes
     """Name in UTF-8, surrogates passed."""
     failed: int
-    """1 where it failed, else 0."""
+    """1 if it failed, else 0."""
     num_trajectories: int
     num_turns: int
     num_tokens: int
     session: int
-    """Number of the table that holds its content, from 1. Each writer fills a table of its own."""
+    """Number of the table with its content, from 1; each writer fills a table of its own."""
     num_bytes: int
     """Length of its content."""
     checksum: int
-    """CRC-32 of its content, as the content itself says."""
+    """CRC-32 in the header of its content."""
 
     @property
     def text(self) -> str:
-        """Its name."""
+        """Name of the episode."""
         return decoded_text(self.name)
 
     @classmethod
     def of(cls, row: EpisodeRow, content: bytes) -> Entry:
-        """Describe an episode and its record, but not their place in the log."""
+        """Return the entry of an episode and its record, with number and session 0."""
         return cls(
             number=0,
             name=encoded_text(row.episode),
@@ -112,11 +113,8 @@ class Entry(NamedTuple):
         )
 
 
-_NUMBERS = struct.Struct("<9q")
-
-
 class State(NamedTuple):
-    """What the table ``log`` says of the table ``episodes``; both change in one transaction."""
+    """Summary of the table ``episodes`` in the table ``log``; both change in one transaction."""
 
     num_episodes: int
     checksum: int
@@ -137,17 +135,17 @@ class State(NamedTuple):
 class LogFile:
     """The SQLite file of a log.
 
-    Every method opens a connection of its own and closes it: between two calls nothing is
-    locked, no descriptor is open, and a forked process inherits nothing. A connection sees the
-    file that lies at the path then, and checks that it is still this log.
+    Every method opens a connection and closes it: between two calls nothing is locked, no
+    descriptor is open, and a forked process inherits nothing. A connection opens the file that is
+    at the path then, and checks that it is still this log.
 
     Args:
-        path: Of the file.
-        to_append: Check all that a transaction will change, so that a damaged file is not
+        path: Path of the file.
+        to_append: Check every page that a transaction may change, so that a damaged file is not
             made worse.
 
     Raises:
-        DamagedLogError: If the file is not as it was written, or is no log.
+        DamagedLogError: If the file is damaged, or is no log.
         ValueError: If a later release wrote it.
         OSError: If it cannot be read, or stays locked.
     """
@@ -160,8 +158,11 @@ class LogFile:
             described, self.state = self._read_header(db)
             self._session = self._num_tables(db) + 1
             self._identity = os.stat(path)
-            if to_append:
-                self._check_structure(db)
+            for table in ("sqlite_master", *_TABLES) if to_append else ():
+                found = db.execute(f"PRAGMA quick_check({table})").fetchall()
+                if found != [(b"ok",)]:
+                    said = b" ".join(found[0][0].split()).decode() if found else "no answer"
+                    raise self._damage(said)
         self._described = described
         self.fields = declared_fields(path, described)
         """Extra per-token fields of every turn."""
@@ -172,17 +173,24 @@ class LogFile:
     def create(
         cls, path: Path, fields: Sequence[TokenField], rows: Iterable[EpisodeRow] = ()
     ) -> None:
-        """Write a new log, which is on the disk, whole and under its name, when this returns.
+        """Write a new log, which is on the disk, whole and under its name, on return.
 
         Raises:
-            OSError: If it cannot be written; then nothing is there.
+            OSError: If it cannot be written; then no file is left.
         """
         import sqlite3
 
-        described = _described(fields)
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.unlink(missing_ok=True)
-        try:
+        described = json.dumps(
+            {
+                "format": FORMAT,
+                "schema_version": SCHEMA_VERSION,
+                "log": uuid.uuid4().hex,
+                "fields": [field.as_json() for field in fields],
+                "columns": {name: dtype.str for name, dtype in COLUMNS.items()},
+            }
+        ).encode()
+        with replacing(path) as unfinished:
+            unfinished.unlink(missing_ok=True)
             with (
                 _translated(unfinished),
                 closing(sqlite3.connect(unfinished, isolation_level=None)) as db,
@@ -205,21 +213,16 @@ class LogFile:
                     content = encoded(row)
                     entry = Entry.of(row, content)._replace(number=number, session=1)
                     state = state.extended([entry])
-                    _insert(db, [(entry, content)])
+                    _insert(db, [entry], [content])
                 db.execute("INSERT INTO log VALUES (?, ?, ?)", (*state, described))
                 db.execute("COMMIT")
             cls(unfinished, to_append=True).check_all()
-            finish_durably(unfinished, path)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
 
     def entries(self, state: State, end: int) -> Iterator[tuple[list[Entry], State]]:
         """Yield the entries of episodes from ``state`` to ``end``, and the states behind them.
 
         Raises:
-            DamagedLogError: If one is missing or no entry.
+            DamagedLogError: If one is missing or malformed.
         """
         columns = ", ".join(Entry._fields)
         query = f"SELECT {columns} FROM episodes WHERE number >= ? ORDER BY number LIMIT ?"
@@ -230,19 +233,18 @@ class LogFile:
             entries = [Entry(*row) for row in found]
             try:
                 state = state.extended(entries)
-                names = [entry.text for entry in entries]  # noqa: F841 - which are texts
+                for entry in entries:
+                    decoded_text(entry.name)
             except (struct.error, TypeError, UnicodeDecodeError) as error:
-                raise DamagedLogError(f"{self.path} is damaged: {error} among its rows") from error
+                raise self._damage(f"{error} among its rows") from error
             if [entry.number for entry in entries] != list(numbers):
-                raise DamagedLogError(
-                    f"{self.path} is damaged: a row behind {numbers[0]} is missing"
-                )
+                raise self._damage(f"a row behind {numbers[0]} is missing")
             yield entries, state
 
     def rows(
         self, entries: Iterable[Entry]
     ) -> Iterator[tuple[Entry, EpisodeRow | DamagedLogError]]:
-        """Yield entries with their episodes, or with the reason why one cannot be read.
+        """Yield entries with their episodes, or with the error of a damaged one.
 
         A transaction reads some megabytes and ends before they are decoded, so that a writer
         waits for milliseconds only.
@@ -258,7 +260,7 @@ class LogFile:
         """Read every episode.
 
         Raises:
-            DamagedLogError: If one is not as it was written.
+            DamagedLogError: If one is damaged.
         """
         state = self.start
         for entries, state in self.entries(self.start, self.state.num_episodes):  # noqa: B007
@@ -268,26 +270,26 @@ class LogFile:
         self.check_end(state)
 
     def check_end(self, state: State) -> None:
-        """Raise a `DamagedLogError` unless the state behind all rows is what the log says."""
+        """Raise a `DamagedLogError` unless the state behind all rows is that of the log."""
         if state != self.state:
-            raise DamagedLogError(f"{self.path} is damaged: its rows have another checksum")
+            raise self._damage("its rows have another checksum")
 
     def append(
         self, before: State, episodes: Sequence[tuple[Entry, bytes]]
     ) -> tuple[State, list[Entry]]:
-        """Append episodes in one transaction; they are on the disk when this returns.
+        """Append episodes in one transaction; they are on the disk on return.
 
-        An attempt that failed may be repeated with the same arguments: nothing is appended
-        twice, even if all of it had been done and only the last step failed.
+        A failed attempt may be repeated with the same arguments: nothing is appended twice, even
+        if only its last step failed.
 
         Returns:
             The state after it, and the entries with their numbers.
 
         Raises:
-            LogInUseError: If another writer has appended to the log, or another file lies at
-                its path; then nothing is changed.
-            DamagedLogError: If the file is not as it was written; then nothing is changed.
-            OSError: If it cannot be written; then a later attempt may do it.
+            LogInUseError: If another writer has appended to the log, or another file is at its
+                path; then nothing is changed.
+            DamagedLogError: If the file is damaged; then nothing is changed.
+            OSError: If it cannot be written; a later attempt may succeed.
         """
         entries = [
             entry._replace(number=number, session=self._session)
@@ -307,12 +309,14 @@ class LogFile:
             if state != after:
                 if self._num_tables(db) < self._session:
                     db.execute(_CONTENTS.format(self._session))
-                contents = [content for _, content in episodes]
-                _insert(db, list(zip(entries, contents, strict=True)))
-            # also where all is there: its synchronisation may be the step that failed
+                _insert(db, entries, [content for _, content in episodes])
+            # also where all rows are there: the failed step may have been the synchronisation
             db.execute("UPDATE log SET num_episodes = ?, checksum = ?", after)
             db.execute("COMMIT")
         return after, entries
+
+    def _damage(self, reason: str) -> DamagedLogError:
+        return DamagedLogError(f"{self.path} is damaged: {reason}")
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -338,70 +342,61 @@ class LogFile:
             yield db
 
     def _num_tables(self, db: sqlite3.Connection) -> int:
-        """Check that the file is a log of this form; return how many tables of contents it has.
+        """Check that the file is a log of this form; return the number of tables of contents.
 
-        Nothing else may be asked of it before: a table might be a view that never ends.
+        Must come before any other query: a hostile file's table might be a view that never ends.
         """
         application, version = _pragma(db, "application_id"), _pragma(db, "user_version")
-        name = f"{self.path} is damaged or no log"
         if application != _APPLICATION_ID:
-            raise DamagedLogError(f"{name}: its application_id is {application:#x}")
+            raise DamagedLogError(
+                f"{self.path} is damaged or no log: its application_id is {application:#x}"
+            )
         found = db.execute("SELECT name, tbl_name, sql FROM sqlite_master").fetchall()
         if version != SCHEMA_VERSION:
-            self._refuse_version(db, version, found)
+            # a later release says so in two places; otherwise a bit changed
+            told = None
+            if any(sql.startswith(b"CREATE TABLE log (") for *_, sql in found if sql is not None):
+                with suppress(KeyError, TypeError, ValueError, RecursionError):
+                    told = json.loads(*db.execute("SELECT described FROM log").fetchone())
+                    told = told["schema_version"]
+            if told != version:
+                raise self._damage(f"its version is {version}, not {told!r}")
+            raise ValueError(
+                f"{self.path} has schema version {version}, "
+                f"this release reads version {SCHEMA_VERSION}"
+            )
         num_tables = len(found) - len(_TABLES)
         tables = _TABLES | {f"contents_{n}": _CONTENTS.format(n) for n in range(1, num_tables + 1)}
         if set(found) != {(t.encode(), t.encode(), sql.encode()) for t, sql in tables.items()}:
-            raise DamagedLogError(f"{name}: its tables are not those of a log")
+            raise DamagedLogError(
+                f"{self.path} is damaged or no log: its tables are not those of a log"
+            )
         return num_tables
 
-    def _refuse_version(self, db: sqlite3.Connection, version: int, found: Sequence[Any]) -> None:
-        """Raise for a later release if the log says so in two places, else for a changed bit."""
-        told = None
-        if any(sql.startswith(b"CREATE TABLE log (") for *_, sql in found if sql is not None):
-            with suppress(KeyError, TypeError, ValueError, RecursionError):
-                told = json.loads(*db.execute("SELECT described FROM log").fetchone())
-                told = told["schema_version"]
-        if told != version:
-            raise DamagedLogError(f"{self.path} is damaged: its version is {version}, not {told!r}")
-        raise ValueError(
-            f"{self.path} has schema version {version}, this release reads version {SCHEMA_VERSION}"
-        )
-
     def _read_header(self, db: sqlite3.Connection) -> tuple[bytes, State]:
-        """Check what SQLite trusts blindly; return description and state of the log."""
+        """Check the numbers that SQLite trusts; return description and state of the log."""
         rows = db.execute("SELECT described, num_episodes, checksum FROM log LIMIT 2").fetchall()
         if len(rows) != 1 or [type(value) for value in rows[0]] != [bytes, int, int]:
-            raise DamagedLogError(f"{self.path} is damaged: its table log makes no sense")
+            raise self._damage("its table log makes no sense")
         described, state = rows[0][0], State(*rows[0][1:])
-        # a page that SQLite takes for free, or for its own, is written over
+        # a page that SQLite takes for a free or a spare one is overwritten
         size = os.stat(self.path).st_size
         used = _pragma(db, "page_count") * _pragma(db, "page_size")
         if size != used:
-            raise DamagedLogError(f"{self.path} is damaged: {size} bytes instead of {used}")
+            raise self._damage(f"{size} bytes instead of {used}")
         if _pragma(db, "freelist_count") or _pragma(db, "auto_vacuum"):
-            raise DamagedLogError(f"{self.path} is damaged: its header names free pages")
-        ends = tuple(  # one by one: so each is looked up in the index, and not all rows are read
+            raise self._damage("its header names free pages")
+        ends = tuple(  # two queries: each is a lookup in the index, one of both reads all rows
             db.execute(f"SELECT {end}(number) FROM episodes").fetchone()[0]
             for end in ("min", "max")
         )
         if ends != ((0, state.num_episodes - 1) if state.num_episodes else (None, None)):
-            raise DamagedLogError(
-                f"{self.path} is damaged: rows {ends} of {state.num_episodes} are there"
-            )
+            raise self._damage(f"rows {ends} of {state.num_episodes} are there")
         return described, state
-
-    def _check_structure(self, db: sqlite3.Connection) -> None:
-        """Check every page that an append may change: those of all tables but old contents."""
-        for table in ("sqlite_master", *_TABLES):
-            found = db.execute(f"PRAGMA quick_check({table})").fetchall()
-            if found != [(b"ok",)]:
-                said = b" ".join(found[0][0].split()).decode() if found else "no answer"
-                raise DamagedLogError(f"{self.path} is damaged: {said}")
 
     def _content(self, db: sqlite3.Connection, entry: Entry) -> Any:
         """Return the content of an episode, ``None`` if there is none, or a `DamagedLogError`."""
-        # one that is longer than its row says is not read: it might be as long as the file
+        # content of another length is not read: it might be as long as the file
         query = (
             "SELECT CASE length(content) WHEN ? THEN content END "
             f"FROM contents_{entry.session} WHERE number = ?"
@@ -420,20 +415,19 @@ class LogFile:
             if not isinstance(content, bytes):
                 raise DamagedLogError("it has no content")
             row = decoded(content, self.fields)
-            if Entry.of(row, content) != (0, *entry[1:6], 0, *entry[7:]):
+            if Entry.of(row, content) != entry._replace(number=0, session=0):
                 raise DamagedLogError("it has the content of another one")
         except DamagedLogError as error:
-            return DamagedLogError(f"{self.path} is damaged: episode {entry.text!r}: {error}")
+            return self._damage(f"episode {entry.text!r}: {error}")
         return row
 
 
-def _insert(db: sqlite3.Connection, episodes: Sequence[tuple[Entry, bytes]]) -> None:
-    """Add rows of one session."""
-    session = episodes[0][0].session
-    contents = [(entry.number, content) for entry, content in episodes]
-    db.executemany(f"INSERT INTO contents_{session} VALUES (?, ?)", contents)
+def _insert(db: sqlite3.Connection, entries: Sequence[Entry], contents: Sequence[bytes]) -> None:
+    """Insert rows of one session."""
+    numbered = [(entry.number, content) for entry, content in zip(entries, contents, strict=True)]
+    db.executemany(f"INSERT INTO contents_{entries[0].session} VALUES (?, ?)", numbered)
     places = ", ".join("?" * len(Entry._fields))
-    db.executemany(f"INSERT INTO episodes VALUES ({places})", [entry for entry, _ in episodes])
+    db.executemany(f"INSERT INTO episodes VALUES ({places})", entries)
 
 
 def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
@@ -449,20 +443,8 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield batch
 
 
-def _described(fields: Sequence[TokenField]) -> bytes:
-    """Return what a new log says of itself."""
-    described = {
-        "format": FORMAT,
-        "schema_version": SCHEMA_VERSION,
-        "log": uuid.uuid4().hex,
-        "fields": [field.as_json() for field in fields],
-        "columns": {name: dtype.str for name, dtype in COLUMNS.items()},
-    }
-    return json.dumps(described).encode()
-
-
 def declared_fields(path: Path, described: bytes) -> tuple[TokenField, ...]:
-    """Return the extra fields of a log, from what it says of itself."""
+    """Return the extra fields of a log from its description."""
     try:
         told = json.loads(described)
         if told["format"] != FORMAT:
@@ -480,34 +462,31 @@ def check_regular(path: Path) -> None:
     """Raise a `DamagedLogError` for a pipe, a device or a folder in place of a file.
 
     Raises:
-        FileNotFoundError: If there is nothing.
+        FileNotFoundError: If there is no file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise DamagedLogError(f"{path} is no regular file")
 
 
 def _check_journal(path: Path) -> None:
-    """Raise for a journal that names a second one: SQLite would delete the file of that name.
-
-    No log has such a journal, but a hostile one might.
-    """
+    """Raise for a journal that names a super-journal: SQLite would delete the file of that name."""
     if not path.exists():
         return
     check_regular(path)
     with suppress(OSError), path.open("rb") as file:
-        file.seek(-len(_JOURNAL_MAGIC), os.SEEK_END)
-        if file.read() == _JOURNAL_MAGIC:
+        file.seek(-len(_SUPER_JOURNAL_MAGIC), os.SEEK_END)
+        if file.read() == _SUPER_JOURNAL_MAGIC:
             raise DamagedLogError(f"{path} is no journal of a log: it names a super-journal")
 
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Raise SQLite's errors as `OSError`, where the system failed, or as `DamagedLogError`."""
+    """Raise SQLite's errors as `OSError` for system failures, else as `DamagedLogError`."""
     import sqlite3
 
     try:
         yield
-    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of a message's own bytes
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of a message's bytes
         code = getattr(error, "sqlite_errorcode", 0)
         if code == _READONLY_ROLLBACK:
             said = "its writer died in a transaction: open it once as a user who may write it"

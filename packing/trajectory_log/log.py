@@ -1,4 +1,4 @@
-"""The log of trajectories: what a rollout made, kept on disk whatever happens to the rollout."""
+"""`TrajectoryLog`: episodes of a rollout in a folder on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
-from trajpack.packing.trajectory_log.index import EpisodeIndex
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
 from trajpack.packing.trajectory_log.parquet import MANIFEST, OldLog, write_parquet
 from trajpack.packing.trajectory_log.rows import (
@@ -27,12 +26,12 @@ from trajpack.packing.trajectory_log.rows import (
     trajectories_of_row,
 )
 from trajpack.packing.trajectory_log.salvage import salvage
-from trajpack.packing.trajectory_log.writer import LogWriter
+from trajpack.packing.trajectory_log.writer import EpisodeIndex, LogWriter
 from trajpack.packing.types import Trajectory
 
 LOCK = "writer.lock"
 _FILLED_AT_ONCE = 256
-"""Episodes that a buffer is given in one call: one each takes longer, all take much memory."""
+"""Episodes added to a buffer in one call: one each takes longer, all take much memory."""
 Mode: TypeAlias = Literal["append", "read"]
 
 
@@ -49,14 +48,15 @@ class LoggedEpisode:
 
 
 class TrajectoryLog:
-    """A folder of episodes, appended and never changed, that survives the death of its writer.
+    """An append-only log of episodes in a folder, durable across crashes of its writer.
 
     An episode is in the log once: one that succeeded stays as it is, one that failed may be
     appended again. Trajectories are stored as a buffer stores them, each token once, in one
-    SQLite file, and come back bit for bit. `flush` makes what was appended durable; a thread
+    SQLite file, and are read back bit for bit. `flush` makes appended episodes durable; a thread
     does the same whenever a limit of `LogOptions` is reached. A process that is killed, or a
-    machine that loses power, loses at most what was not flushed. Methods may be called from any
-    thread; a signal handler may raise inside any of them, or use the log that it interrupts.
+    machine that loses power, loses at most the episodes that were not flushed. Methods may be
+    called from any thread; a signal handler may raise inside any of them, or use the log that it
+    interrupts.
 
     Made by `open`.
 
@@ -86,7 +86,7 @@ class TrajectoryLog:
             self._writer = LogWriter(file, self._index, lock, options=options)
             weakref.finalize(self, self._writer.close)  # at exit, at the latest
         self.fields = file.fields
-        """Extra per-token fields that every turn brings."""
+        """Extra per-token fields of every turn."""
 
     @classmethod
     def open(
@@ -100,22 +100,22 @@ class TrajectoryLog:
         """Open the log in ``folder``.
 
         Args:
-            folder: Made if need be, with ``mode="append"``. A relative path means the folder
-                that it names now.
+            folder: Folder of the log, created if missing with ``mode="append"``. A relative path
+                is resolved now.
             mode: ``"append"``: as the only writer; a log that an earlier release wrote as Parquet
-                segments is converted, and its files stay. ``"read"``: as one of many readers, of
-                what is durable now; a writer may append meanwhile.
-            fields: Extra fields of every turn, see `TokenField`. A new log without them has
-                none; one that is there has those it was begun with.
-            options: When to write, and what to do about damage.
+                segments is converted, and its files stay. ``"read"``: as one of many readers of
+                the durable episodes; a writer may append meanwhile.
+            fields: Extra fields of every turn, see `TokenField`; must be those of an existing
+                log. ``None`` takes the fields of an existing log, or none for a new one.
+            options: Limits of a transaction, and treatment of damage.
 
         Raises:
             FileNotFoundError: If there is no log to read.
             LogInUseError: If another writer has the log open.
-            DamagedLogError: If the log is not as it was written; contents of episodes are read,
-                and checked, by `replay`.
-            ValueError: If ``fields`` are not those of the log, the folder holds something else,
-                a later release wrote the log, an earlier one wrote it and it is only to be read,
+            DamagedLogError: If the log is damaged; contents of episodes are read and checked by
+                `replay`.
+            ValueError: If ``fields`` are not those of the log, the folder holds other files, a
+                later release wrote the log, an earlier one wrote it and ``mode`` is ``"read"``,
                 or ``mode`` is unknown.
             OSError: If the folder cannot be read or written.
             ImportError: If a log is to be converted and pyarrow, the extra ``[log]``, is missing.
@@ -127,15 +127,17 @@ class TrajectoryLog:
         chosen = LogOptions() if options is None else options
         declared = None if fields is None else check_fields(fields)
         if mode == "read":
-            _check_readable(place)
-            return cls(_opened(place, declared), chosen)
+            if not os.path.lexists(place / LOG):
+                raise _missing(place)
+            return cls(_checked(LogFile(place / LOG), declared), chosen)
         if mode != "append":
             raise ValueError(f"mode must be 'append' or 'read', got {mode!r}")
         lock = _locked(place)
         try:
             if not os.path.lexists(place / LOG):
-                _begin(place, declared or (), chosen)
-            return cls(_opened(place, declared, to_append=True), chosen, lock)
+                _create(place, declared or (), chosen)
+            file = LogFile(place / LOG, to_append=True)
+            return cls(_checked(file, declared), chosen, lock)
         except BaseException:
             lock.close()
             raise
@@ -152,15 +154,15 @@ class TrajectoryLog:
 
         Args:
             damaged: Folder of the damaged log, which is only read.
-            folder: Folder of the new one, new or empty.
-            fields: Extra fields of the log, where its file does not say them any more.
+            folder: Folder of the new log, new or empty.
+            fields: Extra fields of the log, if its file does not say them any more.
 
         Raises:
             DamagedLogError: If ``fields`` is ``None`` and the file does not say them.
             LogInUseError, OSError, ValueError: As `open`, for ``folder``.
 
         Warns:
-            UserWarning: For each episode of which the file still has a part.
+            UserWarning: For each episode of which the file has a part.
 
         Cost: reads the file once, and the new one.
         """
@@ -181,11 +183,11 @@ class TrajectoryLog:
         self.close()
 
     def __len__(self) -> int:
-        """Episodes in it, failed ones too."""
+        """Number of episodes, failed ones included."""
         return self._index.num_episodes
 
     def __contains__(self, episode: object) -> bool:
-        """Tell whether an episode is in it, durable or not, failed or not."""
+        """Return whether an episode is in the log, durable or not, failed or not."""
         return episode in self._index
 
     def __repr__(self) -> str:
@@ -196,62 +198,62 @@ class TrajectoryLog:
 
     @property
     def finished(self) -> frozenset[str]:
-        """Names of the episodes that succeeded: what a rollout that goes on need not do again.
+        """Names of the episodes that succeeded, which a resumed rollout skips.
 
         Cost: a copy; ``name in log`` looks one up.
         """
-        return self._index.finished
+        return self._index.names(failed=False)
 
     @property
     def failed(self) -> frozenset[str]:
         """Names of the episodes that failed, and were not appended again since. A copy."""
-        return self._index.failed
+        return self._index.names(failed=True)
 
     @property
     def episodes(self) -> frozenset[str]:
         """Names of all episodes, durable or not, failed or not. A copy."""
-        return self.failed | self.finished  # in this order, in which an episode may change
+        return self.failed | self.finished  # the order in which an episode may change
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories in it."""
+        """Number of trajectories."""
         return self._index.num_trajectories
 
     @property
     def num_turns(self) -> int:
-        """Turns in it."""
+        """Number of turns."""
         return self._index.num_turns
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in it, each counted once, however many turns repeat it."""
+        """Number of tokens, each counted once, however many turns repeat it."""
         return self._index.num_tokens
 
     @property
     def num_pending(self) -> int:
-        """Episodes that are not durable yet."""
+        """Number of episodes that are not durable yet."""
         return len(self._index.pending)
 
     def append(
         self, episode: str, trajectories: Sequence[Trajectory], *, error: str | None = None
     ) -> None:
-        """Check an episode and keep it; `flush`, or a limit of `LogOptions`, makes it durable.
+        """Check and append an episode; `flush`, or a limit of `LogOptions`, makes it durable.
 
         Args:
-            episode: Its name; any text, the log makes no path of it.
-            trajectories: What it made; none where it failed. They are copied.
-            error: Why it failed; cut off after `LogOptions.max_error_chars`.
+            episode: Name; any text, never used as a path.
+            trajectories: Trajectories of the episode; empty if it failed. They are copied.
+            error: Reason of a failure; cut off after `LogOptions.max_error_chars`.
 
         Raises:
             TypeError: If a value is of the wrong kind.
             ValueError: If the episode is in the log already and did not fail, if one that
                 failed comes with trajectories, if a trajectory is not what a buffer with the
                 log's fields takes, or if the log is closed or opened for reading.
-            OSError: If what was appended before could not be written, as on a full disk. The
-                episode is not kept then; what was appended before is, and is tried again.
+            OSError: If earlier episodes could not be written, as on a full disk. The episode is
+                not kept then; earlier ones are, and are tried again.
 
-        Cost: that of `TrajectoryBuffer.extend`; never touches the disk. Waits for it where
-            `LogOptions.max_pending_bytes` wait.
+        Cost: that of `TrajectoryBuffer.extend`; no disk access. Waits for the disk above
+            `LogOptions.max_pending_bytes`.
         """
         writer = self._opened_writer()
         if not isinstance(episode, str):
@@ -260,39 +262,39 @@ class TrajectoryLog:
             if not isinstance(error, str):
                 raise TypeError(f"error must be a str or None, got {type(error).__name__}")
             error = error[: self._options.max_error_chars]
-        name = str.__str__(episode)  # of a subclass, too, with methods of its own
+        name = str.__str__(episode)  # also of a subclass that overrides methods
         given = list(trajectories)
         if error is not None and given:
             raise ValueError(
                 f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
             )
-        self._index.check_new(name)  # and again when it is kept: another thread may be faster
+        self._index.check_new(name)  # and again when it is added: another thread may be faster
         row = row_of_episode(name, given, error, fields=self.fields)
         content = encoded(row)
         writer.append(name, Entry.of(row, content), content)
 
     def flush(self) -> None:
-        """Make all that was appended before the call durable: it survives whatever comes.
+        """Make all episodes that were appended before the call durable.
 
         On an event loop, call it in a thread: ``await asyncio.to_thread(log.flush)``.
 
         Raises:
-            OSError: If it cannot be written, or the log is no longer at its path. Nothing is
-                lost: what is durable stays so, the rest is kept, and is tried again.
+            OSError: If they cannot be written, or the log is no longer at its path. Nothing is
+                lost: pending episodes are kept, and are tried again.
             LogInUseError: If another writer has the log, since its lock was removed or replaced.
-            DamagedLogError: If the file is not as it was written; it is left as it is.
+            DamagedLogError: If the file is damaged; it is left as it is.
             ValueError: If the log is closed or opened for reading.
 
-        Cost: writes what waits, in transactions with five synchronisations of the disk each.
-            Other threads may append meanwhile.
+        Cost: writes pending episodes, in transactions with five synchronisations of the disk
+            each. Other threads may append meanwhile.
         """
         self._opened_writer().flush()
 
     def close(self) -> None:
-        """Flush, and let another writer have the log. Closing twice does nothing.
+        """Flush, and release the log for another writer. Closing twice does nothing.
 
         Raises:
-            OSError: If what waits cannot be written. It is lost, then; the log is closed.
+            OSError: If pending episodes cannot be written. They are lost, and the log is closed.
         """
         self._is_closed = True
         if self._writer is not None:
@@ -301,16 +303,16 @@ class TrajectoryLog:
     def replay(self) -> Iterator[LoggedEpisode]:
         """Yield the episodes that are durable now, each once, in the order they were appended.
 
-        Of one that failed and was appended again, the last is yielded, in its place. Values
-        are those that `TrajectoryBuffer.pack` and `PackedBatch.unpack` would have given back.
+        Of an episode that failed and was appended again, the last record is yielded, in its
+        place. Values equal those of a `TrajectoryBuffer.pack` and `PackedBatch.unpack`.
 
         Raises:
-            DamagedLogError: If an episode is not as it was written; with ``damaged="skip"`` a
-                `UserWarning` says so, and it is as if it had never been logged.
+            DamagedLogError: If an episode is damaged; with ``damaged="skip"`` a `UserWarning`
+                says so, and it is as if it had never been logged.
             OSError: If the file cannot be read, or is another one.
 
-        Cost: reads some megabytes at a time, and holds no others. A writer waits for milliseconds
-            at most. Arrays are views of their episode's own memory.
+        Cost: reads and holds some megabytes at a time. A writer waits for milliseconds at most.
+            Arrays are views of one piece of memory per episode.
         """
         for row in self._rows():
             trajectories = trajectories_of_row(row, self.fields)
@@ -319,17 +321,17 @@ class TrajectoryLog:
     def fill(self, buffer: TrajectoryBuffer) -> int:
         """Add the trajectories of all durable episodes to a buffer, in the order of `replay`.
 
-        The buffer then holds, bit for bit, what it would had it been given the originals.
+        The buffer then holds the same bits as if it had been given the originals.
 
         Returns:
-            How many trajectories were added.
+            The number of added trajectories.
 
         Raises:
             DamagedLogError, OSError: As `replay`.
             ValueError: If the buffer's fields are not the log's, before anything is added, or
-                if it is full: then it holds some whole episodes, the first ones.
+                if it is full: then it holds the first episodes that fit.
         """
-        _check_fields(self._file, buffer.fields)
+        _checked(self._file, buffer.fields)
         before, rows = len(buffer), self._rows()
         while some := list(islice(rows, _FILLED_AT_ONCE)):
             buffer.extend([one for row in some for one in trajectories_of_row(row, self.fields)])
@@ -339,7 +341,7 @@ class TrajectoryLog:
         """Write the episodes that `replay` yields as one Parquet file, for other tools.
 
         Args:
-            path: Of the file; one that is there is replaced when the new one is whole.
+            path: Path of the file; an existing one is replaced when the new one is whole.
             compression_level: Level of zstd, 1 to 22.
 
         Raises:
@@ -376,7 +378,7 @@ class TrajectoryLog:
 
 
 def _locked(folder: Path) -> WriterLock:
-    """Make a folder if need be, and lock it."""
+    """Create a folder if missing, and lock it."""
     make_folder(folder)
     try:
         return WriterLock(folder / LOCK)
@@ -386,40 +388,31 @@ def _locked(folder: Path) -> WriterLock:
         ) from None
 
 
-def _opened(
-    folder: Path, fields: Sequence[TokenField] | None, *, to_append: bool = False
-) -> LogFile:
-    file = LogFile(folder / LOG, to_append=to_append)
-    _check_fields(file, fields)
-    return file
-
-
-def _check_fields(file: LogFile, fields: Sequence[TokenField] | None) -> None:
-    """Raise unless a log of these fields is what this one is; ``None`` takes any."""
-    if fields is None:
-        return
-    given, begun_with = ([field.name for field in some] for some in (fields, file.fields))
-    if [field.as_json() for field in fields] != [field.as_json() for field in file.fields]:
+def _checked(file: LogFile, fields: Sequence[TokenField] | None) -> LogFile:
+    """Return a log file if these are its fields; ``None`` stands for any."""
+    if fields is not None and [one.as_json() for one in fields] != [
+        one.as_json() for one in file.fields
+    ]:
+        given, begun_with = ([field.name for field in some] for some in (fields, file.fields))
         raise ValueError(
             f"log {file.path.parent} was begun with fields {begun_with}, got {given}; names, "
             "dtypes, shapes, fills and order must be the same"
         )
+    return file
 
 
-def _check_readable(folder: Path) -> None:
-    """Raise where there is no log of this form."""
-    if os.path.lexists(folder / LOG):
-        return
+def _missing(folder: Path) -> Exception:
+    """Return the error of a folder without a log of this form."""
     if (folder / MANIFEST).exists():
-        raise ValueError(
+        return ValueError(
             f"{folder} holds a log in the form of an earlier release; "
             f"TrajectoryLog.open({str(folder)!r}).close() converts it"
         )
-    raise FileNotFoundError(f"{folder} holds no trajectory log: it has no {LOG}")
+    return FileNotFoundError(f"{folder} holds no trajectory log: it has no {LOG}")
 
 
-def _begin(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> None:
-    """Write a new log, or one with what a log of the old form holds."""
+def _create(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> None:
+    """Write a new log, or convert one of the old form."""
     if (folder / MANIFEST).exists() and not os.path.lexists(folder / f"{LOG}-journal"):
         old = OldLog(folder, options.damaged)
         LogFile.create(folder / LOG, old.fields, old.rows())

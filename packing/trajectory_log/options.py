@@ -1,4 +1,4 @@
-"""Options of a log of trajectories, and its errors."""
+"""Options and errors of a trajectory log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Damaged: TypeAlias = Literal["raise", "skip"]
 
 
 class DamagedLogError(ValueError):
-    """A log does not hold what was written to it: bytes of its file changed or are missing."""
+    """Bytes of a log's file changed or are missing."""
 
 
 class LogInUseError(RuntimeError):
@@ -20,10 +20,10 @@ class LogInUseError(RuntimeError):
 
 @dataclass(frozen=True)
 class LogOptions:
-    """When a `TrajectoryLog` writes what was appended, and what it does about damage.
+    """Limits of a `TrajectoryLog`'s transactions, and its treatment of damage.
 
-    Episodes that wait are written as one segment, a transaction of the log's file, as soon as
-    one of three limits is reached: episodes, bytes or age.
+    Pending episodes are written as one segment, a transaction of the log's file, as soon as one of
+    three limits is reached: episodes, bytes or age.
 
     Raises:
         TypeError: If a number is of the wrong kind.
@@ -36,20 +36,20 @@ class LogOptions:
     """
 
     segment_episodes: int = 1024
-    """Episodes of one transaction, at most."""
+    """Maximum episodes of a transaction."""
     segment_bytes: int = 16 << 20
-    """Bytes of one transaction, at most; a larger episode has one of its own."""
+    """Maximum bytes of a transaction; a larger episode is written alone."""
     flush_seconds: float = 5.0
-    """Seconds that an episode waits at most until it is written, if nothing fails. After a
-    failure, seconds until the next attempt."""
+    """Maximum seconds until an episode is written, if no write fails. After a failure, seconds
+    until the next attempt."""
     max_pending_bytes: int = 128 << 20
-    """Bytes that may wait to be written; `TrajectoryLog.append` waits where they are passed."""
+    """Maximum bytes that are pending; `TrajectoryLog.append` waits above it."""
     max_error_chars: int = 2000
-    """Characters that are kept of an episode's error."""
+    """Characters kept of an episode's error."""
     damaged: Damaged = "raise"
-    """Handling of an episode that is not as it was written: ``"raise"`` raises `DamagedLogError`
-    when it is read, ``"skip"`` reads all episodes when the log is opened, warns of each that is
-    damaged, and goes on as if it had never been logged."""
+    """Treatment of a damaged episode: ``"raise"`` raises `DamagedLogError` when it is read,
+    ``"skip"`` reads all episodes when the log is opened, warns of each damaged one, and goes on as
+    if it had never been logged."""
 
     def __post_init__(self) -> None:
         for name in ("segment_episodes", "segment_bytes", "max_pending_bytes", "max_error_chars"):

@@ -8,7 +8,6 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.buffer.chains import Labels
-from trajpack.packing.durable_files import finish_durably
+from trajpack.packing.durable_files import replacing
 from trajpack.packing.optional import require
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import check_regular
@@ -78,19 +77,15 @@ def write_parquet(
     pa, parquet = _pyarrow()
     said = json.dumps({"fields": [field.as_json() for field in fields]})
     schema = _schema(len(fields)).with_metadata({"trajpack": said})
-    unfinished = path.with_name(f"{path.name}.tmp")
     options = {"compression": "zstd", "compression_level": compression_level}
-    try:
-        with parquet.ParquetWriter(unfinished, schema, **options) as writer:
-            while some := [_values(row) for row in islice(rows, _ROW_GROUP)]:
-                columns = zip(zip(*some, strict=True), schema.types, strict=True)
-                arrays = [pa.array(values, kind) for values, kind in columns]
-                writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-        finish_durably(unfinished, path)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+    with (
+        replacing(path) as unfinished,
+        parquet.ParquetWriter(unfinished, schema, **options) as writer,
+    ):
+        while some := [_values(row) for row in islice(rows, _ROW_GROUP)]:
+            columns = zip(zip(*some, strict=True), schema.types, strict=True)
+            arrays = [pa.array(values, kind) for values, kind in columns]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
 @dataclass(frozen=True)

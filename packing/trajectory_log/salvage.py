@@ -1,4 +1,4 @@
-"""Episodes out of a log whose SQLite file is damaged, page by page."""
+"""Recovery of episodes from a damaged SQLite file, page by page."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trajpack.packing.trajectory_log.database import (
 from trajpack.packing.trajectory_log.options import DamagedLogError
 from trajpack.packing.trajectory_log.rows import RECORD_MARK, EpisodeRow, decoded
 
-_LEAF = 13
+_TABLE_LEAF = 13
 """First byte of a page with rows of a table."""
 
 
 def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> None:
     """Write a new log with all whole episodes of a damaged one, in order.
 
-    Rows are told by the form of their pages (https://www.sqlite.org/fileformat2.html), whatever
-    the rest of the file says, and an episode is whole if its own checksum is right.
+    Rows are recognised by the form of their pages (https://www.sqlite.org/fileformat2.html),
+    whatever the rest of the file says; an episode is whole if its checksum is right.
 
     Args:
         source: File of the damaged log.
@@ -40,33 +40,39 @@ def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> 
     """
     check_regular(source)
     if fields is None:
-        described = (one for one in _last_values(source) if one.startswith(b'{"format": '))
+        described = (one for one in _last_columns(source) if one.startswith(b'{"format": '))
         fields = declared_fields(source, next(described, b"null"))
     known = tuple(fields)
-    LogFile.create(target, known, _episodes(source, known))
+
+    def rows() -> Iterator[EpisodeRow]:
+        for value in _last_columns(source):
+            if value.startswith(RECORD_MARK):
+                try:
+                    yield decoded(value, known)
+                except DamagedLogError as error:
+                    warnings.warn(f"1 episode of {source} is damaged: {error}", stacklevel=6)
+
+    LogFile.create(target, known, rows())
 
 
-def _episodes(path: Path, fields: tuple[TokenField, ...]) -> Iterator[EpisodeRow]:
-    for value in _last_values(path):
-        if value.startswith(RECORD_MARK):
-            try:
-                yield decoded(value, fields)
-            except DamagedLogError as error:
-                warnings.warn(f"1 episode of {path} is damaged: {error}", stacklevel=6)
-
-
-def _last_values(path: Path) -> Iterator[bytes]:
-    """Yield the last column of every row of the file, where that is a blob."""
+def _last_columns(path: Path) -> Iterator[bytes]:
+    """Yield the last column of every row of a file, if it is a blob."""
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         for number in range(1, num_bytes // PAGE_BYTES + 1):
             page = _page(file, number)
             begin = 100 if number == 1 else 0
-            count = int.from_bytes(page[begin + 3 : begin + 5]) if page[begin] == _LEAF else 0
+            count = int.from_bytes(page[begin + 3 : begin + 5]) if page[begin] == _TABLE_LEAF else 0
             for place in range(begin + 8, min(begin + 8 + 2 * count, PAGE_BYTES), 2):
                 try:
                     cell = page[int.from_bytes(page[place : place + 2]) :]
-                    yield _last_blob(_row(file, cell, num_bytes))
+                    row = _joined_row(file, cell, num_bytes)
+                    end, at = _varint(row, 0)
+                    kind = 0
+                    while at < end:
+                        kind, at = _varint(row, at)
+                    if kind >= 12 and kind % 2 == 0:
+                        yield row[len(row) - (kind - 12) // 2 :]
                 except (IndexError, ValueError):  # the page is damaged, or of another kind
                     continue
 
@@ -76,10 +82,10 @@ def _page(file: BinaryIO, number: int) -> bytes:
     return file.read(PAGE_BYTES)
 
 
-def _row(file: BinaryIO, cell: bytes, num_bytes: int) -> bytes:
-    """Return a row, which begins in a page and may go on in a chain of others."""
-    size, begin = _number(cell, 0)
-    _, begin = _number(cell, begin)
+def _joined_row(file: BinaryIO, cell: bytes, num_bytes: int) -> bytes:
+    """Return a row that begins in a page and may continue on a chain of overflow pages."""
+    size, begin = _varint(cell, 0)
+    _, begin = _varint(cell, begin)
     local = size
     if size > PAGE_BYTES - 35:
         least = (PAGE_BYTES - 12) * 32 // 255 - 23
@@ -97,18 +103,8 @@ def _row(file: BinaryIO, cell: bytes, num_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def _last_blob(row: bytes) -> bytes:
-    end, place = _number(row, 0)
-    kind = 0
-    while place < end:
-        kind, place = _number(row, place)
-    if kind < 12 or kind % 2:
-        raise ValueError("the last column is no blob")
-    return row[len(row) - (kind - 12) // 2 :]
-
-
-def _number(content: bytes, place: int) -> tuple[int, int]:
-    """Return a number of variable length, and where it ends."""
+def _varint(content: bytes, place: int) -> tuple[int, int]:
+    """Return an integer of variable length, and the place behind it."""
     value = 0
     for end in range(place + 1, place + 9):
         value = value << 7 | content[end - 1] & 0x7F

@@ -1,38 +1,223 @@
-"""The thread that writes what was appended to a log, and what waits for it."""
+"""The index of a log's episodes, and the thread that writes pending ones."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trajpack.packing.durable_files import LockTakenError, WriterLock
 from trajpack.packing.trajectory_log.database import Entry, LogFile
-from trajpack.packing.trajectory_log.index import EpisodeIndex, PendingEpisode
-from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
+from trajpack.packing.trajectory_log.options import (
+    Damaged,
+    DamagedLogError,
+    LogInUseError,
+    LogOptions,
+)
 
 _NAP_S = 5.0
-"""Seconds that the thread sleeps at most: an interrupted `LogWriter.append` may not wake it."""
+"""Maximum sleep of the thread, seconds: an interrupted `LogWriter.append` may not wake it."""
 _POLL_S = 1.0
-"""Seconds after which a caller looks whether the thread still runs."""
+"""Seconds between a waiting caller's checks that the thread still runs."""
+
+
+class PendingEpisode(NamedTuple):
+    """An episode that is not on the disk yet."""
+
+    order: int
+    """Position among all appended episodes."""
+    since: float
+    """Time of the append, monotonic clock, seconds."""
+    name: str
+    """Name of the episode."""
+    entry: Entry
+    """Its row in the table ``episodes``, without number and session."""
+    content: bytes
+    """Its record."""
+
+
+class _Written(NamedTuple):
+    """Counts of an episode in the file; the first field and fields 2 to 5 of its `Entry`."""
+
+    number: int
+    failed: int
+    num_trajectories: int
+    num_turns: int
+    num_tokens: int
+
+
+class EpisodeIndex:
+    """Names and counts of the episodes in a log.
+
+    Of several rows with one name the last one counts, but a failure never replaces a success.
+
+    Signal handlers may use the log that they interrupt, or raise. So no method waits for another
+    thread while it holds the lock, and a method that any thread may call has no call and no loop
+    while it holds it: the interpreter runs handlers after calls and between iterations.
+
+    Args:
+        file: File of the log.
+        damaged: ``"skip"`` reads all contents, warns of each damaged one, and leaves its row out;
+            ``"raise"`` reads none.
+
+    Raises:
+        DamagedLogError: If the table ``episodes`` is damaged.
+    """
+
+    def __init__(self, file: LogFile, damaged: Damaged) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._written: dict[str, _Written] = {}
+        self._num_rows = 0
+        self.pending: dict[str, PendingEpisode] = {}
+        """Pending episodes by name; one that is appended again replaces its predecessor."""
+        self.num_pending_bytes = 0
+        """Bytes of their records."""
+        self.is_closed = False
+        """Whether the log refuses episodes."""
+        self.num_episodes = 0
+        """Number of episodes; all counts include pending ones."""
+        self.num_trajectories = 0
+        self.num_turns = 0
+        self.num_tokens = 0
+        state, faults = file.start, dict[int, DamagedLogError]()
+        for entries, state in file.entries(file.start, file.state.num_episodes):  # noqa: B007
+            for entry, row in file.rows(entries if damaged == "skip" else ()):
+                if isinstance(row, DamagedLogError):
+                    faults[entry.number] = row
+            for entry in entries:
+                name = entry.text
+                replaced = self._written.get(name)
+                if entry.number in faults or (replaced and entry.failed and not replaced.failed):
+                    continue
+                self._add(name, entry)
+        file.check_end(state)
+        self._num_rows = state.num_episodes
+        self.num_episodes = len(self._written)
+        for written in self._written.values():
+            self._count(written, 1)
+        for fault in faults.values():
+            warnings.warn(f"1 episode skipped: {fault}", stacklevel=4)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.pending or name in self._written  # the order in which it moves
+
+    def names(self, *, failed: bool) -> frozenset[str]:
+        """Return the names of the episodes that failed, or of those that succeeded."""
+        waiting = self.pending.copy()  # before the others: an episode moves from here to there
+        outcomes = {name: row.failed for name, row in self._written.copy().items()}
+        for name, one in waiting.items():
+            if outcomes.get(name, 1):
+                outcomes[name] = one.entry.failed
+        return frozenset(name for name, outcome in outcomes.items() if outcome == failed)
+
+    def check_new(self, name: str) -> None:
+        """Raise a `ValueError` if an episode has succeeded before."""
+        waiting, written = self.pending.get(name), self._written.get(name)
+        if (waiting and not waiting.entry.failed) or (written and not written.failed):
+            raise _known(name)
+
+    def take(self, episode: PendingEpisode) -> None:
+        """Add a pending episode.
+
+        Raises:
+            ValueError: If it has succeeded before, or the log is closed.
+        """
+        name, entry = episode.name, episode.entry
+        with self._lock:
+            waits, is_written = name in self.pending, name in self._written
+            is_known = (waits and not self.pending[name].entry.failed) or (
+                is_written and not self._written[name].failed
+            )
+            if not is_known and not self.is_closed:
+                if waits:
+                    self.num_pending_bytes -= self.pending[name].entry.num_bytes
+                elif not is_written:
+                    self.num_episodes += 1
+                self.num_trajectories += entry.num_trajectories
+                self.num_turns += entry.num_turns
+                self.num_tokens += entry.num_tokens
+                self.num_pending_bytes += entry.num_bytes
+                self.pending[name] = episode
+                return
+        raise _known(name) if is_known else self.closed_error()
+
+    def move(self, batch: Sequence[PendingEpisode], entries: Sequence[Entry]) -> None:
+        """Mark episodes as written, with their rows; idempotent.
+
+        Only the writer's thread, which runs no signal handlers, may call it.
+        """
+        with self._lock:
+            for one, entry in zip(batch, entries, strict=True):
+                self._add(one.name, entry)  # before it leaves `pending`: it is always in one
+                if self.pending.get(one.name) is one:
+                    del self.pending[one.name]
+                    self.num_pending_bytes -= entry.num_bytes
+                self._num_rows = entry.number + 1
+
+    def close(self) -> None:
+        """Refuse episodes from now on."""
+        with self._lock:
+            self.is_closed = True
+
+    def give_up(self) -> None:
+        """Remove the pending episodes."""
+        with self._lock:
+            lost, self.pending, self.num_pending_bytes = self.pending, {}, 0
+        for one in lost.values():
+            self._count(one.entry, -1)
+            self.num_episodes -= one.name not in self._written
+
+    def lose(self, entry: Entry) -> None:
+        """Remove a row whose content is damaged."""
+        name, number = entry.text, entry.number
+        with self._lock:
+            if name not in self._written or self._written[name].number != number:
+                return
+            del self._written[name]
+            self.num_episodes -= name not in self.pending
+        self._count(entry, -1)
+
+    def counting(self) -> tuple[int, set[int]]:
+        """Return the number of rows of the log, and the numbers of those that count."""
+        with self._lock:
+            num_rows, written = self._num_rows, {**self._written}
+        return num_rows, {row.number for row in written.values()}
+
+    def closed_error(self) -> ValueError:
+        """Return the error of a closed log."""
+        return ValueError(f"log {self._file.path.parent} is closed")
+
+    def _add(self, name: str, entry: Entry) -> None:
+        self._written[name] = _Written(entry.number, *entry[2:6])
+
+    def _count(self, entry: Entry | _Written, sign: int) -> None:
+        self.num_trajectories += sign * entry.num_trajectories
+        self.num_turns += sign * entry.num_turns
+        self.num_tokens += sign * entry.num_tokens
+
+
+def _known(name: str) -> ValueError:
+    return ValueError(f"episode {name!r} is in the log already")
 
 
 Reply: TypeAlias = "SimpleQueue[Exception | None]"
 
 
 class LogWriter:
-    """Keeps episodes until they are on the disk; a thread of its own brings them there.
+    """Holds pending episodes, and a thread that writes them.
 
     Signal handlers run in the main thread, between any two steps, and may raise there. So one
-    step adds an episode to the index, which both names it and hands it over; the thread does all
-    else; and a caller waits on a queue of its own, which it may leave at any moment. An episode
-    is pending until its transaction is complete: a failure loses nothing.
+    step adds an episode to the index; the thread does all else; and a caller waits on a queue of
+    its own, which it may leave at any moment. An episode is pending until its transaction is
+    complete: a failure loses nothing.
     """
 
     def __init__(
@@ -52,7 +237,7 @@ class LogWriter:
         self._has_ended = False
         self._inbox: SimpleQueue[tuple[Reply | None, bool] | None] = SimpleQueue()
         self.transaction = threading.RLock()
-        """Held while the file is written: this process does not fork meanwhile."""
+        """Held while the file is written, to keep this process from forking."""
         _writers.add(self)
         self._thread = threading.Thread(target=self._run, name="trajectory log", daemon=True)
         self._thread.start()
@@ -63,10 +248,10 @@ class LogWriter:
         return self._process == os.getpid()
 
     def append(self, name: str, entry: Entry, content: bytes) -> None:
-        """Keep an episode to be written soon.
+        """Add a pending episode.
 
         Raises:
-            OSError: If what was kept before cannot be written; then the episode is not kept.
+            OSError: If earlier ones cannot be written; then the episode is not added.
             ValueError: If it is in the log already, or the log is closed.
         """
         index, most = self._index, self._options.max_pending_bytes
@@ -80,22 +265,22 @@ class LogWriter:
             self._inbox.put(None)
 
     def flush(self) -> None:
-        """Have the thread write all that was kept before the call, and wait for it.
+        """Have the thread write all pending episodes, and wait for it.
 
         Raises:
-            OSError: If it cannot be written.
-            ValueError: If `close` was called meanwhile, and it could not.
+            OSError: If they cannot be written.
+            ValueError: If `close` was called meanwhile, and they could not be written.
         """
         if self._index.pending:
             self._raise(self._ask())
 
     def close(self) -> None:
-        """Have the thread write what waits, release the lock and end; wait for it.
+        """Have the thread write pending episodes, release the lock and end; wait for it.
 
-        It does so even if this wait is interrupted.
+        The thread does so even if this wait is interrupted.
 
         Raises:
-            OSError: If what waits cannot be written; it is lost then.
+            OSError: If pending episodes cannot be written; they are lost.
         """
         if self._has_ended or not self.is_ours:
             return
@@ -115,7 +300,7 @@ class LogWriter:
             raise RuntimeError(f"log {self._folder} cannot be written: {failure}") from failure
 
     def _ask(self, *, close: bool = False) -> Exception | None:
-        """Have all that waits written now; return why it failed, if it did."""
+        """Have all pending episodes written now; return the error, if any."""
         if threading.get_ident() in _forking:  # a signal handler calls
             raise RuntimeError(f"log {self._folder} cannot be written while this process forks")
         reply: Reply = SimpleQueue()
@@ -142,36 +327,32 @@ class LogWriter:
                 while asked and not closing:
                     asked.pop().put(self._failure)
         finally:
-            self._end(asked)
-
-    def _end(self, asked: list[Reply]) -> None:
-        """Give up what could not be written, release the lock and answer all who wait."""
-        self._index.close()
-        failure = self._failure if self._index.pending else None
-        self._index.give_up()
-        self._lock.close()
-        self._has_ended = True
-        self._wait(asked)
-        for reply in asked:
-            reply.put(failure)
-        if failure is not None and not asked:
-            raise failure  # to threading.excepthook, since no caller waits
+            # give up episodes that could not be written, release the lock and answer all callers
+            self._index.close()
+            failure = self._failure if self._index.pending else None
+            self._index.give_up()
+            self._lock.close()
+            self._has_ended = True
+            self._wait(asked)
+            for reply in asked:
+                reply.put(failure)
+            if failure is not None and not asked:
+                raise failure  # to threading.excepthook, since no caller waits
 
     def _wait(self, asked: list[Reply]) -> bool:
-        """Sleep until there may be something to do; return whether to close."""
+        """Sleep until there may be work; return whether to close."""
         closing, timeout = False, 0.0 if self._has_ended else max(0.0, self._seconds_left())
         with suppress(Empty):
             while True:
-                message = self._inbox.get(timeout=timeout)
+                reply, is_close = self._inbox.get(timeout=timeout) or (None, False)
                 timeout = 0.0
-                reply, is_close = message or (None, False)
                 closing |= is_close
                 if reply is not None:
                     asked.append(reply)
         return closing
 
     def _seconds_left(self) -> float:
-        """Return how long there is nothing to write."""
+        """Return the seconds until pending episodes are due."""
         waiting = list(self._index.pending.values())
         if not waiting:
             return _NAP_S
@@ -181,16 +362,15 @@ class LogWriter:
         return min(_NAP_S, (since if self._failure is None else self._retry_at) - time.monotonic())
 
     def _is_full(self) -> bool:
-        options = self._options
+        options, index = self._options, self._index
         enough = min(options.segment_bytes, options.max_pending_bytes)
-        index = self._index
         return len(index.pending) >= options.segment_episodes or index.num_pending_bytes >= enough
 
     def _write_all(self) -> None:
-        """Write all that waits now; what fails is kept for the next attempt."""
+        """Write all pending episodes; an error is kept, and they are tried again later."""
         waiting = sorted(self._index.pending.values())
         try:
-            if self._batch:  # the very batch that failed: a part of it may be on the disk
+            if self._batch:  # the batch that failed, unchanged: a part of it may be on the disk
                 self._write(self._batch)
             for batch in self._batches(waiting):
                 self._batch = batch
@@ -201,17 +381,14 @@ class LogWriter:
             self._retry_at = time.monotonic() + self._options.flush_seconds
 
     def _batches(self, waiting: list[PendingEpisode]) -> Iterator[list[PendingEpisode]]:
-        """Yield what still waits in pieces of one transaction each."""
+        """Yield episodes that are still pending in pieces of one transaction each."""
         options, batch, size = self._options, list[PendingEpisode](), 0
         for one in waiting:
             if self._index.pending.get(one.name) is not one:
                 continue  # written with the batch that had failed, or appended again
-            if (
-                len(batch) == options.segment_episodes
-                or size + len(one.content) > options.segment_bytes
-            ):
-                if batch:
-                    yield batch
+            too_large = size + len(one.content) > options.segment_bytes
+            if batch and (len(batch) == options.segment_episodes or too_large):
+                yield batch
                 batch, size = [], 0
             batch.append(one)
             size += len(one.content)
@@ -230,16 +407,16 @@ class LogWriter:
             written = [(one.entry, one.content) for one in batch]
             state, entries = self._file.append(self._state, written)
             self._index.move(batch, entries)
-            self._state, self._batch = state, []  # together: else it would be written twice
+            self._state, self._batch = state, []  # in one step: else it would be written twice
 
 
 _writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 _forking: dict[int, list[LogWriter]] = {}
-"""Writers that may not write, by the thread that forks this process."""
+"""Writers that may not write, by the id of the thread that forks this process."""
 
 
 def _before_fork() -> None:
-    """Wait for transactions: a child takes locks that its parent holds in SQLite for its own."""
+    """Wait for transactions: a child takes its parent's locks in SQLite for its own."""
     held = _forking[threading.get_ident()] = sorted(_writers, key=id)  # all threads in one order
     for writer in held:
         writer.transaction.acquire()
@@ -254,7 +431,7 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _after_fork()
-    _forking.clear()  # of threads that are not here
+    _forking.clear()  # entries of threads that do not exist in the child
 
 
 if hasattr(os, "register_at_fork"):

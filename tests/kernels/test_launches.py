@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import TILE
-from trajpack.kernels.scan import discounted_returns_triton
 from trajpack.packing.buffer import writing as writing_module
 
 LAYOUTS = ("merged", "turns")
 VIEWS = {"aten.slice.Tensor", "aten.view.default", "aten.view.dtype"}
 VIEWS |= {"aten.detach.default", "aten.empty.memory_format"}
 VIEWS |= {"aten.set_.source_Storage_storage_offset"}
-OPS = {"trajpack.discounted_returns.default": 1, "trajpack.build.default": 1}
+OPS = {"trajpack.credit_scan.default": 1, "trajpack.build.default": 1}
 
 
 class RecordedOps(TorchDispatchMode):
@@ -61,16 +60,18 @@ def test_a_pack_makes_two_launches_at_any_size(compiled: Any, layout: str) -> No
     assert {case["num_trajectories"] for case in cases} == {0, 1, 10, 16, 1000}
     for case in cases:
         kernels = [kernel for kernel, _ in case["launches"]]
-        expected = ["discounted_returns_kernel", "build_kernel"] if case["num_tokens"] else []
+        expected = ["walk_kernel", "build_kernel"] if case["num_tokens"] else []
         assert kernels == expected, case
 
 
 def test_grids_cover_the_batch_and_no_more(compiled: Any) -> None:
     for case in compiled["launches"]:
         if case["num_tokens"]:
-            rows = -(-case["num_trajectories"] // discounted_returns_triton.ROWS)
             tiles = -(-case["num_tokens"] // TILE)
-            assert [grid for _, grid in case["launches"]] == [[rows, 1, 1], [tiles, 1, 1]], case
+            assert [grid for _, grid in case["launches"]] == [
+                [case["num_trajectories"], 1, 1],
+                [tiles, 1, 1],
+            ], case
 
 
 def test_fields_are_allocated_in_whole_tiles_for_the_unmasked_stores(

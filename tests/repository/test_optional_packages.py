@@ -126,7 +126,6 @@ BEHIND = {
     "agent/runner/gate.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
-    "agent/observability/families.py": "agent/observability/metrics.py",
     "agent/ray/worker.py": "agent/ray/workers.py",
     "agent/rollout/workers.py": "agent/ray/cluster.py",
     "agent/servers/paced_stream.py": "agent/servers/engine.py",

@@ -1,15 +1,54 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.agent.observability.metrics_cases import Watched, reply, result
 from trajpack.agent import errors
-from trajpack.agent.observability.families import CAUSES
-from trajpack.agent.observability.metrics import RolloutMetrics
-from trajpack.packing.types import Turn, VersionSpan
+from trajpack.agent.observability.metrics import CAUSES, RolloutMetrics
+from trajpack.agent.observability.pack_watch import watch_pack
+from trajpack.agent.protocols import GenerationOutput, Prompt
+from trajpack.agent.runner.runner import EpisodeResult
+from trajpack.packing.buffer.buffer import TrajectoryBuffer, pack
+from trajpack.packing.buffer.static_batch import StaticBatch
+from trajpack.packing.plan.plan import plan_micro_batches
+from trajpack.packing.types import Trajectory, Turn, VersionSpan
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """Metrics, the clock they read, and short ways to ask for a value."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.metrics = RolloutMetrics(clock=self.clock)
+
+    def __call__(self, name: str, **labels: str) -> float:
+        value = self.metrics.registry.get_sample_value(f"trajpack_{name}", labels)
+        assert value is not None, (name, labels)
+        return value
+
+    def at(self, now: float, hook: Callable[..., None], *args: Any, **options: Any) -> None:
+        self.clock.now = 100 + now
+        hook(*args, **options)
+
+
+def reply(num_tokens: int = 2, *, no_eos: bool = False) -> GenerationOutput:
+    ids = list(range(num_tokens))
+    return GenerationOutput("q@0", [1, 2, 3], ids, [-1.0] * num_tokens, no_eos, 4, 4)
+
+
+def result(*turns: Turn, qid: str = "q") -> EpisodeResult:
+    return EpisodeResult(Prompt(qid, [1]), (Trajectory(f"{qid}@0", turns),))
 
 
 @pytest.fixture
@@ -235,3 +274,46 @@ def test_a_turn_costs_microseconds() -> None:
             episode()
         best = min(best, (time.process_time() - began) / 1000)
     assert best < 150e-6
+
+
+def broken() -> Trajectory:
+    """Three turns; the prompt of the last one does not begin with what came before."""
+    turns = [Turn([1, 2], [3], [-0.1]), Turn([1, 2, 3, 4], [5], [-0.1]), Turn([9], [5], [-0.1])]
+    return Trajectory("broken", turns)
+
+
+def test_a_pack_is_counted_with_its_breaks_and_its_fill(watched: Watched) -> None:
+    whole = Trajectory("whole", [Turn([1] * 3, [2], [-0.1]), Turn([1, 1, 1, 2, 7], [8], [-0.1])])
+    with watch_pack(watched.metrics) as watching:
+        watching.batch = pack([whole, broken()])
+        watching.plan = plan_micro_batches(watching.batch.seqlens, capacity=10)
+    assert watching.batch.seqlens == (6, 5, 2)
+    assert watched("packed_continuations_total") == 3
+    assert watched("prefix_breaks_total") == 1
+    assert watched("packed_tokens_total") == 13
+    assert watched("packed_generated_tokens_total") == 5
+    assert watched("rectangle_fill_ratio_sum") == pytest.approx(13 / 18)
+    assert watched("plan_fill_ratio_sum") == pytest.approx(13 / 20)
+    assert watched("pack_seconds_count") == 1
+    assert 0 < watched("pack_seconds_sum") == watching.seconds
+
+
+def test_breaks_are_not_counted_where_sequences_are_not_chains(watched: Watched) -> None:
+    buffer = TrajectoryBuffer()
+    buffer.add(broken())
+    static = StaticBatch(capacity=20, max_turns=8)
+    for make in (lambda: buffer.pack("turns"), lambda: buffer.pack_into(static)):
+        with watch_pack(watched.metrics) as watching:
+            watching.batch = make()
+    assert watched("packed_continuations_total") == watched("prefix_breaks_total") == 0
+    assert watched("rectangle_fill_ratio_count") == 1
+
+
+def test_a_pack_that_fails_is_counted_and_goes_on_to_the_caller(watched: Watched) -> None:
+    with pytest.raises(ValueError, match="no turns"), watch_pack(watched.metrics):
+        raise ValueError("no turns")
+    with watch_pack(watched.metrics) as watching:
+        watching.batch = TrajectoryBuffer().pack()  # an empty batch is fine
+    assert watched("pack_errors_total") == 1
+    assert watched("pack_seconds_count") == 2
+    assert watched("packed_tokens_total") == 0

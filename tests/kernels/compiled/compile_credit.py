@@ -12,9 +12,9 @@ import torch
 from trajpack.kernels.credit.scores_triton import scores_forward
 from trajpack.kernels.credit.spread import Turns
 from trajpack.kernels.credit.spread_triton import spread_forward
-from trajpack.kernels.scan.credit_scan import KINDS, Limits, Pieces, Scan
 from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
 from trajpack.kernels.scan.observations import OBSERVATIONS
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan, ScanChunks
 
 Launches = Iterator[tuple[str, Callable[[], Any]]]
 
@@ -27,9 +27,9 @@ def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
 
 def _launches_of_scan(label: str, scan: Scan) -> Launches:
     before = None
-    if scan.kind == "vtrace" and scan.pieces is None:
+    if scan.kind == "vtrace" and scan.chunks is None:
         before = torch.zeros(99, dtype=torch.float64, device=scan.device)
-    alone = scan.kind in ("next_values", "adjoint")
+    alone = scan.kind in ("returns", "next_values", "adjoint")
     dtype = torch.float64 if scan.kind == "next_values" else torch.float32
     main = torch.zeros(99, dtype=dtype, device=scan.device)
     outputs = main, None if alone else torch.zeros_like(main)
@@ -44,12 +44,13 @@ def launches_of_every_scan(device: str = "cpu") -> Launches:
     cu_seqlens = torch.zeros(9, dtype=torch.int32, device=device)
     some = scans(cu_seqlens)
     plain, rated = some["carry"], some["reset, float64, a rate each"]
-    of_pieces, by_piece = some["pieces, k3"], some["pieces, by turn"]
+    of_chunks, by_chunk = some["chunks, k3"], some["chunks, by turn"]
     given = {name: getattr(rated, name) for name in ("gammas", "lams", "bootstrap")}
-    most = {name: getattr(of_pieces, name) for name in ("kl", "estimator")}
-    most |= {"bootstrap": rated.bootstrap, "pieces": by_piece.pieces}
+    most = {name: getattr(of_chunks, name) for name in ("kl", "estimator")}
+    most |= {"bootstrap": rated.bootstrap, "chunks": by_chunk.chunks}
     weights = some["vtrace, multiply"].weights
-    for kind, observation in product(KINDS, OBSERVATIONS):
+    kinds = [kind for kind in KINDS if kind != "returns"]  # "gae" with less of it
+    for kind, observation in product(kinds, OBSERVATIONS):
         scan = plain._replace(kind=kind, observation=observation)
         if kind == "vtrace":
             scan = scan._replace(weights=weights)
@@ -60,10 +61,10 @@ def launches_of_every_scan(device: str = "cpu") -> Launches:
             full = full._replace(bootstrap=None)
         cases = {"least": scan, "most": full}
         if kind in ("gae", "vtrace"):
-            pieces = scan._replace(
-                rewards=None, loss_mask=None, pieces=of_pieces.pieces, turn_ids=of_pieces.turn_ids
+            chunks = scan._replace(
+                rewards=None, loss_mask=None, chunks=of_chunks.chunks, turn_ids=of_chunks.turn_ids
             )
-            cases |= {"least, pieces": pieces, "most, pieces": pieces._replace(**most)}
+            cases |= {"least, chunks": chunks, "most, chunks": chunks._replace(**most)}
         for label, case in cases.items():
             yield from _launches_of_scan(f"{kind}, {observation}, {label}", case)
 
@@ -79,23 +80,27 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
     words = torch.zeros(16, dtype=torch.int32, device=device)
     spans = words.view(8, 2)
     ids = torch.zeros(99, dtype=torch.int32, device=device)
-    pieces = Pieces(words[:9], spans[:, 0], spans, each.double())
-    of_pieces = gae._replace(rewards=None, loss_mask=None, pieces=pieces, turn_ids=ids)
+    chunks = ScanChunks(words[:9], spans[:, 0], spans, each.double())
+    of_chunks = gae._replace(rewards=None, loss_mask=None, chunks=chunks, turn_ids=ids)
     weighted = {"weights": (tokens, tokens), "limits": Limits(rho_clip=1.0)}
     return {
         "carry": gae,
         "reset, float64, a rate each": gae._replace(
             rewards=tokens.double(), observation="reset", **rated
         ),
+        "returns": gae._replace(values=None, kind="returns"),
+        "returns of turns, float64, a rate each": gae._replace(
+            rewards=tokens.double(), values=None, loss_mask=None, kind="returns", **rated
+        )._replace(lams=None, bootstrap=None),
         "gradient": gae._replace(values=None, kind="adjoint"),
         "next values": gae._replace(kind="next_values"),
         "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
-        "pieces, vtrace": of_pieces._replace(kind="vtrace", **weighted),
-        "pieces, k3": of_pieces._replace(
+        "chunks, vtrace": of_chunks._replace(kind="vtrace", **weighted),
+        "chunks, k3": of_chunks._replace(
             kl=(tokens, tokens), estimator="k3", limits=Limits(kl_coefficient=0.1)
         ),
-        "pieces, by turn": of_pieces._replace(
-            by_turn=True, bootstrap=each, pieces=pieces._replace(truncated=mask[:8])
+        "chunks, by turn": of_chunks._replace(
+            by_turn=True, bootstrap=each, chunks=chunks._replace(truncated=mask[:8])
         ),
     }
 
@@ -111,6 +116,9 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
         "turns",
         partial(scores_forward, rows[:32].double(), truncated, words[:33], cu_turns, 1.0),
     )
-    yield "trajectories", partial(spread_forward, turns, rows, None, None, 0.5)
-    yield "trajectories and steps", partial(spread_forward, turns, rows, rows, None, 0.5)
-    yield "turns", partial(spread_forward, turns, rows, None, rows, 0.5)
+    yield "trajectories", partial(spread_forward, turns, rows, None, others=None, weight=0.5)
+    yield (
+        "trajectories and steps",
+        partial(spread_forward, turns, rows, rows, others=None, weight=0.5),
+    )
+    yield "turns", partial(spread_forward, turns, rows, None, others=rows, weight=0.5)

@@ -32,7 +32,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels.scan.discounted_returns_triton import discounted_returns_forward
+from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
+from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.plan.plan import plan_micro_batches
 
 SCAN_SPILLS = Path(__file__).with_name("scan_spills.json")
@@ -114,10 +115,12 @@ def measure_launches() -> Iterator[dict[str, Any]]:
 def measure_returns() -> Iterator[dict[str, Any]]:
     """Return what is launched for entries in segments under a bound, and with which options."""
     with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 2) as recorder:
-        cu_seqlens, discounts = torch.zeros(4, dtype=torch.int32), torch.ones(3).double()
+        cu_seqlens = torch.zeros(4, dtype=torch.int32)
         for entries, bound in ((8192, None), (8193, None), (8193, 4096), (8193, 4097), (0, None)):
             recorder.launches.clear()
-            discounted_returns_forward(torch.zeros(entries), cu_seqlens, discounts, bound)
+            rewards = torch.zeros(entries)
+            scan = Scan(cu_seqlens, entries, entries, rewards, kind="returns", max_seqlen=bound)
+            credit_scan_forward(scan)
             launches = [(done["kernel"], done["grid"][0]) for done in recorder.launches]
             yield {"entries": entries, "max_seqlen": bound, "launches": launches}
 

@@ -37,20 +37,12 @@ from trajpack.kernels.scan.credit_scan_triton import (
     block_steps_kernel,
     walk_kernel,
 )
-from trajpack.kernels.scan.discounted_returns_triton import (
-    discounted_returns_kernel,
-    superblock_returns_kernel,
-    superblock_sums_kernel,
-)
 
 KERNELS = (
     build_kernel,
     walk_kernel,
     block_steps_kernel,
     block_states_kernel,
-    discounted_returns_kernel,
-    superblock_sums_kernel,
-    superblock_returns_kernel,
     gather_fields_kernel,
     gather_words_kernel,
     group_advantages_kernel,

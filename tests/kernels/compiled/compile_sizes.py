@@ -39,9 +39,8 @@ from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.rearrange.token_rows import Rows
 from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
-from trajpack.kernels.scan.credit_scan import Scan
 from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
-from trajpack.kernels.scan.discounted_returns_triton import discounted_returns_forward
+from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.plan.plan import plan_micro_batches
 
 SIZES = (1, 2, 5, 15, 16, 17, 48, 4096, 4097, 8192, 8193, 9001, 16_400)
@@ -335,21 +334,19 @@ def reduced(size: int, longest: int | None) -> None:
     segment_reduce_forward(empty(size), bounds, None, empty(len(bounds) - 1), "sum", longest)
 
 
-def scanned(size: int, longest: int | None) -> Any:
-    scan = Scan(ends(size), size, size, empty(size), empty(size), None, 0.9, 0.9, "carry")
-    return credit_scan_forward(scan._replace(max_seqlen=longest))
+def scanned(size: int, longest: int | None, kind: str = "gae") -> Any:
+    scan = Scan(ends(size), size, size, empty(size), gamma=0.9, kind=kind, max_seqlen=longest)
+    if kind == "returns":
+        return credit_scan_forward(scan)
+    return credit_scan_forward(scan._replace(values=empty(size), lam=0.9))
 
 
 LAUNCHERS: Calls = {
     "build": lambda size: build_forward(
         empty(size, dtype=torch.int32), empty(size % 100 + 1, 8, dtype=torch.int32), empty(9), size
     ),
-    "discounted_returns": lambda size: discounted_returns_forward(
-        empty(size), ends(size), empty(len(ends(size)) - 1, dtype=torch.float64), None
-    ),
-    "discounted_returns, bounded": lambda size: discounted_returns_forward(
-        empty(size), ends(size), empty(len(ends(size)) - 1, dtype=torch.float64), 4096
-    ),
+    "discounted_returns": lambda size: scanned(size, None, "returns"),
+    "discounted_returns, bounded": lambda size: scanned(size, 4096, "returns"),
     "gae": lambda size: scanned(size, None),
     "gae, bounded": lambda size: scanned(size, 4096),
     "gather_words": lambda size: gather_words_forward(

@@ -27,28 +27,20 @@ from trajpack.kernels.reduce.whiten_triton import (
     whiten_by_chunks,
     whiten_by_sums_forward,
 )
-from trajpack.kernels.scan.discounted_returns_triton import (
-    segment_returns,
-    superblock_returns,
-    superblock_sums,
-)
 
 PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 Launches = Iterator[tuple[str, partial[Any]]]
 DEMANDING = {
     "build_forward": {"aligned"},
-    "segment_returns": {"aligned"},
-    "superblock_sums": {"aligned"},
-    "superblock_returns": {"aligned"},
     "gather_words_forward": {"aligned"},
     "gather_fields_forward": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
     "pad_forward": {"3 x 1", "3 x 2"},
     "unpad_forward": {"3 x 1", "3 x 2"},
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
     "merge_forward": set[str](),  # the kernel is that of select_forward
-    "walk_segments": {"reset, float64, a rate each", "pieces, vtrace"},
-    "steps_of_blocks": {"pieces, k3"},
-    "write_blocks": {"pieces, vtrace"},
+    "walk_segments": {"reset, float64, a rate each", "chunks, vtrace"},
+    "steps_of_blocks": {"chunks, k3"},
+    "write_blocks": {"chunks, vtrace"},
     "scores_forward": {"turns"},
     "spread_forward": {"trajectories and steps"},
     "group_advantages_forward": {
@@ -82,7 +74,6 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     returns = torch.zeros(9, device=device)
     yield "aligned", partial(build_forward, words, runs, returns, 1500)
     yield "unaligned", partial(build_forward, words[1:], runs, returns[1:], 1500)
-    yield from launches_of_returns(returns, cu_seqlens)
     table = torch.zeros((5, 4), dtype=torch.int64, device=device)
     yield "aligned", partial(gather_words_forward, table, 1500)
     yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
@@ -94,23 +85,6 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_groups(returns)
     yield from launches_of_segments(cu_seqlens)
     yield from launches_of_whitening(returns)
-
-
-def launches_of_returns(returns: torch.Tensor, cu_seqlens: torch.Tensor) -> Launches:
-    """Discounted returns by both regimes, for rewards of both dtypes."""
-    discounts = torch.ones(8, dtype=torch.float64, device=returns.device)
-    for dtype in (torch.float32, torch.float64):
-        rewards = returns.to(dtype)
-        shifted = rewards[1:], cu_seqlens[1:], discounts[1:]
-        for label, inputs in (
-            ("aligned", (rewards, cu_seqlens, discounts)),
-            ("unaligned", shifted),
-        ):
-            sums = torch.zeros(2, dtype=torch.float64, device=returns.device)
-            sums = sums[label == "unaligned" :]
-            yield label, partial(segment_returns, *inputs)
-            yield label, partial(superblock_sums, *inputs)
-            yield label, partial(superblock_returns, *inputs, sums)
 
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:

@@ -13,7 +13,7 @@ from typing import Any
 from tests.kernels.compiled.test_compiled import REGISTERS
 from trajpack import kernels
 
-PARTS = {"gae, gradient": 2, "vtrace": 2, "split and merge": 2}
+PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "vtrace": 2, "split and merge": 2}
 """Operators that launch a kernel for two things: a scan and its gradient, the values behind the
 tokens and V-trace, a micro-batch and the batch that is merged. All others launch it for one."""
 

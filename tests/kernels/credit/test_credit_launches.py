@@ -149,8 +149,8 @@ def test_whitening_over_ranks_makes_the_moments_twice() -> None:
 def test_a_launch_by_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = credit.scores_of_trajectories
 
-    def adding(rewards: torch.Tensor, *rest: Any) -> Any:
-        return scores(rewards + 1, *rest)
+    def adding(rewards: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        return scores(rewards + 1, *rest, **settings)
 
     monkeypatch.setattr(credit, "scores_of_trajectories", adding)
     assert launches_of(GRPO()) == [*LAUNCHES["GRPO"], "aten::add"]

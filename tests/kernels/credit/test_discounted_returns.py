@@ -8,30 +8,26 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from trajpack.kernels.credit.discounted_returns import (
-    discounted_returns,
-    discounted_returns_reference,
-)
-from trajpack.kernels.scan import discounted_returns_triton
+from tests.kernels.credit.token_loops import small_blocks
+from trajpack.kernels.credit.discounted_returns import discounted_returns
+from trajpack.kernels.scan import credit_scan_triton
+from trajpack.kernels.scan.credit_scan import ENTRIES_AT_ONCE, ROW
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
-SMALL = {"ROWS": 4, "BLOCK": 8, "BLOCKS": 2, "FEWEST_ENTRIES": 0}
-"""Two launches, with superblocks of 16 entries and scans of 8 of them."""
 
 
-@pytest.fixture(scope="module", params=["torch", "triton", "triton, superblocks"])
+@pytest.fixture(scope="module", params=["torch", "triton", "triton, blocks"])
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Name of an implementation; the last one cuts short segments up too."""
-    name, *superblocks = request.param.split(", ")
+    """Name of an implementation; the last one cuts short segments into blocks too."""
+    name, *blocks = request.param.split(", ")
     if name == "triton":
         request.getfixturevalue("interpreter")
-    with pytest.MonkeyPatch.context() as patch:
-        if superblocks:
-            for name_of_size, size in SMALL.items():
-                patch.setattr(discounted_returns_triton, name_of_size, size)
+    with small_blocks(), pytest.MonkeyPatch.context() as patch:
+        if blocks:
+            patch.setattr(credit_scan_triton, "FEWEST_ENTRIES", 0)
         yield name
 
 
@@ -87,11 +83,10 @@ def test_it_equals_the_float64_loop(impl: str, discount: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.9, 1.0, -0.5, 1.01])
-def test_the_reference_is_the_product_with_the_matrix_of_powers(discount: float) -> None:
+def test_it_is_the_product_with_the_matrix_of_powers(discount: float) -> None:
     rewards = random_rewards(sum(LENGTHS))
     exact = by_matrix(rewards, LENGTHS, discount)
-    discounts = torch.full((len(LENGTHS),), discount, dtype=torch.float64)
-    actual = discounted_returns_reference(rewards, boundaries(LENGTHS), discounts)
+    actual = discounted_returns(rewards, boundaries(LENGTHS), discount, "torch")
     assert_rounds(actual, exact, np.abs(exact).max())
 
 
@@ -256,3 +251,34 @@ def test_a_gradient_that_is_expanded_is_read_right(impl: str) -> None:
     # entry t counts in the returns of entries 0 to t: 1, 1 + 1/2, 1 + 1/2 + 1/4
     assert rewards.grad is not None
     assert_same_bits(rewards.grad, torch.tensor([1.0, 1.5, 1.75]))
+
+
+def test_the_host_has_the_same_bits_in_any_company() -> None:
+    lengths = [ROW, 3, ROW + 1, 0, ROW**2, ROW**2 + 1, 1, 9999, *range(150), 2 * ROW]
+    lengths += [1] * (ENTRIES_AT_ONCE // ROW)
+    rewards = random_rewards(sum(lengths))
+    discounts = torch.linspace(-1, 1.001, len(lengths), dtype=torch.float64)
+    together = discounted_returns(rewards, boundaries(lengths), discounts, "torch").split(lengths)
+    for index, part in list(enumerate(rewards.split(lengths)))[:200]:
+        alone = discounted_returns(
+            part, boundaries([len(part)]), discounts[index : index + 1], "torch"
+        )
+        assert_same_bits(alone, together[index])
+
+
+@pytest.mark.parametrize("discount", [0.9, 0.99999, 1.0, -0.9999])
+def test_the_host_loses_no_precision_over_a_long_segment(discount: float) -> None:
+    lengths = [300_000, 5, 70_000]
+    rewards = random_rewards(sum(lengths))
+    exact = returns_by_loop(rewards.numpy(), lengths, [discount] * 3)
+    actual = discounted_returns(rewards, boundaries(lengths), discount, "torch")
+    assert_rounds(actual, exact, np.abs(exact).max())
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_a_sum_of_zeros_carries_0_though_powers_overflow(impl: str) -> None:
+    rewards = torch.zeros(300)
+    rewards[:4] = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    returns = discounted_returns(rewards, boundaries([300]), 1e15, impl)
+    assert_same_bits(returns[4:], torch.zeros(296))
+    assert_same_bits(returns[2:4], torch.tensor([8e15, 8.0]))

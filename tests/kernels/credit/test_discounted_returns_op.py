@@ -8,26 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.credit.discounted_returns import (
-    discounted_returns,
-    discounted_returns_reference,
-)
+from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.testing import assert_same_bits, boundaries
-
-OP = torch.ops.trajpack.discounted_returns.default
 
 
 def random_rewards(num: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).standard_normal(num)).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_operator_is_registered_right(impl: str, dtype: torch.dtype) -> None:
-    rewards = random_rewards(9, dtype=dtype)
-    discounts = torch.tensor([0.5, 0.9, 1.0], dtype=torch.float64)
-    for leaf in (rewards, rewards.clone().requires_grad_()):
-        for bound in ((), (9,)):
-            torch.library.opcheck(OP, (leaf, boundaries([4, 0, 5]), discounts, impl, *bound))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -62,13 +48,6 @@ def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
         impl,
     )
     assert (returns.shape, returns.dtype, returns.device.type) == ((7,), torch.float32, "meta")
-
-
-def test_the_reference_reads_no_value() -> None:
-    rewards = torch.empty(7, device="meta")
-    cu_seqlens = torch.empty(3, device="meta", dtype=torch.int32)
-    discounts = torch.empty(2, device="meta", dtype=torch.float64)
-    assert discounted_returns_reference(rewards, cu_seqlens, discounts).shape == (7,)
 
 
 CU = boundaries([2, 1])

@@ -21,7 +21,6 @@ from tests.kernels.credit.token_loops import (
 from trajpack.kernels.credit.gae import gae
 from trajpack.testing import assert_same_bits, boundaries
 
-OP = torch.ops.trajpack.gae.default
 MASKS = ("..gg..g.", "g", "", "...", "gg.g", ".g", "gggggggggg")
 
 
@@ -93,23 +92,6 @@ def test_the_gradient_has_the_same_bits_in_any_company(observation: Any, impl: A
     order = [6, 2, 4, 3, 1, 5, 0]
     parts = gradient_of(batch).split(batch.lengths)
     assert_same_bits(gradient_of(batch.taken(order)), torch.cat([parts[at] for at in order]))
-
-
-@pytest.mark.parametrize("observation", ["carry", "reset"])
-def test_the_operator_is_registered_right(observation: str, impl: str) -> None:
-    batch = batch_of(["gg.g", "", "g"], dtype=torch.float64)
-    rates = 1.0, batch.gammas, 0.5, None
-    for leaf in (batch.rewards, batch.rewards.clone().requires_grad_()):
-        for values, mask, bound in (
-            (batch.values, batch.loss_mask, 4), (None, batch.loss_mask, None),
-            (batch.values, None, None),
-        ):  # fmt: skip
-            inputs = leaf, values, mask, batch.cu_seqlens, *rates, batch.bootstrap
-            torch.library.opcheck(OP, (*inputs, observation, impl, bound))
-    torch.library.opcheck(
-        torch.ops.trajpack.gae_gradient.default,
-        (batch.rewards, batch.loss_mask, batch.cu_seqlens, *rates, observation, impl, None),
-    )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

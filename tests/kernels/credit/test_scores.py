@@ -37,7 +37,7 @@ def test_scores_lengths_and_who_counts_are_those_of_a_loop(
     name: str, clip: float, impl: str
 ) -> None:
     rewards, truncated, cu_generated, cu_turns = inputs = turns_of(TURNS[name])
-    got = scores_of_trajectories(*inputs, clip, impl)
+    got = scores_of_trajectories(*inputs, clip=clip, impl=impl)
     scores, lengths, valid = [], [], []
     bounds = cu_turns.tolist()
     for begin, end in itertools.pairwise(bounds):
@@ -56,12 +56,12 @@ def test_scores_lengths_and_who_counts_are_those_of_a_loop(
 def test_turns_are_summed_in_their_order_whatever_the_company(impl: str) -> None:
     rewards, truncated, cu_generated, cu_turns = turns_of([5, 3, 0, 40])
     together = scores_of_trajectories(
-        rewards, truncated, cu_generated, cu_turns, float("inf"), impl
+        rewards, truncated, cu_generated, cu_turns, clip=float("inf"), impl=impl
     )
     for index, (begin, end) in enumerate(((0, 5), (5, 8), (8, 8), (8, 48))):
         alone = scores_of_trajectories(
             rewards[begin:end], truncated[begin:end], cu_generated[begin : end + 1],
-            boundaries([end - begin]), float("inf"), impl,
+            boundaries([end - begin]), clip=float("inf"), impl=impl,
         )  # fmt: skip
         for whole, one in zip(together, alone, strict=True):
             assert_same_bits(whole[index : index + 1], one)
@@ -71,13 +71,13 @@ def test_a_score_that_is_no_number_stays_one(impl: str) -> None:
     inputs = turns_of([2, 1])
     inputs[0][1] = torch.nan
     for clip in (float("inf"), 1.0):
-        scores = scores_of_trajectories(*inputs, clip, impl).scores
+        scores = scores_of_trajectories(*inputs, clip=clip, impl=impl).scores
         assert scores.isnan().tolist() == [True, False]
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_every_output_is_written(impl: str) -> None:
-    got = scores_of_trajectories(*turns_of(TURNS["some"]), 1.0, impl)
+    got = scores_of_trajectories(*turns_of(TURNS["some"]), clip=1.0, impl=impl)
     assert bool(got.scores.isfinite().all())
     assert int(got.lengths.max()) < 100
 
@@ -86,7 +86,7 @@ def test_every_output_is_written(impl: str) -> None:
 @pytest.mark.parametrize("name", TURNS)
 def test_no_value_is_read_from_the_device(name: str, impl: str) -> None:
     on_meta = (tensor.to("meta") for tensor in turns_of(TURNS[name]))
-    got = scores_of_trajectories(*on_meta, 1.0, impl)
+    got = scores_of_trajectories(*on_meta, clip=1.0, impl=impl)
     for tensor, dtype in zip(got, (torch.float64, torch.int32, torch.bool), strict=True):
         assert (tensor.shape[0], tensor.dtype) == (len(TURNS[name]), dtype)
 

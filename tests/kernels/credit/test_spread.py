@@ -77,7 +77,7 @@ def test_a_token_has_its_trajectorys_row_and_its_turns_step(
     turns = turns_of(SIZES[name])
     rows = torch.linspace(-2, 3, len(SIZES[name]))
     steps = torch.linspace(-1, 5, len(turns.spans)) if weight else None
-    spread = spread_of_trajectories(turns, rows, steps, weight or 0.0, impl)
+    spread = spread_of_trajectories(turns, rows, steps, weight=weight or 0.0, impl=impl)
     owner, expected = owner_of(turns), []
     for turn in turns.turn_ids.tolist():
         number = float(rows[owner[turn]]) if turn >= 0 else 0.0
@@ -109,7 +109,10 @@ def test_a_token_has_what_stands_at_the_first_of_its_turn(name: str, impl: str) 
 def test_both_implementations_move_the_same_bits(interpreter: None) -> None:
     turns = turns_of(SIZES["more than a chunk"])
     rows = torch.tensor([0.1, 0.2, 1e-30, -7.0])
-    pair = [spread_of_trajectories(turns, rows, None, 0.0, i).rows for i in ("torch", "triton")]
+    pair = [
+        spread_of_trajectories(turns, rows, None, weight=0.0, impl=i).rows
+        for i in ("torch", "triton")
+    ]
     assert_same_bits(*pair)
 
 
@@ -122,8 +125,8 @@ def test_turns_of_no_trajectory_have_nothing(impl: str) -> None:
         torch.cat([turns.spans, torch.full((2, 2), len(turns.turn_ids), dtype=torch.int32)]),
     )
     rows = torch.tensor([1.0, 2.0, torch.nan, torch.nan])
-    expected = spread_of_trajectories(turns, rows[:2], None, 0.0, impl).rows
-    assert_same_bits(spread_of_trajectories(more, rows, None, 0.0, impl).rows, expected)
+    expected = spread_of_trajectories(turns, rows[:2], None, weight=0.0, impl=impl).rows
+    assert_same_bits(spread_of_trajectories(more, rows, None, weight=0.0, impl=impl).rows, expected)
     table = torch.linspace(1, 2, len(turns.turn_ids))
     pair = [spread_of_turns(these, table, table, impl).rows for these in (turns, more)]
     assert_same_bits(*pair)
@@ -132,7 +135,7 @@ def test_turns_of_no_trajectory_have_nothing(impl: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 def test_every_output_is_written(impl: str) -> None:
     turns = turns_of(SIZES["many"])
-    spread = spread_of_trajectories(turns, torch.ones(6), torch.ones(15), 1.0, impl)
+    spread = spread_of_trajectories(turns, torch.ones(6), torch.ones(15), weight=1.0, impl=impl)
     assert bool(spread.rows.isfinite().all())
     assert bool(spread.partials[:3].isfinite().all())
     rows, moments = finish_spread(spread, turns.turn_ids >= 0, 1, impl)
@@ -144,7 +147,7 @@ def test_every_output_is_written(impl: str) -> None:
 def test_no_value_is_read_from_the_device(impl: str) -> None:
     turns = Turns(*(tensor.to("meta") for tensor in turns_of(SIZES["many"])))
     rows = torch.ones(6, device="meta")
-    spread = spread_of_trajectories(turns, rows, None, 0.0, impl)
+    spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
     assert spread.rows.shape == turns.turn_ids.shape
     mask = turns.turn_ids >= 0
     for whitening in (None, 0, 1):
@@ -164,7 +167,7 @@ def test_the_ops_are_registered_right(impl: str) -> None:
             torch.ops.trajpack.spread, (*turns, *inputs, 0.5, impl), test_utils=tests
         )
     if impl == "triton":
-        spread = spread_of_trajectories(turns, rows, None, 0.0, impl)
+        spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
         mask = turns.turn_ids >= 0
         for whitening in (None, 0, 1):
             inputs_of_finish = spread.rows, mask, spread.partials, whitening

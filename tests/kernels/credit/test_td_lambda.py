@@ -18,7 +18,7 @@ from tests.kernels.credit.token_loops import (
     small_blocks,
 )
 from trajpack.kernels.credit.discounted_returns import discounted_returns
-from trajpack.kernels.credit.td_lambda import td_lambda
+from trajpack.kernels.credit.gae import td_lambda
 from trajpack.testing import boundaries
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

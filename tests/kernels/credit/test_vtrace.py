@@ -188,16 +188,6 @@ def test_shapes_alone_are_enough_on_the_meta_device(observation: Any, impl: Any)
         assert result.device.type == "meta"
 
 
-def test_the_operator_is_registered_right(impl: Any) -> None:
-    batch = batch_of(["gg.g", "", "g"])
-    inputs = [batch.rewards, batch.values, batch.loss_mask, batch.cu_seqlens, batch.logprobs]
-    rates = 1.0, batch.gammas, 0.5, None, batch.bootstrap, list(CLIPS.values())
-    rest = "reset", impl, 4
-    torch.library.opcheck(
-        torch.ops.trajpack.vtrace.default, (*inputs, batch.rollout_logprobs, *rates, *rest)
-    )
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_it_compiles_into_one_graph(dynamic: bool) -> None:
     def targets(*inputs: torch.Tensor) -> torch.Tensor:

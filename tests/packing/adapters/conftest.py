@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from tests.packing.adapters.model_kernels import flash_kernels
-from tests.packing.adapters.peers import Peer, find_peer
+from tests.packing.adapters.peers import ABSENT, Peer, find_peer, stand_ins
 
 
 @pytest.fixture
-def peer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Peer]:
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Peer]]:
     """Give a trainer's package by its name in `peers.txt`, or skip the test."""
-    return lambda name: find_peer(name, monkeypatch)
+    with ExitStack() as stack:
+
+        def find(name: str) -> Peer:
+            stack.enter_context(stand_ins(*ABSENT.get(name, "").split()))
+            return find_peer(name, monkeypatch)
+
+        yield find
+
+
+@pytest.fixture
+def areal(peer: Callable[[str], Peer]) -> Peer:
+    """Give AReaL's modules of tensors and types."""
+    return peer("areal")
+
+
+@pytest.fixture
+def openrlhf(peer: Callable[[str], Peer]) -> Peer:
+    """Give OpenRLHF's modules of experience and losses."""
+    return peer("openrlhf")
+
+
+@pytest.fixture
+def skyrl(peer: Callable[[str], Peer]) -> Peer:
+    """Give SkyRL's modules of lists and tensors."""
+    return peer("skyrl")
+
+
+@pytest.fixture
+def verl(peer: Callable[[str], Peer]) -> Peer:
+    """Give verl without its workers and settings."""
+    return peer("verl")
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,11 @@
 """Trainers' own functions of credit and balance beside the options of docs/credit/systems.md."""
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.stand_ins import stand_ins
 from trajpack import plan_micro_batches
 from trajpack.kernels import (
     Correction,
@@ -18,13 +16,6 @@ from trajpack.kernels import (
 )
 
 NUM = 300
-
-
-@pytest.fixture
-def verl(peer):
-    """The package itself; what its modules import and none of these functions calls stands in."""
-    with stand_ins("ray", "omegaconf", "hydra", "codetiming", "cachetools", "torchdata"):
-        yield peer("verl")
 
 
 def rows_of(rng):
@@ -62,13 +53,7 @@ def test_verls_rejection_bounds_the_inverse_ratio(verl, option, level, threshold
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("leave_one_out", [False, True])
 def test_areals_normalization_takes_its_deviation_about_the_baseline(peer, leave_one_out, ddof):
-    areal = peer("areal")
-    for name in ("areal", "areal.utils", "areal.infra"):
-        areal.without_init(name)
-    absent = "aiofiles aiohttp colorlog einops httpx numba requests tenacity torchdata uvloop"
-    own = "areal.api.cli_args areal.infra.platforms areal.utils.logging"
-    with stand_ins(*absent.split(), *own.split()):
-        normalization = areal.load("areal.utils.data").Normalization
+    normalization = peer("areal").load("areal.utils.data").Normalization
     for seed in range(NUM):
         rng = np.random.default_rng(seed)
         size, num_groups = int(rng.integers(2, 9)), int(rng.integers(1, 6))
@@ -88,17 +73,9 @@ def test_areals_normalization_takes_its_deviation_about_the_baseline(peer, leave
 
 
 @pytest.fixture
-def skyrl_estimators(peer):
+def skyrl_estimators(skyrl):
     """SkyRL's module of estimators."""
-    package = peer("skyrl")
-    bare = "skyrl", "skyrl.train", "skyrl.backends", "skyrl.backends.skyrl_train"
-    for name in (*bare, "skyrl.backends.skyrl_train.utils"):
-        package.without_init(name)
-    with stand_ins("jaxtyping", "ray", "omegaconf", "loguru", "skyrl.train.config"):
-        yield package.load("skyrl.backends.skyrl_train.utils.ppo_utils")
-    for name in list(sys.modules):
-        if name.startswith("skyrl"):
-            del sys.modules[name]
+    return skyrl.load("skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
 def test_skyrls_maxrl_divides_by_a_mean_of_either_sign(skyrl_estimators):

@@ -1,28 +1,14 @@
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.row_cases import forked_batch, padded, plain_batch
-from tests.packing.adapters.stand_ins import stand_ins
-from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from tests.packing.adapters.cases import forked_batch, padded, plain_batch
+from trajpack import GRPO, Trajectory, Turn, pack
 from trajpack.packing.adapters.openrlhf import to_experience, to_experience_dict
 from trajpack.testing import trajectory_lists
 
 PAD = 99
 NO_MORE = ["images", "mm_train_inputs", "index", "kl", "values"]
 NO_MORE += ["action_log_probs", "base_action_log_probs"]
-
-
-@pytest.fixture
-def openrlhf(peer):
-    """OpenRLHF's modules of experience and losses, without its engines, clusters and optimizers."""
-    package = peer("openrlhf")
-    for name in ("openrlhf", "openrlhf.trainer", "openrlhf.trainer.ppo_utils", "openrlhf.utils"):
-        package.without_init(name)
-    package.without_init("openrlhf.models")
-    absent = "vllm ray tqdm deepspeed flash_attn peft torchdata"
-    with stand_ins(*absent.split(), "openrlhf.trainer.ray", "openrlhf.utils.logging_utils"):
-        yield package
 
 
 @settings(max_examples=25)
@@ -65,26 +51,6 @@ def test_a_turn_of_nothing_at_the_end_does_not_lengthen_the_response():
     found = to_experience_dict(pack([Trajectory("a", turns)]))
     assert found["response_length"].tolist() == [1]
     assert found["total_length"].tolist() == [4.0]
-
-
-def test_nothing_is_read_back_to_the_host():
-    found = to_experience_dict(plain_batch().to("meta"))
-    assert found["action_mask"].shape == (3, 11)
-    assert found["response_length"].shape == (3,)
-
-
-def test_an_empty_batch_is_rows_of_nothing():
-    found = to_experience_dict(TrajectoryBuffer().pack())
-    assert found["sequences"].shape == (0, 0)
-    assert found["truncated"].shape == (0,)
-
-
-def test_extra_fields_of_an_experience_are_actions_too():
-    fields = [TokenField("values", torch.float32), TokenField("kl", torch.float32)]
-    turn = Turn([1, 2], [3, 4], [-1.0, -2.0], fields={"values": [0.5, 0.25], "kl": [1.0, 2.0]})
-    found = to_experience_dict(pack([Trajectory("a", [turn])], fields=fields))
-    assert found["values"].tolist() == [[0.0, 0.5, 0.25]]
-    assert found["kl"].tolist() == [[0.0, 1.0, 2.0]]
 
 
 def test_the_real_experience_takes_it_and_splits_and_joins(openrlhf):

@@ -3,16 +3,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.row_cases import (
+from tests.packing.adapters.cases import (
     conversation,
     forked_batch,
     padded,
     plain_batch,
     random_batch,
     rows_by_loop,
+    told_of,
 )
-from tests.packing.adapters.stand_ins import stand_ins
-from trajpack import GRPO, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import GRPO, TokenField, pack
 from trajpack.packing.adapters.skyrl import (
     TrajectoryID,
     from_generator_output,
@@ -22,25 +22,6 @@ from trajpack.packing.adapters.skyrl import (
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 PAD = 99
-
-
-@pytest.fixture
-def skyrl(peer):
-    """SkyRL's modules of lists and tensors, without its workers, settings and environments.
-
-    The package asks for a newer Python than the oldest one that runs here. These modules do not.
-    """
-    package = peer("skyrl")
-    backend = "skyrl.backends.skyrl_train"
-    bare = ["skyrl", "skyrl.train", "skyrl.train.utils", "skyrl.train.generators"]
-    bare += ["skyrl.backends", backend, f"{backend}.utils", f"{backend}.distributed"]
-    for name in [*bare, f"{backend}.distributed.megatron"]:
-        package.without_init(name)
-    own = "skyrl.train.config skyrl.train.dataset.dataset"
-    own += f" {backend}.inference_servers {backend}.workers"
-    absent = "jaxtyping ray omegaconf loguru torchdata skyrl_gym"
-    with stand_ins(*absent.split(), *own.split()):
-        yield package
 
 
 @settings(max_examples=25)
@@ -140,12 +121,6 @@ def test_rows_stand_at_the_right_whatever_the_width(trajectories, more):
 def test_a_response_that_is_too_long_is_refused():
     with pytest.raises(ValueError, match="sequence 2 has 10 tokens, but max_response_length is 9"):
         to_training_input(plain_batch(), max_response_length=9)
-
-
-def test_with_a_width_nothing_is_read_back_to_the_host():
-    found = to_training_input(forked_batch().to("meta"), max_response_length=20)
-    assert found["rewards"].shape == (4, 20)
-    assert found["sequences"].shape == (4, 12)
 
 
 FIELDS = [
@@ -253,26 +228,6 @@ def test_an_empty_batch_with_routes_is_refused(skyrl):
     assert to_generator_output(pack([], fields=FIELDS))["rollout_expert_indices"] == []
 
 
-def test_an_empty_batch_is_lists_and_rows_of_nothing():
-    batch = TrajectoryBuffer().pack()
-    assert to_generator_output(batch)["response_ids"] == []
-    assert to_training_input(batch)["sequences"].shape == (0, 0)
-    assert from_generator_output(to_generator_output(batch)) == []
-
-
-def told_of(trajectory):
-    return [
-        (
-            [*turn.prompt_ids],
-            [*turn.completion_ids],
-            [*turn.completion_logprobs],
-            turn.reward,
-            turn.truncated,
-        )
-        for turn in trajectory.turns
-    ]
-
-
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 def test_conversations_come_back_with_the_rewards_of_their_turns(layout):
     trajectories = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
@@ -329,18 +284,3 @@ def test_labels_must_be_as_many_as_entries():
             from_generator_output(output | {key: output[key][1:]})
     with pytest.raises(TypeError, match=r"must be of class TrajectoryID, got \('a', 0\)"):
         from_generator_output(output | {"trajectory_ids": [("a", 0)] * 3})
-
-
-def test_trajectories_without_a_group_are_not_joined_with_others_of_their_name():
-    turn = Turn([1], [2], [-1.0])
-    batch = pack([Trajectory("x", [turn]), Trajectory("x", [turn]), Trajectory("y", [turn], "x")])
-    labels = to_generator_output(batch)["trajectory_ids"]
-    assert labels == [("x#0", 0), ("x#1", 0), ("x", 0)]
-    assert len(from_generator_output(to_generator_output(batch))) == 3
-
-
-def test_extra_fields_named_as_keys_are_refused():
-    turn = Turn([1], [2], [-1.0], fields={"rewards": [0.5]})
-    batch = pack([Trajectory("a", [turn])], fields=[TokenField("rewards", torch.float32)])
-    with pytest.raises(ValueError, match=r"not be named as other keys, got \['rewards'\]"):
-        to_training_input(batch)

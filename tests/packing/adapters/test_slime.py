@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.packing.adapters.row_cases import (
+from tests.packing.adapters.cases import (
     conversation,
     forked_batch,
     plain_batch,
     random_batch,
     rows_by_loop,
+    told_of,
 )
-from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.kernels import grpo
 from trajpack.packing.adapters.slime import (
     from_samples,
@@ -199,23 +200,12 @@ def test_source_names_are_those_that_are_given():
         to_train_data(batch, source_names=["a"])
 
 
-def test_an_empty_batch_is_empty_lists():
-    batch = TrajectoryBuffer().pack()
-    assert to_samples(batch) == []
-    assert to_train_data(batch) == {key: [] for key in TRAIN_KEYS}
-
-
-def told_of(trajectory):
-    return [
-        ([*turn.prompt_ids], [*turn.completion_ids], [*turn.completion_logprobs], turn.truncated)
-        for turn in trajectory.turns
-    ]
-
-
 def test_conversations_come_back_with_versions_and_the_sum_of_rewards():
     trajectories = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
     back = from_samples(to_samples(pack(trajectories)), ids=["a", "b"])
-    assert [told_of(one) for one in back] == [told_of(one) for one in trajectories]
+    assert [pack([one]).input_ids.tolist() for one in back] == [
+        pack([one]).input_ids.tolist() for one in trajectories
+    ]
     assert [one.group for one in back] == ["0", "0"]
     assert [turn.reward for turn in back[1].turns] == [0.0, 0.0, 6.0]
     assert [turn.version_start for turn in back[1].turns] == [0, 1, 2]
@@ -258,7 +248,7 @@ def sample_object(**changes):
 def test_objects_are_read_too_and_all_of_a_response_without_a_mask_is_one_turn():
     (trajectory,) = from_samples([sample_object()])
     (turn,) = trajectory.turns
-    assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], True)]
+    assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], 0.5, True)]
     assert (turn.version_start, turn.version_end, turn.reward) == (7, 8, 0.5)
     assert (trajectory.id, trajectory.group) == ("4_0", "4")
     (unnumbered,) = from_samples([sample_object(weight_versions=["default"])])
@@ -309,4 +299,4 @@ def test_samples_of_tensors_are_taken(container):
         rollout_log_probs=container([-1.0, -2.0]),
     )  # fmt: skip
     (trajectory,) = from_samples([sample])
-    assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], True)]
+    assert told_of(trajectory) == [([1, 2], [3, 4], [-1.0, -2.0], 0.5, True)]

@@ -3,8 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.packing.adapters.cases import sequences_of, some_batch, some_static_batch
-from trajpack import TrajectoryBuffer
+from tests.packing.adapters.cases import sequences_of, some_batch
 from trajpack.packing.adapters.tinker import to_datum_kwargs, to_datums
 
 INT64, FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
@@ -12,10 +11,8 @@ INT64, FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
 
 @pytest.fixture
 def types(peer):
-    """tinker's own types; its first module, which is a client of a service, is not run."""
-    package = peer("tinker")
-    package.without_init("tinker")
-    return package.load("tinker.types")
+    """Its own types; its first module is a client of a service."""
+    return peer("tinker").load("tinker.types")
 
 
 def test_a_datum_is_a_sequence_shifted_by_one(types):
@@ -72,20 +69,6 @@ def test_a_datum_keeps_its_values_when_the_batch_changes():
 
 def test_the_mask_can_be_left_out():
     assert "mask" not in to_datum_kwargs(some_batch(), mask=False)[0]["loss_fn_inputs"]
-
-
-def test_a_batch_without_sequences_gives_none():
-    batch = TrajectoryBuffer(device="cpu").pack()
-    assert to_datum_kwargs(dataclasses.replace(batch, advantages=batch.returns)) == []
-
-
-def test_what_cannot_be_carried_is_refused():
-    with pytest.raises(ValueError, match="to_datum_kwargs: the batch has no advantages"):
-        to_datum_kwargs(dataclasses.replace(some_batch(), advantages=None))
-    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
-        to_datum_kwargs(some_batch().select([0]))
-    with pytest.raises(ValueError, match="the batch is padded"):
-        to_datum_kwargs(some_static_batch())
 
 
 def test_what_a_mask_leaves_out_has_no_advantage_though_no_mask_is_sent():

@@ -28,7 +28,7 @@ from trajpack import (
     pack_resident,
 )
 from trajpack.packing.credit import estimators
-from trajpack.packing.credit.inputs import num_groups_of, pieces_of
+from trajpack.packing.credit.inputs import chunks_of, num_groups_of
 from trajpack.testing import assert_batches_equal, assert_same_bits
 
 
@@ -188,6 +188,6 @@ def test_a_full_static_batch_is_still_one_of_fixed_size():
     buffer.extend(turns)
     for capacity in (9, 12):
         static = buffer.pack_into(StaticBatch(capacity, 3, device="cpu"))
-        assert pieces_of(static, GAE())[1] == static.num_tokens == capacity
+        assert chunks_of(static, GAE())[1] == static.num_tokens == capacity
         assert num_groups_of(static) == 3
-        assert pieces_of(pack(turns, device="cpu"), GAE())[1] == 6
+        assert chunks_of(pack(turns, device="cpu"), GAE())[1] == 6

@@ -1,8 +1,11 @@
-"""The rules of plans as plain loops over sequences, and lengths as they come in training."""
+"""Reference planners as plain loops, laws of plans, and lengths as they occur in training."""
 
 from itertools import combinations, product
+from typing import get_args
 
 import numpy as np
+
+from trajpack.packing.plan.units import Algorithm
 
 
 def next_fit(lengths, capacity, max_sequences=None):
@@ -126,3 +129,39 @@ def turns(generator, count):
 
 
 MIXES = {each.__name__: each for each in (power_law, bimodal, chat, code, turns)}
+
+
+PACKING = ["next_fit", "first_fit_decreasing", "best_fit_decreasing"]
+
+
+BALANCING = ["karmarkar_karp", "longest_processing_time"]
+
+
+EVERY = list(get_args(Algorithm))
+
+
+def held_by(plan):
+    return [sequences.tolist() for sequences in plan]
+
+
+def check_laws(plan, lengths, capacity, **asked):
+    align = asked.get("align", 1)
+    taken = -(-np.asarray(lengths, np.int64) // align) * align
+    assert sorted(plan.order.tolist()) == list(range(len(lengths)))
+    assert all(np.all(np.diff(sequences) > 0) for sequences in plan)
+    assert plan.loads.tolist() == [int(taken[held].sum()) for held in plan]
+    assert len(plan) % asked.get("multiple_of", 1) == 0
+    assert len(plan) >= max(asked.get("min_bins", 1), plan.lower_bound)
+    assert plan.loads.max(initial=0) <= capacity
+    most = asked.get("max_sequences")
+    assert most is None or max(map(len, plan), default=0) <= most
+    labels = asked.get("keep_together")
+    if labels is not None:
+        bin_of = {one: number for number, held in enumerate(held_by(plan)) for one in held}
+        where = {}
+        for sequence, label in enumerate(labels):
+            if label is not None:
+                where.setdefault(label, set()).add(bin_of[sequence])
+        assert all(len(bins) == 1 for bins in where.values())
+    units = len(lengths) if labels is None else len(where) + list(labels).count(None)
+    assert len(plan) > units or not (np.diff(plan.cu_bins) == 0).any()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.row_cases import conversation, forked_batch, plain_batch, rows_by_loop
+from tests.packing.adapters.cases import conversation, forked_batch, plain_batch, rows_by_loop
 from trajpack import StaticBatch, TrajectoryBuffer, pack
 from trajpack.packing.rows.rows import row_trajectories, row_turns, rows_of
 from trajpack.packing.rows.scores import row_scores, token_scores

@@ -387,7 +387,7 @@ def test_a_conversion_that_was_interrupted_begins_anew(old, monkeypatch):
     def fail(*_):
         raise OSError("power")
 
-    monkeypatch.setattr("trajpack.packing.trajectory_log.database.finish_durably", fail)
+    monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(OSError, match="power"):
         convert(old)
     monkeypatch.undo()

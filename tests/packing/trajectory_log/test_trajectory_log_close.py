@@ -31,9 +31,9 @@ from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls, needs_sqlite_
 from trajpack import Trajectory
 from trajpack.packing.trajectory_log import writer as log_writer
 from trajpack.packing.trajectory_log.database import LogFile
-from trajpack.packing.trajectory_log.index import EpisodeIndex
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogInUseError, LogOptions
+from trajpack.packing.trajectory_log.writer import EpisodeIndex
 
 
 class SlowDisk:
@@ -105,11 +105,11 @@ def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path
 def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_path, monkeypatch):
     failing = [2, 0, 4]
 
-    def add(index, entry, really=EpisodeIndex._add):
+    def add(index, name, entry, really=EpisodeIndex._add):
         if entry.number in failing[:1]:
             del failing[0]
             raise MemoryError
-        return really(index, entry)
+        return really(index, name, entry)
 
     monkeypatch.setattr(EpisodeIndex, "_add", add)
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:

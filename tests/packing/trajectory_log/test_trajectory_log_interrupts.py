@@ -15,7 +15,6 @@ import pytest
 from tests.packing.trajectory_log.log_cases import BY_HAND, read, turn, wait_until
 from trajpack import Trajectory
 from trajpack.packing.trajectory_log import (
-    index as log_index,
     log as trajectory_log,
     writer as log_writer,
 )
@@ -23,7 +22,7 @@ from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogOptions
 
 SMALL = [Trajectory("a", [turn()])]
-FILES = {one.__file__ for one in (log_index, log_writer, trajectory_log)}
+FILES = {one.__file__ for one in (log_writer, trajectory_log)}
 ROOM_FOR_TWO = LogOptions(max_pending_bytes=800, flush_seconds=3600)
 
 

@@ -1,24 +1,28 @@
-"""The recurrence that every scan over tokens is: in doubling rounds, and on the host in rows."""
+"""The recurrence behind every scan, in doubling rounds and in rows on the host; and the op."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import TypeAlias
 
 import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.scan.exclusive_scan import (
+from tests.kernels.credit.token_loops import batch_of
+from trajpack.kernels.scan import credit_scan
+from trajpack.kernels.scan.credit_scan import (
+    ENTRIES_AT_ONCE,
     ROW,
-    ROWS_AT_ONCE,
+    EntryIndex,
     exclusive_scan_on_host,
     exclusive_scan_reference,
-    places_of,
 )
 from trajpack.testing import assert_same_bits, boundaries
 
+OP = torch.ops.trajpack.credit_scan.default
 Scan: TypeAlias = Callable[..., torch.Tensor]
 SCANS = pytest.mark.parametrize("scan", [exclusive_scan_on_host, exclusive_scan_reference])
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -65,7 +69,7 @@ def test_it_is_the_loop(scan: Scan, lengths: list[int]) -> None:
 
 
 def test_the_host_takes_rows_of_rows_and_more_than_at_once() -> None:
-    lengths = [ROW**2, 3, ROW**2 + 1, 0, 2 * ROW**2 + ROW, *[1] * ROWS_AT_ONCE, 70]
+    lengths = [ROW**2, 3, ROW**2 + 1, 0, 2 * ROW**2 + ROW, *[1] * (ENTRIES_AT_ONCE // ROW), 70]
     inputs = inputs_of(lengths)
     actual = exclusive_scan_on_host(*inputs)
     torch.testing.assert_close(actual, by_loop(*inputs), rtol=1e-12, atol=1e-12)
@@ -121,7 +125,40 @@ def test_the_reference_reads_no_value() -> None:
     assert (states.shape, states.dtype, states.device.type) == ((7,), torch.float64, "meta")
 
 
-def test_places_are_those_of_the_segments() -> None:
-    segment, is_last = places_of(boundaries([0, 2, 0, 1, 0]), 3)
-    assert segment.tolist() == [1, 1, 3]
-    assert is_last.tolist() == [False, True, True]
+@pytest.mark.parametrize("at_once", [1, 3 * ROW, 7 * ROW])
+def test_it_does_not_matter_how_many_rows_the_host_walks_together(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of([0, 700, 3, ROW - 1, ROW, ROW + 1, ROW**2 + 1])
+    expected = exclusive_scan_on_host(*inputs)
+    monkeypatch.setattr(credit_scan, "ENTRIES_AT_ONCE", at_once)
+    assert_same_bits(exclusive_scan_on_host(*inputs), expected)
+
+
+def test_an_entry_knows_its_segment_and_the_ends_of_it() -> None:
+    index = EntryIndex(boundaries([0, 2, 0, 1, 0]), 3)
+    assert index.segment.tolist() == [1, 1, 3]
+    assert index.is_first.tolist() == [True, False, True]
+    assert index.is_last.tolist() == [False, True, True]
+
+
+def test_entries_behind_the_last_segment_belong_to_it() -> None:
+    assert EntryIndex(boundaries([1, 2]), 5).segment.tolist() == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["gae", "returns", "vtrace", "adjoint"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_is_registered_right(kind: str, dtype: torch.dtype, impl: str) -> None:
+    batch = batch_of(["gg.g", "", "g"], dtype=dtype)
+    leaves = [batch.rewards]
+    if kind in ("gae", "returns"):
+        leaves.append(batch.rewards.clone().requires_grad_())
+    values, bootstrap, weights, clips = None, None, (None, None), []
+    if kind in ("gae", "vtrace"):
+        values, bootstrap = batch.values, batch.bootstrap
+    if kind == "vtrace":
+        weights, clips = (batch.logprobs, batch.rollout_logprobs), [0.875, 0.75, 1.25]
+    for leaf, (mask, bound) in product(leaves, ((batch.loss_mask, 4), (None, None))):
+        inputs = leaf, batch.cu_seqlens, values, mask, bootstrap, *weights
+        rates = 1.0, batch.gammas, 0.5, None
+        torch.library.opcheck(OP, (*inputs, *rates, clips, "reset", kind, "op", impl, bound))

@@ -1,11 +1,12 @@
-"""Plans of ranks: equal numbers of micro-batches, labels kept, and loads that are even."""
+"""Plans of ranks: equal numbers of micro-batches, labels kept, and even loads."""
+
+import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.plan.plan_loops import MIXES
-from tests.packing.plan.test_plan import BALANCING, EVERY, held_by
+from tests.packing.plan.plan_loops import BALANCING, EVERY, MIXES, held_by
 from trajpack import RankPlan, TransformerCost, plan_micro_batches, plan_ranks
 from trajpack.packing.plan.ranks import deal
 from trajpack.packing.plan.units import Order
@@ -212,3 +213,42 @@ def test_a_rank_without_sequences_keeps_step_with_one_that_has_many(algorithm):
     plans = plan_ranks([4, 4, 4, 4], 2, 5, algorithm=algorithm, keep_on_rank=[7, 7, 7, 7])
     assert sorted(len(plan.order) for plan in plans.plans[0]) == [0, 4]
     check_laws(plans, [4, 4, 4, 4], 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        ({"num_ranks": 0}, ValueError, r"num_ranks must be 1 or more, got 0"),
+        ({"min_bins": 0}, ValueError, r"min_bins must be 1 or more, got 0"),
+        ({"num_steps": 4}, ValueError, r"num_steps must be 3 or fewer, .* sequences, got 4"),
+        (
+            {"num_steps": 3, "keep_in_step": [1, 2, 1]},
+            ValueError,
+            r"num_steps must be 2 or fewer, as many as there are blocks kept in a step, got 3",
+        ),
+        ({"order": "small"}, ValueError, r"order must be one of 'largest_first', .* got 'small'"),
+        ({"keep_on_rank": [1]}, ValueError, r"keep_on_rank must have one label .* 3 .* got 1"),
+    ],
+)
+def test_what_ranks_cannot_plan_is_named(asked, error, said):
+    with pytest.raises(error, match=rf"^plan_ranks: {said}"):
+        plan_ranks(**{"seqlens": [3, 4, 5], "capacity": 100, "num_ranks": 2} | asked)
+
+
+def test_plans_go_to_other_processes_with_the_lengths_once():
+    cut = plan_ranks([5, 30, 8], 2, 10, oversized="truncate_at_turn", turn_ends=[[], [7], []])
+    assert pickle.loads(pickle.dumps(cut)).plan(1).truncated == {1: 7}
+    plans = plan_ranks(np.arange(1, 4001), 64, 8000)
+    sent = pickle.dumps(plans)
+    assert len(sent) < 3 * plans.plan(0).seqlens.nbytes + 64 * 2000
+    again = pickle.loads(sent)
+    assert repr(again) == repr(plans)
+    assert again.plan(63).order.tolist() == plans.plan(63).order.tolist()
+
+
+def test_there_is_no_rank_and_no_step_beyond():
+    plans = plan_ranks([3, 4, 5], 2, 100)
+    with pytest.raises(IndexError, match=r"rank must be in \[0, 1\], got 2"):
+        plans.plan(2)
+    with pytest.raises(IndexError, match=r"step must be in \[0, 0\], got 1"):
+        plans.plan(0, 1)

@@ -1,4 +1,4 @@
-"""Scans over pieces: stretches of tokens that stand anywhere, against the loops over tokens."""
+"""Scans over chunks: stretches of tokens that stand anywhere, against the loops over tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from tests.kernels.credit.token_loops import (
     small_blocks,
     vtrace_by_loop,
 )
-from trajpack.kernels.scan.credit_scan import Limits, Pieces, Scan, run
+from trajpack.kernels.scan.credit_scan import run_scan
 from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
 from trajpack.kernels.scan.observations import PASSING
+from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
 from trajpack.testing import assert_same_bits, boundaries
 
 SEGMENTS = (
@@ -79,10 +80,10 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     rng = np.random.default_rng(0)
     turns = [turn for segment in segments for turn in segment]
     begins, masks = [0] * len(turns), ""
-    for piece in rng.permutation(len(turns)):
+    for chunk in rng.permutation(len(turns)):
         masks += "." * int(rng.integers(0, 3))
-        begins[piece] = len(masks)
-        masks += turns[piece]
+        begins[chunk] = len(masks)
+        masks += turns[chunk]
     batch = batch_of([masks])._replace(
         **{name: rows for name, rows in batch_of([""] * len(segments))._asdict().items()
            if name in ("gammas", "lams", "bootstrap")}
@@ -90,7 +91,7 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     rewards = torch.from_numpy(rng.standard_normal(len(turns)))
     spans = [[b + t.count("."), b + len(t)] for b, t in zip(begins, turns, strict=True)]
     table = torch.tensor([begins, begins], dtype=torch.int32).T.contiguous()
-    pieces = Pieces(
+    chunks = ScanChunks(
         boundaries([len(turn) for turn in turns]), table[:, 0],
         torch.tensor(spans, dtype=torch.int32).reshape(-1, 2), rewards,
     )  # fmt: skip
@@ -98,7 +99,7 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     scan = Scan(
         boundaries([len(segment) for segment in segments]), len(masks), positions, None,
         batch.values, None, 1.0, 1.0, "carry", batch.gammas, batch.lams, batch.bootstrap,
-        pieces=pieces, turn_ids=batch.loss_mask.int() - 1,
+        chunks=chunks, turn_ids=batch.loss_mask.int() - 1,
     )  # fmt: skip
     counts = [len(segment) for segment in segments]
     tokens = [list(range(b, b + len(t))) for b, t in zip(begins, turns, strict=True)]
@@ -106,10 +107,10 @@ def case_of(segments: Sequence[Sequence[str]] = SEGMENTS, slack: int = 3) -> Cas
     return Case(scan, batch, places, [part.tolist() for part in rewards.split(counts)])
 
 
-def generated_alone(pieces: Pieces) -> Pieces:
-    """Leave out of every piece what was not generated."""
-    begins, ends = pieces.spans.unbind(1)
-    return pieces._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
+def generated_alone(chunks: ScanChunks) -> ScanChunks:
+    """Leave out of every chunk what was not generated."""
+    begins, ends = chunks.spans.unbind(1)
+    return chunks._replace(cu_positions=boundaries((ends - begins).tolist()), begins=begins)
 
 
 def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +128,7 @@ def test_it_is_what_the_loop_says(observation: str, impl: str) -> None:
     case = case_of()
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     for rows, numbers in zip(
-        run(case.scan._replace(observation=observation), impl), exact, strict=True
+        run_scan(case.scan._replace(observation=observation), impl), exact, strict=True
     ):
         assert_rounds(rows, numbers)
 
@@ -137,7 +138,7 @@ def test_a_turn_of_context_alone_gives_its_reward_away_once(observation: str, im
     case = case_of([["gg", "...", ".g"], ["..", ".g", "..", "."]])
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     for rows, numbers in zip(
-        run(case.scan._replace(observation=observation), impl), exact, strict=True
+        run_scan(case.scan._replace(observation=observation), impl), exact, strict=True
     ):
         assert_rounds(rows, numbers)
 
@@ -157,9 +158,9 @@ def test_vtrace_is_what_the_loop_says(observation: str, impl: str) -> None:
     scan = case.scan._replace(
         kind="vtrace", observation=observation, weights=(batch.logprobs, batch.rollout_logprobs),
         limits=Limits(rho_clip=clips[0], c_clip=clips[1], advantage_rho_clip=clips[2]),
-        pieces=generated_alone(case.scan.pieces) if observation in PASSING else case.scan.pieces,
+        chunks=generated_alone(case.scan.chunks) if observation in PASSING else case.scan.chunks,
     )  # fmt: skip
-    for rows, numbers in zip(run(scan, impl), exact, strict=True):
+    for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
         assert_rounds(rows, numbers)
 
 
@@ -186,7 +187,7 @@ def test_rewards_are_clipped_and_pay_for_divergence(
 
     exact = expected_of(case._replace(rewards=clipped), penalised)
     scan = case.scan._replace(kl=(sampled, ref), estimator=estimator, limits=limits)
-    for rows, numbers in zip(run(scan, impl), exact, strict=True):
+    for rows, numbers in zip(run_scan(scan, impl), exact, strict=True):
         assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
 
 
@@ -220,7 +221,7 @@ def test_nothing_to_scan_leaves_zeros(segments: list[list[str]], impl: str) -> N
     scan = case.scan._replace(
         num_tokens=20, values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)
     )
-    for rows in run(scan, impl):
+    for rows in run_scan(scan, impl):
         assert_same_bits(rows, torch.zeros(20))
 
 
@@ -232,10 +233,10 @@ def test_the_reference_reads_no_value(observation: str) -> None:
         return field.to("meta") if isinstance(field, torch.Tensor) else field
 
     fields = {name: moved(field) for name, field in scan._asdict().items()}
-    fields["pieces"] = Pieces(*map(moved, scan.pieces or ()))
+    fields["chunks"] = ScanChunks(*map(moved, scan.chunks or ()))
     for kind in ("gae", "vtrace"):
         weights = (fields["values"],) * 2 if kind == "vtrace" else None
         named = {"kind": kind, "weights": weights, "observation": observation}
-        for rows in run(Scan(**(fields | named)), "torch"):
+        for rows in run_scan(Scan(**(fields | named)), "torch"):
             assert (rows.shape, rows.dtype) == ((scan.num_tokens,), torch.float32)
             assert rows.device.type == "meta"

@@ -1,11 +1,22 @@
-"""Balance by differencing and exchanges: beside other systems' methods, and its own laws."""
+"""Balanced plans beside loops and other systems' methods, and their own laws."""
+
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.plan.plan_loops import karmarkar_karp, karmarkar_karp_and_swaps
+from tests.packing.plan import plan_loops
+from tests.packing.plan.plan_loops import (
+    BALANCING,
+    EVERY,
+    MIXES,
+    held_by,
+    karmarkar_karp,
+    karmarkar_karp_and_swaps,
+)
 from trajpack import plan_micro_batches, plan_ranks
+from trajpack.packing.plan import balance
 
 DRAWS = {
     "uniform": lambda rng, count: rng.integers(50, 4000, count),
@@ -131,9 +142,7 @@ def test_no_exchange_with_the_most_costly_makes_both_cheaper(rows, num_bins, cap
 
 def test_work_is_bounded_where_sequences_are_many():
     """Pairs that are looked at, not seconds: none where one step alone would be too many."""
-    from trajpack.packing.plan import balance as plan_differencing
-
-    looked, taken = [], plan_differencing._exchange
+    looked, taken = [], balance._exchange
 
     def counted(bin_of, items, num_bins, *, least, budget):
         left = taken(bin_of, items, num_bins, least=least, budget=budget)
@@ -142,11 +151,118 @@ def test_work_is_bounded_where_sequences_are_many():
 
     lengths = np.random.default_rng(3).lognormal(8, 1, 20_000).astype(np.int64) + 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_differencing, "_exchange", counted)
+        patch.setattr(balance, "_exchange", counted)
         for count, num_bins in ((200, 8), (1000, 64), (20_000, 16)):
             looked.clear()
             plan_micro_batches(
                 lengths[:count], int(lengths.sum()), min_bins=num_bins, algorithm="karmarkar_karp"
             )
             assert 1 <= len(looked) <= 2
-            assert sum(looked) <= plan_differencing.EXCHANGES
+            assert sum(looked) <= balance.EXCHANGES
+
+
+@pytest.mark.parametrize("num_bins", [3, 40, 90])
+def test_longest_processing_time_is_what_a_loop_does(num_bins):
+    generator = np.random.default_rng(num_bins)
+    tried = []
+    for count, slack in ((50, 0), (700, 1), (700, 300), (700, 600), (700, 900), (700, 4000)):
+        lengths = generator.integers(0, 900, count)
+        costs = generator.integers(0, 50, count)
+        capacity = max(900, int(lengths.sum()) // num_bins + slack)
+        expected = plan_loops.longest_processing_time(lengths, costs, num_bins, capacity)
+        tried.append(expected is not None)
+        options = {"cost": costs, "min_bins": num_bins, "algorithm": "longest_processing_time"}
+        plan = plan_micro_batches(lengths, capacity, **options)
+        if expected is None:
+            assert len(plan) > num_bins
+        else:
+            assert held_by(plan) == expected
+    assert any(tried)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.integers(1, 6))
+def test_differencing_is_not_behind_a_loop_over_full_rows(costs, num_bins):
+    plan = plan_micro_batches(
+        [1] * len(costs), 100, cost=costs, min_bins=num_bins, algorithm="karmarkar_karp"
+    )
+    found = plan.bin_costs
+    expected = [sum(costs[one] for one in held) for held in karmarkar_karp(costs, num_bins)]
+    assert sum(found) == sum(expected)
+    # equal spreads are joined in another order, which may end with another balance
+    distinct = len(set(costs)) == len(costs) and num_bins == 2
+    assert max(found) <= max(expected) + (0 if distinct else max(costs))
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_bins", "wanted"),
+    [
+        ([4, 5, 6, 7, 8], 2, [15, 15]),  # Korf's example: differencing alone is 2 off
+        ([8, 7, 6, 5, 4], 3, [8, 11, 11]),
+        ([10, 8, 7, 6, 5], 2, [18, 18]),
+        ([1, 1, 1, 1], 4, [1, 1, 1, 1]),
+        ([5, 3, 3], 2, [5, 6]),
+        ([9], 2, [0, 9]),
+        ([0, 0, 7], 1, [7]),
+    ],
+)
+def test_differencing_by_hand(costs, num_bins, wanted):
+    plan = plan_micro_batches(
+        [1] * len(costs), 99, cost=costs, min_bins=num_bins, algorithm="karmarkar_karp"
+    )
+    assert sorted(plan.bin_costs.tolist()) == wanted
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("num_bins", [4, 30])
+def test_differencing_balances_better_than_longest_first(mix, num_bins):
+    lengths, _ = MIXES[mix](np.random.default_rng(7), 300)
+    spread = {}
+    for name in BALANCING:
+        plan = plan_micro_batches(lengths, 10**8, min_bins=num_bins, algorithm=name)
+        assert len(plan) == num_bins
+        spread[name] = int(np.ptp(plan.loads))
+    assert spread["karmarkar_karp"] <= spread["longest_processing_time"]
+
+
+@pytest.mark.parametrize("name", BALANCING)
+def test_balancing_takes_few_micro_batches_more_and_they_are_even(name):
+    for mix in MIXES:
+        lengths, capacity = MIXES[mix](np.random.default_rng(0), 2000)
+        plan = plan_micro_batches(lengths, capacity, algorithm=name)
+        assert len(plan) <= 1.05 * plan.lower_bound + 1
+        assert plan.statistics().token_imbalance < 1.06
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_more_are_made_by_splitting_and_none_is_empty_while_one_can_be_split(name):
+    lengths = [5, 9, 2, 2, 7, 1]
+    for asked, wanted in (({"min_bins": 5}, 5), ({"multiple_of": 4}, 4), ({"min_bins": 6}, 6)):
+        plan = plan_micro_batches(lengths, 30, algorithm=name, **asked)
+        assert len(plan) == wanted
+        assert min(map(len, plan)) > 0
+    plan = plan_micro_batches(lengths, 30, algorithm=name, multiple_of=8)
+    assert sorted(map(len, plan)) == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_the_most_costly_are_split():
+    plan = plan_micro_batches([4, 4, 4, 4], 8, cost=[1, 1, 1, 9], min_bins=3)
+    assert [9.0] in [plan.costs[held].tolist() for held in plan]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_sequences_of_no_cost_leave_none_empty(name):
+    free = plan_micro_batches([4, 4, 4, 4], 16, cost=[0] * 4, min_bins=4, algorithm=name)
+    assert [len(held) for held in free] == [1] * 4
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_costs_that_pull_against_tight_capacities_are_planned_in_time_too(mix):
+    lengths, capacity = MIXES[mix](np.random.default_rng(9), 20_000)
+    begin = time.process_time()
+    plan = plan_micro_batches(
+        lengths, capacity, algorithm="longest_processing_time", cost=lengths.astype(float) ** 2
+    )
+    assert time.process_time() - begin < 3.0
+    assert plan.loads.max() <= capacity
+    assert len(plan) <= 1.05 * plan.lower_bound + 1

@@ -1,11 +1,11 @@
-"""What plans refuse, and how they say it."""
-
-import pickle
+"""Input of plans: what is refused, costs, labels, and sequences that are too long."""
 
 import numpy as np
 import pytest
+import torch
 
-from trajpack import Plan, plan_micro_batches, plan_ranks
+from tests.packing.plan.plan_loops import EVERY, held_by
+from trajpack import plan_micro_batches, plan_ranks
 
 
 @pytest.mark.parametrize(
@@ -66,53 +66,64 @@ def test_what_cannot_be_planned_is_named(asked, error, said):
             plan_ranks(num_ranks=2, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("asked", "error", "said"),
-    [
-        ({"num_ranks": 0}, ValueError, r"num_ranks must be 1 or more, got 0"),
-        ({"min_bins": 0}, ValueError, r"min_bins must be 1 or more, got 0"),
-        ({"num_steps": 4}, ValueError, r"num_steps must be 3 or fewer, .* sequences, got 4"),
-        (
-            {"num_steps": 3, "keep_in_step": [1, 2, 1]},
-            ValueError,
-            r"num_steps must be 2 or fewer, as many as there are blocks kept in a step, got 3",
-        ),
-        ({"order": "small"}, ValueError, r"order must be one of 'largest_first', .* got 'small'"),
-        ({"keep_on_rank": [1]}, ValueError, r"keep_on_rank must have one label .* 3 .* got 1"),
-    ],
-)
-def test_what_ranks_cannot_plan_is_named(asked, error, said):
-    with pytest.raises(error, match=rf"^plan_ranks: {said}"):
-        plan_ranks(**{"seqlens": [3, 4, 5], "capacity": 100, "num_ranks": 2} | asked)
+def test_costs_of_a_function_are_of_aligned_lengths():
+    plan = plan_micro_batches([3, 8], 16, cost=lambda lengths: lengths**2, align=4)
+    assert plan.costs.tolist() == [16.0, 64.0]
+    assert plan.bin_costs.tolist() == [80.0]
+    assert plan_micro_batches([3, 8], 16, align=4).bin_costs.tolist() == [12.0]
 
 
-def test_what_is_asked_is_not_written_to_and_plans_cannot_be():
-    def twice(lengths):
-        lengths *= 2
-        return lengths
-
-    given = np.array([3, 4, 5])
-    plan = plan_micro_batches(given, 8, cost=twice, algorithm="longest_processing_time")
-    assert given.tolist() == plan.seqlens.tolist() == [3, 4, 5]
-    for array in (plan.order, plan.cu_bins, plan.seqlens, plan.costs, plan.loads, plan[0]):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 7
-    with pytest.raises(TypeError, match="Plan: order must be integers, got float64"):
-        Plan(order=[0.5], cu_bins=[0, 1], seqlens=[3], capacity=8)
+def test_labels_are_of_any_kind_and_none_is_alone():
+    lengths = [4, 4, 4, 4]
+    for labels in (["a", None, "a", None], [7, 1, 7, 2], torch.tensor([7, 1, 7, 2])):
+        plan = plan_micro_batches(lengths, 8, keep_together=labels)
+        assert held_by(plan) == [[0, 2], [1, 3]]
 
 
-def test_plans_go_to_other_processes_with_the_lengths_once():
-    plans = plan_ranks(np.arange(1, 4001), 64, 8000)
-    sent = pickle.dumps(plans)
-    assert len(sent) < 3 * plans.plan(0).seqlens.nbytes + 64 * 2000
-    again = pickle.loads(sent)
-    assert repr(again) == repr(plans)
-    assert again.plan(63).order.tolist() == plans.plan(63).order.tolist()
+LONG = [5, 30, 8, 12]
 
 
-def test_there_is_no_rank_and_no_step_beyond():
-    plans = plan_ranks([3, 4, 5], 2, 100)
-    with pytest.raises(IndexError, match=r"rank must be in \[0, 1\], got 2"):
-        plans.plan(2)
-    with pytest.raises(IndexError, match=r"step must be in \[0, 0\], got 1"):
-        plans.plan(0, 1)
+def test_a_sequence_that_is_too_long_is_named():
+    with pytest.raises(ValueError, match=r"sequence 1 has 30 tokens, more than the capacity of 10"):
+        plan_micro_batches(LONG, 10)
+    with pytest.raises(ValueError, match=r"capacity of 8 in multiples of 4"):
+        plan_micro_batches([9], 11, align=4)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_it_is_dropped_or_alone_or_cut_at_a_turn_and_counted(name):
+    plan = plan_micro_batches(LONG, 10, algorithm=name, oversized="drop")
+    assert sorted(plan.order.tolist()) == [0, 2]
+    assert plan.dropped == (1, 3)
+    assert plan.seqlens.tolist() == LONG
+    alone = plan_micro_batches(LONG, 10, algorithm=name, oversized="own_bin")
+    assert alone.oversized == (1, 3)
+    assert sorted(held_by(alone)) == [[0], [1], [2], [3]]
+    assert sorted(alone.loads.tolist()) == [5, 8, 12, 30]
+    turn_ends = [[5], [4, 9, 20, 30], [2, 8], [11, 12]]
+    cut = plan_micro_batches(
+        LONG, 10, algorithm=name, oversized="truncate_at_turn", turn_ends=turn_ends
+    )
+    assert (cut.dropped, dict(cut.truncated)) == ((3,), {1: 9})
+    assert cut.seqlens.tolist() == [5, 9, 8, 12]
+    assert sorted(cut.order.tolist()) == [0, 1, 2]
+    shown = cut.statistics()
+    assert (shown.num_dropped, shown.num_truncated, shown.num_oversized) == (1, 1, 0)
+    assert shown.num_tokens == 22
+
+
+def test_a_cut_reckons_with_alignment():
+    options = {"oversized": "truncate_at_turn", "turn_ends": [[4, 8, 9]]}
+    assert dict(plan_micro_batches([9], 11, align=4, **options).truncated) == {0: 8}
+    assert dict(plan_micro_batches([9], 11, align=3, **options).truncated) == {}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_container_of_lengths_does_not_matter(name):
+    lengths = np.random.default_rng(1).integers(1, 100, 200)
+    expected = plan_micro_batches(lengths.tolist(), 256, algorithm=name, min_bins=0)
+    containers = (tuple, np.uint8, np.int32, torch.tensor, lambda each: torch.tensor(each).int())
+    for container in containers:
+        plan = plan_micro_batches(container(lengths), 256, algorithm=name, min_bins=0)
+        assert plan.order.tolist() == expected.order.tolist()
+        assert plan.cu_bins.tolist() == expected.cu_bins.tolist()

@@ -13,7 +13,6 @@ from hypothesis import given, settings, strategies as st
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
 from trajpack.kernels.scan import credit_scan_triton
-from trajpack.kernels.scan.credit_scan import KINDS, Limits, Scan
 from trajpack.kernels.scan.credit_scan_triton import (
     FEWEST_ENTRIES,
     LONGEST_WALK,
@@ -22,6 +21,7 @@ from trajpack.kernels.scan.credit_scan_triton import (
     walk_segments,
     write_blocks,
 )
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
 
 SMALL = 8
@@ -53,7 +53,7 @@ def scan_of(batch: Batch, kind: str, observation: str, slack: int = 0) -> Scan:
     if kind == "vtrace":
         weights = batch.logprobs, batch.rollout_logprobs
         return scan._replace(weights=weights, limits=Limits(rho_clip=0.875, c_clip=0.75))
-    return scan._replace(values=None, bootstrap=None) if kind == "adjoint" else scan
+    return scan._replace(values=None, bootstrap=None) if kind in ("returns", "adjoint") else scan
 
 
 def by_blocks(scan: Scan, before: torch.Tensor | None, outputs: Any) -> None:
@@ -67,7 +67,11 @@ def results_of(scan: Scan, regime: Any) -> list[torch.Tensor]:
         (before,) = results_of(scan._replace(kind="next_values", weights=None), regime)
     dtype = torch.float64 if scan.kind == "next_values" else torch.float32
     main = torch.full((scan.num_tokens,), math.nan, dtype=dtype)
-    other = None if scan.kind in ("next_values", "adjoint") else torch.full_like(main, math.nan)
+    other = (
+        None
+        if scan.kind in ("returns", "next_values", "adjoint")
+        else torch.full_like(main, math.nan)
+    )
     regime(scan, before, (main, other))
     assert not main.isnan().any()
     return [main] if other is None else [main, other]

@@ -1,0 +1,331 @@
+"""Rules that all formats share: refused batches, empty ones, no host reads, missing rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.packing.adapters.cases import (
+    field_batch,
+    forked_batch,
+    some_batch,
+    some_static_batch,
+)
+from trajpack import Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
+from trajpack.packing.adapters import (
+    areal,
+    huggingface,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    slime,
+    tinker,
+    torchtitan,
+    trl,
+    verl,
+)
+
+GRPO_INPUTS = partial(trl.to_grpo_inputs, pad_token_id=0)
+WHOLE = [prime_rl.to_training_samples, torchtitan.to_training_samples, tinker.to_datum_kwargs]
+WHOLE += [GRPO_INPUTS, trl.to_async_samples]
+"""Formats that refuse micro-batches."""
+TRAINED = [torchtitan.to_training_microbatch, torchtitan.to_training_samples, GRPO_INPUTS]
+TRAINED += [trl.to_async_samples, trl.to_async_row, trl.to_flat_async_row, tinker.to_datum_kwargs]
+TRAINED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, areal.to_update_dict]
+TRAINED += [nemo_rl.to_loss_inputs]
+"""Formats with advantages."""
+UNTRAINED = [areal.to_padded_dict, areal.to_sequence_sample, nemo_rl.to_message_logs]
+UNTRAINED += [openrlhf.to_experience_dict, skyrl.to_generator_output, skyrl.to_training_input]
+UNTRAINED += [slime.to_samples, slime.to_train_data, verl.to_data_proto_dict, verl.to_tensordict]
+UNTRAINED += [prime_rl.to_training_samples, partial(huggingface.to_padding_free, labels="all")]
+
+
+@pytest.mark.parametrize("convert", [*TRAINED, *UNTRAINED])
+def test_a_padded_batch_is_refused(convert: Any) -> None:
+    with pytest.raises(ValueError, match="the batch is padded"):
+        convert(some_static_batch())
+
+
+@pytest.mark.parametrize("convert", TRAINED)
+def test_a_batch_without_advantages_is_refused(convert: Any) -> None:
+    bare = dataclasses.replace(some_batch(), advantages=None)
+    with pytest.raises(ValueError, match="batch has no advantages, call with_advantages first"):
+        convert(bare)
+
+
+@pytest.mark.parametrize("convert", WHOLE)
+def test_a_micro_batch_is_refused(convert: Any) -> None:
+    with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
+        convert(some_batch().select([0]))
+
+
+NO_READS = {
+    areal.to_padded_dict: {"input_ids": (6, 19), "turn_ids": (6, 19)},
+    nemo_rl.to_loss_inputs: {"advantages": (6, 19)},
+    openrlhf.to_experience_dict: {"action_mask": (6, 18), "response_length": (6,)},
+    partial(skyrl.to_training_input, max_response_length=20): {
+        "rewards": (6, 20),
+        "sequences": (6, 19),
+    },
+    partial(torchtitan.to_training_microbatch, seq_len=64): {"labels": (1, 64)},
+    trl.to_async_row: {"input_ids": (1, 58)},
+    trl.to_flat_async_row: {"input_ids": (1, 58)},
+    prime_rl.to_tensor_micro_batch: {"seq_lens": (6,)},
+}
+
+
+@pytest.mark.parametrize(("convert", "shapes"), NO_READS.items())
+def test_no_value_is_read_back_to_the_host(convert: Any, shapes: dict[str, Any]) -> None:
+    # a row for each trajectory: OpenRLHF would read back which rows are one
+    batch = dataclasses.replace(some_batch(), fields={}, ids=tuple("abcdef"), groups=("g",) * 6)
+    found = convert(batch.to("meta"))
+    assert {key: tuple(found[key].shape) for key in shapes} == shapes
+
+
+EMPTY = {
+    areal.to_padded_dict: ("input_ids", (0, 0)),
+    areal.to_update_dict: ("loss_mask", (0, 0)),
+    huggingface.to_padding_free: ("labels", (1, 0)),
+    nemo_rl.to_loss_inputs: ("input_ids", (0, 0)),
+    nemo_rl.to_message_logs: ("message_log", []),
+    openrlhf.to_experience_dict: ("truncated", (0,)),
+    skyrl.to_generator_output: ("response_ids", []),
+    skyrl.to_training_input: ("sequences", (0, 0)),
+    slime.to_samples: (None, []),
+    slime.to_train_data: ("tokens", []),
+    tinker.to_datum_kwargs: (None, []),
+}
+
+
+@pytest.mark.parametrize(("convert", "expected"), EMPTY.items())
+def test_an_empty_batch_is_rows_and_lists_of_nothing(convert: Any, expected: Any) -> None:
+    key, value = expected
+    found = convert(TrajectoryBuffer().pack().with_advantages(TurnReturns()))
+    found = found if key is None else found[key]
+    assert (tuple(found.shape) if isinstance(found, torch.Tensor) else found) == value
+
+
+@pytest.mark.parametrize(
+    ("convert", "name"),
+    [
+        (areal.to_padded_dict, "rewards"),
+        (areal.to_update_dict, "tot_rewards"),
+        (nemo_rl.to_loss_inputs, "token_mask"),
+        (skyrl.to_training_input, "rewards"),
+        *((verl.to_data_proto_dict, name) for name in ("attention_mask", "rm_scores", "prompts")),
+        *((verl.to_tensordict, name) for name in ("attention_mask", "rm_scores", "prompts")),
+    ],
+)
+def test_extra_fields_named_as_keys_are_refused(convert: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=f"not be named as other keys, got \\['{name}'\\]"):
+        convert(field_batch(name, advantages=True))
+
+
+TURNS = [Turn([1, 2], [3], [-1.0]), Turn([1, 2, 3, 4], [5], [-1.0], 2.5)]
+REWARDED = pack([Trajectory(name, TURNS, group="g") for name in "ab"])
+PADDED = areal.to_padded_dict(REWARDED)
+PROTO = verl.to_data_proto_dict(REWARDED)
+SAMPLES = slime.to_samples(REWARDED)
+TRAIN = slime.to_train_data(REWARDED)
+GENERATED = skyrl.to_generator_output(REWARDED, rewards="rows")
+PRIME = prime_rl.to_training_samples(REWARDED)
+OUTPUT = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4, 5],
+    "response_mask": [1, 0, 1],
+    "response_logprobs": [-1.0, 0.0, -1.0],
+}
+OUTPUTS = [OUTPUT | {"reward_score": 1.0}]
+
+
+def without(given: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in keys}
+
+
+def proto(**scores: Any) -> dict[str, Any]:
+    return PROTO | {"tensors": without(PROTO["tensors"], "rm_scores") | scores}
+
+
+MISSING = {
+    "areal": (areal.from_padded_dict, without(PADDED, "rewards"), "rewards"),
+    "areal, one of two": (areal.from_padded_dict, [PADDED, PADDED | {"rewards": None}], "rewards"),
+    "areal, one row": (
+        areal.from_padded_dict,
+        PADDED | {"rewards": [1.0, None]},
+        r"rewards \[B\]",
+    ),
+    "areal, one row of objects": (
+        areal.from_padded_dict,
+        PADDED | {"rewards": np.array([1.0, None], dtype=object)},
+        r"rewards \[B\]",
+    ),
+    "verl": (verl.from_data_proto, proto(), "token_level_scores or rm_scores"),
+    "verl, None": (verl.from_data_proto, proto(rm_scores=None), "token_level_scores or rm_scores"),
+    "agent loop": (verl.from_agent_loop_outputs, [OUTPUT], "reward_score"),
+    "agent loop, one of two": (
+        verl.from_agent_loop_outputs,
+        [*OUTPUTS, OUTPUT | {"reward_score": None}],
+        "reward_score",
+    ),
+    "slime": (slime.from_samples, [SAMPLES[0], without(SAMPLES[1], "reward")], "reward"),
+    "slime, None": (slime.from_samples, [SAMPLES[0] | {"reward": None}], "reward"),
+    "slime, train": (slime.from_train_data, TRAIN | {"raw_reward": [1.0, None]}, "raw_reward"),
+    "slime, no key": (slime.from_train_data, without(TRAIN, "raw_reward"), "raw_reward"),
+    "slime, key is None": (slime.from_train_data, TRAIN | {"raw_reward": None}, "raw_reward"),
+    "skyrl": (skyrl.from_generator_output, GENERATED | {"rewards": [1.0, None]}, r"rewards\[1\]"),
+    "skyrl, no key": (skyrl.from_generator_output, without(GENERATED, "rewards"), r"rewards\[0\]"),
+    "skyrl, None": (skyrl.from_generator_output, GENERATED | {"rewards": None}, r"rewards\[0\]"),
+    "skyrl, one token": (
+        skyrl.from_generator_output,
+        GENERATED | {"rewards": [[0.0] * 3, [0.0, 0.0, None]]},
+        r"rewards\[1\]\[2\]",
+    ),
+    "prime-rl": (prime_rl.from_training_samples, PRIME, "the argument rewards"),
+    "prime-rl, one": (
+        partial(prime_rl.from_training_samples, rewards=[1.0, None]),
+        PRIME,
+        r"rewards\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("read", "given", "expected"), MISSING.values(), ids=MISSING)
+def test_missing_rewards_are_refused_unless_the_caller_gives_one(
+    read: Any, given: Any, expected: str
+) -> None:
+    named = rf"is missing, expected .*{expected}.*missing_reward=0\.0"
+    with pytest.raises(ValueError, match=named):
+        read(given)
+    for reward in (-0.5, 0.0):
+        *_, last = read(given, missing_reward=reward)
+        assert [turn.reward for turn in last.turns] == [0.0, reward]
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        (areal.from_padded_dict, PADDED),
+        (verl.from_data_proto, PROTO),
+        (verl.from_agent_loop_outputs, [OUTPUT | {"reward_score": 0.0}]),
+        (slime.from_samples, SAMPLES),
+        (slime.from_train_data, TRAIN),
+        (skyrl.from_generator_output, GENERATED),
+        (prime_rl.from_training_samples, []),
+    ],
+)
+def test_present_rewards_are_not_replaced(read: Any, given: Any) -> None:
+    assert read(given, missing_reward=9.0) == read(given)
+
+
+def test_a_missing_reward_must_be_a_number() -> None:
+    with pytest.raises(TypeError, match="missing_reward must be a number"):
+        verl.from_agent_loop_outputs([OUTPUT], missing_reward="0")  # type: ignore[arg-type]
+
+
+READ = {
+    "areal": lambda reward: areal.from_padded_dict(PADDED | {"rewards": [1.0, reward]}),
+    "verl": lambda reward: verl.from_data_proto(
+        proto(rm_scores=torch.tensor([[0.0] * 3, [0.0, 0.0, reward]], dtype=torch.float64))
+    ),
+    "agent loop": lambda reward: verl.from_agent_loop_outputs([OUTPUT | {"reward_score": reward}]),
+    "slime": lambda reward: slime.from_samples([SAMPLES[0] | {"reward": reward}]),
+    "slime, train": lambda reward: slime.from_train_data(TRAIN | {"raw_reward": [1.0, reward]}),
+    "skyrl": lambda reward: skyrl.from_generator_output(GENERATED | {"rewards": [1.0, reward]}),
+    "skyrl, token": lambda reward: skyrl.from_generator_output(
+        GENERATED | {"rewards": [[0.0] * 3, [0.0, reward, 0.0]]}
+    ),
+    "prime-rl": lambda reward: prime_rl.from_training_samples(PRIME, rewards=[1.0, reward]),
+}
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf"), 1e39])
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_a_reward_that_is_not_finite_is_refused(read: Any, reward: float) -> None:
+    with pytest.raises(ValueError, match=r"^trajectory '.*rewards? must be finite float32, got"):
+        read(reward)
+
+
+def test_the_dictionary_with_a_fault_is_named() -> None:
+    for second, fault in (
+        (without(PADDED, "rewards"), "the reward is missing"),
+        (without(PADDED, "logprobs"), r"\['logprobs'\] are missing"),
+        (PADDED | {"logprobs": None}, r"\['logprobs'\] are missing"),
+        (PADDED | {"rewards": torch.zeros(3)}, r"rewards must have shape \[2\], got \[3\]"),
+        (PADDED | {"rewards": [None, 1.0]}, "the reward of row 0 is missing"),
+    ):
+        with pytest.raises(ValueError, match=rf"from_padded_dict: dicts\[1\]: {fault}"):
+            areal.from_padded_dict([PADDED, second])
+
+
+def test_none_in_the_place_of_a_rollout_is_refused_by_name() -> None:
+    for read, given, error in (
+        (areal.from_padded_dict, [PADDED, None], r"dicts\[1\]: expected a dict.* got NoneType"),
+        (areal.from_padded_dict, None, "from_padded_dict: expected a dict.* got NoneType"),
+        (slime.from_samples, [None], r"samples\[0\] must be a mapping .*, got NoneType"),
+        (verl.from_agent_loop_outputs, [*OUTPUTS, None], "'1' must be a map"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            read(given)  # type: ignore[operator]
+    for empty in (
+        SimpleNamespace(batch=None, non_tensor_batch={}),
+        {"tensors": None, "non_tensors": {}},
+    ):
+        with pytest.raises(ValueError, match="from_data_proto: the proto's batch is None"):
+            verl.from_data_proto(empty)
+    with pytest.raises(ValueError, match=r"\['tokens'\] are missing"):
+        slime.from_train_data(TRAIN | {"tokens": None})
+    found = verl.from_data_proto(PROTO | {"non_tensors": None})
+    assert [one.group for one in found] == [None, None]
+
+
+def test_trajectories_without_a_group_share_their_name_with_no_other() -> None:
+    turn = Turn([1], [2], [-1.0])
+    given = [("x", None), ("y", None), ("x", None), ("b", "y"), ("c", "y")]
+    batch = pack([Trajectory(name, [turn], group) for name, group in given])
+    expected = ["x#0", "y#1", "x#2", "y", "y"]
+    assert verl.to_data_proto_dict(batch)["non_tensors"]["uid"].tolist() == expected
+    assert openrlhf.to_experience_dict(batch)["prompts"] == expected
+    output = skyrl.to_generator_output(batch)
+    labels = [("x#0", 0), ("y#1", 0), ("x#2", 0), ("y", 0), ("y", 1)]
+    assert output["trajectory_ids"] == labels
+    assert len(skyrl.from_generator_output(output)) == 5
+
+
+@pytest.mark.parametrize("name", ["values", "prox_logp", "ref_logp", "kl"])
+def test_fields_of_a_forward_pass_are_one_token_early_where_the_trainer_has_them_so(
+    name: str,
+) -> None:
+    batch = field_batch(name, advantages=True)
+    if name in areal.EARLY:
+        for convert in (areal.to_padded_dict, areal.to_update_dict):
+            assert convert(batch)[name].tolist() == [[0.5, 0.25, 0.0]]
+    if name in openrlhf.FIELDS:
+        assert openrlhf.to_experience_dict(batch)[name].tolist() == [[0.5, 0.25]]
+    assert nemo_rl.to_loss_inputs(batch)[name].tolist() == [[0.0, 0.5, 0.25]]
+    assert verl.to_data_proto_dict(batch)["tensors"][name].tolist() == [[0.5, 0.25]]
+    assert skyrl.to_training_input(batch)[name].tolist() == [[0.5, 0.25]]
+
+
+def test_rewards_of_rows_are_sums_or_discounted_returns() -> None:
+    batch = forked_batch()
+    for key, found in (
+        ("rewards", openrlhf.to_experience_dict(batch)),
+        ("total_reward", nemo_rl.to_message_logs(batch)),
+        ("rewards", areal.to_padded_dict(batch, rewards="rewards")),
+    ):
+        assert found[key].tolist() == [11.0, 4.0, 16.0, 6.0]
+    for key, found in (
+        ("rewards", openrlhf.to_experience_dict(batch, rewards="returns")),
+        ("total_reward", nemo_rl.to_message_logs(batch, rewards="returns")),
+        ("rewards", areal.to_padded_dict(batch)),
+    ):
+        assert found[key].tolist() == [15.0, 12.0, 16.0, 6.0]
+    with pytest.raises(ValueError, match="must be 'rewards' or 'returns', got 'last'"):
+        areal.to_padded_dict(batch, rewards="last")

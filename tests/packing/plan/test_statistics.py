@@ -1,0 +1,116 @@
+"""Statistics of plans by hand and by a law; lower bounds beside an exhaustive search."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from trajpack import plan_micro_batches, plan_ranks
+from trajpack.packing.plan.statistics import lower_bound
+
+
+def test_padding_has_causes():
+    plan = plan_micro_batches([3, 6, 5, 1], 10, align=4, multiple_of=6)
+    shown = plan.statistics()
+    assert plan.loads.tolist().count(0) == 2
+    wanted = {
+        "num_micro_batches": 6, "num_dummies": 2, "num_sequences": 4, "num_tokens": 15,
+        "padding_alignment": 1 + 2 + 3 + 3, "padding_tail": 6 + 2 + 2 + 6, "padding_dummy": 20,
+        "padding_rank": 0, "num_tokens_over": 0, "lower_bound": 3, "num_ranks": 1, "num_steps": 1,
+    }  # fmt: skip
+    assert {name: getattr(shown, name) for name in wanted} == wanted
+    assert shown.fill == 15 / 60
+    assert shown.token_imbalance == 8 / (24 / 6)
+
+
+def test_imbalance_is_of_micro_batches_and_of_ranks():
+    plans = plan_ranks([8, 2, 4, 4], 2, 8, cost=[64, 4, 16, 16], order="as_planned")
+    shown = plans.statistics()
+    tokens = [int(plan.loads.sum()) for plan in plans.plans[0]]
+    costs = [float(plan.bin_costs.sum()) for plan in plans.plans[0]]
+    assert shown.rank_token_imbalance == max(tokens) / 9
+    assert shown.rank_cost_imbalance == max(costs) / 50
+    assert shown.padding_rank == abs(tokens[0] - tokens[1])
+    assert "rank_cost_imbalance" in repr(shown)
+    assert repr(shown).splitlines()[6].split() == ["num_dropped", "0"]
+    assert max(map(len, repr(shown).splitlines())) < 60
+
+
+def test_statistics_of_nothing_are_numbers():
+    shown = plan_micro_batches([], 8, min_bins=0).statistics()
+    assert (shown.fill, shown.token_imbalance, shown.num_micro_batches) == (0.0, 1.0, 0)
+    shown = plan_ranks([], 2, 8).statistics()
+    assert (shown.fill, shown.padding_dummy, shown.rank_token_imbalance) == (0.0, 16, 1.0)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 40), max_size=30),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from(["drop", "own_bin"]),
+)
+def test_tokens_and_paddings_are_all_there_is(lengths, num_ranks, align, policy):
+    plans = plan_ranks(lengths, num_ranks, 24, align=align, oversized=policy)
+    shown = plans.statistics()
+    padding = shown.padding_alignment + shown.padding_tail + shown.padding_dummy
+    room = 24 * shown.num_micro_batches
+    assert shown.num_tokens + padding - shown.num_tokens_over == room
+    assert shown.num_sequences + shown.num_dropped == len(lengths)
+    assert shown.fill == shown.num_tokens / room
+    assert 1 <= shown.rank_token_imbalance <= num_ranks
+
+
+def fewest(lengths, capacity):
+    """Return the fewest bins, by trying every place for every length."""
+    best = len(lengths)
+
+    def place(rest, rooms):
+        nonlocal best
+        if len(rooms) >= best:
+            return
+        if not rest:
+            best = len(rooms)
+            return
+        for room in set(rooms):
+            if room >= rest[0]:
+                left = list(rooms)
+                left.remove(room)
+                place(rest[1:], [*left, room - rest[0]])
+        place(rest[1:], [*rooms, capacity - rest[0]])
+
+    place(sorted(lengths, reverse=True), [])
+    return best
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(20, 40))
+def test_no_packing_needs_fewer_than_the_bound(lengths, capacity):
+    bound, best = lower_bound(np.array(lengths), capacity), fewest(lengths, capacity)
+    assert -(-sum(lengths) // capacity) <= bound <= best
+    for name in ("first_fit_decreasing", "best_fit_decreasing"):
+        plan = plan_micro_batches(lengths, capacity, algorithm=name)
+        assert plan.lower_bound == bound
+        assert len(plan) <= 11 * best / 9 + 6 / 9  # Dósa's bound of first fit decreasing
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "wanted"),
+    [
+        ([6, 6, 6, 6], 10, 4),  # no two fit together
+        ([7, 7, 4, 4], 10, 3),  # no four fits a seven; two fours fit each other
+        ([4] * 9, 11, 5),  # just above a third: two to a bin
+        ([26] * 13, 101, 5),  # just above a quarter: three to a bin
+        ([21] * 9, 100, 3),  # just above a fifth: four to a bin
+        ([14, 18, 20], 30, 3),  # 14 fits neither
+        ([5, 5, 5, 5], 10, 2),
+        ([10], 10, 1),
+    ],
+)
+def test_bounds_by_hand(lengths, capacity, wanted):
+    assert lower_bound(np.array(lengths), capacity) == wanted == fewest(lengths, capacity)
+
+
+def test_the_bound_of_a_plan_reckons_with_alignment_and_long_sequences():
+    assert plan_micro_batches([5, 5, 5], 15, align=4).lower_bound == 3
+    assert plan_micro_batches([40, 3], 10, oversized="own_bin").lower_bound == 2
+    assert plan_micro_batches([40, 3], 10, oversized="drop").lower_bound == 1

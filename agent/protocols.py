@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
 from trajpack.packing.equality import same_values
@@ -143,8 +143,19 @@ def _check_bundled(qid: str, what: str, expected: int, got: int) -> None:
         raise ValueError(f"bundled output {qid!r}: expected {expected} {what}, got {got}")
 
 
+class GenerationRequest(NamedTuple):
+    """Request for one completion; a plain tuple of the three is one, too."""
+
+    qid: str
+    """Name of the episode that asks."""
+    token_ids: Sequence[int]
+    """Token ids of the whole conversation so far."""
+    sampling: Any
+    """`SamplingParams`, or any object with ``max_new_tokens``."""
+
+
 Observation: TypeAlias = tuple[str, Sequence[int], Any]
-"""What an agent asks of an engine: ``(qid, token_ids, sampling)``."""
+"""Request on a queue: ``(qid, token_ids, sampling)``."""
 Reply: TypeAlias = GenerationOutput | GenerationError
 
 

@@ -14,8 +14,8 @@ from trajpack.agent.agents.chat_messages import trial_text
 from trajpack.agent.agents.episode import Episode, Exchange
 from trajpack.agent.agents.tool_calls import BEGIN, END, tool_calls
 from trajpack.agent.agents.tools import Tool
+from trajpack.agent.errors import reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
-from trajpack.agent.runner.attempt import reason_of
 
 _GREETING = ({"role": "user", "content": "Hello"},)
 

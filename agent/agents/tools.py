@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajpack.agent.blocking_work import contained
-from trajpack.agent.runner.attempt import reason_of
+from trajpack.agent.errors import reason_of
 
 _NUM_THREADS = 64
 """For the functions of all tools. They are not those of the event loop: a function that hangs keeps

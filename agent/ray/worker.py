@@ -15,16 +15,10 @@ import numpy.typing as npt
 import torch
 
 from trajpack.agent import errors
-from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.ray.payload import TrajectoryArrays, as_array
-from trajpack.agent.runner.attempt import (
-    Stage,
-    attempt_episode,
-    check_serving,
-    has_engine_ended,
-    reason_of,
-)
+from trajpack.agent.runner.attempt import Stage, attempt_episode, check_serving
 from trajpack.agent.runner.gate import GenerationGate
 from trajpack.agent.runner.watch import Audience
 from trajpack.agent.runner.watchdog import Patience, Watchdog

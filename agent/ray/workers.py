@@ -9,8 +9,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
-from trajpack.agent.engines.transformers_requests import End, ObservationQueue, check_entered
-from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError
+from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
+from trajpack.agent.errors import (
+    EngineEndedError,
+    EpisodeError,
+    ServerUnavailableError,
+    reason_of,
+)
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.agent.ray.worker import (
     EpisodeReply,
@@ -21,7 +26,6 @@ from trajpack.agent.ray.worker import (
     WorkerPulse,
     WorkerStatus,
 )
-from trajpack.agent.runner.attempt import reason_of
 from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.agent.runner.watch import WatchedRequests
 from trajpack.agent.runner.watchdog import Patience

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trajpack.agent.errors import (
-    EngineEndedError,
     EnvironmentFailedError,
     EpisodeCancelledError,
     EpisodeError,
     EpisodeTimeoutError,
+    causes_of,
+    reason_of,
 )
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt, Reply
 from trajpack.agent.runner.gate import GenerationGate
@@ -28,8 +29,6 @@ from trajpack.agent.runner.watch import (
 )
 from trajpack.agent.runner.watchdog import Watchdog
 from trajpack.packing.types import Trajectory
-
-_MAX_REASON_CHARS = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,46 +166,6 @@ def _is_running(task: asyncio.Task[Any] | None) -> bool:
 def _kind_of(error: BaseException, watch: EpisodeWatch) -> type[EpisodeError]:
     if watch.environment_errors:
         known = set(map(id, watch.environment_errors))
-        if any(id(one) in known for one in _causes(error)):
+        if any(id(one) in known for one in causes_of(error)):
             return EnvironmentFailedError
     return EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the kind of an exception and what it says, shortened where that is very long."""
-    kind = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - an exception of somebody else may be broken itself
-        return f"{kind} without a text"
-    rest = len(text) - _MAX_REASON_CHARS
-    return (
-        f"{kind}: {text[:_MAX_REASON_CHARS]}... ({rest:,} more characters)"
-        if rest > 0
-        else f"{kind}: {text}"
-    )
-
-
-def has_engine_ended(error: BaseException | None) -> bool:
-    """Return whether an episode failed because its engine gives no more replies.
-
-    Example:
-        >>> has_engine_ended(EngineEndedError("q0@0", "shut down"))
-        True
-    """
-    return error is not None and any(isinstance(one, EngineEndedError) for one in _causes(error))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, those it was raised from, and those in a group among them."""
-    todo, seen = [error], set[int]()
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if one.__cause__ is not None:
-            todo.append(one.__cause__)
-        if isinstance(one, BaseExceptionGroup):
-            todo.extend(one.exceptions)

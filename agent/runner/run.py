@@ -10,9 +10,14 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.blocking_work import cancel_and_wait
-from trajpack.agent.errors import EpisodeCancelledError, EpisodeError, StaleEpisodeError
+from trajpack.agent.errors import (
+    EpisodeCancelledError,
+    EpisodeError,
+    StaleEpisodeError,
+    has_engine_ended,
+)
 from trajpack.agent.protocols import Prompt, Reply
-from trajpack.agent.runner.attempt import attempt_episode, has_engine_ended, surviving_cancel
+from trajpack.agent.runner.attempt import attempt_episode, surviving_cancel
 from trajpack.agent.runner.groups import OpenGroup
 from trajpack.agent.runner.places import Places
 from trajpack.agent.runner.results import EpisodeResult, Tally

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, asynccontextmanager
 
 from trajpack.agent.protocols import Agent, Engine, Environment
-from trajpack.agent.runner.attempt import Stage, check_serving, has_engine_ended
+from trajpack.agent.runner.attempt import Stage, check_serving
 from trajpack.agent.runner.gate import GenerationGate
 from trajpack.agent.runner.groups import OpenGroup
 from trajpack.agent.runner.observers import RolloutObserver
@@ -20,7 +20,7 @@ from trajpack.agent.runner.watch import Audience
 from trajpack.agent.runner.watchdog import Watchdog
 from trajpack.packing.optional import require
 
-__all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner", "has_engine_ended"]
+__all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner"]
 
 _DEFAULT_POLICY = RolloutPolicy()
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
-from trajpack.agent.engines.transformers_requests import (
+from trajpack.agent.engines.queues import (
     End,
     ObservationQueue,
     check_entered,
     warn_unentered,
 )
+from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
 from trajpack.agent.errors import GenerationError, RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput, Observation, Reply
 from trajpack.agent.servers.client import ServerClient

@@ -16,9 +16,9 @@ import torch
 
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.questions import Question
-from trajpack.agent.errors import EpisodeError
+from trajpack.agent.errors import EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner, has_engine_ended
+from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.trl.rows import (
     Row,
     encode_prompt,

@@ -122,13 +122,10 @@ def test_an_engine_that_was_entered_in_another_event_loop_is_an_error() -> None:
     asyncio.run(engine.__aexit__())
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_serving_task_that_has_ended_ends_the_run(
-    place: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_serving_task_that_has_ended_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> list[EpisodeResult]:
         async with transformers_engine() as engine, asyncio.timeout(5):
-            engine._tasks[place].cancel()
+            engine._watching.cancel()  # type: ignore[union-attr]
             return [result async for result in runner(engine, TwoTurns()).run(prompts(2))]
 
     results = asyncio.run(body())

@@ -138,8 +138,7 @@ ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
     ("agent/servers/responses/sglang.py", "msgspec"): "done without",
     ("agent/servers/responses/vllm.py", "msgspec"): "done without",
-    ("src/trajpack/commands/rollout.py", "transformers"): "explained by the command",
-    ("src/trajpack/commands/train.py", "transformers"): "explained by the command",
+    ("src/trajpack/commands/terminal.py", "transformers"): "explained by the command",
 }
 
 

@@ -52,10 +52,6 @@ from trajpack.agent.protocols import (
     Prompt as Prompt,
     SamplingParams as SamplingParams,
 )
-from trajpack.agent.runner.filters import (
-    not_all_equal as not_all_equal,
-    success_rate_between as success_rate_between,
-)
 from trajpack.agent.runner.observers import RolloutObserver as RolloutObserver
 from trajpack.agent.runner.policy import (
     BackOff as BackOff,
@@ -63,6 +59,8 @@ from trajpack.agent.runner.policy import (
     RetryPolicy as RetryPolicy,
     RolloutPolicy as RolloutPolicy,
     StalenessPolicy as StalenessPolicy,
+    not_all_equal as not_all_equal,
+    success_rate_between as success_rate_between,
 )
 from trajpack.agent.runner.runner import (
     EpisodeResult as EpisodeResult,

@@ -24,7 +24,7 @@ from trajpack.agent.errors import (
     MalformedResponseError,
 )
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Reply
-from trajpack.agent.runner.watch import WatchedRequests
+from trajpack.agent.runner.bridge import RequestQueue
 from trajpack.packing.conversion import as_ids, as_logprobs, as_number, as_version_runs
 from trajpack.packing.types import Turn
 
@@ -130,7 +130,7 @@ class Episode:
             GenerationError: As the engine gave it for a reply.
         """
         request = (self.qid, self.token_ids.copy(), gconfig)
-        if isinstance(self.obs_queue, WatchedRequests):
+        if isinstance(self.obs_queue, RequestQueue):
             await self.obs_queue.wait_open()  # a pause for new weights is no lateness
         try:
             async with asyncio.timeout(timeout):

@@ -65,8 +65,8 @@ class _OpenEpisode:
 class QueuedEngine(ABC):
     """Base of engines whose core is the coroutine `generate`: it serves `obs_queue` with it.
 
-    A runner calls `generate` and leaves the queues alone. A subclass calls `_begin_serving` once it has been entered, and `_end_serving` when it was left
-    or has died.
+    A runner calls `generate` and leaves the queues alone. A subclass calls `_begin_serving` once
+    it has been entered, and `_end_serving` when it was left or has died.
     """
 
     def __init__(self) -> None:

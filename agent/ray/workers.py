@@ -26,8 +26,8 @@ from trajpack.agent.ray.worker import (
     WorkerPulse,
     WorkerStatus,
 )
+from trajpack.agent.runner.bridge import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
-from trajpack.agent.runner.watch import WatchedRequests
 from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
@@ -521,7 +521,7 @@ class _RemoteAgent:
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
         """Run the episode on a worker; environment and queues of this process are unused."""
-        patience = obs_queue.patience if isinstance(obs_queue, WatchedRequests) else None
+        patience = obs_queue.patience if isinstance(obs_queue, RequestQueue) else None
         return await self._workers.roll_out(prompt, patience)
 
 

@@ -15,8 +15,8 @@ from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
     from trajpack.agent.protocols import Agent, Engine, Environment
-    from trajpack.agent.runner.gate import GenerationGate
-    from trajpack.agent.runner.watch import EpisodeWatch
+    from trajpack.agent.runner.bridge import Attempt
+    from trajpack.agent.runner.gates import GenerationGate
 
 _logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
@@ -82,10 +82,8 @@ class Watchdog:
         self.patience = Patience(math.inf if patience_s is None else patience_s, -1)
         """Of the present run."""
         self._patience_s: dict[str, float] = {}
-        self._attempts: dict[EpisodeWatch, None] = {}  # in the order of their beginnings
+        self._attempts: dict[Attempt, None] = {}  # in the order of their beginnings
         self._num_calls = 0
-        self._num_replies = 0
-        self._num_arrived = 0
         self._engine_sign_at = self._environment_sign_at = 0.0
         self._wanted: tuple[int, float] | None = None
         self._prompt_waits: dict[object, float] = {}  # since when each run waits for one
@@ -104,18 +102,18 @@ class Watchdog:
             self.patience = patience
             self._patience_s = {name: patience.first_s * one for name, one in _FACTORS.items()}
 
-    def begin(self, attempt: EpisodeWatch) -> None:
+    def begin(self, attempt: Attempt) -> None:
         """Watch an attempt at an episode."""
         self.sign(attempt)
         self._attempts[attempt] = None
 
-    def end(self, attempt: EpisodeWatch) -> None:
+    def end(self, attempt: Attempt) -> None:
         """Watch an attempt no more."""
         self._attempts.pop(attempt, None)
         if not self._attempts:
             self._idle_at = self.sign(attempt)
 
-    def sign(self, attempt: EpisodeWatch) -> float:
+    def sign(self, attempt: Attempt) -> float:
         """Note that something has happened in an episode; return the time."""
         try:
             loop = asyncio.get_running_loop()
@@ -125,25 +123,24 @@ class Watchdog:
         self._look_at(now + self.patience.first_s, loop)
         return now
 
-    def asked(self, attempt: EpisodeWatch) -> None:
+    def asked(self, attempt: Attempt) -> None:
         """Note a request to the engine; the gate counts it afterwards."""
         now = self.sign(attempt)
         if not self._gate.num_in_flight:
             self._engine_sign_at = now
 
-    def replied(self, attempt: EpisodeWatch) -> None:
+    def replied(self, attempt: Attempt) -> None:
         """Note a reply of the engine."""
         self._engine_sign_at = self.sign(attempt)
-        self._num_replies += 1
 
-    def called(self, attempt: EpisodeWatch) -> None:
+    def called(self, attempt: Attempt) -> None:
         """Note a call of the environment."""
         now = self.sign(attempt)
         if not self._num_calls:
             self._environment_sign_at = now
         self._num_calls += 1
 
-    def answered(self, attempt: EpisodeWatch) -> None:
+    def answered(self, attempt: Attempt) -> None:
         """Note that a call of the environment has ended."""
         self._environment_sign_at = self.sign(attempt)
         self._num_calls -= 1
@@ -204,7 +201,9 @@ class Watchdog:
             self._look_at(now + min(due), self._loop)
 
     def _look_at_parties(self, now: float, due: list[float]) -> None:
-        if num_open := self._num_unanswered(now):
+        if self._gate.is_still:
+            self._engine_sign_at = self._idle_at = now
+        if num_open := self._gate.num_in_flight:
             silent_s = now - self._engine_sign_at
             if self._is_late("engine", silent_s, due):
                 self._warn(
@@ -220,8 +219,6 @@ class Watchdog:
                     f"reset or step open: {self._num_calls}); "
                     "RolloutPolicy(episode_timeout_s=...) ends such episodes"
                 )
-        for attempt in self._attempts:
-            attempt.look(now)
         if alone := [one for one in self._attempts if one.is_alone and not self._is_remote]:
             first = min(alone, key=lambda one: one.sign_at)
             silent_s = now - first.sign_at
@@ -230,7 +227,7 @@ class Watchdog:
                     f"{self._name('agent')} has done nothing for {silent_s:.0f} s in episode "
                     f"{one_line(first.qid)}, which waits for no reply and no call of the "
                     f"environment (such episodes: {len(alone)}; replies that this one has not "
-                    f"taken: {first.num_untaken}); one reply comes to each request under the "
+                    f"taken: {first.replies.qsize()}); one reply comes to each request under the "
                     "episode's own qid, and the agent takes it with act_queue.get(); "
                     "RolloutPolicy(episode_timeout_s=...) ends such episodes"
                 )
@@ -248,17 +245,6 @@ class Watchdog:
             self._patience_s[subject] *= 2
         due.append(self._patience_s[subject] - silent_s)
         return is_late
-
-    def _num_unanswered(self, now: float) -> int:
-        """Return how many requests no reply has come to, whether an agent has taken it or not."""
-        num_untaken = sum(count() for count in self._gate.untaken)
-        num_arrived = self._num_replies + num_untaken
-        if self._gate.is_still or (num_untaken and num_arrived != self._num_arrived):
-            self._engine_sign_at = now
-        if self._gate.is_still:
-            self._idle_at = now
-        self._num_arrived = num_arrived
-        return self._gate.num_in_flight - num_untaken
 
     def _name(self, subject: str) -> str:
         return one_line(f"{subject} {type(self._names[subject]).__name__}")

@@ -16,13 +16,14 @@ from tests.agent.runner.runner_cases import (
     until,
 )
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.filters import not_all_equal, success_rate_between
 from trajpack.agent.runner.policy import (
     BackOff,
     GroupPolicy,
     RetryPolicy,
     RolloutPolicy,
     StalenessPolicy,
+    not_all_equal,
+    success_rate_between,
 )
 from trajpack.agent.runner.runner import EpisodeResult, GroupResult, Progress
 from trajpack.packing.types import Trajectory, Turn

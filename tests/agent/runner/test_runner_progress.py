@@ -5,10 +5,8 @@ import asyncio
 import pytest
 
 from tests.agent.runner.runner_cases import TwoTurns, collect, prompts
-from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
-from trajpack.agent.runner.gate import GenerationGate
+from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.runner import Progress
-from trajpack.agent.runner.watch import Audience, EpisodeWatch, WatchedReplies
 
 
 def test_progress_counts_what_has_finished() -> None:
@@ -49,29 +47,6 @@ def test_a_callback_that_fails_on_a_reply_ends_the_run() -> None:
     with pytest.raises(KeyError, match="bar"):
         asyncio.run(collect(agent, prompts(20), concurrency=2, on_progress=fail))
     assert agent.active == 0
-
-
-def test_counted_replies_are_the_queue_behind_them() -> None:
-    reply = GenerationOutput("q", [1], [2], [-1.0], False, 0, 0)
-    counted: list[Reply] = []
-
-    async def body() -> None:
-        inner: asyncio.Queue[Reply] = asyncio.Queue(2)
-        watch = EpisodeWatch("q", Audience(), GenerationGate(), counted.append)
-        queue = WatchedReplies(inner, watch)
-        await queue.put(reply)
-        queue.put_nowait(reply)
-        assert (queue.qsize(), queue.full(), inner.full()) == (2, True, True)
-        assert await queue.get() is queue.get_nowait() is reply
-        assert queue.empty()
-        queue.task_done()
-        queue.task_done()
-        await asyncio.wait_for(queue.join(), 1)
-        with pytest.raises(asyncio.QueueEmpty):
-            queue.get_nowait()
-
-    asyncio.run(body())
-    assert counted == [reply, reply]
 
 
 def test_a_failing_progress_callback_comes_through_as_it_is() -> None:

@@ -29,8 +29,7 @@ from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Engine, Observation, Prompt
 from trajpack.agent.ray.rollouts.workers import RolloutWorkers
-from trajpack.agent.runner.filters import not_all_equal
-from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessPolicy
+from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessPolicy, not_all_equal
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.servers.kinds.sglang import SGLangEngine
 from trajpack.agent.servers.kinds.vllm import VLLMEngine
@@ -302,11 +301,10 @@ class TakesNoReply:
 def test_an_agent_that_does_not_take_its_reply_is_named(
     how: str, wait_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = RolloutPolicy(episode_timeout_s=45.0)
+    policy = RolloutPolicy(episode_timeout_s=39.0)
     results = run_skipping(roll(Slow(wait_s), TakesNoReply(how), policy=policy))
     assert {result.error.cause for result in results if result.error} == {"timeout"}
     first, second, failed = lines(caplog)
-    # The arrival of a reply is noticed within the first 10 s, and is a sign of life.
     start = "agent TakesNoReply has done nothing for 10 s in episode q0@0, which waits for no "
     assert first.startswith(start)
     assert "(such episodes: 3; replies that this one has not taken: 1)" in first

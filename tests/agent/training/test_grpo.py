@@ -151,7 +151,7 @@ def test_a_failed_episode_ends_the_training_with_its_reason(
         raise EpisodeError("a@0", "the dog ate it")
 
     monkeypatch.setattr(grpo.ExactAnswerEnvironment, "step", step)
-    with pytest.raises(SetupError, match="an episode failed: .*the dog ate it"):
+    with pytest.raises(SetupError, match=r"an episode failed: .*the dog ate it"):
         learn(Training(SMALL))
 
 

@@ -1,6 +1,6 @@
 """Names that `trajpack.agent` exports. The runtime reads this list too."""
 
-from trajpack.agent.agents.chat_agent import ConversationLimits as ConversationLimits
+from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
 from trajpack.agent.agents.registry import (

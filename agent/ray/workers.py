@@ -10,12 +10,7 @@ from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
-from trajpack.agent.errors import (
-    EngineEndedError,
-    EpisodeError,
-    ServerUnavailableError,
-    reason_of,
-)
+from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError, reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.agent.ray.worker import (
     EpisodeReply,

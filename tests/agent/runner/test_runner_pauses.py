@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, runner, until
-from trajpack.agent.agents.episode import Episode
+from trajpack.agent.agents.conversation import Conversation
 from trajpack.agent.errors import EpisodeTimeoutError
 from trajpack.agent.protocols import Environment, Prompt
 from trajpack.agent.runner.policy import RolloutPolicy
@@ -50,7 +50,7 @@ class AsksInTime(TwoTurns):
     async def collect_trajectory(
         self, prompt: Prompt, env: Environment, *queues: Any
     ) -> list[Trajectory]:
-        episode = Episode(prompt.id, env, *queues)
+        episode = Conversation(prompt.id, env, *queues)
         await episode.begin(prompt.input_ids)
         completion = await episode.ask(None, timeout=0.05)
         return [Trajectory(prompt.id, [Turn([*prompt.input_ids], completion.ids, [-1.0, -2.0])])]

@@ -28,7 +28,7 @@ from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Engine, Observation, Prompt
-from trajpack.agent.ray.rollouts.workers import RolloutWorkers
+from trajpack.agent.ray.workers import RolloutWorkers
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessPolicy, not_all_equal
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.servers.kinds.sglang import SGLangEngine

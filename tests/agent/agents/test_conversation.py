@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.agent.agents.episode import Completion, Episode, Exchange
+from trajpack.agent.agents.conversation import Completion, Conversation, Exchange
 from trajpack.agent.errors import (
     EnvironmentFailedError,
     EpisodeCancelledError,
@@ -51,11 +51,11 @@ def says(**changes: Any) -> GenerationOutput:
     return GenerationOutput(**(fields | changes))
 
 
-def episode(outcome: Any = None) -> Episode:
-    return Episode("q0@0", Judge(outcome), asyncio.Queue(), asyncio.Queue(), token_ids=[5, 6])
+def episode(outcome: Any = None) -> Conversation:
+    return Conversation("q0@0", Judge(outcome), asyncio.Queue(), asyncio.Queue(), token_ids=[5, 6])
 
 
-def ask(reply: Any, started: Episode | None = None) -> Completion:
+def ask(reply: Any, started: Conversation | None = None) -> Completion:
     async def answered() -> Completion:
         asked = started or episode()
         asked.act_queue.put_nowait(reply)
@@ -145,7 +145,7 @@ def test_a_full_observation_queue_counts_towards_the_timeout() -> None:
     async def asked() -> None:
         queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
         queue.put_nowait("in the way")
-        await Episode("q0@0", Judge(), queue, asyncio.Queue()).ask(None, timeout=0.01)
+        await Conversation("q0@0", Judge(), queue, asyncio.Queue()).ask(None, timeout=0.01)
 
     with pytest.raises(EpisodeTimeoutError, match=r"'q0@0': turn 0: no reply within 0\.01 s"):
         asyncio.run(asked())
@@ -201,7 +201,7 @@ def test_versions_left_at_zero_are_taken_from_the_spans() -> None:
 
 
 def test_a_qid_must_be_a_string() -> None:
-    unnamed = Episode(7, Judge(), asyncio.Queue(), asyncio.Queue())  # type: ignore[arg-type]
+    unnamed = Conversation(7, Judge(), asyncio.Queue(), asyncio.Queue())  # type: ignore[arg-type]
     with pytest.raises(EpisodeError, match="episode 7: turn 0: the qid must be a str, got int"):
         asyncio.run(unnamed.begin([1]))
 
@@ -212,7 +212,7 @@ def test_an_end_of_the_environment_must_be_one(ended: Any) -> None:
         async def step(self, action: Any) -> Any:
             return None, [1], ended, False, {}
 
-    asked = Episode("q0@0", Ends(), asyncio.Queue(), asyncio.Queue())
+    asked = Conversation("q0@0", Ends(), asyncio.Queue(), asyncio.Queue())
     with pytest.raises(EpisodeError, match="'q0@0': turn 0: the environment's step failed"):
         asyncio.run(asked.judge("2"))
 
@@ -232,7 +232,7 @@ def test_an_engine_whose_queues_fail_is_an_error_of_the_episode(failure: BaseExc
         async def get(self) -> Any:
             raise failure
 
-    asked = Episode("q0@0", Judge(), asyncio.Queue(), Fails())
+    asked = Conversation("q0@0", Judge(), asyncio.Queue(), Fails())
     with pytest.raises(EpisodeError, match="'q0@0': turn 0: the engine's queues failed") as caught:
         asyncio.run(asked.ask(None, timeout=1.0))
     assert caught.value.__cause__ is failure

@@ -1,6 +1,6 @@
 """Names that `trajpack.agent` exports. The runtime reads this list too."""
 
-from trajpack.agent.agents.chat_agent import ConversationLimits as ConversationLimits
+from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
 from trajpack.agent.agents.registry import (
@@ -52,10 +52,6 @@ from trajpack.agent.protocols import (
     Prompt as Prompt,
     SamplingParams as SamplingParams,
 )
-from trajpack.agent.runner.filters import (
-    not_all_equal as not_all_equal,
-    success_rate_between as success_rate_between,
-)
 from trajpack.agent.runner.observers import RolloutObserver as RolloutObserver
 from trajpack.agent.runner.policy import (
     BackOff as BackOff,
@@ -63,6 +59,8 @@ from trajpack.agent.runner.policy import (
     RetryPolicy as RetryPolicy,
     RolloutPolicy as RolloutPolicy,
     StalenessPolicy as StalenessPolicy,
+    not_all_equal as not_all_equal,
+    success_rate_between as success_rate_between,
 )
 from trajpack.agent.runner.runner import (
     EpisodeResult as EpisodeResult,
@@ -73,17 +71,17 @@ from trajpack.agent.runner.runner import (
 from trajpack.agent.sandbox.limits import SandboxLimits as SandboxLimits
 from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox
 from trajpack.agent.seeding import derive_seed as derive_seed
-from trajpack.agent.servers.kinds.settings import ServerSettings as ServerSettings
-from trajpack.agent.servers.kinds.sglang import SGLangEngine as SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine as VLLMEngine
 from trajpack.agent.servers.options import (
     RetryLimits as RetryLimits,
     ServerOptions as ServerOptions,
     TimeLimits as TimeLimits,
 )
+from trajpack.agent.servers.settings import ServerSettings as ServerSettings
+from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine
 from trajpack.agent.training.policy_trainer import (
     PolicyTrainer as PolicyTrainer,
     token_logprobs as token_logprobs,
 )
-from trajpack.agent.trl.prompts import trl_dataset_rows as trl_dataset_rows
 from trajpack.agent.trl.rollout import TRLRollout as TRLRollout, episode_reward as episode_reward
+from trajpack.agent.trl.rows import trl_dataset_rows as trl_dataset_rows

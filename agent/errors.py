@@ -1,7 +1,8 @@
-"""What can go wrong before and in an episode. An episode's errors name it."""
+"""Errors of episodes; each names its episode and its kind."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -9,7 +10,7 @@ class EpisodeError(RuntimeError):
     """An episode ended without a trajectory."""
 
     cause: ClassVar[str] = "agent"
-    """The kind of failure in one word, for counts and for rules about retries."""
+    """Kind of failure in one word, for counts and for rules about retries."""
 
     def __init__(self, qid: str, reason: str) -> None:
         super().__init__(f"episode {qid!r}: {reason}")
@@ -21,13 +22,13 @@ class EpisodeError(RuntimeError):
 
 
 class EnvironmentFailedError(EpisodeError):
-    """The environment raised, or answered with what is no answer."""
+    """The environment raised, or its answer was invalid."""
 
     cause = "environment"
 
 
 class EpisodeTimeoutError(EpisodeError):
-    """The episode, or a reply in it, took longer than it may."""
+    """The episode, or a reply in it, exceeded its time limit."""
 
     cause = "timeout"
 
@@ -51,7 +52,7 @@ class GenerationError(EpisodeError):
 
 
 class RequestRefusedError(GenerationError):
-    """The engine will never answer this request: too long, malformed, or not allowed."""
+    """The request can never be answered: too long, malformed, or not allowed."""
 
     cause = "refused"
 
@@ -63,7 +64,7 @@ class ServerUnavailableError(GenerationError):
 
 
 class MalformedResponseError(GenerationError):
-    """A server answered with what is no answer to the request."""
+    """The response is not a valid answer to the request."""
 
     cause = "malformed"
 
@@ -75,4 +76,45 @@ class EngineEndedError(GenerationError):
 
 
 class SetupError(ValueError):
-    """What was asked for cannot be set up; the message is one line for a person to read."""
+    """A configuration that cannot be set up; the message is one line for a person to read."""
+
+
+_MAX_REASON_CHARS = 1000
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an exception's type and text, shortened to about 1,000 characters."""
+    kind = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an exception of other code may be broken itself
+        return f"{kind} without a text"
+    rest = len(text) - _MAX_REASON_CHARS
+    if rest > 0:
+        return f"{kind}: {text[:_MAX_REASON_CHARS]}... ({rest:,} more characters)"
+    return f"{kind}: {text}"
+
+
+def has_engine_ended(error: BaseException | None) -> bool:
+    """Return whether an episode failed because its engine gives no more replies.
+
+    Example:
+        >>> has_engine_ended(EngineEndedError("q0@0", "shut down"))
+        True
+    """
+    return error is not None and any(isinstance(one, EngineEndedError) for one in causes_of(error))
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, its chain of causes, and the members of groups among them."""
+    todo, seen = [error], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if one.__cause__ is not None:
+            todo.append(one.__cause__)
+        if isinstance(one, BaseExceptionGroup):
+            todo.extend(one.exceptions)

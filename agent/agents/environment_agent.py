@@ -1,33 +1,32 @@
-"""An agent that acts in an environment and is shown what it observes."""
+"""Agent that acts in an environment and shows the model its observations."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, NamedTuple
 
 from trajpack.agent.agents.chat_agent import ChatAgent
-from trajpack.agent.agents.episode import Episode, Exchange
-from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
+from trajpack.agent.agents.conversation import Conversation, Exchange
+from trajpack.agent.protocols import Environment, Prompt
 
 
 class Opening(NamedTuple):
-    """The action that begins an episode: its observation is the first one."""
+    """Action that begins an episode; it is answered with the first observation."""
 
     qid: str
-    """Names the episode in all actions to come."""
+    """Name of the episode in all later actions."""
     seed: int | None = None
-    """Of the episode; None leaves it to the environment."""
+    """Seed of the episode; None leaves it to the environment."""
 
 
 class Closing(NamedTuple):
-    """The action that ends an episode, wherever it is; it is answered without waiting."""
+    """Action that ends an episode at any time; it is answered without waiting."""
 
     qid: str
-    """As it was opened."""
+    """Name of the episode."""
 
 
 class EnvironmentAgent(ChatAgent):
-    """Shows the model what the environment observes, and takes what it says as its action.
+    """Shows the model the environment's observations, and takes its completions as actions.
 
     The first observation is a user's message after the prompt; each other one is a user's message
     after a completion. A turn's reward is the environment's. The episode ends when the environment
@@ -38,41 +37,34 @@ class EnvironmentAgent(ChatAgent):
     """
 
     def prompt_ids(self, instructions: str) -> list[int]:
-        """Return a prompt's tokens: a system message that says what is to be done."""
+        """Return a prompt's tokens: a system message with the instructions."""
         return self.messages.opening(instructions)
 
-    async def converse(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> Episode:
-        """Hold the conversation, and return it."""
-        heard = _Heard(env, Opening(prompt.id, prompt.seed))
-        episode = Episode(prompt.id, heard, obs_queue, act_queue)
+    async def converse(self, conversation: Conversation, prompt: Prompt) -> None:
+        """Hold the conversation."""
+        env = _Observed(conversation.env, Opening(prompt.id, prompt.seed))
+        conversation.env = env
         try:
-            await episode.begin(prompt.input_ids)
-            with episode.guard("the first observation could not be encoded"):
-                ids = self.messages.first(heard.text())
+            await conversation.begin(prompt.input_ids)
+            with conversation.guard("the first observation could not be encoded"):
+                ids = self.messages.first(env.text())
             for turn in range(self.limits.max_turns):
-                if not self.fits(len(episode.token_ids) + len(ids)):
+                if not self.fits(len(conversation.token_ids) + len(ids)):
                     break
-                episode.token_ids += ids
-                completion, text = await self.listen(episode)
-                reward, has_ended = await episode.judge(text)
-                episode.keep(Exchange(completion, text, reward > 0, reward))
+                conversation.token_ids += ids
+                completion, text = await self.listen(conversation)
+                reward, has_ended = await conversation.judge(text)
+                conversation.keep(Exchange(completion, text, reward > 0, reward))
                 if has_ended or turn + 1 == self.limits.max_turns:
                     break
-                with episode.guard("an observation could not be encoded"):
-                    ids = self.messages.after(completion.ids.tolist(), "user", [heard.text()])
+                with conversation.guard("an observation could not be encoded"):
+                    ids = self.messages.after(completion.ids.tolist(), "user", [env.text()])
         finally:
-            await heard.close()
-        return episode
+            await env.close()
 
 
-class _Heard:
-    """An environment whose last observation is remembered; its reset opens an episode."""
+class _Observed:
+    """Proxy that keeps the last observation of an environment; its reset opens an episode."""
 
     def __init__(self, env: Environment, opening: Opening) -> None:
         self._env = env

@@ -1,4 +1,4 @@
-"""An agent that answers, hears whether it was right, and answers again."""
+"""Agent that answers, is told whether it was right, and answers again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import asyncio
 import logging
 import math
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from trajpack.agent.agents.answer_log import AnswerLog, LoggedTurn
-from trajpack.agent.agents.episode import Episode, Exchange
+from trajpack.agent.agents.conversation import (
+    Conversation,
+    ConversationLimits,
+    Exchange,
+    decode,
+    sampling_option,
+)
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.packing.conversion import as_integer, as_number
@@ -52,7 +57,7 @@ class MathMultiTurnAgent:
     """
 
     gconfig: Any
-    """How the engine is to sample, handed to it as it is. Where it has ``n`` or ``n_samples``,
+    """Sampling parameters, handed to the engine unchanged. Where it has ``n`` or ``n_samples``,
     as an attribute or a key, that must be 1."""
     tokenizer: Any
     """A Hugging Face tokenizer with a chat template, or the local folder of one."""
@@ -65,7 +70,7 @@ class MathMultiTurnAgent:
     reward_bias: float = 0.0
     """Subtracted from the reward, which is 1 or -1 before."""
     turn_level_discount: float = 1.0
-    """Discount from one turn to the next, handed on in the trajectory."""
+    """Discount from one turn to the next, stored in the trajectory."""
     num_turns: int = 5
     """Turns of an episode; at least 1."""
     _: KW_ONLY
@@ -76,10 +81,11 @@ class MathMultiTurnAgent:
     `MathVerifyEnvironment` says so at every answer, so the episode ends after one turn."""
     max_total_tokens: int | None = None
     """Tokens of the whole conversation at most. A turn whose prompt and
-    ``gconfig.max_new_tokens`` might exceed it is not asked; the episode ends before it."""
+    ``gconfig.max_new_tokens`` might exceed it is not requested; the episode ends before it."""
     generation_timeout: float | None = None
     """Seconds to wait for a reply at most."""
     _feedback_ids: dict[bool, list[int]] = field(init=False, repr=False)
+    _limits: ConversationLimits = field(init=False, repr=False)
     _log: AnswerLog | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,90 +109,63 @@ class MathMultiTurnAgent:
         """Run one episode and return its one trajectory.
 
         Args:
-            prompt: The opening; its id is the episode's ``qid`` and the trajectory's id.
+            prompt: Opening; its id is the episode's ``qid`` and the trajectory's id.
             env: Takes ``(qid, [answer])`` and returns a list of one success as its reward.
-            obs_queue: Where each turn puts ``(qid, token_ids, gconfig)``.
-            act_queue: Where one reply to each comes, and nothing else.
+            obs_queue: Queue of requests, ``(qid, token_ids, gconfig)`` for each turn.
+            act_queue: Queue of replies, one for each request.
 
         Raises:
-            EpisodeError: If the environment fails, a reply is late or answers something
-                else, or ``max_total_tokens`` leaves no room for a first turn.
+            EpisodeError: If the environment fails, a reply is late or does not answer
+                its request, or ``max_total_tokens`` leaves no room for a first turn.
             GenerationError: As the engine put it on ``act_queue``.
             asyncio.CancelledError: If cancelled; the message names the episode.
         """
-        birth_time_ms = time.time_ns() // 1_000_000
-        episode = Episode(prompt.id, env, obs_queue, act_queue)
+        conversation = Conversation(prompt.id, env, obs_queue, act_queue)
         try:
-            await self._converse(episode, prompt.input_ids)
-            await self._write_log(episode)
+            await self._converse(conversation, prompt.input_ids)
+            await self._write_log(conversation)
         except asyncio.CancelledError as error:
-            message = f"episode {prompt.id!r}: cancelled in turn {len(episode.exchanges)}"
+            message = f"episode {prompt.id!r}: cancelled in turn {len(conversation.exchanges)}"
             raise asyncio.CancelledError(message) from error
-        return [
-            Trajectory(
-                id=prompt.id,
-                turns=episode.turns(),
-                turn_discount=self.turn_level_discount,
-                task_id=prompt.task_id,
-                birth_time_ms=birth_time_ms,
-            )
-        ]
+        return [conversation.trajectory(prompt, self.turn_level_discount)]
 
-    async def _converse(self, episode: Episode, prompt_ids: Sequence[int]) -> None:
-        await episode.begin(prompt_ids)
+    async def _converse(self, conversation: Conversation, prompt_ids: Sequence[int]) -> None:
+        await conversation.begin(prompt_ids)
         for turn in range(self.num_turns):
-            feedback_ids = self._feedback_ids[episode.exchanges[-1].success] if turn else []
-            if not self._fits(len(episode.token_ids) + len(feedback_ids)):
+            feedback = self._feedback_ids[conversation.exchanges[-1].success] if turn else []
+            if not self._limits.fit(len(conversation.token_ids) + len(feedback), self.gconfig):
                 break
-            episode.token_ids += feedback_ids
-            if await self._take_turn(episode):
-                break
-        if not episode.exchanges:
-            raise episode.error(
-                f"a prompt of {len(episode.token_ids)} tokens and a completion of up to "
-                f"{self._max_new_tokens} exceed max_total_tokens={self.max_total_tokens}"
+            conversation.token_ids += feedback
+            completion, answer = await conversation.listen(
+                self.gconfig, self.tokenizer, self.generation_timeout
             )
+            score, ended = await conversation.judge(answer)
+            with conversation.guard("its reward is out of range"):
+                shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+                reward = as_number("reward", shaped)
+            conversation.keep(Exchange(completion, answer, bool(score), reward))
+            if (score and self.stop_on_success) or (ended and self.stop_on_terminated):
+                break
+        conversation.require_turn(self._limits, self.gconfig)
 
-    @property
-    def _max_new_tokens(self) -> int:
-        return int(_option(self.gconfig, "max_new_tokens", None))
-
-    def _fits(self, num_tokens: int) -> bool:
-        limit = self.max_total_tokens
-        return limit is None or num_tokens + self._max_new_tokens <= limit
-
-    async def _take_turn(self, episode: Episode) -> bool:
-        """Ask once, hear the judgement, and return whether to stop here."""
-        completion = await episode.ask(self.gconfig, self.generation_timeout)
-        with episode.guard("its text could not be decoded"):
-            answer = self._decode(completion.ids.tolist(), skip_special_tokens=True)
-            if not isinstance(answer, str):
-                raise TypeError(f"the tokenizer decodes to {type(answer).__name__}, not str")
-        score, ended = await episode.judge(answer)
-        with episode.guard("its reward is out of range"):
-            shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
-            reward = as_number("reward", shaped)
-        episode.keep(Exchange(completion, answer, bool(score), reward))
-        return (bool(score) and self.stop_on_success) or (ended and self.stop_on_terminated)
-
-    async def _write_log(self, episode: Episode) -> None:
+    async def _write_log(self, conversation: Conversation) -> None:
         if self._log is None:
             return
         try:
-            await self._log.write(episode.qid, self._logged(episode))
+            await self._log.write(conversation.qid, self._logged(conversation))
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
             logger.warning(
                 "episode %s: its answers were not logged: %s",
-                one_line(repr(episode.qid)),
+                one_line(repr(conversation.qid)),
                 one_line(error),
             )
 
-    def _logged(self, episode: Episode) -> list[LoggedTurn]:
-        """Every piece of the conversation is decoded once."""
+    def _logged(self, conversation: Conversation) -> list[LoggedTurn]:
+        """Return the turns for the log; every piece of the conversation is decoded once."""
         logged: list[LoggedTurn] = []
         end, prompt_text = 0, ""
-        for turn, (completion, answer, success, reward) in enumerate(episode.exchanges):
-            prompt_text += self._decode(episode.token_ids[end : completion.start])
+        for turn, (completion, answer, success, reward) in enumerate(conversation.exchanges):
+            prompt_text += decode(self.tokenizer, conversation.token_ids[end : completion.start])
             logged.append(
                 LoggedTurn(
                     turn=turn,
@@ -200,15 +179,9 @@ class MathMultiTurnAgent:
                     version_end=completion.version_end,
                 )
             )
-            prompt_text += self._decode(completion.ids.tolist())
+            prompt_text += decode(self.tokenizer, completion.ids.tolist())
             end = completion.start + len(completion.ids)
         return logged
-
-    def _decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        text: str = self.tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def _encode_feedback(self, message: str) -> list[int]:
         text: str = self.tokenizer.apply_chat_template(
@@ -219,7 +192,7 @@ class MathMultiTurnAgent:
 
     def _check_options(self) -> None:
         for name in ("n", "n_samples"):
-            asked = _option(self.gconfig, name, 1)
+            asked = sampling_option(self.gconfig, name, 1)
             if asked not in (None, 1):
                 raise ValueError(f"gconfig.{name} must be 1, got {asked}: one sample per turn")
         if as_integer("num_turns", self.num_turns) < 1:
@@ -227,17 +200,7 @@ class MathMultiTurnAgent:
         for name in ("reward_scaling", "reward_bias", "turn_level_discount"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
-        if self.max_total_tokens is not None:
-            if as_integer("max_total_tokens", self.max_total_tokens) < 1:
-                raise ValueError(f"max_total_tokens must be positive, got {self.max_total_tokens}")
-            if _option(self.gconfig, "max_new_tokens", None) is None:
-                raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
-            as_integer("gconfig.max_new_tokens", _option(self.gconfig, "max_new_tokens", None))
-        if self.generation_timeout is not None and not self.generation_timeout > 0:
-            raise ValueError(f"generation_timeout must be positive, got {self.generation_timeout}")
-
-
-def _option(gconfig: Any, name: str, default: Any) -> Any:
-    if isinstance(gconfig, Mapping):
-        return gconfig.get(name, default)
-    return getattr(gconfig, name, default)
+        self._limits = ConversationLimits(
+            self.num_turns, self.max_total_tokens, self.generation_timeout
+        )
+        self._limits.check_sampling(self.gconfig)

@@ -1,27 +1,25 @@
-"""An agent that may call tools before it answers."""
+"""Agent that may call tools before it answers."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trajpack.agent.agents.chat_agent import ChatAgent, ConversationLimits
+from trajpack.agent.agents.chat_agent import ChatAgent
 from trajpack.agent.agents.chat_messages import trial_text
-from trajpack.agent.agents.episode import Episode, Exchange
-from trajpack.agent.agents.tool_calls import BEGIN, END, tool_calls
-from trajpack.agent.agents.tools import Tool
-from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
-from trajpack.agent.runner.attempt import reason_of
+from trajpack.agent.agents.conversation import Conversation, ConversationLimits, Exchange
+from trajpack.agent.agents.tools import BEGIN, END, Tool, tool_calls
+from trajpack.agent.errors import reason_of
+from trajpack.agent.protocols import Prompt
 
 _GREETING = ({"role": "user", "content": "Hello"},)
 
 
 class ToolAgent(ChatAgent):
-    """Lets the model call tools turn by turn, until it says something without a call in it.
+    """Lets the model call tools turn by turn, until a completion has no call in it.
 
     A turn with calls is answered by messages of the role ``"tool"``, one for each call, and earns
     nothing. The last turn, whatever ended the conversation, is judged by the environment and earns
@@ -30,13 +28,13 @@ class ToolAgent(ChatAgent):
     with a line that says so.
 
     Args:
-        gconfig: How the engine is to sample, handed to it as it is.
+        gconfig: Sampling parameters, handed to the engine unchanged.
         tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
-        tools: What may be called, by their names.
-        limits: Of each conversation; None takes the default ones.
-        turn_discount: Discount from one turn to the next, handed on in the trajectory.
-        max_calls: In one turn.
-        own_declaration: Whether prompts tell the model of the tools by themselves, for example in
+        tools: Tools that the model may call.
+        limits: Limits of each conversation; None takes the default ones.
+        turn_discount: Discount from one turn to the next, stored in the trajectory.
+        max_calls: Calls in one turn at most.
+        own_declaration: Whether the prompts themselves declare the tools, for example in
             a system message. Otherwise the chat template must.
 
     Raises:
@@ -60,7 +58,7 @@ class ToolAgent(ChatAgent):
     ) -> None:
         super().__init__(gconfig, tokenizer, limits=limits, turn_discount=turn_discount)
         self.tools = {tool.name: tool for tool in tools}
-        """What may be called."""
+        """Tools by name."""
         if len(self.tools) < len(tools):
             raise ValueError(f"two tools have one name: {[tool.name for tool in tools]}")
         if max_calls < 1:
@@ -118,32 +116,26 @@ class ToolAgent(ChatAgent):
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    async def converse(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> Episode:
-        """Hold the conversation, and return it."""
-        episode = Episode(prompt.id, env, obs_queue, act_queue)
-        await episode.begin(prompt.input_ids)
+    async def converse(self, conversation: Conversation, prompt: Prompt) -> None:
+        """Hold the conversation."""
+        await conversation.begin(prompt.input_ids)
         for turn in range(self.limits.max_turns):
-            if not self.fits(len(episode.token_ids)):
+            if not self.fits(len(conversation.token_ids)):
                 break
-            completion, text = await self.listen(episode)
+            completion, text = await self.listen(conversation)
             is_last = turn + 1 == self.limits.max_turns
-            ids = [] if is_last else await self._answer(episode, completion.ids.tolist(), text)
+            ids = [] if is_last else await self._answer(conversation, completion.ids.tolist(), text)
             end = completion.start + len(completion.ids) + len(ids)
             if not ids or not self.fits(end):
-                reward, _ = await episode.judge(text)
-                episode.keep(Exchange(completion, text, reward > 0, reward))
+                reward, _ = await conversation.judge(text)
+                conversation.keep(Exchange(completion, text, reward > 0, reward))
                 break
-            episode.keep(Exchange(completion, text, False, 0.0))
-            episode.token_ids += ids
-        return episode
+            conversation.keep(Exchange(completion, text, False, 0.0))
+            conversation.token_ids += ids
 
-    async def _answer(self, episode: Episode, completion_ids: list[int], text: str) -> list[int]:
+    async def _answer(
+        self, conversation: Conversation, completion_ids: list[int], text: str
+    ) -> list[int]:
         """Return the tools' messages as tokens; none where nothing was called."""
         calls = tool_calls(text, max_calls=self._max_calls)
         if not calls:
@@ -155,9 +147,9 @@ class ToolAgent(ChatAgent):
             elif call.name not in self.tools:
                 answers.append(f"error: there is no such tool; tools: {', '.join(self.tools)}")
             else:
-                with episode.guard("a tool failed"):
+                with conversation.guard("a tool failed"):
                     answers.append(await self.tools[call.name].call(call.arguments))
-        with episode.guard("the tools' messages could not be encoded"):
+        with conversation.guard("the tools' messages could not be encoded"):
             return self.messages.after(completion_ids, "tool", answers)
 
 

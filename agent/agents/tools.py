@@ -1,4 +1,4 @@
-"""Functions that a model may call, with what it must hand them."""
+"""Tools: functions that a model may call, and the calls in its completions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextvars
 import functools
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajpack.agent.blocking_work import contained
-from trajpack.agent.runner.attempt import reason_of
+from trajpack.agent.errors import reason_of
 
 _NUM_THREADS = 64
-"""For the functions of all tools. They are not those of the event loop: a function that hangs keeps
-its thread for ever, and must not take one from an engine."""
+"""Threads for the functions of all tools. A function that hangs keeps its thread, so these are not
+the threads of the event loop, which engines use."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -32,11 +33,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A function, and how a model is told of it.
+    """Function that a model may call, and its declaration.
 
     Raises:
-        ValueError: If the schema is none of an object, or uses an unknown type, or a limit is not
-            positive.
+        ValueError: If the schema is not that of an object or uses an unknown type, or if a limit is
+            not positive.
         TypeError: If the function cannot be called.
 
     Example:
@@ -47,19 +48,19 @@ class Tool:
     """
 
     name: str
-    """What the model calls it."""
+    """Name in a call."""
     description: str
-    """What the model is told that it does."""
+    """Description for the model."""
     parameters: Mapping[str, Any]
     """JSON schema of the arguments: ``properties``, each with a ``type``, and which of them are
     ``required``. Nothing deeper is checked; other arguments are refused."""
     function: Callable[..., Any]
-    """Takes the arguments by name. A coroutine function runs on the event loop; any other in one
-    of 64 threads that all tools share, which cannot be stopped: it must end by itself."""
+    """Function of the arguments, by name. A coroutine function runs on the event loop; any other in
+    one of 64 threads that all tools share, which cannot be stopped: it must end by itself."""
     timeout_s: float = 10.0
-    """Seconds to wait for it at most, for a thread too."""
+    """Seconds to wait for the function at most, and for a thread too."""
     max_chars: int = 4096
-    """Of its answer; the rest is cut off."""
+    """Characters of its answer at most; the rest is cut off."""
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -81,7 +82,7 @@ class Tool:
 
     @property
     def declaration(self) -> dict[str, Any]:
-        """How chat templates take it."""
+        """Declaration in the form of chat templates."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -90,9 +91,9 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return what the function says of these arguments, or why it says nothing.
+        """Call the function and return its answer, or a line that says why there is none.
 
-        Text is returned as it is, any other value as JSON. Whatever goes wrong is a text that
+        Text is returned as it is, any other value as JSON. A failure is a text that
         begins with ``error:``, for the model to read.
         """
         problem = self._problem(arguments)
@@ -143,8 +144,99 @@ def _threads() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of them
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has no threads
 
 
 def _spelled(answer: Any) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+"""Marks around a call."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call, as the model wrote it."""
+
+    name: str
+    """Name of the tool; it may not exist."""
+    arguments: Mapping[str, Any]
+    """Arguments by name, not checked yet."""
+
+
+class ToolCallError(ValueError):
+    """Malformed call; the message is for the model to read."""
+
+
+def tool_calls(
+    text: str, *, max_calls: int = 8, max_chars: int = 16_384
+) -> list[ToolCall | ToolCallError]:
+    r"""Return the calls in a text, in order, and an error for each that is malformed.
+
+    A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write
+    it: one JSON object with these two keys and no others.
+
+    Args:
+        text: Text of a completion.
+        max_calls: Calls at most; all further ones are one error.
+        max_chars: Characters of one call's JSON at most.
+
+    Example:
+        >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        [ToolCall(name='add', arguments={'a': 1})]
+        >>> tool_calls("no call"), tool_calls("<tool_call>{")
+        ([], [ToolCallError('the call is not closed')])
+    """
+    found: list[ToolCall | ToolCallError] = []
+    at = text.find(BEGIN)
+    while at >= 0:
+        if len(found) == max_calls:
+            return [*found, ToolCallError(f"more than {max_calls} calls in one turn")]
+        begin = at + len(BEGIN)
+        end = text.find(END, begin)
+        if end < 0:
+            return [*found, ToolCallError("the call is not closed")]
+        if end - begin > max_chars:
+            found.append(ToolCallError(f"the call is longer than {max_chars} characters"))
+        else:
+            found.append(_parse(text[begin:end]))
+        at = text.find(BEGIN, end)
+    return found
+
+
+def _parse(text: str) -> ToolCall | ToolCallError:
+    try:
+        call = json.loads(text, **_STRICT)
+    except (ValueError, RecursionError):
+        return ToolCallError("the call is not JSON")
+    if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
+        return ToolCallError('expected an object with "name" and "arguments"')
+    name, arguments = call["name"], call["arguments"]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCallError('expected a string as "name" and an object as "arguments"')
+    return ToolCall(name, arguments)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key appears twice")
+    return dict(pairs)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is out of range")
+    return number
+
+
+_STRICT: dict[str, Any] = {
+    "object_pairs_hook": _object,
+    "parse_constant": _refuse,
+    "parse_float": _finite,
+}

@@ -1,9 +1,8 @@
 """The embedded engine: transformers continuous batching behind the `Engine` protocol.
 
-Every sampled token is reported to the event loop as it comes, through one first-in,
-first-out queue of callbacks; a weight update joins the same queue while generation is
-paused. So whatever is reported before it was sampled by the older weights, and whatever
-is reported after it by the newer ones.
+Each sampled token is reported to the event loop by a callback. A weight update schedules its
+callback in the same first-in, first-out queue while generation is paused, so tokens reported
+before it are of the older weights and tokens reported after it of the newer ones.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,18 +20,12 @@ import torch
 
 from trajpack.agent.blocking_work import run_to_end
 from trajpack.agent.engines import transformers_batching as batching
-from trajpack.agent.engines.transformers_requests import (
-    End,
-    ObservationQueue,
-    OpenEpisode,
-    Request,
-    check_entered,
-    warn_unentered,
-)
+from trajpack.agent.engines.queues import End, QueuedEngine
 from trajpack.agent.errors import GenerationError
-from trajpack.agent.protocols import Observation, Reply
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
+from trajpack.packing.types import VersionSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,14 +35,14 @@ _Loop: TypeAlias = asyncio.AbstractEventLoop
 _WATCH_INTERVAL_S = 0.1
 
 
-class TransformersEngine:
+class TransformersEngine(QueuedEngine):
     """Generates with a Hugging Face model inside this process, on a CPU or a GPU.
 
     Use it as an asynchronous context manager; requests of all open episodes are batched
-    together. Each observation gets exactly one reply: a `GenerationOutput`, a
-    `GenerationError` if the request cannot be honoured (the others live on), or an
-    `EngineEndedError` if generation has died or the engine was shut down. The third item of
-    an observation is a `SamplingParams` or any object with ``max_new_tokens`` and,
+    together. `generate` and the queues serve alike: each request gets exactly one reply, a
+    `GenerationOutput`, a `GenerationError` if the request cannot be honoured (the others live
+    on), or an `EngineEndedError` if generation has died or the engine was shut down. The third
+    item of a request is a `SamplingParams` or any object with ``max_new_tokens`` and,
     optionally, ``temperature``, ``top_p``, ``top_k`` and ``greedy``.
 
     Log-probabilities are those of the distribution sampled from: after temperature, top-k
@@ -83,6 +77,7 @@ class TransformersEngine:
         version: int = 0,
     ) -> None:
         require("transformers")
+        super().__init__()
         self._model: Any = model
         self._eos_token_ids = batching.read_eos(model, eos_token_id)
         self._build = partial(
@@ -99,14 +94,11 @@ class TransformersEngine:
         self._version = version
         self._reported_version = version
         self._updating = threading.Lock()
-        self._obs_queue = ObservationQueue(self._take_late)
-        self._episodes: dict[str, OpenEpisode] = {}
-        self._requests: dict[str, Request] = {}
+        self._generations: dict[str, _Generation] = {}
         self._request_numbers = itertools.count()
         self._batching: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._limits = batching.Limits(vocabulary_size=0, capacity=0)
-        self._end: End | None = None
         self._unsilence: Callable[[], None] = lambda: None
 
     @property
@@ -115,47 +107,52 @@ class TransformersEngine:
         return self._version
 
     @property
-    def obs_queue(self) -> asyncio.Queue[Observation]:
-        """Where agents put what they ask."""
-        return self._obs_queue
-
-    @property
     def max_request_tokens(self) -> int:
         """Tokens of prompt and completion of one request at most, known once running."""
         if self._batching is None:
             raise RuntimeError("max_request_tokens: the engine is not running")
         return self._limits.max_request_tokens
 
-    def check_serving(self) -> None:
-        """Raise unless the engine serves requests, or has died while it did so.
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return one completion, batched with the requests of all other calls.
+
+        A cancelled call ends its generation.
 
         Raises:
-            RuntimeError: If the engine has not been entered, was left, or was entered in another
-                event loop.
+            GenerationError: If the request cannot be honoured, or its generation failed.
+            EngineEndedError: If generation has died or the engine was shut down.
+            RuntimeError: If the engine has not been entered.
         """
-        check_entered(self, self._end, self._tasks[0].get_loop() if self._tasks else None)
-
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        """Return the queue on which replies to ``qid`` will come.
-
-        Raises:
-            ValueError: If an episode of that name is open.
-        """
-        if qid in self._episodes:
-            raise ValueError(f"episode {qid!r} is open already")
-        episode = self._episodes[qid] = OpenEpisode()
-        return episode.replies
-
-    def close_episode(self, qid: str) -> None:
-        """Forget ``qid``; what is in flight for it is cancelled and never replied to.
-
-        Closing an episode that is not open does nothing.
-        """
-        episode = self._episodes.pop(qid, None)
-        for request_id in episode.request_ids if episode else ():
-            del self._requests[request_id]
-            self._batching.cancel_request(request_id)
-            self._batching.output_router.result_handlers.pop(request_id, None)
+        qid, token_ids, sampling = request
+        if self._end is not None:
+            raise self._end.as_error(qid)
+        self.check_serving()
+        limits = self._limits
+        try:
+            params = batching.read_sampling(sampling, limits)
+            prompt = batching.read_prompt(token_ids, params.max_new_tokens, limits)
+        except Exception as error:  # a request of any shape must leave the others alone
+            raise GenerationError(qid, f"refused: {error}") from error
+        request_id = f"{next(self._request_numbers)}:{qid}"
+        generation = _Generation(qid, prompt, asyncio.get_running_loop().create_future())
+        self._batching.register_result_handler(request_id, self._report)
+        # Dying batching drops the request; `_watch` then fails it, with the cause.
+        self._batching.add_request(
+            prompt,
+            request_id=request_id,
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=sorted(self._eos_token_ids) or -1,
+            streaming=True,
+            **batching.processor_arguments(params, limits.vocabulary_size),
+        )
+        self._generations[request_id] = generation
+        try:
+            return await generation.done
+        finally:
+            del self._generations[request_id]
+            if generation.done.cancelled():
+                self._batching.cancel_request(request_id)
+                self._batching.output_router.result_handlers.pop(request_id, None)
 
     async def update_weights(self, state_dict: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new weights between two tokens, without losing a request in flight.
@@ -188,20 +185,20 @@ class TransformersEngine:
         except BaseException:
             await run_to_end(self._stop)
             raise
-        self._tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._watch())]
-        for task in self._tasks:
-            task.add_done_callback(self._has_ended)
+        self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(self._has_ended)
+        self._begin_serving()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for task in self._tasks:
-            task.cancel()
         self._finish(End("the engine was shut down", has_left=True))
+        if self._watching is not None:
+            self._watching.cancel()
         try:
             await run_to_end(self._stop)
         finally:
-            left = [task for task in self._tasks if not task.done()]
-            await asyncio.gather(*left, return_exceptions=True)
+            if self._watching is not None and not self._watching.done():
+                await asyncio.wait({self._watching})
 
     def _start(self) -> None:
         self._batching = self._build()
@@ -227,24 +224,20 @@ class TransformersEngine:
                 raise ValueError(f"version must exceed {self._version}, got {version}")
             batching.load_weights(self._batching, self._model, state_dict, switch)
 
-    async def _serve(self) -> None:
-        while True:
-            self._take(await self._obs_queue.get())
-
     async def _watch(self) -> None:
         while self._batching.is_running():
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            # Tokens that were on their way when their episode closed end up here.
+            # Drops tokens that arrived after their request was cancelled.
             while self._batching.get_result(timeout=0) is not None:
                 pass
-        # Whatever the loop reported before it ended stands in the queue of callbacks.
+        # Runs the callbacks that batching has scheduled before it ended.
         await asyncio.sleep(0)
         cause = self._batching.background_thread_status.fatal_error
         _logger.error("generation has died: %s", one_line(repr(cause)))
         self._finish(End(f"generation has died: {cause!r}", cause))
 
     def _has_ended(self, task: asyncio.Task[None]) -> None:
-        """Reply to all requests if a task of the engine was ended by something else than it."""
+        """Fail all requests if the watching task was ended from outside."""
         if self._end is not None:
             return
         error = None if task.cancelled() else task.exception()
@@ -253,79 +246,71 @@ class TransformersEngine:
         self._finish(End(f"the engine's task {how}", error))
 
     def _finish(self, end: End) -> None:
-        """Refuse what waits, what is in flight and whatever comes later."""
-        self._end = self._end or end
-        for request_id in list(self._requests):
-            self._reply(request_id, self._end.as_error(self._requests[request_id].qid))
-        while not self._obs_queue.empty():
-            self._take(self._obs_queue.get_nowait())
-
-    def _take_late(self, observation: Observation) -> bool:
-        """Refuse an observation at once if nobody will ever take it from the queue."""
-        if self._end is None:
-            if self._batching is None and self._obs_queue.empty():
-                warn_unentered(self)
-            return False
-        self._take(observation)
-        return True
-
-    def _take(self, observation: Observation) -> None:
-        try:
-            qid, token_ids, sampling = observation
-            episode = self._episodes.get(qid)
-        except (TypeError, ValueError):
-            return _logger.warning("ignored, no (qid, ids, sampling): %s", one_line(observation))
-        if episode is None:
-            return _logger.warning("observation for %r, which is not open, ignored", qid)
-        if self._end is not None:
-            return episode.replies.put_nowait(self._end.as_error(qid))
-        try:
-            self._submit(qid, episode, token_ids, sampling)
-        except Exception as error:  # noqa: BLE001 - a request of any shape must leave the rest alone
-            refusal = GenerationError(qid, f"refused: {error}")
-            refusal.__cause__ = error
-            episode.replies.put_nowait(refusal)
-
-    def _submit(self, qid: str, episode: OpenEpisode, token_ids: Any, sampling: Any) -> None:
-        limits = self._limits
-        params = batching.read_sampling(sampling, limits)
-        prompt = batching.read_prompt(token_ids, params.max_new_tokens, limits)
-        request_id = f"{next(self._request_numbers)}:{qid}"
-        self._batching.register_result_handler(request_id, self._report)
-        # If generation is dying it drops the request; then the watch replies, with the cause.
-        self._batching.add_request(
-            prompt,
-            request_id=request_id,
-            max_new_tokens=params.max_new_tokens,
-            eos_token_id=sorted(self._eos_token_ids) or -1,
-            streaming=True,
-            **batching.processor_arguments(params, limits.vocabulary_size),
-        )
-        self._requests[request_id] = Request(qid, prompt)
-        episode.request_ids.add(request_id)
+        """Fail the requests in flight, and refuse all later ones."""
+        self._end_serving(end)
+        assert self._end is not None
+        for generation in self._generations.values():
+            generation.fail(self._end.as_error(generation.qid))
 
     def _report(self, result: Any) -> None:
         """Take in all tokens that a request has so far; called for each token."""
-        request = self._requests.get(result.request_id)
-        if request is None:
+        generation = self._generations.get(result.request_id)
+        if generation is None:
             return
         if result.error is not None:
-            # If generation dies, so it will in a moment: one tells which case this is.
-            fail = partial(self._fail, result.request_id, result.error)
-            asyncio.get_running_loop().call_later(_WATCH_INTERVAL_S, fail)
+            # Dying batching reports an error for each request; `_watch` then fails them all.
+            loop = asyncio.get_running_loop()
+            loop.call_later(_WATCH_INTERVAL_S, self._fail, generation, result.error)
             return
-        request.extend_to(len(result.generated_tokens), self._reported_version)
+        generation.extend_to(len(result.generated_tokens), self._reported_version)
         if result.is_finished():
-            self._reply(result.request_id, request.complete(result, self._eos_token_ids))
+            generation.complete(result, self._eos_token_ids)
 
-    def _fail(self, request_id: str, reason: str) -> None:
-        """Reply that one request has failed; if all have, the watch replies."""
-        request = self._requests.get(request_id)
-        if request and self._batching.background_thread_status.fatal_error is None:
-            self._reply(request_id, GenerationError(request.qid, f"generation failed: {reason}"))
+    def _fail(self, generation: _Generation, reason: str) -> None:
+        """Fail one request, unless all have failed together."""
+        if self._batching.background_thread_status.fatal_error is None:
+            generation.fail(GenerationError(generation.qid, f"generation failed: {reason}"))
 
-    def _reply(self, request_id: str, reply: Reply) -> None:
-        request = self._requests.pop(request_id)
-        episode = self._episodes[request.qid]
-        episode.request_ids.remove(request_id)
-        episode.replies.put_nowait(reply)
+
+@dataclass(eq=False)
+class _Generation:
+    """One request in flight."""
+
+    qid: str
+    prompt: list[int]
+    done: asyncio.Future[GenerationOutput]
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Policy versions of the tokens reported so far."""
+
+    def extend_to(self, num_tokens: int, version: int) -> None:
+        """Tag the tokens that have come since the last call."""
+        start = self.spans[-1].end if self.spans else 0
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version, start, num_tokens))
+
+    def complete(self, result: Any, eos_token_ids: frozenset[int]) -> None:
+        """Hand over the finished result of continuous batching."""
+        ids, logprobs = result.generated_tokens, result.logprobs
+        if len(ids) != len(logprobs) or not ids:
+            reason = f"{len(ids)} tokens came with {len(logprobs)} log-probabilities"
+            return self.fail(GenerationError(self.qid, reason))
+        if not self.done.done():
+            self.done.set_result(
+                GenerationOutput(
+                    qid=self.qid,
+                    prompt_ids=self.prompt,
+                    output_ids=ids,
+                    output_logprobs=logprobs,
+                    no_eos=ids[-1] not in eos_token_ids,
+                    version_start=self.spans[0].version,
+                    version_end=self.spans[-1].version,
+                    version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
+                )
+            )
+
+    def fail(self, error: GenerationError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # a call that was just cancelled does not retrieve it

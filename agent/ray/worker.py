@@ -15,18 +15,13 @@ import numpy.typing as npt
 import torch
 
 from trajpack.agent import errors
-from trajpack.agent.errors import EngineEndedError, EpisodeError
+from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.ray.payload import TrajectoryArrays, as_array
-from trajpack.agent.runner.attempt import (
-    Stage,
-    attempt_episode,
-    check_serving,
-    has_engine_ended,
-    reason_of,
-)
-from trajpack.agent.runner.gate import GenerationGate
-from trajpack.agent.runner.watch import Audience
+from trajpack.agent.runner.attempt import attempt_episode, check_serving
+from trajpack.agent.runner.bridge import RunnerContext
+from trajpack.agent.runner.gates import GenerationGate
+from trajpack.agent.runner.observers import Observers
 from trajpack.agent.runner.watchdog import Patience, Watchdog
 from trajpack.packing.text import one_line
 
@@ -168,7 +163,7 @@ class RolloutWorker:
         self._make_worker = make_worker
         self._number = number
         self._options = options
-        self._stage: Stage | None = None
+        self._context: RunnerContext | None = None
         self._life: asyncio.Task[None] | None = None
         self._stopped: asyncio.Event | None = None
         self._warnings: list[str] = []
@@ -193,26 +188,26 @@ class RolloutWorker:
             check_serving(engine)
             gate = GenerationGate()
             watchdog = Watchdog(engine, environment, agent, gate=gate, warn=self._warn)
-            self._stage = Stage(engine, agent, environment, Audience(), gate, None, watchdog)
+            self._context = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
             started.set_result(None)
             await self._stopped.wait()
 
     async def set_weights(self, weights: Weights | None) -> int:
         """Load weights that are newer than the engine's; return the engine's version then."""
-        stage = self._required()
-        if weights is None or weights.version <= stage.engine.version:
-            return stage.engine.version
+        context = self._required()
+        if weights is None or weights.version <= context.engine.version:
+            return context.engine.version
         if self._options.drain:
-            stage.gate.close()
-            await stage.gate.wait_drained()
+            context.gate.close()
+            await context.gate.wait_drained()
         try:
-            with stage.gate.standstill():  # the watchdog ignores an engine that loads weights
+            with context.gate.standstill():  # the watchdog ignores an engine that loads weights
                 state_dict = weights.state_dict()
-                await self._options.load_weights(stage.engine, state_dict, weights.version)
+                await self._options.load_weights(context.engine, state_dict, weights.version)
         finally:
             if self._options.drain:
-                stage.gate.open()
-        version: int = stage.engine.version
+                context.gate.open()
+        version: int = context.engine.version
         if version != weights.version:
             raise RuntimeError(f"the engine has version {version} after loading {weights.version}")
         return version
@@ -234,14 +229,12 @@ class RolloutWorker:
             prompt: Prompt of the episode.
             patience: Patience of the watchdog in the coordinator's run; None changes nothing.
         """
-        stage = self._required()
-        if patience is not None and stage.watchdog is not None:
-            stage.watchdog.adopt(patience)
+        context = self._required()
+        if patience is not None:
+            context.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
-            return EpisodeReply(
-                TrajectoryArrays.of(await attempt_episode(stage, prompt, group, None))
-            )
+            return EpisodeReply(TrajectoryArrays.of(await attempt_episode(context, prompt, group)))
         except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
             return EpisodeReply(error=portable(error, prompt.id))
 
@@ -251,10 +244,10 @@ class RolloutWorker:
             self._stopped.set()
             await asyncio.wait({self._life})
 
-    def _required(self) -> Stage:
-        if self._stage is None:
+    def _required(self) -> RunnerContext:
+        if self._context is None:
             raise RuntimeError("the worker has not been started")
-        return self._stage
+        return self._context
 
 
 def portable(error: Exception, qid: str) -> EpisodeError:

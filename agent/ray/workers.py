@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from trajpack.agent.blocking_work import run_to_end
-from trajpack.agent.engines.transformers_requests import End, ObservationQueue, check_entered
-from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError
+from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
+from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError, reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.agent.ray.worker import (
     EpisodeReply,
@@ -21,9 +21,8 @@ from trajpack.agent.ray.worker import (
     WorkerPulse,
     WorkerStatus,
 )
-from trajpack.agent.runner.attempt import reason_of
+from trajpack.agent.runner.bridge import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
-from trajpack.agent.runner.watch import WatchedRequests
 from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
@@ -360,8 +359,8 @@ class RolloutWorkers:
             pulse: WorkerPulse = await worker.call("ping", timeout_s=options.hang_timeout_s)
             worker.version = pulse.version
             for text in pulse.warnings:
-                source = f"rollout worker {worker.number} (pid {worker.status.pid})"
-                _logger.warning("%s: %s", source, one_line(text, 2000))
+                number, pid = worker.number, worker.status.pid
+                _logger.warning("rollout worker %d (pid %d): %s", number, pid, one_line(text, 2000))
 
     def _count_out(self, keeper: asyncio.Task[None]) -> None:
         """Count a worker that is given up; without any left, refuse episodes."""
@@ -517,7 +516,7 @@ class _RemoteAgent:
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
         """Run the episode on a worker; environment and queues of this process are unused."""
-        patience = obs_queue.patience if isinstance(obs_queue, WatchedRequests) else None
+        patience = obs_queue.patience if isinstance(obs_queue, RequestQueue) else None
         return await self._workers.roll_out(prompt, patience)
 
 

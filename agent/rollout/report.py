@@ -8,7 +8,8 @@ from functools import cached_property
 
 import torch
 
-from trajpack.agent.runner.runner import EpisodeResult, Progress, has_engine_ended
+from trajpack.agent.errors import has_engine_ended
+from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import counted, describe
 from trajpack.packing.buffer.buffer import TrajectoryBuffer

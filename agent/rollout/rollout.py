@@ -137,7 +137,7 @@ class Rollout:
     def _make_engine(self, seed: int) -> Any:
         settings = self.settings
         if settings.has_servers:
-            from trajpack.agent.servers.kinds.settings import ServerSettings
+            from trajpack.agent.servers.settings import ServerSettings
 
             found = ServerSettings.from_environment(settings.servers, seed=seed)
             kind: Any = settings.engine  # not "transformers"

@@ -1,6 +1,6 @@
 """`RolloutRunner`: runs many episodes at once.
 
-`runner` is the public class, `run` schedules episodes, `attempt` runs one of them. Retries and
-limits are `policy`, staleness of weights is `staleness`, pauses are `gate`, groups of samples are
-`groups` and `filters`, observers are in `watch` and `observers`.
+`runner` is the public class, `run` schedules and retries episodes, `attempt` runs one of them,
+and `bridge` connects its agent with the engine. `policy` holds limits and retries, `gates` pauses
+and staleness, `observers` the hooks, `watchdog` and `outcome` the log lines of a run.
 """

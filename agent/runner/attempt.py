@@ -1,4 +1,4 @@
-"""One attempt at an episode: what the agent makes of it, or what kind of failure it was."""
+"""One attempt at an episode: its trajectories, or the kind of its failure."""
 
 from __future__ import annotations
 
@@ -6,95 +6,72 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from trajpack.agent.engines.queues import coroutine_of
 from trajpack.agent.errors import (
-    EngineEndedError,
     EnvironmentFailedError,
     EpisodeCancelledError,
     EpisodeError,
     EpisodeTimeoutError,
+    causes_of,
+    reason_of,
 )
-from trajpack.agent.protocols import Agent, Engine, Environment, Prompt, Reply
-from trajpack.agent.runner.gate import GenerationGate
+from trajpack.agent.protocols import Engine, Prompt, Reply
+from trajpack.agent.runner.bridge import Attempt, RecordingEnvironment, RunnerContext
 from trajpack.agent.runner.trajectory_check import check_trajectories
-from trajpack.agent.runner.watch import (
-    Audience,
-    EpisodeWatch,
-    WatchedEnvironment,
-    WatchedReplies,
-    WatchedRequests,
-)
-from trajpack.agent.runner.watchdog import Watchdog
 from trajpack.packing.types import Trajectory
-
-_MAX_REASON_CHARS = 1000
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """What all episodes of a runner share."""
-
-    engine: Engine
-    """Has been entered."""
-    agent: Agent
-    """Leads the conversations."""
-    environment: Environment
-    """Judges them."""
-    audience: Audience
-    """Told of what happens."""
-    gate: GenerationGate
-    """Every request to the engine passes it."""
-    timeout_s: float | None
-    """Seconds of an attempt at most."""
-    watchdog: Watchdog | None = None
-    """Warns where attempts wait for long."""
 
 
 def check_serving(engine: Engine) -> None:
-    """Raise what an engine raises that knows that it does not serve."""
+    """Call the engine's `check_serving`, if it has one."""
     check = getattr(engine, "check_serving", None)
     if check is not None:
         check()
 
 
 async def attempt_episode(
-    stage: Stage, prompt: Prompt, group: str, count_reply: Callable[[Reply], None] | None
+    context: RunnerContext,
+    prompt: Prompt,
+    group: str,
+    *,
+    count_reply: Callable[[Reply], None] | None = None,
 ) -> tuple[Trajectory, ...]:
-    """Run the episode ``prompt.id`` once and return its trajectories, whole and checked.
+    """Run the episode ``prompt.id`` once and return its trajectories, complete and checked.
 
-    Trajectories without a group get ``group``.
+    Args:
+        context: Parts of the runner.
+        prompt: Opening of the episode.
+        group: Group of trajectories that have none.
+        count_reply: Called with each reply of the engine, if given.
 
     Raises:
-        EpisodeError: Whatever went wrong, with the original exception as its cause.
+        EpisodeError: On any failure, with the original exception as its cause.
         asyncio.CancelledError: If the task is being cancelled.
     """
-    watch = EpisodeWatch(
-        prompt.id, stage.audience, stage.gate, count_reply, watchdog=stage.watchdog
-    )
-    if stage.timeout_s is None:
-        return await _collect(stage, prompt, group, watch)
+    if context.timeout_s is None:
+        return await _collect(context, prompt, group, count_reply)
     failure: EpisodeError | None = None
-    with stage.gate.limit(stage.timeout_s) as scope:
+    with context.gate.limit(context.timeout_s) as scope:
         try:
-            trajectories = await _collect(stage, prompt, group, watch)
-            if not scope.cancel_called:  # else the agent went on although it was told to end
+            trajectories = await _collect(context, prompt, group, count_reply)
+            if not scope.cancel_called:  # otherwise the agent ignored its cancellation
                 return trajectories
         except EpisodeError as error:
-            if not scope.cancel_called:  # else this is what the agent made of being told so
+            if not scope.cancel_called:  # otherwise the agent turned its cancellation into this
                 raise
             failure = error
-    raise EpisodeTimeoutError(prompt.id, f"not finished within {stage.timeout_s:g} s") from failure
+    reason = f"not finished within {context.timeout_s:g} s"
+    raise EpisodeTimeoutError(prompt.id, reason) from failure
 
 
 @contextmanager
-def surviving_cancel(qid: str | None = None) -> Iterator[None]:
-    """Keep a cancellation that was meant for this task alone from those who wait for it.
+def shield_from_agent_cancel(qid: str | None = None) -> Iterator[None]:
+    """Contain a cancellation of this task alone; that of a scope around it goes through.
 
-    It is swallowed, or raised as the failure of an episode where one is named; only what a scope
-    around the task asks for, such as the end of a run, goes through. Without this, whoever
-    cancels the task of one episode would end all others silently.
+    Otherwise a cancelled task of one episode would end all other episodes silently. The
+    cancellation is swallowed, or raised as the failure of the episode ``qid``.
 
     Raises:
         EpisodeCancelledError: If the task was cancelled, and ``qid`` is given.
@@ -115,21 +92,24 @@ def surviving_cancel(qid: str | None = None) -> Iterator[None]:
 
 
 async def _collect(
-    stage: Stage, prompt: Prompt, group: str, watch: EpisodeWatch
+    context: RunnerContext,
+    prompt: Prompt,
+    group: str,
+    count_reply: Callable[[Reply], None] | None,
 ) -> tuple[Trajectory, ...]:
     task = asyncio.current_task()
+    attempt: Attempt | None = None
     try:
-        replies = WatchedReplies(stage.engine.open_episode(prompt.id), watch)
+        generate = coroutine_of(context.engine, context.engine.open_episode(prompt.id))
         try:
-            given = await stage.agent.collect_trajectory(
-                prompt,
-                WatchedEnvironment(stage.environment, watch),
-                WatchedRequests(stage.engine.obs_queue, watch),
-                replies,
+            attempt = Attempt(prompt.id, context, generate, count_reply=count_reply)
+            given = await context.agent.collect_trajectory(
+                prompt, RecordingEnvironment(attempt), attempt.requests, attempt.replies
             )
         finally:
-            watch.close()
-            stage.engine.close_episode(prompt.id)
+            if attempt is not None:
+                attempt.close()
+            context.engine.close_episode(prompt.id)
         await check_trajectories(given)
         return tuple(
             replace(trajectory, group=group) if trajectory.group is None else trajectory
@@ -145,11 +125,11 @@ async def _collect(
             raise
         if isinstance(error, GeneratorExit) and not _is_running(task):
             raise  # the interpreter closes this coroutine
-        raise _kind_of(error, watch)(prompt.id, reason_of(error)) from error
+        raise _kind_of(error, attempt)(prompt.id, reason_of(error)) from error
 
 
 def _ends_the_program(error: BaseException) -> bool:
-    """Return whether this is no failure: signals raise the first two wherever the program is."""
+    """Return whether an exception is that of a signal or an exit, which is no failure."""
     ends = (KeyboardInterrupt, SystemExit)
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(ends) is not None
@@ -157,56 +137,16 @@ def _ends_the_program(error: BaseException) -> bool:
 
 
 def _is_running(task: asyncio.Task[Any] | None) -> bool:
-    """Return whether this is a step of the task, and not the end of its coroutine's memory."""
+    """Return whether an event loop runs the task now."""
     try:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:  # no event loop runs
         return False
 
 
-def _kind_of(error: BaseException, watch: EpisodeWatch) -> type[EpisodeError]:
-    if watch.environment_errors:
-        known = set(map(id, watch.environment_errors))
-        if any(id(one) in known for one in _causes(error)):
+def _kind_of(error: BaseException, attempt: Attempt | None) -> type[EpisodeError]:
+    if attempt is not None and attempt.environment_errors:
+        known = set(map(id, attempt.environment_errors))
+        if any(id(one) in known for one in causes_of(error)):
             return EnvironmentFailedError
     return EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the kind of an exception and what it says, shortened where that is very long."""
-    kind = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - an exception of somebody else may be broken itself
-        return f"{kind} without a text"
-    rest = len(text) - _MAX_REASON_CHARS
-    return (
-        f"{kind}: {text[:_MAX_REASON_CHARS]}... ({rest:,} more characters)"
-        if rest > 0
-        else f"{kind}: {text}"
-    )
-
-
-def has_engine_ended(error: BaseException | None) -> bool:
-    """Return whether an episode failed because its engine gives no more replies.
-
-    Example:
-        >>> has_engine_ended(EngineEndedError("q0@0", "shut down"))
-        True
-    """
-    return error is not None and any(isinstance(one, EngineEndedError) for one in _causes(error))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, those it was raised from, and those in a group among them."""
-    todo, seen = [error], set[int]()
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if one.__cause__ is not None:
-            todo.append(one.__cause__)
-        if isinstance(one, BaseExceptionGroup):
-            todo.extend(one.exceptions)

@@ -1,40 +1,47 @@
-"""What a rollout tells those who watch it: metrics, traces, tests."""
+"""Observers of a rollout, such as metrics, traces and tests, and the calls of their hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import logging
+import time
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.protocols import Reply
+from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
-    from trajpack.agent.runner.runner import EpisodeResult
+    from trajpack.agent.runner.results import EpisodeResult
+
+_logger = logging.getLogger(__name__)
 
 
 class RolloutObserver:
-    """Watches a `RolloutRunner`; every method does nothing until it is overridden.
+    """Base of observers of a `RolloutRunner`; each hook does nothing until it is overridden.
 
-    All are called on the event loop, in order, and must return at once. What one raises is
-    logged and goes no further. Times are the observer's own to take.
+    Hooks are called on the event loop, in order, and must return at once. An exception in a hook
+    is logged and goes no further. Hooks get no times: an observer reads its own clock.
     """
 
     def episode_started(self, qid: str, attempt: int) -> None:
         """Episode ``qid`` begins; ``attempt`` counts from 0."""
 
     def wait_ended(self, reason: str, seconds: float) -> None:
-        """Something that was about to go on could not for ``seconds``, which may be 0.
+        """A wait of ``seconds``, which may be 0, is over.
 
-        The next episode waits, one after the other, for ``"room"`` (results that nobody takes and
-        failed episodes that will begin again fill it), with a staleness policy for
+        The next episode waits, one after the other, for ``"room"`` (results that were not taken
+        and failed episodes that will begin again fill it), with a staleness policy for
         ``"staleness"`` (newer weights) and for a ``"slot"`` (the runner's concurrency). A
         request to the engine waits for the end of a ``"pause"``.
         """
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
-        """The agent has asked the engine for the completion of a turn, from 0."""
+        """A request for the completion of a turn, from 0, goes to the engine."""
 
     def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
-        """The agent has got the engine's reply, an error included."""
+        """The engine's reply to a request has come, an error included."""
 
     def verification_started(self, qid: str, turn: int) -> None:
         """The agent has given an action to the environment."""
@@ -45,7 +52,7 @@ class RolloutObserver:
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
     ) -> None:
-        """One attempt at an episode is over; ``final`` where no other will follow.
+        """One attempt at an episode is over; ``final`` if no other will follow.
 
         A result that turns out to be stale when it is handed over ends its attempt a second
         time, with the error.
@@ -58,3 +65,41 @@ class RolloutObserver:
         self, prompt_id: str, results: Sequence[EpisodeResult], reason: str | None
     ) -> None:
         """A group is complete or given up; ``reason`` says why it was dropped, or is None."""
+
+
+class Observers:
+    """All observers of a runner. An exception in a hook is logged once per observer and hook."""
+
+    def __init__(self, observers: Sequence[RolloutObserver] = ()) -> None:
+        self._observers = tuple(observers)
+        self._logged: set[tuple[int, str]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def tell(self, hook: str, *values: Any, **named: Any) -> None:
+        """Call a hook of every observer."""
+        for number, observer in enumerate(self._observers):
+            try:
+                getattr(observer, hook)(*values, **named)
+            except Exception as error:  # noqa: BLE001 - the rollout goes on
+                if (number, hook) in self._logged:
+                    continue
+                self._logged.add((number, hook))
+                # No traceback: its last line may quote text of a model or a server.
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                _logger.error(
+                    "%s has failed at %s:%d, told once: %s: %s",
+                    one_line(f"{type(observer).__name__}.{hook}"),
+                    one_line(at.filename),
+                    at.lineno or 0,
+                    one_line(type(error).__name__),
+                    one_line(error),
+                )
+
+    @asynccontextmanager
+    async def waiting(self, reason: str) -> AsyncIterator[None]:
+        """Tell observers how long the context lasted: it holds one wait."""
+        began = time.perf_counter()
+        yield
+        self.tell("wait_ended", reason, time.perf_counter() - began)

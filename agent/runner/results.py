@@ -1,10 +1,10 @@
-"""What comes of episodes and of groups, and how far a run has come."""
+"""Results of episodes and groups, and the progress of a run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
@@ -13,18 +13,18 @@ from trajpack.packing.types import Trajectory, Turn
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What came of one episode: trajectories, or the error that ended it."""
+    """Result of one episode: its trajectories, or the error that ended it."""
 
     prompt: Prompt
-    """The prompt as given to the runner."""
+    """Prompt as given to the runner."""
     trajectories: tuple[Trajectory, ...]
-    """What the agent produced; empty if the episode failed."""
+    """Trajectories that the agent returned; empty if the episode failed."""
     error: EpisodeError | None = None
-    """Why it failed, with the original exception as its cause; ``None`` if it did not."""
+    """Failure of the episode, with the original exception as its cause; None if it succeeded."""
     sample: int = 0
-    """Which of the prompt's rollouts this is, from 0."""
+    """Index of this rollout among those of its prompt, from 0."""
     attempts: int = 1
-    """How often it was begun; this is the outcome of the last time."""
+    """Number of attempts; the result is that of the last one."""
 
     @property
     def qid(self) -> str:
@@ -44,16 +44,15 @@ class EpisodeResult:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """What came of all samples of one prompt."""
+    """Results of all samples of one prompt."""
 
     prompt: Prompt
-    """The prompt as given to the runner."""
+    """Prompt as given to the runner."""
     results: tuple[EpisodeResult, ...]
-    """One for each episode that was begun, by sample; the failed ones are among them."""
+    """One result for each episode that was begun, failed ones included, by sample."""
     rejected: str | None = None
-    """Why the group is not to be trained on: ``failed`` where no episode has succeeded,
-    ``incomplete`` where some have not, or ``filtered:`` and what a filter said of it. ``None``
-    if it was accepted."""
+    """Reason not to train on the group: ``failed`` if all episodes failed, ``incomplete`` if
+    some did, ``filtered:`` and a filter's reason. ``None`` if it was accepted."""
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -63,24 +62,24 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """Counts of a run so far."""
 
     num_prompts: int = 0
-    """Prompts taken so far."""
+    """Prompts taken."""
     num_started: int = 0
-    """Episodes begun, ``group_size`` to a prompt; each counts once, however often it was tried."""
+    """Episodes begun, ``group_size`` to a prompt; each counts once, whatever its attempts."""
     num_finished: int = 0
     """Episodes ended, the failed ones included."""
     num_failed: int = 0
     """Episodes that ended with an error."""
     num_turns: int = 0
-    """Turns sampled so far, those of failed and of unfinished episodes included."""
+    """Turns sampled, those of failed and of unfinished episodes included."""
     num_tokens: int = 0
-    """Tokens sampled in them."""
+    """Tokens sampled in these turns."""
     num_kept_turns: int = 0
     """Turns of the episodes that finished without an error."""
     num_rewarded_turns: int = 0
-    """Those among the kept ones with a reward above zero."""
+    """Kept turns with a reward above zero."""
     reward_sum: float = 0.0
     """Sum of the rewards of the kept turns, not discounted."""
     elapsed_s: float = 0.0
@@ -97,49 +96,38 @@ class Progress:
         return self.num_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
-@dataclass
-class Tally:
-    """The numbers behind `Progress`, while they change."""
+class Counters:
+    """Mutable counts of a run, by the names of the fields of `Progress`."""
 
-    num_prompts: int = 0
-    """As `Progress` has it, like all that follow."""
-    num_started: int = 0
-    """Episodes begun."""
-    num_finished: int = 0
-    """Episodes ended."""
-    num_failed: int = 0
-    """Those with an error."""
-    num_turns: int = 0
-    """Turns sampled."""
-    num_tokens: int = 0
-    """Tokens in them."""
-    num_kept_turns: int = 0
-    """Turns of episodes without an error."""
-    num_rewarded_turns: int = 0
-    """Those with a reward."""
-    reward_sum: float = 0.0
-    """Of the kept turns."""
-    began: float = field(default_factory=time.monotonic)
-    """When the run began, in seconds of the monotonic clock."""
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._reward_sum = 0.0
+        self._began = time.monotonic()
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Add a number to a count."""
+        self._counts[name] += number
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
 
     def count_reply(self, reply: Reply) -> None:
-        """Count a turn, if it is one."""
+        """Count a turn, unless the reply is an error."""
         if isinstance(reply, GenerationOutput):
-            self.num_turns += 1
-            if isinstance(reply.output_ids, Sequence) or hasattr(reply.output_ids, "__len__"):
-                self.num_tokens += len(reply.output_ids)
+            self._counts["num_turns"] += 1
+            if hasattr(reply.output_ids, "__len__"):
+                self._counts["num_tokens"] += len(reply.output_ids)
 
     def count_result(self, result: EpisodeResult, times: int = 1) -> None:
         """Count an episode that has ended; -1 ``times`` takes it back."""
         turns = result.turns
-        self.num_finished += times
-        self.num_failed += times * (result.error is not None)
-        self.num_kept_turns += times * len(turns)
-        self.num_rewarded_turns += times * sum(turn.reward > 0 for turn in turns)
-        self.reward_sum += times * sum(turn.reward for turn in turns)
+        self.add("num_finished", times)
+        self.add("num_failed", times * (result.error is not None))
+        self.add("num_kept_turns", times * len(turns))
+        self.add("num_rewarded_turns", times * sum(turn.reward > 0 for turn in turns))
+        self._reward_sum += times * sum(turn.reward for turn in turns)
 
     def progress(self) -> Progress:
-        """Return the numbers of this moment."""
-        numbers = dict(vars(self))
-        elapsed_s = time.monotonic() - numbers.pop("began")
-        return Progress(**numbers, elapsed_s=elapsed_s)
+        """Return the counts of this moment."""
+        elapsed_s = time.monotonic() - self._began
+        return Progress(**self._counts, reward_sum=self._reward_sum, elapsed_s=elapsed_s)

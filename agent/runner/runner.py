@@ -1,26 +1,23 @@
-"""Many episodes at once, on one engine, with results as they finish."""
+"""`RolloutRunner`: many episodes at once on one engine."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from trajpack.agent.protocols import Agent, Engine, Environment
-from trajpack.agent.runner.attempt import Stage, check_serving, has_engine_ended
-from trajpack.agent.runner.gate import GenerationGate
-from trajpack.agent.runner.groups import OpenGroup
-from trajpack.agent.runner.observers import RolloutObserver
+from trajpack.agent.runner.attempt import check_serving
+from trajpack.agent.runner.bridge import RunnerContext
+from trajpack.agent.runner.gates import GenerationGate, StalenessGate
+from trajpack.agent.runner.observers import Observers, RolloutObserver
 from trajpack.agent.runner.outcome import RunOutcome
 from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
-from trajpack.agent.runner.run import EpisodeRun
-from trajpack.agent.runner.staleness import StalenessGate
-from trajpack.agent.runner.ticket import Prompts, Rules, Ticket
-from trajpack.agent.runner.watch import Audience
+from trajpack.agent.runner.run import Prompts, Run, RunConfig
 from trajpack.agent.runner.watchdog import Watchdog
 from trajpack.packing.optional import require
 
-__all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner", "has_engine_ended"]
+__all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner"]
 
 _DEFAULT_POLICY = RolloutPolicy()
 
@@ -31,24 +28,24 @@ class RolloutRunner:
     Sample ``k`` of the prompt ``q`` is the episode ``q@k``. Its trajectories get the group
     ``q``, unless the agent gave them one, so that samples of a prompt can be compared.
 
-    An episode that fails is data: a result with an error that says why, and no trajectories;
-    whatever was raised, but for what ends a program, `KeyboardInterrupt` and `SystemExit`.
-    What an agent returns is checked before it counts, as a `TrajectoryBuffer` would check it.
+    A failed episode is data: a result with an error and no trajectories, whatever exception was
+    raised, except `KeyboardInterrupt` and `SystemExit`. Trajectories that an agent returns are
+    checked as a `TrajectoryBuffer` would check them.
 
     Args:
-        engine: Has been entered by the caller, and is not closed here.
-        agent: Collects the trajectories.
-        environment: Shared by all episodes.
+        engine: Engine that the caller has entered; it is not closed here.
+        agent: Agent that collects the trajectories.
+        environment: Environment that all episodes share.
         concurrency: Episodes in flight at most. As many more may wait for their next attempt,
-            or to be taken; then no new ones begin.
+            or to be taken; then no new ones start.
         group_size: Episodes for each prompt.
-        policy: Retries, time limits, staleness, what becomes of groups, and the seed.
-        observers: Told of every step. What one of them raises is logged and goes no further.
-        finished: Names of episodes that were finished before and are not begun again, such as
-            those of a `TrajectoryLog`. A group is begun as a whole, unless ``group_size`` of
+        policy: Retries, time limits, staleness, groups, and the seed.
+        observers: Told of every step. An exception of one is logged and goes no further.
+        finished: Names of episodes that were finished before and are not started again, such as
+            those of a `TrajectoryLog`. A group is started as a whole, unless ``group_size`` of
             its episodes are finished.
         on_progress: Called while results are waited for, after replies of the engine and
-            before each result is handed over. What it raises ends the run.
+            before each result is handed over. Its exception ends the run.
 
     Raises:
         ValueError: If ``concurrency`` or ``group_size`` is below 1.
@@ -56,7 +53,7 @@ class RolloutRunner:
     Cost: 0.2 milliseconds of Python a turn or less, agent included (docs/rollouts.md).
     """
 
-    def __init__(  # noqa: PLR0913 - the first three are what it runs, the others are options
+    def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
         self,
         engine: Engine,
         agent: Agent,
@@ -74,33 +71,33 @@ class RolloutRunner:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         require("anyio")
         self._gate = GenerationGate()
-        staleness = None if policy.staleness is None else StalenessGate(policy.staleness)
         self._watchdog = Watchdog(
             engine, environment, agent, gate=self._gate, patience_s=policy.silence_warning_s
         )
-        self._rules = Rules(
-            Stage(
-                engine,
-                agent,
-                environment,
-                Audience(observers),
-                self._gate,
-                policy.episode_timeout_s,
-                self._watchdog,
-            ),
-            policy,
-            concurrency,
-            group_size,
-            set(finished) if isinstance(finished, list | tuple) else finished,
-            staleness,
-            on_progress,
+        self._context = RunnerContext(
+            engine=engine,
+            agent=agent,
+            environment=environment,
+            observers=Observers(observers),
+            gate=self._gate,
+            watchdog=self._watchdog,
+            timeout_s=policy.episode_timeout_s,
         )
-        self._runs: set[EpisodeRun] = set()
+        self._config = RunConfig(
+            context=self._context,
+            policy=policy,
+            concurrency=concurrency,
+            group_size=group_size,
+            finished=set(finished) if isinstance(finished, list | tuple) else finished,
+            staleness=None if policy.staleness is None else StalenessGate(policy.staleness),
+            on_progress=on_progress,
+        )
+        self._runs: set[Run] = set()
 
     @property
     def staleness(self) -> StalenessGate | None:
-        """Counts of results accepted and under way, where the policy limits staleness."""
-        return self._rules.staleness
+        """Counts of results accepted and under way, if the policy limits staleness."""
+        return self._config.staleness
 
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
         """Yield a result for each episode, in the order in which they finish.
@@ -109,29 +106,26 @@ class RolloutRunner:
         the agent or the environment, is its result's ``error``. Leaving the loop early,
         closing the generator or cancelling the task that iterates cancels every episode
         in flight and closes it in the engine; close the generator with
-        `contextlib.aclosing` where that must have happened before the next statement.
+        `contextlib.aclosing` if that must have happened before the next statement.
 
-        Once an episode has failed because the engine ended, no new ones begin; those in
+        Once an episode has failed because the engine ended, no new ones start; those in
         flight still give their results. A run that ends without a single success logs an error.
 
         Raises:
-            RuntimeError: If the engine knows that it does not serve: it has not been entered, or
-                was left.
+            RuntimeError: If the engine reports that it has not been entered, or was left.
             ValueError: If the policy has rules for groups: those are for `run_groups`.
-            Exception: What iterating ``prompts`` or ``on_progress`` raised; episodes in
+            Exception: As iterating ``prompts`` or ``on_progress`` raised it; episodes in
                 flight are cancelled.
         """
-        if self._rules.policy.groups != GroupPolicy():
+        if self._config.policy.groups != GroupPolicy():
             raise ValueError("the policy has rules for groups, which run does not look at")
-        async with self._running(prompts, by_group=False) as (run, events):
+        with self._running(prompts, by_group=False) as run:
             outcome = RunOutcome()
-            async for event in events:
-                assert isinstance(event, tuple)
-                result = event[1]
-                run.settle(accepted=result.error is None)
-                outcome.count(result)
-                self._tell_accepted(result)
-                yield result
+            async with aclosing(run.episodes()) as results:
+                async for result in results:
+                    outcome.count(result)
+                    self._tell_accepted(result)
+                    yield result
             self._log_outcome(run, outcome)
 
     async def run_groups(self, prompts: Prompts) -> AsyncGenerator[GroupResult, None]:
@@ -139,56 +133,47 @@ class RolloutRunner:
 
         Groups that the policy rejects are yielded too, with the reason. For staleness, a group
         counts as one result. Otherwise as `run`; an episode that was stopped counts as failed,
-        and a group that was stopped before all of its episodes began is not complete.
+        and a group that was stopped before all of its episodes started is not complete.
 
         Raises:
-            Exception: What iterating ``prompts``, ``on_progress`` or a filter raised; episodes
+            Exception: As iterating ``prompts``, ``on_progress`` or a filter raised it; episodes
                 in flight are cancelled.
         """
-        async with self._running(prompts, by_group=True) as (run, events):
+        with self._running(prompts, by_group=True) as run:
             outcome = RunOutcome()
-            tickets: dict[tuple[OpenGroup, int], Ticket] = {}
-            async for event in events:
-                if isinstance(event, tuple):
-                    ticket, result = event
-                    assert ticket.group is not None
-                    group = ticket.group
-                    group.results.append(result)
-                    tickets[group, result.sample] = ticket
-                else:
-                    group = event
-                if not group.is_complete or self._goes_on(run, group, tickets):
-                    continue
-                for result in group.results:
-                    del tickets[group, result.sample]
-                judged = group.judge(self._rules.policy.groups)
-                run.settle(accepted=judged.rejected is None)
-                outcome.count_group(judged)
-                self._tell_group(judged)
-                yield judged
+            async with aclosing(run.groups()) as groups:
+                async for group in groups:
+                    outcome.count_group(group)
+                    if group.rejected is None:
+                        for result in group.results:
+                            self._tell_accepted(result)
+                    self._context.observers.tell(
+                        "group_ended", group.prompt.id, group.results, group.rejected
+                    )
+                    yield group
             self._log_outcome(run, outcome)
 
     def stop(self, *, drain: bool = True) -> None:
-        """Have the runs of this moment begin no more episodes, and then end.
+        """Stop starting episodes in all current runs, then finish these runs.
 
-        Their generators still yield a result for each episode that has begun: as it ends where
-        they ``drain``, otherwise at once, with an `EpisodeCancelledError`. What fails meanwhile is
-        not tried again. Runs that begin later are not concerned.
+        Their generators still yield a result for each episode that has started: as it ends if
+        they ``drain``, otherwise at once, with an `EpisodeCancelledError`. An episode that fails
+        meanwhile is not retried. Later runs are not affected.
         """
         for run in list(self._runs):
             run.stop(drain=drain)
 
     @asynccontextmanager
     async def paused(self, *, drain: bool = False) -> AsyncIterator[None]:
-        """Let no request reach the engine while the context lasts, for a weight update.
+        """Hold back requests to the engine while the context lasts, for a weight update.
 
-        Episodes go on until they ask; what they ask waits until the end of the context. Where
-        several pauses overlap, until the end of the last. Time limits of episodes stand still
-        while the context lasts.
+        Episodes go on until their next request, which waits until the end of the context; of
+        overlapping pauses, until the end of the last. Time limits of episodes stand still while
+        the context lasts.
 
         Args:
             drain: Wait first until every request was answered, those of a failed episode until
-                the episode has ended. Time limits go on until then.
+                the episode has ended. Time limits run until then.
         """
         self._gate.close()
         try:
@@ -201,55 +186,24 @@ class RolloutRunner:
             for run in self._runs:
                 run.wake()
 
-    @asynccontextmanager
-    async def _running(
-        self, prompts: Prompts, *, by_group: bool
-    ) -> AsyncIterator[
-        tuple[EpisodeRun, AsyncGenerator[tuple[Ticket, EpisodeResult] | OpenGroup, None]]
-    ]:
-        check_serving(self._rules.stage.engine)
+    @contextmanager
+    def _running(self, prompts: Prompts, *, by_group: bool) -> Iterator[Run]:
+        check_serving(self._context.engine)
         if not self._runs:
             self._watchdog.reset()
-        run = EpisodeRun(self._rules, prompts, by_group=by_group)
+        run = Run(self._config, prompts, by_group=by_group)
         self._runs.add(run)
         try:
-            async with aclosing(run.events()) as events:
-                yield run, events
+            yield run
         finally:
             self._runs.discard(run)
 
-    def _goes_on(
-        self, run: EpisodeRun, group: OpenGroup, tickets: dict[tuple[OpenGroup, int], Ticket]
-    ) -> bool:
-        """Begin again what is stale, and begin what has to stand in for what failed."""
-        for result in list(group.results):
-            ticket = tickets[group, result.sample]
-            if run.is_stale(result) is None:
-                continue
-            group.results.remove(result)
-            run.recount(result, -1)
-            if not run.retry_stale(ticket, result):
-                group.results.append(run.checked_age(ticket, result))
-                run.recount(group.results[-1], 1)
-        if group.is_complete and not run.is_stopping:
-            for sample in group.refill(self._rules.policy.groups):
-                run.begin(Ticket(group.prompt, sample, group))
-        return not group.is_complete
+    def _tell_accepted(self, result: EpisodeResult) -> None:
+        if self._context.observers and result.error is None:
+            version = self._context.engine.version
+            self._context.observers.tell("result_accepted", result, version)
 
-    def _log_outcome(self, run: EpisodeRun, outcome: RunOutcome) -> None:
+    def _log_outcome(self, run: Run, outcome: RunOutcome) -> None:
         if not run.is_cancelling:
             had_prompts = run.num_prompts > 0 or run.is_stopping
-            outcome.log(had_prompts=had_prompts, group_size=self._rules.group_size)
-
-    def _tell_accepted(self, result: EpisodeResult) -> None:
-        stage = self._rules.stage
-        if stage.audience and result.error is None:
-            stage.audience.tell("result_accepted", result, stage.engine.version)
-
-    def _tell_group(self, judged: GroupResult) -> None:
-        if judged.rejected is None:
-            for result in judged.results:
-                self._tell_accepted(result)
-        audience = self._rules.stage.audience
-        if audience:
-            audience.tell("group_ended", judged.prompt.id, judged.results, judged.rejected)
+            outcome.log(had_prompts=had_prompts, group_size=self._config.group_size)

@@ -1,4 +1,4 @@
-"""Warns where a run waits for seconds without a sign of what it waits for."""
+"""Warnings of long silences of the engine, the environment, an agent or the prompts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
     from trajpack.agent.protocols import Agent, Engine, Environment
-    from trajpack.agent.runner.gate import GenerationGate
-    from trajpack.agent.runner.watch import EpisodeWatch
+    from trajpack.agent.runner.bridge import Attempt
+    from trajpack.agent.runner.gates import GenerationGate
 
 _logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 """Seconds without a sign before the first warning, unless a policy says otherwise."""
 _LONGEST_PATIENCE_S = 100_000.0
-"""A silence that would have to last longer for its next warning is watched no more."""
+"""Longest silence, in seconds, that is waited for."""
 _EARLY_S = 0.001
-"""Rounding must not let a look come before its time, and be planned again for the same time."""
+"""Tolerance for rounding: a check that fires early would be scheduled again at once."""
 _LATE_S = 1.0
-"""A timer that fires later than this after its time shows that the event loop stood still."""
+"""Delay of a timer, in seconds, that shows that the event loop stood still."""
 _FACTORS = {"engine": 1, "environment": 1, "agent": 1, "prompts": 1, "weights": 6}
 """Patience with each subject, in units of the given one. New weights take a training step."""
 _run_numbers = itertools.count()
@@ -34,7 +34,7 @@ _run_numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Patience:
-    """The first patience of a run, which a watchdog in another process can adopt."""
+    """First patience of a run, which a watchdog in another process can adopt."""
 
     first_s: float
     """Seconds without a sign before the first warning; infinite where there is none."""
@@ -43,7 +43,7 @@ class Patience:
 
 
 class Watchdog:
-    """Warns where the engine, the environment, an agent or the prompts keep a run waiting.
+    """Warns when the engine, the environment, an agent or the prompts keep a run waiting.
 
     A warning ends nothing, since a slow answer is no error. The second warning about a subject
     comes after twice the silence of the first, and so on until `reset`.
@@ -54,13 +54,13 @@ class Watchdog:
     the agent has taken the reply or not. The prompts are waited for where no episode is under way.
 
     Args:
-        engine: Named by its type.
-        environment: Named by its type.
-        agent: Named by its type. One with a true ``is_remote`` is not watched: its episodes run
-            in another process, which has a watchdog of its own.
-        gate: Counts the requests in flight.
+        engine: Engine, named by its type.
+        environment: Environment, named by its type.
+        agent: Agent, named by its type. One with a true ``is_remote`` is not watched: its
+            episodes run in another process, which has its own watchdog.
+        gate: Count of the requests in flight.
         patience_s: Seconds without a sign before the first warning; None never warns.
-        warn: Gets each warning; it logs them unless another is given.
+        warn: Called with each warning; logs it by default.
 
     Cost: reads the event loop's clock at each sign; one timer while episodes run, and no task.
     """
@@ -80,12 +80,10 @@ class Watchdog:
         self._gate = gate
         self._warn = warn or _log
         self.patience = Patience(math.inf if patience_s is None else patience_s, -1)
-        """Of the present run."""
+        """Patience of the current run."""
         self._patience_s: dict[str, float] = {}
-        self._attempts: dict[EpisodeWatch, None] = {}  # in the order of their beginnings
+        self._attempts: dict[Attempt, None] = {}  # in the order of their beginnings
         self._num_calls = 0
-        self._num_replies = 0
-        self._num_arrived = 0
         self._engine_sign_at = self._environment_sign_at = 0.0
         self._wanted: tuple[int, float] | None = None
         self._prompt_waits: dict[object, float] = {}  # since when each run waits for one
@@ -104,18 +102,18 @@ class Watchdog:
             self.patience = patience
             self._patience_s = {name: patience.first_s * one for name, one in _FACTORS.items()}
 
-    def begin(self, attempt: EpisodeWatch) -> None:
+    def begin(self, attempt: Attempt) -> None:
         """Watch an attempt at an episode."""
         self.sign(attempt)
         self._attempts[attempt] = None
 
-    def end(self, attempt: EpisodeWatch) -> None:
+    def end(self, attempt: Attempt) -> None:
         """Watch an attempt no more."""
         self._attempts.pop(attempt, None)
         if not self._attempts:
             self._idle_at = self.sign(attempt)
 
-    def sign(self, attempt: EpisodeWatch) -> float:
+    def sign(self, attempt: Attempt) -> float:
         """Note that something has happened in an episode; return the time."""
         try:
             loop = asyncio.get_running_loop()
@@ -125,25 +123,24 @@ class Watchdog:
         self._look_at(now + self.patience.first_s, loop)
         return now
 
-    def asked(self, attempt: EpisodeWatch) -> None:
+    def asked(self, attempt: Attempt) -> None:
         """Note a request to the engine; the gate counts it afterwards."""
         now = self.sign(attempt)
         if not self._gate.num_in_flight:
             self._engine_sign_at = now
 
-    def replied(self, attempt: EpisodeWatch) -> None:
+    def replied(self, attempt: Attempt) -> None:
         """Note a reply of the engine."""
         self._engine_sign_at = self.sign(attempt)
-        self._num_replies += 1
 
-    def called(self, attempt: EpisodeWatch) -> None:
+    def called(self, attempt: Attempt) -> None:
         """Note a call of the environment."""
         now = self.sign(attempt)
         if not self._num_calls:
             self._environment_sign_at = now
         self._num_calls += 1
 
-    def answered(self, attempt: EpisodeWatch) -> None:
+    def answered(self, attempt: Attempt) -> None:
         """Note that a call of the environment has ended."""
         self._environment_sign_at = self.sign(attempt)
         self._num_calls -= 1
@@ -204,7 +201,9 @@ class Watchdog:
             self._look_at(now + min(due), self._loop)
 
     def _look_at_parties(self, now: float, due: list[float]) -> None:
-        if num_open := self._num_unanswered(now):
+        if self._gate.is_still:
+            self._engine_sign_at = self._idle_at = now
+        if num_open := self._gate.num_in_flight:
             silent_s = now - self._engine_sign_at
             if self._is_late("engine", silent_s, due):
                 self._warn(
@@ -220,8 +219,6 @@ class Watchdog:
                     f"reset or step open: {self._num_calls}); "
                     "RolloutPolicy(episode_timeout_s=...) ends such episodes"
                 )
-        for attempt in self._attempts:
-            attempt.look(now)
         if alone := [one for one in self._attempts if one.is_alone and not self._is_remote]:
             first = min(alone, key=lambda one: one.sign_at)
             silent_s = now - first.sign_at
@@ -230,7 +227,7 @@ class Watchdog:
                     f"{self._name('agent')} has done nothing for {silent_s:.0f} s in episode "
                     f"{one_line(first.qid)}, which waits for no reply and no call of the "
                     f"environment (such episodes: {len(alone)}; replies that this one has not "
-                    f"taken: {first.num_untaken}); one reply comes to each request under the "
+                    f"taken: {first.replies.qsize()}); one reply comes to each request under the "
                     "episode's own qid, and the agent takes it with act_queue.get(); "
                     "RolloutPolicy(episode_timeout_s=...) ends such episodes"
                 )
@@ -248,17 +245,6 @@ class Watchdog:
             self._patience_s[subject] *= 2
         due.append(self._patience_s[subject] - silent_s)
         return is_late
-
-    def _num_unanswered(self, now: float) -> int:
-        """Return how many requests no reply has come to, whether an agent has taken it or not."""
-        num_untaken = sum(count() for count in self._gate.untaken)
-        num_arrived = self._num_replies + num_untaken
-        if self._gate.is_still or (num_untaken and num_arrived != self._num_arrived):
-            self._engine_sign_at = now
-        if self._gate.is_still:
-            self._idle_at = now
-        self._num_arrived = num_arrived
-        return self._gate.num_in_flight - num_untaken
 
     def _name(self, subject: str) -> str:
         return one_line(f"{subject} {type(self._names[subject]).__name__}")

@@ -1,5 +1,6 @@
-"""Engines behind HTTP: vLLM and SGLang servers.
+"""Engines that generate with HTTP servers: vLLM and SGLang.
 
-`engine` sends requests to many servers; `routing` chooses one, `client` speaks HTTP, `control`
-updates weights, and `engine_response` reads a reply into a turn.
+`engine` turns a request into a completion, over several requests and servers; `routing` chooses a
+server, `client` speaks HTTP, `control` administers servers, `vllm` and `sglang` know their HTTP
+APIs, and `engine_response` reads a response into arrays.
 """

@@ -1,73 +1,134 @@
-"""One server over HTTP: what is sent, what is taken, and what is not."""
+"""HTTP client of one server: keep-alive connections, limits, safe error messages."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
-import json
 import re
 import socket
 import ssl
-import time
 import uuid
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote, unquote, urlsplit
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.servers.failures import (
     MalformedError,
     RefusedError,
     RetryableError,
-    quoted,
+    quote_body,
 )
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.paced_stream import PacedBackend
-from trajpack.agent.servers.url import ServerURL
 from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
     import httpcore
-    import httpx
 
 _RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
 _MAX_ERROR_BYTES = 4096
 _KEEP_ALIVE_S = 4.0
-"""Servers close idle connections, many after 5 seconds; this client does so before them."""
+"""Idle seconds after which a connection is closed; many servers do so after 5."""
 _DIED = ("disconnected", "peer closed")
-"""In messages of a connection that ended too early, rather than with what is no HTTP."""
-_PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Seconds, seconds and a number: a host that is gone without a word is noticed after a minute."""
+"""Words in the message of a connection that ended early; other protocol errors are malformed."""
+_KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Seconds, seconds and a count: a vanished host is detected after a minute."""
+_READ_BYTES = 8192
+"""Bytes parsed before other tasks run: about 10 ms of tiny pieces at most."""
+_MAX_OVERHEAD_BYTES = 16_384
+"""Bytes of headers, interim responses and chunk framing accepted beyond the size of the body."""
+_FREE_PIECES = 1024
+_BYTES_PER_PIECE = 128
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a server is asked to do."""
+class ServerURL:
+    """Address of a server, with its credentials kept apart.
+
+    Example:
+        >>> ServerURL.parse("https://me:secret@engine.example:8000/a/")
+        ServerURL(base='https://engine.example:8000/a', name='engine.example:8000')
+    """
+
+    base: str
+    """Scheme, host, port and path, without a slash at the end."""
+    name: str
+    """Host and port, as messages name the server."""
+    host: str = field(default="", repr=False)
+    """Host alone, as it may stand in the messages of the network."""
+    authorization: str | None = field(default=None, repr=False)
+    """``Authorization`` header for the user and password of the address, if it has any."""
+    password: str | None = field(default=None, repr=False)
+    """Password of the address, or its user if there is no password."""
+
+    @classmethod
+    def parse(cls, url: str) -> ServerURL:
+        """Parse an address.
+
+        Raises:
+            TypeError: If it is not a string.
+            ValueError: If it is not an ``http`` or ``https`` address with a host, or has a query
+                or a fragment. The message does not repeat the address.
+        """
+        if not isinstance(url, str):
+            raise TypeError(f"a server's address must be a string, got {type(url).__name__}")
+        wanted = "a server's address must be http:// or https:// with a host, and no query"
+        text = url.strip()
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname or "", parts.port
+            name = host if host.isascii() else host.encode("idna").decode()
+        except ValueError:
+            raise ValueError(f"{wanted}; this one cannot be read") from None
+        is_plain = not parts.query and not parts.fragment and text.isprintable() and " " not in text
+        if parts.scheme not in ("http", "https") or not host or not is_plain:
+            raise ValueError(f"{wanted}; this one is another")
+        name = f"[{name}]" if ":" in name else name
+        name = name if port is None else f"{name}:{port}"
+        authorization = None
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            authorization = "Basic " + base64.b64encode(pair.encode()).decode("ascii")
+        path = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        return cls(
+            base=f"{parts.scheme}://{name}{path}",
+            name=name,
+            host=host,
+            authorization=authorization,
+            password=unquote(parts.password or parts.username or "") or None,
+        )
+
+
+@dataclass(frozen=True)
+class HTTPRequest:
+    """One request to a server."""
 
     path: str
-    """Below the server's address, with a slash."""
+    """Path below the server's address, with a slash."""
     payload: Any = None
-    """Sent as JSON; nothing is sent for None."""
+    """Sent as JSON; None sends no body."""
     method: str = "POST"
-    """Of HTTP."""
+    """HTTP method."""
     request_id: str | None = None
-    """What it is called, where the answer says that."""
+    """Id of the request, if the server echoes one."""
 
 
 class ServerClient:
-    """Exchanges orders for answers with one server.
+    """Sends requests to one server.
 
-    No redirect is followed, no cookie kept and no compressed body taken; proxies and passwords
-    that the environment names are not used. A body is read up to a limit and not one byte
-    further, and an answer that makes more work than its bytes are worth is refused
-    (`PacedStream`). An answer that names an earlier request ends the connection: whatever comes
-    on it would be taken for the answer to what is asked next.
+    Redirects, cookies, compression and proxies of the environment are not used. Bodies are capped
+    while they are read, and a response that costs more work than its bytes are worth is refused
+    (`PacedStream`). A response that echoes the id of an earlier request ends the connection, since
+    every later response on it would be off by one.
 
-    Each request in flight has a pool, and so a connection, of its own: a shared pool of a
-    thousand connections looks at all of them for each request.
+    Connections wait in a stack of their own: a pool of httpx looks at all of its connections for
+    each request.
 
     Args:
-        url: Where the server is.
+        url: Address of the server.
         options: Token, limits and the number of connections.
     """
 
@@ -78,191 +139,271 @@ class ServerClient:
         sent = authorization.partition(" ")[2] if authorization else ""
         self._secrets = [secret for secret in (sent, url.password) if secret]
         self._host = re.compile(rf"(?<![\w.]){re.escape(url.host)}(:\d+)?(?![\w.])")
-        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        self._headers: dict[bytes | str, bytes | str] = {
+            "Host": url.name,
+            "Accept-Encoding": "identity",
+            "Content-Type": "application/json",
+        }
         if authorization:
             self._headers["Authorization"] = authorization
         self._ids = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._base = url.base
-        self._timeouts = {"connect": options.time_limits.connect_s}
-        # the certificates of the system are read only where they are needed
-        is_secure = url.base.startswith("https:")
-        self._tls = _certified(options) if is_secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        self._idle: deque[tuple[float, httpcore.AsyncConnectionPool]] = deque()
+        self._connect_s = options.time_limits.connect_s
+        self._tls = _load_certificates(options) if url.base.startswith("https:") else None
+        self._idle: deque[httpcore.AsyncHTTPConnection] = deque()
         self.slots = asyncio.Semaphore(options.max_connections)
-        """Held by whoever asks for a sample; orders that are short and urgent need none."""
+        """Held by requests for samples; short administrative requests need none."""
 
     def new_request_id(self) -> str:
-        """Return a name for a request."""
+        """Return a new request id."""
         return f"{self._ids}-{next(self._numbers)}"
 
     async def close(self) -> None:
         """Close all connections."""
         while self._idle:
-            await self._idle.pop()[1].aclose()
+            await self._idle.pop().aclose()
 
-    async def exchange(self, order: Order, *, max_bytes: int, timeout_s: float) -> bytes:
-        """Send ``order`` and return the body of the answer.
+    async def send(self, request: HTTPRequest, *, max_bytes: int, timeout_s: float) -> bytes:
+        """Send ``request`` and return the body of the response.
 
         Raises:
             RetryableError: If the server was not reached, was too slow, died or is overloaded.
-            RefusedError: If it answered with another error.
-            MalformedError: If it answered with what is no answer.
+            RefusedError: If it answered with another error status.
+            MalformedError: If the response is not valid HTTP, encoded or too long.
         """
         import httpcore
 
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._exchange(order, max_bytes)
+                return await self._send(request, max_bytes)
         except TimeoutError:
-            reason = f"no whole answer to {order.path} in {timeout_s:g} s"
+            reason = f"no whole answer to {request.path} in {timeout_s:g} s"
             raise RetryableError(reason, self.name, is_slow=True) from None
         except (
             httpcore.NetworkError,
             httpcore.ProtocolError,
             httpcore.TimeoutException,
         ) as error:
-            raise self._failure(error, order) from None
+            raise self._connection_error(error, request) from None
 
-    async def _exchange(self, order: Order, max_bytes: int) -> bytes:
+    async def _send(self, request: HTTPRequest, max_bytes: int) -> bytes:
         import httpcore
-        import httpx
+        import msgspec
 
-        content = b""
-        if order.payload is not None:
-            content = json.dumps(order.payload, separators=(",", ":")).encode()
-        told = httpx.Request(
-            order.method, self._base + order.path, headers=self._headers, content=content
-        )
-        url = told.url
-        request = httpcore.Request(
-            order.method,
-            httpcore.URL(
-                scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
-            ),
-            headers=told.headers.raw,
-            content=content,
-            extensions={"timeout": self._timeouts},
-        )
-        await self._close_old()
-        pool = self._idle.pop()[1] if self._idle else self._pool()
+        content = b"" if request.payload is None else msgspec.json.encode(request.payload)
+        headers = dict(self._headers)
+        if request.method != "GET":
+            headers["Content-Length"] = str(len(content))
+        connection = await self._connection()
         try:
-            response = await pool.handle_async_request(request)
+            response = await connection.handle_async_request(
+                httpcore.Request(
+                    request.method,
+                    self._base + request.path,
+                    headers=headers,
+                    content=content,
+                    extensions={"timeout": {"connect": self._connect_s}},
+                )
+            )
             try:
-                body = await self._read(response, order, max_bytes)
-                self._check_request(body, order)
+                body = await self._read(response, request, max_bytes)
+                self._check_echo(body, request)
             finally:
                 await response.aclose()
         except BaseException:
-            await pool.aclose()
+            await connection.aclose()
             raise
-        self._idle.append((time.monotonic(), pool))
+        if connection.is_idle():
+            self._idle.append(connection)
         return body
 
-    async def _close_old(self) -> None:
-        """Close what a rush of requests has left open: the server will have done so, too."""
-        for _ in range(2):  # more than the one that a request may add
-            if self._idle and time.monotonic() - self._idle[0][0] > _KEEP_ALIVE_S:
-                await self._idle.popleft()[1].aclose()
-
-    def _check_request(self, body: bytes, order: Order) -> None:
-        """Refuse the answer to another request; servers and proxies may name none, or their own."""
-        start = body.find(self._ids.encode())
-        if start < 0:
-            return
-        wanted = (order.request_id or "").encode()
-        end = start + len(wanted)
-        if not wanted or body[start:end] != wanted or body[end : end + 1].isdigit():
-            reason = f"an answer on {order.path} is that to another request"
-            raise RetryableError(reason, self.name, is_connection=True)
-
-    def _pool(self) -> httpcore.AsyncConnectionPool:
+    async def _connection(self) -> httpcore.AsyncHTTPConnection:
+        """Return the idle connection that was used last, or a new one."""
         import httpcore
 
-        return httpcore.AsyncConnectionPool(
+        for _ in range(2):  # closes connections faster than requests add them
+            if self._idle and self._idle[0].has_expired():
+                await self._idle.popleft().aclose()
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.has_expired():
+                return connection
+            await connection.aclose()
+        return httpcore.AsyncHTTPConnection(
+            httpcore.URL(self._base).origin,
             ssl_context=self._tls,
-            max_connections=1,
             keepalive_expiry=_KEEP_ALIVE_S,
             socket_options=_socket_options(),
             network_backend=cast("httpcore.AsyncNetworkBackend", PacedBackend()),
         )
 
-    def _failure(self, error: Exception, order: Order) -> Exception:
+    async def _read(self, response: httpcore.Response, request: HTTPRequest, limit: int) -> bytes:
+        status, path = response.status, request.path
+        headers = [(name.lower(), value.strip().lower()) for name, value in response.headers]
+        if {value for name, value in headers if name == b"content-encoding"} - {b"identity", b""}:
+            raise MalformedError(f"the body of {path} is encoded, unasked", self.name)
+        if status == 200:
+            declared = dict(headers).get(b"content-length", b"0")
+            is_long = declared.isdigit() and int(declared[:18]) > limit
+            body = b"" if is_long else await _read_start(response, limit + 1)
+            if is_long or len(body) > limit:
+                reason = f"the body of {path} is longer than {limit} bytes"
+                raise MalformedError(reason, self.name)
+            return body
+        if status < 400:
+            raise MalformedError(f"status {status} of {path} is no answer", self.name)
+        body = await _read_start(response, _MAX_ERROR_BYTES)
+        reason = self.error_message(f"status {status} on {path}", quote_body(body), body)
+        if status in _RETRYABLE:
+            # the other form of the header, a date, is ignored
+            wait = dict(headers).get(b"retry-after", b"")
+            wait_s = float(wait[:6]) if wait.isdigit() else None
+            raise RetryableError(reason, self.name, wait_s=wait_s)
+        raise RefusedError(reason, self.name, status=status)
+
+    def _check_echo(self, body: bytes, request: HTTPRequest) -> None:
+        """Refuse a response that echoes one of this client's other ids; others may stand in it."""
+        start = body.find(self._ids.encode())
+        if start < 0:
+            return
+        wanted = (request.request_id or "").encode()
+        end = start + len(wanted)
+        if not wanted or body[start:end] != wanted or body[end : end + 1].isdigit():
+            reason = f"an answer on {request.path} is that to another request"
+            raise RetryableError(reason, self.name, is_connection=True)
+
+    def _connection_error(self, error: Exception, request: HTTPRequest) -> Exception:
         import httpcore
 
-        # what is no HTTP is quoted, and certificates name the host
-        said = one_line(self._host.sub("its host", str(error)), 200)
-        where = f"{type(error).__name__} on {order.path}"
-        text = self.worded(where, said, str(error).encode("utf-8", "replace"))
+        # the message may quote bytes of the server, or name the host of a certificate
+        detail = one_line(self._host.sub("its host", str(error)), 200)
+        where = f"{type(error).__name__} on {request.path}"
+        text = self.error_message(where, detail, str(error).encode("utf-8", "replace"))
         if isinstance(error, httpcore.RemoteProtocolError) and not any(
-            sign in str(error) for sign in _DIED
+            word in str(error) for word in _DIED
         ):
             return MalformedError(text, self.name)
         return RetryableError(text, self.name, is_connection=True)
 
-    async def _read(self, response: httpcore.Response, order: Order, max_bytes: int) -> bytes:
-        import httpx
+    def error_message(self, where: str, detail: str, body: bytes) -> str:
+        """Return ``"where: detail"``, with the detail hidden if it or the body has a secret.
 
-        status, headers = response.status, httpx.Headers(response.headers)
-        encoding = headers.get("content-encoding", "identity")
-        if encoding.strip().lower() not in ("identity", ""):
-            raise MalformedError(f"the body of {order.path} is encoded, unasked", self.name)
-        if status == 200:
-            declared = headers.get("content-length", "0")
-            is_long = declared.isdecimal() and int(declared[:18]) > max_bytes
-            body = b"" if is_long else await self._beginning(response, max_bytes + 1)
-            if is_long or len(body) > max_bytes:
-                reason = f"the body of {order.path} is longer than {max_bytes} bytes"
-                raise MalformedError(reason, self.name)
-            return body
-        if status < 400:
-            raise MalformedError(f"status {status} of {order.path} is no answer", self.name)
-        said = await self._beginning(response, _MAX_ERROR_BYTES)
-        reason = self.worded(f"status {status} on {order.path}", quoted(said), said)
-        if status in _RETRYABLE:
-            raise RetryableError(reason, self.name, wait_s=_retry_after(headers))
-        raise RefusedError(reason, self.name, status=status)
-
-    async def _beginning(self, response: httpcore.Response, max_bytes: int) -> bytes:
-        """Return the body, or as many bytes of it as are wanted."""
-        stream = response.extensions["network_stream"]
-        parts, num_bytes = [], 0
-        async for part in response.aiter_stream():
-            stream.count_part(len(part))
-            parts.append(part[: max_bytes - num_bytes])
-            num_bytes += len(parts[-1])
-            if num_bytes == max_bytes:
-                break
-        return b"".join(parts)
-
-    def worded(self, where: str, said: str, body: bytes) -> str:
-        """Return what is wrong, in words that quote a body, unless they may repeat a secret.
-
-        Some servers repeat what they were asked, headers included. The body itself is left as it
-        is: a secret may be a word or a number that a good answer has, too.
+        Some servers echo the headers of a request. The body itself is left as it is: a secret may
+        be a word or a number that a valid response has, too.
         """
-        if any(secret in said or secret.encode() in body for secret in self._secrets):
-            said = "it repeats a secret, and is not shown"
-        return f"{where}: {said}"
+        if any(secret in detail or secret.encode() in body for secret in self._secrets):
+            detail = "it repeats a secret, and is not shown"
+        return f"{where}: {detail}"
 
 
-def _certified(options: ServerOptions) -> ssl.SSLContext:
+async def _read_start(response: httpcore.Response, max_bytes: int) -> bytes:
+    """Return the first ``max_bytes`` of the body, or all of it."""
+    stream = response.extensions["network_stream"]
+    parts, num_bytes = [], 0
+    async for part in response.aiter_stream():
+        stream.count_body(len(part))
+        parts.append(part[: max_bytes - num_bytes])
+        num_bytes += len(parts[-1])
+        if num_bytes == max_bytes:
+            break
+    return b"".join(parts)
+
+
+def _load_certificates(options: ServerOptions) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=options.ca_file)
-    except OSError as error:  # its message does not say which file
+    except OSError as error:  # its message does not name the file
         raise SetupError(f"no certificates in ca_file {options.ca_file!r}: {error}") from None
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
     probes = [
         (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in _PROBES.items()
-        if hasattr(socket, name)  # they are not everywhere
+        for name, value in _KEEP_ALIVE_PROBES.items()
+        if hasattr(socket, name)  # not on every platform
     ]
     return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *probes]
 
 
-def _retry_after(headers: httpx.Headers) -> float | None:
-    """Return the seconds of the header; its other form, a date, is not worth a clock."""
-    value = headers.get("retry-after", "")
-    return float(value[:6]) if value.isdecimal() and value.isascii() else None
+class PacedBackend:
+    """``httpcore.AsyncNetworkBackend`` that opens TCP connections as `PacedStream`."""
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - the interface is httpcore's
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> PacedStream:
+        """Open a connection."""
+        import httpcore
+
+        backend = httpcore.AnyIOBackend()
+        return PacedStream(
+            await backend.connect_tcp(host, port, timeout, local_address, socket_options)
+        )
+
+
+class PacedStream:
+    """``httpcore.AsyncNetworkStream`` that bounds the work that a response causes by its bytes.
+
+    The HTTP parser makes thousands of events of 2-byte chunks or interim responses (1xx), and
+    handles everything read before another task runs. So a read returns 8 KiB at most. A response
+    is refused if its bytes beside the body exceed those of the body by 16 KiB, or if it comes in
+    more than 1,024 pieces plus one for each 128 bytes of the body. A piece is a read, or a part of
+    the body.
+
+    Raises:
+        httpcore.RemoteProtocolError: In `read` and `count_body`, if the response is refused.
+    """
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._num_bytes = self._num_body = self._num_pieces = 0
+        self.aclose = stream.aclose
+        self.get_extra_info = stream.get_extra_info
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
+        """Return the next bytes, 8 KiB at most."""
+        overhead = self._num_bytes - self._num_body  # earlier reads have been parsed by now
+        if overhead > _MAX_OVERHEAD_BYTES + self._num_body:
+            raise _refusal(
+                f"{overhead} bytes of headers, interim answers and frames of chunks came with "
+                f"{self._num_body} bytes of a body"
+            )
+        read = await self._stream.read(min(max_bytes, _READ_BYTES), timeout)
+        self._num_bytes += len(read)
+        self._count_piece()
+        return read
+
+    def count_body(self, num_bytes: int) -> None:
+        """Count a part of the body."""
+        self._num_body += num_bytes
+        self._count_piece()
+
+    def _count_piece(self) -> None:
+        self._num_pieces += 1
+        if self._num_pieces > _FREE_PIECES + self._num_body // _BYTES_PER_PIECE:
+            raise _refusal(f"{self._num_body} bytes came in {self._num_pieces} tiny pieces")
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Send a part of a request, and restart the counts for its response."""
+        self._num_bytes = self._num_body = self._num_pieces = 0
+        await self._stream.write(buffer, timeout)
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> PacedStream:
+        """Return the encrypted stream."""
+        return PacedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+
+def _refusal(reason: str) -> Exception:
+    import httpcore
+
+    return httpcore.RemoteProtocolError(reason)

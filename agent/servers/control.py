@@ -1,156 +1,123 @@
-"""Orders to servers as wholes: their health, their weights, their pauses."""
+"""Server administration: handshake, weight updates, pause and resume."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
+from typing import Any
 
-from trajpack.agent.servers.client import Order
+from trajpack.agent.servers.api import ServerAPI
+from trajpack.agent.servers.client import HTTPRequest
 from trajpack.agent.servers.completion import is_number
-from trajpack.agent.servers.dialect import Dialect, read_json
 from trajpack.agent.servers.failures import (
     ExchangeError,
+    MalformedError,
     RefusedError,
     RetryableError,
     WeightUpdateError,
-    quoted,
+    quote_body,
 )
-from trajpack.agent.servers.logprob_semantics import detect_logprobs
-from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.requesting import Requester
-from trajpack.agent.servers.routing import Router, Server
+from trajpack.agent.servers.options import LogprobSemantics, ServerOptions
+from trajpack.agent.servers.routing import ABSENT_STATUSES, Router, Server
 from trajpack.packing.conversion import INT32_MAX
 
-_ABSENT = frozenset((403, 404, 405, 501))
 _MAX_BYTES = 2**20
 _HEALTH_S = 10.0
+_DETECTION_TOKENS = (0, 1, 2, 3, 5, 8, 13, 21)
+"""Prompts of one token, in every vocabulary; a server may refuse some."""
+_MIN_GAP = 0.05
+"""Least difference of the first and fifth log-probability: far above rounding."""
+_ROUNDING = 0.01
+"""Tolerance of log-probabilities above 0, and of probabilities whose sum is above 1."""
 
 
 class Control:
-    """Gives orders to all servers of an engine at once.
+    """Administers all servers of an engine.
 
     Args:
-        router: Has the servers.
-        dialect: How they are spoken to.
-        options: Time limits, and what log-probabilities are said to be.
-        requester: Is held up during a pause, and told of the version.
-        version: Of the weights that the servers hold now.
+        servers: Servers of the engine, with clients but without a handshake.
+        api: HTTP API of the servers.
+        options: Time limits and the semantics of log-probabilities.
+        version: Policy version of the servers' weights.
     """
 
     def __init__(
-        self,
-        router: Router,
-        dialect: Dialect,
-        options: ServerOptions,
-        requester: Requester,
-        version: int,
+        self, servers: list[Server], api: ServerAPI, options: ServerOptions, *, version: int
     ) -> None:
-        self._router = router
-        self._dialect = dialect
+        self.version = version
+        """Policy version that the engine declares."""
+        self.gate = asyncio.Event()
+        """Set while requests for samples may be sent."""
+        self.gate.set()
+        self.router = Router(
+            servers, self.handshake, options.retries, time_limits=options.time_limits
+        )
+        """Rotation of the servers."""
+        self._api = api
         self._options = options
-        self._requester = requester
-        self._requester.version = version
+        self._control_s = options.time_limits.control_s
         self._updating = asyncio.Lock()
 
-    @property
-    def version(self) -> int:
-        """Version that is declared now."""
-        return self._requester.version
-
-    async def greet(self, server: Server) -> None:
-        """Find out whether a server is well, and what must be known of it.
+    async def handshake(self, server: Server) -> None:
+        """Check the health of a server, and read its model and its log-probability semantics.
 
         Raises:
-            RetryableError: If it is not well, or has other weights than the engine declares.
-            RefusedError: If it does not let this client in.
-            MalformedError: If it cannot be told what its log-probabilities are.
+            RetryableError: If it is not healthy, or has other weights than the engine declares.
+            RefusedError: If it refuses this client.
+            MalformedError: If its log-probabilities are neither raw nor processed.
         """
         if server.is_behind:
             raise RetryableError("its weights are not the engine's; an update helps", server.name)
-        if server.is_paused and self._requester.gate.is_set():
-            await self._unpause(server)
+        if server.is_paused and self.gate.is_set():
+            try:
+                await _send(server, self._api.resume(), _HEALTH_S)
+            except RefusedError as error:
+                if error.status not in ABSENT_STATUSES:  # else it was restarted as another kind
+                    raise
+            server.is_paused = False
         try:
-            await self._order(server, Order("/health", method="GET"), _HEALTH_S)
+            await _send(server, HTTPRequest("/health", method="GET"), _HEALTH_S)
         except RefusedError as error:
-            if error.status not in _ABSENT - {403}:
+            if error.status not in ABSENT_STATUSES - {403}:
                 raise
-        await self._check_version_told(server)
-        server.model = await self._model(server)
-        asked = self._options.logprobs or self._dialect.default_logprobs
-        if asked != "detect":
-            server.logprobs = asked
-        else:
-            server.logprobs = await detect_logprobs(
-                server, self._dialect, lambda order: self._top_logprobs(server, order)
-            )
+        await self._check_acknowledged_version(server)
+        server.model = await _served_model(server)
+        semantics = self._options.logprobs or self._api.default_logprobs
+        server.logprobs = (
+            await self._detect_logprobs(server) if semantics == "detect" else semantics
+        )
+
+    async def _check_acknowledged_version(self, server: Server) -> None:
+        """Detect a server that was restarted, with the weights of its start."""
+        told = server.told_version
+        if told is None:
+            return
+        try:
+            body = await _send(server, self._api.get_version(), _HEALTH_S)
+            name = read_json(body)["weight_version"]
+        except (RefusedError, LookupError, TypeError, ValueError):
+            return  # it has no such endpoint; spans of its responses may tell
+        if server.told_version != told:
+            return  # an update came in between
+        if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
+            server.is_behind = True
+            where = f"told of version {told}, it says"
+            message = server.client.error_message(where, quote_body(name), body)
+            raise RetryableError(f"{message}; an update helps", server.name)
 
     async def set_version(self, version: int) -> None:
-        """Declare a version, and tell the servers that listen."""
+        """Declare a version, and send it to the servers that have an endpoint for it."""
         async with self._updating:
             self._check_version(version, self.version)
-            await self._update(self._dialect.tell_version(version), version, may_be_absent=True)
+            await self._update(self._api.set_version(version), version, may_be_absent=True)
 
-    async def load_weights(self, order: Order, version: int) -> None:
-        """Have all servers load new weights, and declare their version."""
+    async def load_weights(self, request: HTTPRequest, version: int) -> None:
+        """Load new weights on all servers, and declare their version."""
         async with self._updating:
             self._check_version(version, self.version + 1)
-            await self._update(order, version, may_be_absent=False)
-
-    async def pause(self, *, interrupt: bool) -> None:
-        """Stop all servers that are in use, and send no new requests."""
-        self._requester.gate.clear()
-        servers = [server for server in self._router.servers if server.is_healthy]
-        for server in servers:
-            server.is_paused = True  # also where the answer gets lost
-        if failures := await self._order_all(servers, self._dialect.pause(interrupt=interrupt)):
-            for server, error in failures.items():
-                server.is_paused = not isinstance(error, RefusedError)
-            with contextlib.suppress(WeightUpdateError):
-                await self.resume()
-            raise WeightUpdateError(f"no pause: {_told(failures)}")
-
-    async def resume(self) -> None:
-        """Let all go on; a server that is not healthy is told when it is."""
-        servers = [server for server in self._router.servers if server.is_healthy]
-        try:
-            failures = await self._order_all(servers, self._dialect.resume())
-            for server in servers:
-                server.is_paused = server.is_paused and server in failures
-        finally:
-            self._requester.gate.set()
-            for server in self._router.servers:
-                if server.is_paused and server.is_healthy:
-                    self._router.rest(server, "it may be paused still")
-        if failures:
-            raise WeightUpdateError(f"did not resume: {_told(failures)}")
-
-    async def _unpause(self, server: Server) -> None:
-        """Let one server go on that missed the order."""
-        try:
-            await self._order(server, self._dialect.resume(), _HEALTH_S)
-        except RefusedError as error:
-            if error.status not in _ABSENT:  # else it was started anew, as another kind of server
-                raise
-        server.is_paused = False
-
-    async def _order_all(
-        self, servers: Sequence[Server], order: Order
-    ) -> dict[Server, ExchangeError]:
-        """Give an order to servers; return what went wrong. Those that failed rest."""
-        seconds = self._options.time_limits.control_s
-        outcomes = await asyncio.gather(
-            *(self._order(server, order, seconds) for server in servers), return_exceptions=True
-        )
-        failures = {}
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ExchangeError):
-                failures[server] = outcome
-                if isinstance(outcome, RetryableError):
-                    self._router.rest(server, str(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        return failures
+            await self._update(request, version, may_be_absent=False)
 
     def _check_version(self, version: int, lowest: int) -> None:
         if not lowest <= version <= INT32_MAX:
@@ -159,91 +126,167 @@ class Control:
                 f"{self.version}"
             )
 
-    async def _update(self, order: Order, version: int, *, may_be_absent: bool) -> None:
-        servers = self._router.servers
-        problems = await asyncio.gather(
-            *(self._update_one(server, order, version, may_be_absent) for server in servers)
+    async def _update(self, request: HTTPRequest, version: int, *, may_be_absent: bool) -> None:
+        servers = self.router.servers
+        outcomes = await asyncio.gather(
+            *(self._update_one(server, request, version) for server in servers),
+            return_exceptions=True,
         )
-        failed = {server: why for server, why in zip(servers, problems, strict=True) if why}
+        failed: dict[Server, ExchangeError] = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
+            is_absent = isinstance(outcome, RefusedError) and outcome.status in ABSENT_STATUSES
+            if outcome is None or (is_absent and may_be_absent):
+                server.is_behind = False
+                server.told_version = version if outcome is None else None
+            elif isinstance(outcome, ExchangeError):
+                failed[server] = outcome
+            else:
+                raise outcome
         if len(failed) == len(servers):
-            raise WeightUpdateError(f"version {version} reached no server: {_told(failed)}")
-        self._requester.version = version
+            raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
+        self.version = version
         for server, error in failed.items():
-            # its tokens would be called newer than they are
-            server.is_behind = True
-            self._router.rest(server, str(error))
+            server.is_behind = True  # its tokens would be labelled newer than they are
+            self.router.mark_unhealthy(server, str(error))
 
-    async def _update_one(
-        self, server: Server, order: Order, version: int, may_be_absent: bool
-    ) -> ExchangeError | None:
-        """Return what went wrong."""
+    async def _update_one(self, server: Server, request: HTTPRequest, version: int) -> None:
+        """Update one server, or raise the error that its response reports."""
+        body = await _send(server, request, self._control_s)
         try:
-            body = await self._order(server, order, self._options.time_limits.control_s)
-        except RefusedError as error:
-            if not may_be_absent or error.status not in _ABSENT:
-                return error
-            server.is_behind, server.told_version = False, None
-            return None
-        except ExchangeError as error:
-            return error
-        if message := _failure_said(body):
-            return ExchangeError(server.client.worded("it said", message, body), server.name)
-        server.is_behind, server.told_version = False, version
-        return None
-
-    async def _check_version_told(self, server: Server) -> None:
-        """Notice a server that has been started anew, with the weights it was started with."""
-        told = server.told_version
-        if told is None:
+            answer = read_json(body) if body else None
+        except ValueError:
             return
+        if isinstance(answer, dict) and answer.get("success") is False:
+            message = answer.get("message")
+            detail = quote_body(message if isinstance(message, str) else "success: false")
+            raise ExchangeError(server.client.error_message("it said", detail, body), server.name)
+
+    async def pause(self, *, interrupt: bool) -> None:
+        """Pause all healthy servers, and hold back new requests."""
+        self.gate.clear()
+        servers = [server for server in self.router.servers if server.is_healthy]
+        for server in servers:
+            server.is_paused = True  # also if the response gets lost
+        if failures := await self._send_all(servers, self._api.pause(interrupt=interrupt)):
+            for server, error in failures.items():
+                server.is_paused = not isinstance(error, RefusedError)
+            with contextlib.suppress(WeightUpdateError):
+                await self.resume()
+            raise WeightUpdateError(f"no pause: {_join(failures)}")
+
+    async def resume(self) -> None:
+        """Resume all healthy servers; the others are resumed by their next handshake."""
+        servers = [server for server in self.router.servers if server.is_healthy]
         try:
-            body = await self._order(server, self._dialect.ask_version(), _HEALTH_S)
-            name = read_json(body)["weight_version"]
-        except (RefusedError, LookupError, TypeError, ValueError):
-            return  # it does not say; its spans may
-        if server.told_version != told:
-            return  # of another in the meantime
-        if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
-            server.is_behind = True
-            said = server.client.worded(f"told of version {told}, it says", quoted(name), body)
-            raise RetryableError(f"{said}; an update helps", server.name)
+            failures = await self._send_all(servers, self._api.resume())
+            for server in servers:
+                server.is_paused = server.is_paused and server in failures
+        finally:
+            self.gate.set()
+            for server in self.router.servers:
+                if server.is_paused and server.is_healthy:
+                    self.router.mark_unhealthy(server, "it may be paused still")
+        if failures:
+            raise WeightUpdateError(f"did not resume: {_join(failures)}")
 
-    async def _model(self, server: Server) -> str | None:
+    async def _send_all(
+        self, servers: list[Server], request: HTTPRequest
+    ) -> dict[Server, ExchangeError]:
+        """Send a request to servers; return failures, and mark servers unhealthy that lost it."""
+        outcomes = await asyncio.gather(
+            *(_send(server, request, self._control_s) for server in servers),
+            return_exceptions=True,
+        )
+        failures = {}
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ExchangeError):
+                failures[server] = outcome
+                if isinstance(outcome, RetryableError):
+                    self.router.mark_unhealthy(server, str(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failures
+
+    async def _detect_logprobs(self, server: Server) -> LogprobSemantics:
+        """Detect the semantics of a server's log-probabilities.
+
+        After the same prompt, processed ones lie twice as far apart at temperature 0.5 as at 1,
+        raw ones as far.
+
+        Raises:
+            RetryableError: If the server cannot be asked now.
+            MalformedError: If they are neither.
+
+        Cost: two generations of one token, more if the model is undecided.
+        """
+        for token_id in _DETECTION_TOKENS:
+            try:
+                gap = await self._top_gap(server, token_id, 1.0)
+                ratio = await self._top_gap(server, token_id, 0.5) / gap if gap > _MIN_GAP else 0
+            except RefusedError as error:
+                # another endpoint, if there is one, gets the next request
+                self._api.use_fallback(server, error.status)
+                continue
+            if 0.8 < ratio < 1.25:
+                return "raw"
+            if 1.6 < ratio < 2.5:
+                return "processed"
+        raise MalformedError(
+            "its log-probabilities look neither raw nor processed; declare what they are (the "
+            "option logprobs)",
+            server.name,
+        )
+
+    async def _top_gap(self, server: Server, token_id: int, temperature: float) -> float:
+        """Return the difference of the first and the fifth log-probability."""
+        request = self._api.write_top_logprobs(server, token_id, temperature)
+        body = await _send(server, request, self._options.time_limits.request_s)
         try:
-            body = await self._order(server, Order("/v1/models", method="GET"), _HEALTH_S)
-            name = read_json(body)["data"][0]["id"]
-        except RefusedError as error:
-            if error.status == 401:  # its health is for everybody, its samples are not
-                raise
-            return None
-        except (LookupError, TypeError, ValueError):
-            return None
-        return name if isinstance(name, str) else None
-
-    async def _order(self, server: Server, order: Order, seconds: float) -> bytes:
-        return await server.client.exchange(order, max_bytes=_MAX_BYTES, timeout_s=seconds)
-
-    async def _top_logprobs(self, server: Server, order: Order) -> bytes:
-        seconds = self._options.time_limits.request_s
-        try:
-            return await self._order(server, order, seconds)
-        except RefusedError as error:
-            # the next order is one for the other endpoint, if there is one
-            self._dialect.turn_to_other(server, error.status)
-            raise
+            top: Iterable[Any] = self._api.read_top_logprobs(read_json(body))
+            values = sorted((float(value) for value in top), reverse=True)
+            gap = values[0] - values[min(4, len(values) - 1)]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"no top log-probabilities in the answer ({type(error).__name__})"
+            raise MalformedError(reason, server.name) from None
+        if not math.isfinite(gap):
+            raise MalformedError("top log-probabilities that are not finite", server.name)
+        total = sum(map(math.exp, set(values))) if values[0] <= _ROUNDING else math.inf
+        if total > 1 + len(values) * _ROUNDING:
+            reason = f"logits for log-probabilities: the greatest are {values[:5]}"
+            raise MalformedError(reason, server.name)
+        return gap
 
 
-def _told(failures: dict[Server, ExchangeError]) -> str:
-    return "; ".join(error.named for error in failures.values())
+async def _send(server: Server, request: HTTPRequest, seconds: float) -> bytes:
+    return await server.client.send(request, max_bytes=_MAX_BYTES, timeout_s=seconds)
 
 
-def _failure_said(body: bytes) -> str | None:
-    """Return the message, quoted, of an answer that says ``"success": false``."""
+async def _served_model(server: Server) -> str | None:
     try:
-        answer = read_json(body) if body else None
-    except ValueError:
+        body = await _send(server, HTTPRequest("/v1/models", method="GET"), _HEALTH_S)
+        name = read_json(body)["data"][0]["id"]
+    except RefusedError as error:
+        if error.status == 401:  # its health is public, its samples are not
+            raise
         return None
-    if isinstance(answer, dict) and answer.get("success") is False:
-        message = answer.get("message")
-        return quoted(message if isinstance(message, str) else "success: false")
-    return None
+    except (LookupError, TypeError, ValueError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def read_json(body: bytes) -> Any:
+    """Parse a short body.
+
+    Raises:
+        ValueError: If it is not JSON.
+    """
+    import msgspec
+
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+
+
+def _join(failures: dict[Server, ExchangeError]) -> str:
+    return "; ".join(error.named for error in failures.values())

@@ -1,46 +1,61 @@
-"""What all engines behind HTTP servers have in common."""
+"""Generation by HTTP servers: one completion with its routing, retries and resumptions."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import TypeVar
 
+from trajpack.agent.engines.queues import End, QueuedEngine, check_entered
 from trajpack.agent.engines.transformers_batching import Limits, read_prompt, read_sampling
-from trajpack.agent.engines.transformers_requests import (
-    End,
-    ObservationQueue,
-    check_entered,
-    warn_unentered,
+from trajpack.agent.errors import (
+    GenerationError,
+    MalformedResponseError,
+    RequestRefusedError,
+    ServerUnavailableError,
 )
-from trajpack.agent.errors import GenerationError, RequestRefusedError
-from trajpack.agent.protocols import GenerationOutput, Observation, Reply
-from trajpack.agent.servers.client import ServerClient
-from trajpack.agent.servers.completion import Ask
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest
+from trajpack.agent.seeding import derive_seed
+from trajpack.agent.servers.api import SampleRequest, ServerAPI
+from trajpack.agent.servers.client import ServerClient, ServerURL
+from trajpack.agent.servers.completion import (
+    BackwardsError,
+    Completion,
+    is_number,
+    logprob_mismatch,
+)
 from trajpack.agent.servers.control import Control
-from trajpack.agent.servers.dialect import Dialect
+from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
+from trajpack.agent.servers.failures import (
+    ExchangeError,
+    MalformedError,
+    OutageError,
+    OutdatedError,
+    RefusedError,
+    RetryableError,
+    quote_body,
+)
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.requesting import Requester, unforeseen
-from trajpack.agent.servers.routing import Router, Server
-from trajpack.agent.servers.url import ServerURL
+from trajpack.agent.servers.routing import Server
 from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
-_logger = logging.getLogger(__name__)
+_THREAD_BYTES = 128 * 1024
+"""Size from which a body is parsed in a thread, so that the event loop serves others meanwhile."""
+_BYTES_PER_TOKEN = 1024
+_BYTES_BESIDE = 64 * 1024
+_ABORT_S = 2.0
+_MAX_REASON = 700
+"""Characters of an error's text."""
 _Self = TypeVar("_Self", bound="ServerEngine")
 
 
-@dataclass(eq=False)
-class _Episode:
-    replies: asyncio.Queue[Reply] = field(default_factory=asyncio.Queue)
-    tasks: set[asyncio.Task[GenerationOutput]] = field(default_factory=set)
-    num_requests: int = 0
-
-
-class ServerEngine:
+class ServerEngine(QueuedEngine):
     """Generates with inference servers; use `SGLangEngine` or `VLLMEngine`.
 
     Use it as an asynchronous context manager. Each observation gets exactly one reply: a
@@ -52,235 +67,361 @@ class ServerEngine:
     Args:
         urls: Addresses of the servers. A user and a password in one are sent as such, and shown
             nowhere.
-        dialect: How the servers are spoken to.
+        api: HTTP API of the servers.
         options: Limits, retries, the token.
-        version: Version of the weights that the servers hold now.
+        version: Policy version of the servers' weights.
 
     Raises:
-        ValueError: If there is no address, or one is no address of a server.
+        ValueError: If there is no address, or one is not the address of a server.
     """
 
     def __init__(
-        self, urls: str | Sequence[str], dialect: Dialect, options: ServerOptions, version: int
+        self, urls: str | Sequence[str], api: ServerAPI, options: ServerOptions, *, version: int
     ) -> None:
+        super().__init__()
         given = [urls] if isinstance(urls, str) else list(urls)
         if not given:
             raise ValueError("urls: expected the address of one server at least, got none")
-        require("httpx", "httpcore", "sniffio", "stamina")
+        require("httpcore", "anyio", "msgspec", "sniffio", "stamina")
         self._urls = [ServerURL.parse(url) for url in given]
         if len({url.base for url in self._urls}) < len(self._urls):
             raise ValueError("urls: one server is named twice")
         if not 0 <= version <= INT32_MAX:
             raise ValueError(f"version must be in [0, {INT32_MAX}], got {version}")
-        self._dialect = dialect
+        self._api = api
         self._options = options
         self._version = version
-        self._obs_queue = ObservationQueue(self._take_at_once)
-        self._episodes: dict[str, _Episode] = {}
-        self._tasks: set[asyncio.Task[GenerationOutput]] = set()
-        self._requester: Requester | None = None
-        self._router: Router | None = None
         self._control: Control | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._end: End | None = None
+        self._num_requests: Counter[str] = Counter()
+        self._in_flight: set[asyncio.Timeout] = set()
+        self._none_in_flight = asyncio.Event()
+        self._aborts: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> int:
         """Version of the weights that sample now."""
         return self._control.version if self._control else self._version
 
-    @property
-    def obs_queue(self) -> asyncio.Queue[Observation]:
-        """Where agents put what they ask."""
-        return self._obs_queue
-
-    def check_serving(self) -> None:
-        """Raise unless the engine serves requests.
-
-        Raises:
-            RuntimeError: If the engine has not been entered, was left, or was entered in another
-                event loop.
-        """
-        check_entered(self, self._end, self._loop)
-
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        """Return the queue on which replies to ``qid`` will come.
-
-        Raises:
-            ValueError: If an episode of that name is open.
-        """
-        if qid in self._episodes:
-            raise ValueError(f"episode {qid!r} is open already")
-        episode = self._episodes[qid] = _Episode()
-        return episode.replies
-
     def close_episode(self, qid: str) -> None:
-        """Forget ``qid``; what is in flight for it is cancelled, at its server too.
+        """Forget ``qid``; requests of it that came by the queue are cancelled, and aborted.
 
         Closing an episode that is not open does nothing.
         """
-        episode = self._episodes.pop(qid, None)
-        if episode is not None:
-            for task in episode.tasks:
-                task.cancel()
-            if self._router is not None:
-                self._router.forget(qid)
+        super().close_episode(qid)
+        self._num_requests.pop(qid, None)
+        if self._control is not None:
+            self._control.router.forget(qid)
 
     async def set_version(self, version: int) -> None:
-        """Declare that the servers have new weights, and tell those that listen.
+        """Declare that the servers have new weights, and tell those with an endpoint for it.
 
-        Call it after the weights were brought there by other means than this engine. A server
-        that cannot be told gets no requests until the next update reaches it.
+        Call it after other means than this engine brought the weights there. A server that fails
+        gets no requests until the next update reaches it.
 
         Raises:
             ValueError: If the version is below the present one.
-            WeightUpdateError: If no server could be told; the version stays as it was.
+            WeightUpdateError: If every server failed; the version stays as it was.
             RuntimeError: If the engine is not running.
         """
         await self._running("set_version").set_version(version)
 
     async def pause(self, *, interrupt: bool = False) -> None:
-        """Let the servers stop generating, and send no new requests.
+        """Pause generation on the servers, and send no new requests.
 
         Args:
-            interrupt: End what is in flight where it is. It is resumed from its last token, with
-                whatever weights there are after `resume`. Else it stands still, with its cache.
+            interrupt: End requests in flight. After `resume` they continue from their last token,
+                with the weights of that time. Otherwise they stand still and keep their cache.
 
         Raises:
-            WeightUpdateError: If a server in use did not stop; those that did go on.
+            WeightUpdateError: If a server in use did not pause; all are resumed.
             RuntimeError: If the engine is not running.
         """
         await self._running("pause").pause(interrupt=interrupt)
 
     async def resume(self) -> None:
-        """Let servers and requests go on.
+        """Resume generation and requests.
 
         Raises:
-            WeightUpdateError: If a server in use did not; it gets no requests until it is well.
+            WeightUpdateError: If a server in use did not resume; it gets no requests until it is
+                healthy.
             RuntimeError: If the engine is not running.
         """
         await self._running("resume").resume()
 
-    async def __aenter__(self: _Self) -> _Self:
-        if self._control is not None or self._end is not None:
-            raise RuntimeError(f"a {type(self).__name__} can be entered once")
-        options = self._options
-        servers = [
-            Server(ServerClient(url, options), label=f"server {place} of {len(self._urls)}")
-            for place, url in enumerate(self._urls, 1)
-        ]
-        self._router = Router(servers, self._greet, options.retries, options.time_limits)
-        requester = Requester(self._router, self._dialect, options)
-        self._control = Control(self._router, self._dialect, options, requester, self._version)
-        try:
-            await self._router.start()
-        except BaseException:
-            self._end = End("the engine could not be started")
-            await self._close()
-            raise
-        self._requester, self._loop = requester, asyncio.get_running_loop()
-        while not self._obs_queue.empty():
-            self._take(self._obs_queue.get_nowait())
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._end = End("the engine was shut down", has_left=True)
-        for task in self._tasks:
-            task.cancel()
-        await self._close()
-
-    async def _close(self) -> None:
-        assert self._router is not None
-        try:
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-            await self._router.stop()
-            if self._requester is not None:
-                await self._requester.finish()
-        finally:
-            for server in self._router.servers:
-                await server.client.close()
-            while not self._obs_queue.empty():
-                self._take(self._obs_queue.get_nowait())
-
-    async def _greet(self, server: Server) -> None:
-        assert self._control is not None
-        await self._control.greet(server)
-
     def _running(self, name: str) -> Control:
-        if self._control is None or self._requester is None or self._end is not None:
+        if self._control is None or self._loop is None or self._end is not None:
             raise RuntimeError(f"{name}: the engine is not running")
         return self._control
 
-    def _take_at_once(self, observation: Observation) -> bool:
-        """Begin with an observation, unless the engine has not been entered yet."""
-        if self._requester is None and self._end is None:
-            if self._control is None and self._obs_queue.empty():
-                warn_unentered(self)
-            return False
-        self._take(observation)
-        return True
-
-    def _take(self, observation: Observation) -> None:
+    async def __aenter__(self: _Self) -> _Self:
+        if self._control is not None or self._end is not None:
+            raise RuntimeError(f"a {type(self).__name__} can be entered once")
+        servers = [
+            Server(ServerClient(url, self._options), label=f"server {place} of {len(self._urls)}")
+            for place, url in enumerate(self._urls, 1)
+        ]
+        self._control = Control(servers, self._api, self._options, version=self._version)
         try:
-            qid, token_ids, sampling = observation
-            episode = self._episodes.get(qid)
-        except (TypeError, ValueError):
-            return _logger.warning("ignored, no (qid, ids, sampling): %s", one_line(observation))
-        if episode is None:
-            return _logger.warning("ignored, an episode that is not open: %s", one_line(qid))
-        if self._end is not None or self._requester is None:
-            end = self._end or End("the engine has not been entered")
-            return episode.replies.put_nowait(end.as_error(qid))
-        try:
-            ask = self._read(qid, episode, token_ids, sampling)
-        except Exception as error:  # noqa: BLE001 - a request of any shape must leave the rest alone
-            refusal = RequestRefusedError(qid, one_line(f"refused: {error}"))
-            refusal.__cause__ = error
-            return episode.replies.put_nowait(refusal)
-        task = asyncio.get_running_loop().create_task(self._requester.generate(ask))
-        episode.tasks.add(task)
-        self._tasks.add(task)
-        task.add_done_callback(self._replier(qid, episode))
+            await self._control.router.start()
+        except BaseException:
+            await self._close(End("the engine could not be started"))
+            raise
+        self._begin_serving()
+        return self
 
-    def _read(self, qid: str, episode: _Episode, token_ids: Any, sampling: Any) -> Ask:
-        options = self._options
-        stops = tuple(int(token) for token in getattr(sampling, "stop_token_ids", None) or ())
-        limits = Limits(
-            vocabulary_size=options.vocab_size or INT32_MAX + 1,
-            capacity=INT32_MAX,
-            max_positions=options.max_request_tokens,
-            eos_token_ids=frozenset(stops),
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._close(End("the engine was shut down", has_left=True))
+
+    async def _close(self, end: End) -> None:
+        assert self._control is not None
+        self._end_serving(end)
+        now = asyncio.get_running_loop().time()
+        self._none_in_flight.clear()
+        for deadline in self._in_flight:
+            if not deadline.expired():
+                deadline.reschedule(now)
+        try:
+            if self._in_flight:
+                await self._none_in_flight.wait()
+            await self._control.router.stop()
+            if self._aborts:
+                await asyncio.wait(self._aborts, timeout=_ABORT_S)
+            for task in self._aborts:
+                task.cancel()
+            await asyncio.gather(*self._aborts, return_exceptions=True)
+        finally:
+            for server in self._control.router.servers:
+                await server.client.close()
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return one completion; a cancelled call aborts its generation.
+
+        An interrupted generation is resumed from its last token, until it has an end.
+
+        Raises:
+            RequestRefusedError: If the request is invalid, or refused by a server.
+            ServerUnavailableError: If there is no response after all retries.
+            MalformedResponseError: If the response is not a valid completion.
+            EngineEndedError: If the engine was left.
+            RuntimeError: If the engine has not been entered.
+        """
+        qid = request[0]
+        if self._end is not None:
+            raise self._end.as_error(qid)
+        check_entered(self, self._end, self._loop)
+        completion = self._read_request(GenerationRequest(*request))
+        limit_s = self._options.time_limits.generation_s
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                self._in_flight.add(deadline)
+                num_idle = 0
+                while not completion.is_complete:
+                    before = completion.num_tokens
+                    await self._extend(completion)
+                    num_idle = 0 if completion.num_tokens > before else num_idle + 1
+                    await self._pause_if_idle(num_idle, completion.server)
+                return completion.to_output()
+        except TimeoutError:
+            if self._end is not None:
+                raise self._end.as_error(qid) from None
+            error = ExchangeError(f"no completion within {limit_s:g} s", completion.server)
+            raise _as_reply(qid, error) from None
+        except OutageError as error:
+            raise ServerUnavailableError(qid, one_line(error, _MAX_REASON)) from None
+        except ExchangeError as error:
+            raise _as_reply(qid, error) from None
+        finally:
+            self._in_flight.discard(deadline)
+            if not self._in_flight:
+                self._none_in_flight.set()
+
+    def _read_request(self, request: GenerationRequest) -> Completion:
+        qid, token_ids, sampling = request
+        try:
+            stops = tuple(int(token) for token in getattr(sampling, "stop_token_ids", None) or ())
+            limits = Limits(
+                vocabulary_size=self._options.vocab_size or INT32_MAX + 1,
+                capacity=INT32_MAX,
+                max_positions=self._options.max_request_tokens,
+                eos_token_ids=frozenset(stops),
+            )
+            params = read_sampling(sampling, limits)
+            prompt = read_prompt(token_ids, params.max_new_tokens, limits)
+        except Exception as error:
+            raise RequestRefusedError(qid, one_line(f"refused: {error}")) from error
+        number = self._num_requests[qid]
+        self._num_requests[qid] += 1
+        return Completion(qid, number, prompt, params, stops)
+
+    async def _pause_if_idle(self, num_idle: int, server: str | None) -> None:
+        """Wait after a resumption without a token: a server may be about to change its weights."""
+        retries = self._options.retries
+        if num_idle > retries.max_idle_resumes:
+            raise RetryableError(
+                f"interrupted {num_idle} times in a row without a new token", server
+            )
+        if num_idle:
+            pause_s = retries.wait_initial_s * 2 ** min(num_idle - 1, 16)
+            await asyncio.sleep(min(pause_s, retries.wait_max_s))
+
+    async def _extend(self, completion: Completion) -> None:
+        """Append the sample of one request, sent again where that may help."""
+        import stamina
+
+        retries = self._options.retries
+        attempts = stamina.retry_context(
+            on=self._retry_delay,
+            attempts=retries.max_attempts,
+            timeout=None,
+            wait_initial=retries.wait_initial_s,
+            wait_max=retries.wait_max_s,
+            wait_jitter=retries.wait_initial_s,
         )
-        params = read_sampling(sampling, limits)
-        prompt = read_prompt(token_ids, params.max_new_tokens, limits)
-        ask = Ask(qid, episode.num_requests, prompt, params, stops)
-        episode.num_requests += 1
-        return ask
+        avoided: Server | None = None
+        async for attempt in attempts:
+            with attempt:
+                async with self._slot(completion.qid, avoided) as server:
+                    avoided = server
+                    await self._sample(server, completion)
 
-    def _replier(
-        self, qid: str, episode: _Episode
-    ) -> Callable[[asyncio.Task[GenerationOutput]], None]:
-        """Return what turns the end of a task into the one reply, unless nobody waits for it."""
+    def _retry_delay(self, error: Exception) -> bool | float:
+        """Return whether to send a request again, or after how many seconds."""
+        if not isinstance(error, RetryableError) or error.wait_s is None:
+            return isinstance(error, RetryableError)
+        retries = self._options.retries
+        # random, so that requests that were refused together do not return together
+        return min(error.wait_s, retries.wait_max_s) + random.uniform(0, retries.wait_initial_s)
 
-        def reply(task: asyncio.Task[GenerationOutput]) -> None:
-            episode.tasks.discard(task)
-            self._tasks.discard(task)
-            error = None if task.cancelled() else task.exception()
-            if self._episodes.get(qid) is not episode:
-                return
-            answer: Reply
-            if task.cancelled():
-                cancelled = GenerationError(qid, "the generation was cancelled")
-                answer = cancelled if self._end is None else self._end.as_error(qid)
-            elif error is None:
-                answer = task.result()
-            elif isinstance(error, GenerationError):
-                # it says all there is to say, and may be kept for long: let go of frames and bodies
-                error.__context__ = None
-                answer = error.with_traceback(None)
-            else:
-                answer = unforeseen(qid, error)
-            episode.replies.put_nowait(answer)
+    @contextlib.asynccontextmanager
+    async def _slot(self, qid: str, avoided: Server | None) -> AsyncIterator[Server]:
+        """Wait for a healthy server with a free slot, outside of pauses, and hold the slot."""
+        control = self._running("generate")
+        while True:
+            await control.gate.wait()
+            async with control.router.lease(qid, avoided) as server, server.client.slots:
+                # a pause may have begun, or the server have failed, during the wait
+                if control.gate.is_set() and server.is_healthy:
+                    yield server
+                    return
 
-        return reply
+    async def _sample(self, server: Server, completion: Completion) -> None:
+        """Send one request and append its sample; report a failure to the router."""
+        control = self._running("generate")
+        qid = completion.qid
+        mismatch = logprob_mismatch(
+            completion.params,
+            server.logprobs,
+            filters_are_processed=self._api.filters_are_processed,
+        )
+        if mismatch is not None and not self._options.allow_other_logprobs:
+            raise RequestRefusedError(qid, f"{mismatch} (allow_other_logprobs sends it anyway)")
+        completion.server = server.name
+        declared, told = control.version, server.told_version
+        limits = self._response_limits(completion)
+        try:
+            body = await self._send(server, completion, limits)
+            try:
+                response = await self._parse(body, limits)
+                if told is not None:
+                    _check_restart(server, told, response)
+                completion.append(response, declared)
+            except BackwardsError as error:
+                raise OutdatedError(str(error), server.name) from None
+            except ValueError as error:
+                message = server.client.error_message("this is no answer", str(error), body)
+                raise MalformedError(message, server.name) from None
+        except ExchangeError as error:
+            if isinstance(error, RetryableError):
+                control.router.forget(qid)  # another server may succeed
+            # a wrong request and outdated weights are not the server's failure; every other error
+            # is, or the server that fails fastest would get all requests
+            is_innocent = isinstance(error, OutdatedError) or (
+                isinstance(error, RefusedError) and error.is_about_request
+            )
+            if not is_innocent:
+                control.router.report_failure(server, error)
+            raise
+        server.num_failures = 0
+
+    async def _send(self, server: Server, completion: Completion, limits: ResponseLimits) -> bytes:
+        """Send the request for the missing tokens; a failed one is aborted at the server."""
+        seed = None
+        if self._options.seed is not None:
+            # a resumed request must not draw the same random numbers again
+            resumed = (completion.num_tokens,) if completion.num_tokens else ()
+            seed = derive_seed(self._options.seed, completion.qid, completion.number, *resumed)
+        sample = SampleRequest(
+            request_id=server.client.new_request_id(),
+            token_ids=completion.token_ids,
+            params=completion.remaining,
+            stop_token_ids=completion.stop_token_ids,
+            seed=seed,
+        )
+        timeout_s = self._options.time_limits.request_s
+        while True:
+            request = self._api.write_sample(server, sample)
+            try:
+                return await server.client.send(
+                    request, max_bytes=limits.max_bytes, timeout_s=timeout_s
+                )
+            except RefusedError as error:
+                if not self._api.use_fallback(server, error.status):
+                    raise
+            except (asyncio.CancelledError, RetryableError, MalformedError) as error:
+                is_answered = isinstance(error, RetryableError) and not (
+                    error.is_connection or error.is_slow
+                )
+                if not is_answered:
+                    self._abort(server, sample.request_id)
+                raise
+
+    async def _parse(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
+        read = partial(self._api.read_sample, body, limits)
+        if len(body) < _THREAD_BYTES:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(None, read)
+
+    def _response_limits(self, completion: Completion) -> ResponseLimits:
+        max_tokens = completion.remaining.max_new_tokens
+        # a server may repeat the prompt: 11 digits and a comma per token at most
+        num_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * max_tokens + 12 * len(completion.token_ids)
+        return ResponseLimits(
+            max_tokens=max_tokens,
+            vocab_size=self._options.vocab_size or INT32_MAX + 1,
+            max_bytes=min(num_bytes, self._options.max_response_bytes),
+        )
+
+    def _abort(self, server: Server, request_id: str) -> None:
+        """Start a task that aborts a request at its server."""
+        request = self._api.abort(server, request_id)
+        if request is None:
+            return
+
+        async def send() -> None:
+            # the server may lack the endpoint, or be gone with the request
+            with contextlib.suppress(ExchangeError):
+                await server.client.send(request, max_bytes=_BYTES_BESIDE, timeout_s=_ABORT_S)
+
+        task = asyncio.get_running_loop().create_task(send())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+
+def _check_restart(server: Server, told: int, response: EngineResponse) -> None:
+    """Detect a server that lost the version it acknowledged: it was restarted."""
+    names = [name for name, start, end in response.weight_versions or () if start < end]
+    unnumbered = [name for name in names if not is_number(name)]
+    if unnumbered:
+        server.is_behind = True
+        where = f"told of version {told}, it says"
+        message = server.client.error_message(where, quote_body(unnumbered[0]), b"")
+        reason = f"{message}: it seems to have been started anew"
+        raise RetryableError(reason, server.name, is_connection=True)
+
+
+def _as_reply(qid: str, error: ExchangeError) -> GenerationError:
+    """Return the error of a request that failed after all retries."""
+    kinds = {MalformedError: MalformedResponseError, RefusedError: RequestRefusedError}
+    kind = kinds.get(type(error), ServerUnavailableError)
+    return kind(qid, one_line(error.named, _MAX_REASON))

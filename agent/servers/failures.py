@@ -1,4 +1,4 @@
-"""How an exchange with a server can fail, and how that is told without harm."""
+"""Errors of one HTTP exchange with a server, and their safe wording."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ _MAX_CHARS = 300
 class ExchangeError(Exception):
     """An exchange with a server failed.
 
-    Its text leaves out which server that was: texts get into logs, and addresses must not.
+    The text does not name the server: texts get into logs, and addresses must not.
     """
 
     def __init__(self, reason: str, server: str | None = None) -> None:
         super().__init__(reason)
         self.server = server
-        """Host and port, where it was one server's doing."""
+        """Host and port of the server, if the failure belongs to one."""
 
     @property
     def named(self) -> str:
-        """The reason, and the name of the server: for whoever asked."""
+        """Host and port of the server, and the reason: for the caller, not for logs."""
         return str(self) if self.server is None else f"{self.server}: {self}"
 
 
 class RetryableError(ExchangeError):
-    """An exchange failed that another, perhaps with another server, may repeat."""
+    """An exchange failed that may be repeated, perhaps with another server."""
 
     def __init__(
         self,
@@ -36,48 +36,48 @@ class RetryableError(ExchangeError):
     ) -> None:
         super().__init__(reason, server)
         self.wait_s = wait_s
-        """Seconds that the server asked to be left alone, if it did."""
+        """Pause in seconds that the server asked for (``Retry-After``)."""
         self.is_connection = is_connection
-        """Whether it was the connection that failed: nothing, or not all, was heard."""
+        """Whether the connection failed before the whole response was received."""
         self.is_slow = is_slow
-        """Whether the server was still at it."""
+        """Whether the time limit of the request ran out."""
 
 
 class OutdatedError(RetryableError):
-    """A server's weights are older than those that sampled what came before."""
+    """A server's weights are older than those of the completion's first tokens."""
 
 
 class MalformedError(ExchangeError):
-    """A server answered with what is no answer; asking again would not help."""
+    """The response is not valid. Not retried."""
 
 
 class RefusedError(ExchangeError):
-    """A server will not answer this request; asking again would not help."""
+    """The server refused the request. Not retried."""
 
     def __init__(self, reason: str, server: str | None = None, *, status: int) -> None:
         super().__init__(reason, server)
         self.status = status
-        """The HTTP status."""
+        """HTTP status."""
 
     @property
     def is_about_request(self) -> bool:
-        """Whether another request may fare better; else the server is not what it should be."""
+        """Whether another request may succeed; otherwise the server is misconfigured."""
         return self.status in (400, 413, 414, 422)
 
 
 class OutageError(Exception):
-    """No server was healthy for as long as may be waited for one."""
+    """No server was healthy within the time limit."""
 
 
 class WeightUpdateError(RuntimeError):
-    """Servers did not take new weights, or their version; the message names them."""
+    """Servers did not take new weights, a version, a pause or a resume; the message names them."""
 
 
-def quoted(text: bytes | str) -> str:
-    r"""Return what a server wrote as a short literal that does no harm in a log.
+def quote_body(text: bytes | str) -> str:
+    r"""Return text of a server as a short ASCII literal, safe in a log line.
 
     Example:
-        >>> quoted(b"no\nsuch \x1b[31mmodel")
+        >>> quote_body(b"no\nsuch \x1b[31mmodel")
         "'no\\nsuch \\x1b[31mmodel'"
     """
     if isinstance(text, bytes):

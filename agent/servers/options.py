@@ -1,4 +1,4 @@
-"""How an engine talks to its servers."""
+"""Options of engines that use servers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
 LogprobSemantics: TypeAlias = Literal["raw", "processed"]
-"""Whether a server's log-probabilities are those before temperature and filters, or after."""
+"""Log-probabilities before temperature and filters, or after."""
 
 
-def require_positive(owner: object, *names: str) -> None:
-    """Raise an error where an attribute of ``owner`` is not a number above 0.
-
-    What is declared as an integer (``max_connections: int = 1024``) must be one.
-    """
+def _require_positive(owner: object, *names: str) -> None:
+    """Raise unless these attributes are numbers above 0, and those named as counts integers."""
     for name in names:
         value = getattr(owner, name)
         is_count = name.startswith("max_") or name.endswith("_size")
@@ -27,7 +24,7 @@ def require_positive(owner: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """How long is waited for what, in seconds.
+    """Time limits in seconds.
 
     Raises:
         TypeError: If one is not a number.
@@ -35,28 +32,28 @@ class TimeLimits:
     """
 
     connect_s: float = 5.0
-    """For a connection."""
+    """For opening a connection."""
     request_s: float = 600.0
-    """For the answer to one request, from its start to the last byte."""
+    """For one request, from its start to the last byte of the response."""
     generation_s: float = 1800.0
-    """For one reply to an agent: all requests that it takes, with the pauses between them."""
+    """For one completion: all of its requests and the pauses between them."""
     outage_s: float = 120.0
-    """For a server, while none is healthy: long enough for one to be started again."""
+    """For a healthy server, while there is none: long enough to restart one."""
     start_s: float = 30.0
     """For the first healthy server, when the engine is entered."""
     control_s: float = 600.0
-    """For an order to a server: a weight update, a pause."""
+    """For an administrative request: a weight update, a pause."""
 
     def __post_init__(self) -> None:
-        require_positive(self, *vars(self))
+        _require_positive(self, *vars(self))
 
 
 @dataclass(frozen=True)
 class RetryLimits:
-    """How often a request is repeated that may be, and after what pauses.
+    """Number of retries, and the pauses between them.
 
-    Repeated are requests whose server could not be reached, answered 408, 429 or 5xx, was too
-    slow, or died before its last byte. All else fails at once: it would fail again.
+    Retried are requests whose server could not be reached, answered 408, 425, 429, 500, 502, 503
+    or 504, was too slow, or died before its last byte. Other failures would repeat.
 
     Raises:
         TypeError: If one is not a number, or a count not an integer.
@@ -64,27 +61,26 @@ class RetryLimits:
     """
 
     max_attempts: int = 6
-    """Requests for one answer, the first included."""
+    """Requests for one response, the first included."""
     wait_initial_s: float = 0.2
-    """Pause before the second; each later one is twice as long, and random in part."""
+    """Pause before the second attempt; doubles with each attempt, with random jitter."""
     wait_max_s: float = 10.0
-    """Longest pause, also where a server asks for a longer one (``Retry-After``); a random
-    part of the first pause comes on top of that."""
+    """Longest pause without jitter, also if a server asks for a longer one (``Retry-After``)."""
     max_idle_resumes: int = 20
-    """Times in a row that an interrupted generation is resumed without a new token."""
+    """Consecutive resumptions of an interrupted generation without a new token."""
     rest_s: float = 1.0
-    """Pause before a server that failed is asked for its health; doubles up to 16 times this."""
+    """Pause before a failed server is probed; doubles up to 16 times this."""
     max_failures: int = 3
-    """Failures in a row, other than of a connection, after which a server rests. Each that follows
-    before it has answered well once makes it rest again, and longer."""
+    """Consecutive failures, other than of a connection, that take a server out of rotation. Each
+    further one before its next success does so again, for longer."""
 
     def __post_init__(self) -> None:
-        require_positive(self, *vars(self))
+        _require_positive(self, *vars(self))
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How an engine talks to its servers.
+    """Options of an engine that uses servers.
 
     Raises:
         TypeError: If a value is of another type.
@@ -94,34 +90,34 @@ class ServerOptions:
     token: str | None = field(default=None, repr=False)
     """Sent as ``Authorization: Bearer``; never shown or logged."""
     ca_file: str | None = None
-    """Certificates that ``https`` servers are checked against; ``None`` takes the usual ones."""
+    """File of certificates that verify ``https`` servers; ``None`` takes those of the system."""
     max_connections: int = 1024
-    """Requests in flight on one server; others wait for their turn. About the concurrency."""
+    """Requests in flight on one server; others wait. About the concurrency of the runner."""
     time_limits: TimeLimits = TimeLimits()
-    """How long is waited for what."""
+    """Time limits."""
     retries: RetryLimits = RetryLimits()
-    """How often a request is repeated that may be."""
+    """Retries."""
     vocab_size: int | None = None
-    """Token ids are below it, in requests and in responses."""
+    """Upper bound (exclusive) of token ids in requests and responses."""
     max_request_tokens: int | None = None
-    """Tokens of prompt and completion together; longer requests are refused unsent."""
+    """Limit of prompt plus completion tokens; longer requests are refused unsent."""
     max_response_bytes: int = 64 * 2**20
-    """Length of a response; less is taken where fewer tokens were asked for."""
+    """Limit of a response in bytes; lower if few tokens were asked for."""
     logprobs: LogprobSemantics | Literal["detect"] | None = None
-    """What the log-probabilities of the servers are, or ``"detect"`` to ask each of them twice
+    """Semantics of the servers' log-probabilities, or ``"detect"`` to probe each server twice
     before it serves. ``None`` is the default of the kind of server."""
     allow_other_logprobs: bool = False
-    """Whether a request may be sent whose log-probabilities will not be those of the
-    distribution that it is sampled from."""
+    """Whether to send a request whose log-probabilities will not be those of the distribution
+    that it is sampled from."""
     seed: int | None = None
-    """From it, the episode and the number of the request comes the seed of each request; ``None``
-    leaves sampling to the servers."""
+    """Seed from which each request's seed is derived, with the episode and the number of the
+    request; ``None`` leaves sampling to the servers."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_connections", "max_response_bytes")
+        _require_positive(self, "max_connections", "max_response_bytes")
         for name in ("vocab_size", "max_request_tokens"):
             if getattr(self, name) is not None:
-                require_positive(self, name)
+                _require_positive(self, name)
         if self.logprobs not in ("raw", "processed", "detect", None):
             raise ValueError(
                 f"logprobs must be 'raw', 'processed', 'detect' or None, got {self.logprobs!r}"
@@ -136,4 +132,4 @@ class ServerOptions:
 
 
 DEFAULT_OPTIONS = ServerOptions()
-"""What engines do unless told otherwise."""
+"""Default options."""

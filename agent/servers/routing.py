@@ -1,4 +1,4 @@
-"""Which server an episode goes to, and what becomes of servers that fail."""
+"""Choice of a server for each request, and removal of failing servers from rotation."""
 
 from __future__ import annotations
 
@@ -22,131 +22,128 @@ from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
 _MAX_DOUBLINGS = 4
+ABSENT_STATUSES = frozenset((403, 404, 405, 501))
+"""HTTP statuses of an endpoint that the server does not have, or does not open."""
 
 
 @dataclass(eq=False)
 class Server:
-    """One server, and what is known of it."""
+    """State of one server."""
 
     client: ServerClient
-    """How it is reached."""
+    """HTTP client of the server."""
     label: str = "a server"
-    """What logs call it, for they must not say its address: its place in the list of them."""
+    """Place in the list of servers, for logs, which must not have its address."""
     num_in_flight: int = 0
-    """Requests that have been given to it and have not ended."""
+    """Number of requests in flight."""
     num_episodes: int = 0
-    """Open episodes whose prefix it holds."""
+    """Number of open episodes whose prefix is in its cache."""
     is_healthy: bool = False
-    """Whether requests may go to it."""
+    """Whether it is in rotation."""
     is_behind: bool = False
-    """Whether its weights are not the engine's; it waits for the next update."""
+    """Whether its weights are not the engine's; cleared by the next weight update."""
     is_paused: bool = False
-    """Whether it may have been told to pause, and not yet to go on."""
+    """Whether it may have been paused and not resumed."""
     told_version: int | None = None
-    """The version that it was last told, where it listens to that."""
+    """Version that it last acknowledged; None if it has no such endpoint."""
     num_failures: int = 0
-    """Failures in a row."""
+    """Number of consecutive failures."""
     logprobs: LogprobSemantics = "raw"
-    """What its log-probabilities are."""
+    """Semantics of its log-probabilities."""
     endpoint: str | None = None
-    """Which of several endpoints it answers on, once that is known."""
+    """Detected endpoint, for servers with several."""
     model: str | None = None
-    """The name of the model that it serves, where requests must say it."""
+    """Name of its model, for servers whose requests need it."""
     last_error: str = "not asked yet"
-    """Why it is not healthy, for a person to read; without its address."""
-    is_hopeless: bool = False
-    """Whether waiting for it would not help: it refused, or answered with what is no answer."""
-    was_tried: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once its health has been asked for."""
+    """Reason why it is not healthy, without its address."""
+    is_fatal: bool = False
+    """Whether its last error would repeat: a refusal or a malformed response."""
+    was_probed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set after the first handshake, successful or not."""
 
     @property
     def name(self) -> str:
         """Host and port."""
         return self.client.name
 
-    @property
-    def ailment(self) -> str:
-        """Its name, and why it is not healthy."""
-        return f"{self.name}: {self.last_error}"
-
 
 class Router:
-    """Sends each episode to one server, and to another where that one fails.
+    """Assigns each episode to a server, and to another one if that fails.
 
     A new episode goes to the healthy server with the fewest requests in flight, then the fewest
-    episodes, and stays there: its prefix is in that server's cache. A server that fails rests,
-    is asked for its health after a while, and returns when it is well.
+    episodes, and stays there for its prefix cache. A failing server leaves the rotation, is probed
+    after a pause, and returns once it is healthy.
 
     Args:
-        servers: To choose from.
-        greet: Asks a server for its health and prepares it; raises where it is not well.
-        retries: How long a server rests, and after how many failures.
-        time_limits: How long a healthy one is waited for.
+        servers: Servers to choose from.
+        handshake: Probes and prepares a server; raises if it is not healthy.
+        retries: Pause before a probe, and number of failures before it.
+        time_limits: Time limits of waiting for a healthy server.
     """
 
     def __init__(
         self,
         servers: Sequence[Server],
-        greet: Callable[[Server], Awaitable[None]],
+        handshake: Callable[[Server], Awaitable[None]],
         retries: RetryLimits,
+        *,
         time_limits: TimeLimits,
     ) -> None:
         self.servers = tuple(servers)
-        self._greet = greet
+        self._handshake = handshake
         self._retries = retries
         self._time_limits = time_limits
         self._homes: dict[str, Server] = {}
         self._healthy = asyncio.Event()
-        self._revivals: dict[Server, asyncio.Task[None]] = {}
+        self._probes: dict[Server, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Wait until every server was asked for its health, and one at least is well.
+        """Probe every server, and wait until one is healthy.
 
         Raises:
-            SetupError: If none is in time, or none ever will be.
+            SetupError: If none is in time, or all errors are fatal.
         """
         for server in self.servers:
-            self._revive(server, wait_s=0)
+            self._start_probe(server, wait_s=0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._time_limits.start_s):
                 for server in self.servers:
-                    await server.was_tried.wait()
-                if not all(server.is_hopeless for server in self.servers):
+                    await server.was_probed.wait()
+                if not all(server.is_fatal for server in self.servers):
                     await self._healthy.wait()
         if not self._healthy.is_set():
-            why = "; ".join(server.ailment for server in self.servers)
-            is_over = all(server.is_hopeless for server in self.servers)
-            when = "" if is_over else f" after {self._time_limits.start_s:g} s"
-            raise SetupError(f"no server is healthy{when}: {why}")
+            is_fatal = all(server.is_fatal for server in self.servers)
+            when = "" if is_fatal else f" after {self._time_limits.start_s:g} s"
+            raise SetupError(f"no server is healthy{when}: {self.health_note()}")
 
     async def stop(self) -> None:
-        """Ask for nobody's health any more."""
-        tasks = list(self._revivals.values())
+        """Cancel all probes."""
+        tasks = list(self._probes.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def health_note(self) -> str:
+        """Return the name and the last error of each server."""
+        return "; ".join(f"{server.name}: {server.last_error}" for server in self.servers)
+
     @contextlib.asynccontextmanager
     async def lease(self, qid: str, avoided: Server | None = None) -> AsyncIterator[Server]:
-        """Choose the server for a request of ``qid``, and count the request while it lasts.
+        """Choose the server of a request of ``qid``, and count the request while it lasts.
 
         Args:
-            qid: The episode.
-            avoided: Chosen only where there is no other, or `qid` is there already.
+            qid: Name of the episode.
+            avoided: Chosen only if no other is healthy, or the episode is assigned to it.
 
         Raises:
-            OutageError: If none is healthy for as long as may be waited.
+            OutageError: If no server is healthy within ``outage_s``.
         """
         server = self._homes.get(qid)
         if server is None or not server.is_healthy:
             await self._wait_for_health()
             server = min(
                 (server for server in self.servers if server.is_healthy),
-                key=lambda server: (
-                    server is avoided,
-                    server.num_in_flight,
-                    server.num_episodes,
-                ),
+                key=lambda server: (server is avoided, server.num_in_flight, server.num_episodes),
             )
             self.forget(qid)
             self._homes[qid] = server
@@ -159,69 +156,67 @@ class Router:
             server.num_in_flight -= 1
 
     def forget(self, qid: str) -> None:
-        """Let an episode's next request, if there is one, go anywhere."""
+        """Remove the assignment of an episode."""
         home = self._homes.pop(qid, None)
         if home is not None:
             home.num_episodes -= 1
 
-    def succeeded(self, server: Server) -> None:
-        """Note that ``server`` answered."""
-        server.num_failures = 0
-
-    def failed(self, server: Server, error: ExchangeError) -> None:
-        """Note that ``server`` failed; let it rest if its connection did, or it does so often."""
+    def report_failure(self, server: Server, error: ExchangeError) -> None:
+        """Count a failure; take the server out of rotation after a lost connection or several."""
         if not server.is_healthy:
-            return  # one death fails all that is in flight, and counts once
+            return  # the end of a server fails all of its requests, and counts once
         server.num_failures += 1
         too_many = server.num_failures - self._retries.max_failures
         if too_many >= 0:
             wait_s = self._retries.rest_s * 2 ** min(too_many, _MAX_DOUBLINGS)
-            self.rest(server, str(error), wait_s)
+            self.mark_unhealthy(server, str(error), wait_s)
         elif isinstance(error, RetryableError) and error.is_connection:
-            # one lost connection may mean nothing: it is asked at once
-            self.rest(server, str(error))
+            self.mark_unhealthy(server, str(error))  # and probe it at once
 
-    def rest(self, server: Server, reason: str, wait_s: float = 0) -> None:
-        """Send nothing to ``server`` until it is well again; ask it after ``wait_s``."""
+    def mark_unhealthy(self, server: Server, reason: str, wait_s: float = 0) -> None:
+        """Take ``server`` out of rotation; probe it after ``wait_s``."""
         server.last_error = reason
         if server.is_healthy:
             server.is_healthy = False
-            _logger.warning("%s rests: %s", one_line(server.label), one_line(reason))
+            _logger.warning("%s is out of rotation: %s", one_line(server.label), one_line(reason))
         if not any(server.is_healthy for server in self.servers):
             self._healthy.clear()
-        self._revive(server, wait_s)
+        self._start_probe(server, wait_s)
 
     async def _wait_for_health(self) -> None:
+        seconds = self._time_limits.outage_s
         try:
-            async with asyncio.timeout(self._time_limits.outage_s):
+            async with asyncio.timeout(seconds):
                 while not any(server.is_healthy for server in self.servers):
                     await self._healthy.wait()
         except TimeoutError:
-            why = "; ".join(server.ailment for server in self.servers)
-            seconds = self._time_limits.outage_s
-            raise OutageError(f"no server was healthy for {seconds:g} s: {why}") from None
+            reason = f"no server was healthy for {seconds:g} s: {self.health_note()}"
+            raise OutageError(reason) from None
 
-    def _revive(self, server: Server, wait_s: float) -> None:
-        running = self._revivals.get(server)
+    def _start_probe(self, server: Server, wait_s: float) -> None:
+        running = self._probes.get(server)
         if running is None or running.done():
-            self._revivals[server] = asyncio.create_task(self._bring_back(server, wait_s))
+            self._probes[server] = asyncio.create_task(self._probe(server, wait_s))
 
-    async def _bring_back(self, server: Server, wait_s: float) -> None:
-        rest_s = self._retries.rest_s
+    async def _probe(self, server: Server, wait_s: float) -> None:
+        """Repeat the handshake, with growing pauses, until the server is healthy."""
+        next_s = self._retries.rest_s
         while not server.is_healthy:
             await asyncio.sleep(wait_s)
-            wait_s, rest_s = rest_s, min(2 * rest_s, 2**_MAX_DOUBLINGS * self._retries.rest_s)
+            wait_s, next_s = next_s, min(2 * next_s, 2**_MAX_DOUBLINGS * self._retries.rest_s)
             try:
-                await self._greet(server)
+                await self._handshake(server)
                 if server.is_behind:
-                    raise RetryableError("an update has passed it by while it was asked")
-            except Exception as error:  # noqa: BLE001 - whatever ails a server, others go on
+                    raise RetryableError("a weight update failed there during the handshake")
+            except Exception as error:  # noqa: BLE001 - any error concerns this server alone
                 if server.last_error != str(error):
-                    _logger.warning("%s is not well: %s", one_line(server.label), one_line(error))
+                    _logger.warning(
+                        "%s is not healthy: %s", one_line(server.label), one_line(error)
+                    )
                 server.last_error = str(error)
-                server.is_hopeless = isinstance(error, (RefusedError, MalformedError))
+                server.is_fatal = isinstance(error, (RefusedError, MalformedError))
             else:
-                server.is_hopeless = False
+                server.is_fatal = False
                 server.is_healthy = True
                 self._healthy.set()
-            server.was_tried.set()
+            server.was_probed.set()

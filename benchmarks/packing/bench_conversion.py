@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
-from trajpack.agent.servers.responses import vllm as vllm_json
 from trajpack.packing.conversion import as_ids, as_logprobs
 
 NUM_VALUES = 2**20
@@ -230,13 +229,6 @@ def with_trajpack(body):
     return tuple(part for part in arrays if part is not None)
 
 
-def with_trajpack_without_msgspec(body):
-    sample = vllm_json.read_with_json(body)
-    prompt = () if sample.prompt_ids is None else (as_ids("prompt", sample.prompt_ids),)
-    logprobs = as_logprobs("logprobs", sample.output_logprobs)
-    return *prompt, as_ids("ids", sample.output_ids), logprobs
-
-
 JSON_WAYS = {
     "json": ("json", lambda json, body: from_objects(json.loads(body))),
     "orjson": ("orjson", lambda orjson, body: from_objects(orjson.loads(body))),
@@ -250,8 +242,7 @@ JSON_WAYS = {
         "numpy",
         lambda numpy, body: by_hand(body, lambda s, d: numpy.array(s.split(b",")).astype(d)),
     ),
-    "trajpack, json only": ("json", lambda json, body: with_trajpack_without_msgspec(body)),
-    "trajpack, msgspec typed": ("msgspec", lambda msgspec, body: with_trajpack(body)),
+    "trajpack": ("msgspec", lambda msgspec, body: with_trajpack(body)),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines.vllm_server import RunningServer, TinyModel
 from trajpack.agent.protocols import GenerationOutput, Reply
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 NEAR = 1e-4
 """How far a log-probability of the server may be from that of a full forward pass."""

@@ -13,10 +13,9 @@ from tests.engines.server_episodes import NEAR, Sampling
 from tests.engines.vllm_server import RunningServer, TinyModel
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
-from trajpack.agent.servers.dialect import Draw
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
-from trajpack.agent.servers.kinds.vllm_dialect import VLLMDialect
+from trajpack.agent.servers.api import SampleRequest
 from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.vllm import VLLMEngine, VLLMServerAPI
 
 PROMPTS = [[5, 6, 7], list(range(40, 80)), [11] * 100, [3]]
 both_endpoints = pytest.mark.parametrize("endpoint", ["generate", "completions"])
@@ -92,11 +91,11 @@ def test_what_can_never_be_honoured_is_refused(server: RunningServer, endpoint: 
 def test_an_answer_says_which_request_it_answers(server: RunningServer, endpoint: Any) -> None:
     async def collect() -> bytes:
         async with VLLMEngine(server.url, endpoint=endpoint) as engine:
-            assert engine._router is not None
-            (one,) = engine._router.servers
-            draw = Draw("a-name-of-its-own", PROMPTS[0], SamplingParams(2))
-            order = VLLMDialect(endpoint).draw(one, draw)
-            return await one.client.exchange(order, max_bytes=100_000, timeout_s=60)
+            assert engine._control is not None
+            (one,) = engine._control.router.servers
+            sample = SampleRequest("a-name-of-its-own", PROMPTS[0], SamplingParams(2))
+            request = VLLMServerAPI(endpoint).write_sample(one, sample)
+            return await one.client.send(request, max_bytes=100_000, timeout_s=60)
 
     # what `ServerClient` goes by when it looks for answers to other requests
     assert b"a-name-of-its-own" in asyncio.run(collect())

@@ -16,10 +16,10 @@ from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import reasoning_gym_questions
 from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.servers.client import Order
+from trajpack.agent.servers.client import HTTPRequest
 from trajpack.agent.servers.failures import RetryableError
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 
 
@@ -67,15 +67,14 @@ def test_a_server_that_has_forgotten_its_version_is_found_out(server: RunningSer
         async with VLLMEngine(server.url, version=9) as engine:
             await engine.set_version(10)
             assert engine._control is not None
-            assert engine._router is not None
-            (one,) = engine._router.servers
-            await engine._control.greet(one)
-            forget = Order("/update_weight_version", {"new_version": "default"})
-            await one.client.exchange(forget, max_bytes=1000, timeout_s=60)
+            (one,) = engine._control.router.servers
+            await engine._control.handshake(one)
+            forget = HTTPRequest("/update_weight_version", {"new_version": "default"})
+            await one.client.send(forget, max_bytes=1000, timeout_s=60)
             with pytest.raises(RetryableError, match="told of version 10, it says: 'default'"):
-                await engine._control.greet(one)
+                await engine._control.handshake(one)
             await engine.set_version(11)
-            await engine._control.greet(one)
+            await engine._control.handshake(one)
 
     asyncio.run(collect())
 

@@ -13,8 +13,8 @@ from tests.engines.server_episodes import NEAR, Sampling
 from tests.engines.vllm_server import RunningServer, TinyModel
 from trajpack.agent.errors import RequestRefusedError
 from trajpack.agent.protocols import GenerationOutput
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import ServerOptions
+from trajpack.agent.servers.vllm import VLLMEngine
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ ENTRIES = {
     "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
     "agent:serve_metrics(None)": ("prometheus_client", "trajpack[metrics]"),
     "agent:RolloutTracer()": ("opentelemetry", "trajpack[metrics]"),
-    "agent:VLLMEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
-    "agent:SGLangEngine('http://127.0.0.1:9')": ("httpx", "trajpack[servers]"),
+    "agent:VLLMEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
+    "agent:SGLangEngine('http://127.0.0.1:9')": ("httpcore", "trajpack[servers]"),
     "agent:ServerSettings.from_environment()": ("pydantic_settings", "trajpack[servers]"),
     "agent.ray:RolloutWorkers(None, 1)": ("anyio", "trajpack[agent]"),
     "agent.ray:local_cluster(num_cpus=1).__enter__()": ("ray", "trajpack[ray]"),
@@ -123,21 +123,18 @@ BEHIND = {
     "agent/blocking_work.py": "agent/runner/runner.py",
     "agent/runner/attempt.py": "agent/runner/runner.py",
     "agent/runner/run.py": "agent/runner/runner.py",
-    "agent/runner/gate.py": "agent/runner/runner.py",
+    "agent/runner/gates.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",
     "agent/rollout/workers.py": "agent/ray/cluster.py",
-    "agent/servers/paced_stream.py": "agent/servers/engine.py",
-    "agent/servers/requesting.py": "agent/servers/engine.py",
     "agent/servers/client.py": "agent/servers/engine.py",
+    "agent/servers/control.py": "agent/servers/engine.py",
     "agent/engines/transformers_batching.py": "agent/engines/transformers_engine.py",
 }
 """Files that are reached through another alone, which asks for the package."""
 ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
-    ("agent/servers/responses/sglang.py", "msgspec"): "done without",
-    ("agent/servers/responses/vllm.py", "msgspec"): "done without",
     ("src/trajpack/commands/terminal.py", "transformers"): "explained by the command",
 }
 

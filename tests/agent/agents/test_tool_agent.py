@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from tests.agent.agents.chat_cases import END, Characters, collect
-from trajpack.agent.agents.chat_agent import ConversationLimits
 from trajpack.agent.agents.chat_messages import ChatMessages
+from trajpack.agent.agents.conversation import ConversationLimits
 from trajpack.agent.agents.tool_agent import ToolAgent
-from trajpack.agent.agents.tool_calls import ToolCall, ToolCallError, tool_calls
-from trajpack.agent.agents.tools import Tool
+from trajpack.agent.agents.tools import Tool, ToolCall, ToolCallError, tool_calls
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import SamplingParams

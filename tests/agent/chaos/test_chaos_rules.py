@@ -23,6 +23,7 @@ from tests.agent.chaos.fault_plan import FaultPlan, rates
 from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.protocols import Prompt, Reply
+from trajpack.agent.runner.gates import oldest_version
 from trajpack.agent.runner.policy import (
     RETRIED,
     BackOff,
@@ -32,7 +33,6 @@ from trajpack.agent.runner.policy import (
     StalenessPolicy,
 )
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.runner.staleness import oldest_version
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 GROUP_SIZE = 4
@@ -204,7 +204,7 @@ def test_weights_change_in_the_midst_of_faults(drain: bool) -> None:
 
 
 def tickets() -> list[asyncio.Task[Any]]:
-    return [task for task in asyncio.all_tasks() if task.get_name().endswith("_run_ticket")]
+    return [task for task in asyncio.all_tasks() if task.get_name().endswith("_run_episode")]
 
 
 def test_whoever_kills_tasks_kills_only_those_episodes() -> None:
@@ -241,7 +241,7 @@ def test_whoever_kills_tasks_kills_only_those_episodes() -> None:
     assert set(account.failed) <= {"cancelled"}  # where the next attempt was being waited for
 
 
-@pytest.mark.filterwarnings("ignore:coroutine 'EpisodeRun._run_ticket' was never awaited")
+@pytest.mark.filterwarnings("ignore:coroutine 'Run._run_episode' was never awaited")
 def test_a_task_that_is_killed_before_it_begins_ends_the_run_with_an_error() -> None:
     account = Account(FaultPlan(0))
     stage = Stage(account)

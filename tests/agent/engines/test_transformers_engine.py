@@ -258,11 +258,11 @@ def test_observations_of_no_open_episode_are_logged_and_ignored(
                 await engine.obs_queue.put(stray)  # type: ignore[arg-type]
             return await generate(engine, "a")
 
-    with caplog.at_level(logging.WARNING, logger="trajpack.agent.engines.transformers_engine"):
+    with caplog.at_level(logging.WARNING, logger="trajpack.agent.engines"):
         asyncio.run(body())
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 4
-    assert "'ghost', which is not open" in messages[0]
+    assert "not open: ghost" in messages[0]
 
 
 def test_tokens_carry_the_version_that_sampled_them() -> None:

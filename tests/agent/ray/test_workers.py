@@ -26,6 +26,7 @@ from tests.agent.ray.ray_cases import (
     ScriptedEngine,
     prompts,
 )
+from trajpack.agent.errors import has_engine_ended
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
     RolloutWorkers,
@@ -36,9 +37,9 @@ from trajpack.agent.ray import (
 from trajpack.agent.ray.worker import RolloutWorker
 from trajpack.agent.ray.workers import describe_exception, is_loss
 from trajpack.agent.runner.policy import RolloutPolicy
-from trajpack.agent.runner.runner import EpisodeResult, has_engine_ended
+from trajpack.agent.runner.runner import EpisodeResult
 from trajpack.agent.runner.watchdog import Patience
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2, hang_timeout_s=3.0)

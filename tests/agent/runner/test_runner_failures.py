@@ -12,10 +12,11 @@ import pytest
 from tests.agent.runner.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts
 from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.attempt import Stage, attempt_episode
-from trajpack.agent.runner.gate import GenerationGate
+from trajpack.agent.runner.attempt import attempt_episode
+from trajpack.agent.runner.bridge import RunnerContext
+from trajpack.agent.runner.gates import GenerationGate
+from trajpack.agent.runner.observers import Observers
 from trajpack.agent.runner.runner import Progress, RolloutRunner
-from trajpack.agent.runner.watch import Audience
 from trajpack.agent.runner.watchdog import Watchdog
 from trajpack.packing.types import Trajectory
 
@@ -185,8 +186,8 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
     gate = GenerationGate()
     engine, agent, environment = EchoEngine(), TwoTurns(before=wait), NoEnvironment()
     watchdog = Watchdog(engine, environment, agent, gate=gate)
-    stage = Stage(engine, agent, environment, Audience(), gate, None, watchdog)
-    task = loop.create_task(attempt_episode(stage, Prompt("q0@0", [1]), "q0", None))
+    stage = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
+    task = loop.create_task(attempt_episode(stage, Prompt("q0@0", [1]), "q0"))
     loop.call_soon(loop.stop)
     loop.run_forever()
     loop.close()

@@ -168,7 +168,7 @@ def test_a_failure_of_the_environment_is_told_from_the_agents(
 ) -> None:
     class Steps:
         async def collect_trajectory(self, prompt: Any, env: Any, *queues: Any) -> Any:
-            assert env.__class__.__name__ == "WatchedEnvironment"
+            assert env.__class__.__name__ == "RecordingEnvironment"
             if handling == "groups":
                 async with asyncio.TaskGroup() as group:
                     group.create_task(env.step("x"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.agent.runner.runner_cases import EchoEngine, NoEnvironment
-from trajpack.agent.agents.episode import Episode, Exchange
+from trajpack.agent.agents.conversation import Conversation, Exchange
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import RolloutPolicy, StalenessPolicy
 from trajpack.agent.runner.runner import RolloutRunner
@@ -33,7 +33,7 @@ class FiveTurns:
     """What every agent has to do: ask, check the reply, have it judged, hand over the turns."""
 
     async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> list[Trajectory]:
-        episode = Episode(prompt.id, env, *queues)
+        episode = Conversation(prompt.id, env, *queues)
         await episode.begin(prompt.input_ids)
         for _ in range(NUM_TURNS):
             completion = await episode.ask(None, timeout=None)

@@ -16,8 +16,8 @@ from tests.agent.servers.loopback import (
     serving,
 )
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 
 async def never(asked: Asked) -> Answer:
@@ -53,7 +53,7 @@ def test_closing_an_episode_frees_its_server(
                 names = [f"generate-tokens-{draw.payload['request_id']}"]
                 assert server.asked[-1].payload == {"request_ids": names}
             assert replies.empty()
-            assert engine._tasks == set()
+            assert engine._in_flight == set()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(body())

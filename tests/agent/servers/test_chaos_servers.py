@@ -31,9 +31,9 @@ from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.seeding import derive_seed
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import TimeLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 NUM_EPISODES = 300
 NUM_TURNS = 2

@@ -26,8 +26,8 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import SetupError
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 
 def test_certificates_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -1,47 +1,70 @@
-"""Both readers of a response: every shape, every limit, and what is refused in which words."""
+"""Reading responses of vLLM: every shape, every limit, and the wording of refusals."""
 
 import json
-import sys
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from tests.agent.servers.responses.vllm_bodies import (
-    IDS,
-    LIMITS,
-    LOGPROBS,
-    PROMPT,
-    chat,
-    choice,
-    completions,
-    encode,
-    generate,
-)
 from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
-from trajpack.agent.servers.responses import vllm as vllm_json
 from trajpack.packing import TrajectoryBuffer
 from trajpack.packing.types import Trajectory, Turn
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
+LIMITS = ResponseLimits(max_tokens=64, vocab_size=1000)
+IDS = [207, 129, 350]
+LOGPROBS = [-6.238356590270996, -5.727456569671631, -5.730677604675293]
+PROMPT = [369, 349, 198, 20, 21]
 
 
-@pytest.fixture(params=["msgspec", "json"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Read with and without the fast library."""
-    if request.param == "msgspec":
-        pytest.importorskip("msgspec", exc_type=ImportError)
-    else:
-        monkeypatch.setitem(sys.modules, "msgspec", None)
-    vllm_json._msgspec_decoder.cache_clear()
-    yield read_vllm_response
-    vllm_json._msgspec_decoder.cache_clear()
+def choice(**changes: Any) -> dict[str, Any]:
+    return {"index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": IDS} | changes
+
+
+def generate(**changes: Any) -> dict[str, Any]:
+    """``/inference/v1/generate``."""
+    content = [
+        {"token_id": i, "logprob": v, "rank": 3, "top_logprobs": [{"token_id": i, "logprob": v}]}
+        for i, v in zip(IDS, LOGPROBS, strict=True)
+    ]
+    spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 3}]
+    defaults = {"logprobs": {"content": content}, "weight_versions": spans}
+    return {"prompt_token_ids": None, "choices": [choice(**(defaults | changes))]}
+
+
+def completions(**changes: Any) -> dict[str, Any]:
+    """``/v1/completions``."""
+    logprobs = {
+        "text_offset": [0, 1, 1],
+        "token_logprobs": LOGPROBS,
+        "tokens": ["\x13", "", "ant"],
+        "top_logprobs": [{"\x13": -6.2}, {"": -5.7}, {"ant": -5.7}],
+    }
+    defaults = {"text": "\x13\ufffdant", "logprobs": logprobs, "prompt_token_ids": PROMPT}
+    return {"object": "text_completion", "choices": [choice(**(defaults | changes))]}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    """``/v1/chat/completions``: prompt ids at the top."""
+    content = [{"token": "é", "logprob": v, "bytes": [19], "top_logprobs": []} for v in LOGPROBS]
+    defaults = {"message": {"role": "assistant"}, "logprobs": {"content": content}}
+    return {"prompt_token_ids": PROMPT, "choices": [choice(**(defaults | changes))]}
+
+
+def encode(response: Any) -> bytes:
+    return json.dumps(response).encode()
+
+
+def read(response: Any) -> Any:
+    return read_vllm_response(encode(response), LIMITS)
 
 
 @pytest.mark.parametrize("shape", [generate, completions, chat])
-def test_each_shape_becomes_arrays(reader: Any, shape: Any) -> None:
-    response = reader(encode(shape()), LIMITS)
+def test_each_shape_becomes_arrays(shape: Any) -> None:
+    response = read(shape())
     assert response.output_ids.dtype == np.int32
     assert response.output_ids.tolist() == IDS
     assert response.output_logprobs.dtype == np.float32
@@ -57,51 +80,36 @@ def test_each_shape_becomes_arrays(reader: Any, shape: Any) -> None:
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded responses are not here")
-def test_recorded_responses_are_read(reader: Any) -> None:
-    for name, num_tokens in (
-        ("vllm_inference_v1_generate", 3),
-        ("vllm_v1_completions", 3),
-        ("vllm_v1_chat_completions", 2),
-    ):
-        body = (RECORDED / f"{name}.json").read_bytes()
-        recorded = json.loads(body)
-        response = reader(body, LIMITS)
-        assert response.output_ids.tolist() == recorded["choices"][0]["token_ids"]
-        assert response.output_logprobs.shape == (num_tokens,)
+@pytest.mark.parametrize(
+    ("name", "num_tokens"),
+    [("inference_v1_generate", 3), ("v1_completions", 3), ("v1_chat_completions", 2)],
+)
+def test_recorded_responses_are_read(name: str, num_tokens: int) -> None:
+    body = (RECORDED / f"vllm_{name}.json").read_bytes()
+    response = read_vllm_response(body, LIMITS)
+    assert response.output_ids.tolist() == json.loads(body)["choices"][0]["token_ids"]
+    assert response.output_logprobs.shape == (num_tokens,)
 
 
-@pytest.mark.parametrize("shape", [generate, completions, chat])
-def test_msgspec_reads_each_shape_by_itself(monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
-    pytest.importorskip("msgspec", exc_type=ImportError)
-    vllm_json._msgspec_decoder.cache_clear()
-    expected = vllm_json.read_with_json(encode(shape()))
-
-    def refuse(body: bytes) -> Any:
-        raise AssertionError("a well-formed body was left to json")
-
-    monkeypatch.setattr(vllm_json, "read_with_json", refuse)
-    assert vllm_json.read_sample(encode(shape())) == expected
-
-
-def test_an_empty_completion_is_read(reader: Any) -> None:
-    response = reader(encode(generate(token_ids=[], logprobs={"content": []})), LIMITS)
+def test_an_empty_completion_is_read() -> None:
+    response = read(generate(token_ids=[], logprobs={"content": []}))
     assert response.output_ids.shape == response.output_logprobs.shape == (0,)
 
 
-def test_whole_numbers_are_log_probabilities(reader: Any) -> None:
-    body = encode(generate(token_ids=[1, 2], logprobs={"token_logprobs": [0, -3]}))
-    assert reader(body, LIMITS).output_logprobs.tolist() == [0.0, -3.0]
+def test_whole_numbers_are_log_probabilities() -> None:
+    response = read(generate(token_ids=[1, 2], logprobs={"token_logprobs": [0, -3]}))
+    assert response.output_logprobs.tolist() == [0.0, -3.0]
 
 
-def test_broken_characters_in_a_text_do_not_matter(reader: Any) -> None:
+def test_broken_characters_in_a_text_do_not_matter() -> None:
     body = encode(completions(text="MARK")).replace(b"MARK", b"\xff\xfe")
-    assert reader(body, LIMITS).output_ids.tolist() == IDS
+    assert read_vllm_response(body, LIMITS).output_ids.tolist() == IDS
 
 
-def test_the_limits_themselves_are_accepted(reader: Any) -> None:
+def test_the_limits_themselves_are_accepted() -> None:
     body = encode(completions(token_ids=[999, 0, 1]))
     limits = ResponseLimits(max_tokens=3, vocab_size=1000, max_bytes=len(body))
-    assert reader(body, limits).output_ids.tolist() == [999, 0, 1]
+    assert read_vllm_response(body, limits).output_ids.tolist() == [999, 0, 1]
 
 
 def logprobs(*values: Any) -> dict[str, Any]:
@@ -113,68 +121,57 @@ def entries(*values: Any) -> dict[str, Any]:
 
 
 GOOD = {"logprob": -0.5}
+CHOICE = "at `$.choices[0]"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token_ids": None}, "'token_ids' to be an array in choices[0], got null"),
-        ({"token_ids": "207"}, "'token_ids' to be an array in choices[0], got a string"),
-        ({"token_ids": [1, True, 2]}, "integers in token_ids, got a boolean at index 1"),
-        ({"token_ids": [1, 2.0, 3]}, "integers in token_ids, got a fraction at index 1"),
-        ({"token_ids": [1, 2, None]}, "integers in token_ids, got null at index 2"),
-        ({"token_ids": [[1], 2, 3]}, "integers in token_ids, got an array at index 0"),
+        ({"token_ids": None}, f"expected `array`, got `null` - {CHOICE}.token_ids`"),
+        ({"token_ids": "207"}, f"expected `array`, got `str` - {CHOICE}.token_ids`"),
+        ({"token_ids": [1, True, 2]}, f"expected `int`, got `bool` - {CHOICE}.token_ids[1]`"),
+        ({"token_ids": [1, 2.0, 3]}, f"expected `int`, got `float` - {CHOICE}.token_ids[1]`"),
+        ({"token_ids": [1, 2, None]}, f"expected `int`, got `null` - {CHOICE}.token_ids[2]`"),
+        ({"token_ids": [[1], 2, 3]}, f"expected `int`, got `array` - {CHOICE}.token_ids[0]`"),
         ({"token_ids": [1, -1, 2]}, "token_ids must be 0 or more, got -1 at index 1"),
         ({"token_ids": [1, 2, 1000]}, "ids below 1000 in token_ids, got 1000 at index 2"),
         ({"token_ids": [1, 2, 2**31]}, f"token_ids must be in [0, {2**31 - 1}], got {2**31} at"),
         ({"token_ids": [1, 2, 10**40]}, f"token_ids must be in [0, {2**31 - 1}], got 1000"),
-        (
-            {"token_ids": [1, 2]},
-            "2 log-probabilities, one for each of token_ids in logprobs, got 3",
-        ),
+        ({"token_ids": [1, 2]}, "2 log-probabilities, one for each of token_ids in logprobs, got "),
         ({"token_ids": [1] * 65}, "at most 64 tokens in token_ids, got 65"),
         ({"prompt_token_ids": [5, 1000]}, "ids below 1000 in prompt_token_ids, got 1000 at index"),
-        ({"prompt_token_ids": [5, "6"]}, "integers in prompt_token_ids, got a string at index 1"),
-        (
-            {"prompt_token_ids": 5},
-            "'prompt_token_ids' to be an array or null in choices[0], got an",
-        ),
-        ({"finish_reason": None}, "'finish_reason' to be a string in choices[0], got null"),
-        ({"finish_reason": 3}, "'finish_reason' to be a string in choices[0], got an integer"),
-        ({"logprobs": None}, "'logprobs' to be an object in choices[0], got null"),
-        ({"logprobs": [-1.0]}, "'logprobs' to be an object in choices[0], got an array"),
-        ({"logprobs": {}}, "'token_logprobs' to be an array in logprobs, got nothing"),
-        (logprobs(-1, None, -2), "numbers in token_logprobs, got null at index 1"),
-        (logprobs(-1, "x", -2), "numbers in token_logprobs, got a string at index 1"),
-        (logprobs(-1, False, -2), "numbers in token_logprobs, got a boolean at index 1"),
+        ({"prompt_token_ids": [5, "6"]}, f"got `str` - {CHOICE}.prompt_token_ids[1]`"),
+        ({"prompt_token_ids": 5}, f"`array | null`, got `int` - {CHOICE}.prompt_token_ids`"),
+        ({"finish_reason": None}, f"expected `str`, got `null` - {CHOICE}.finish_reason`"),
+        ({"finish_reason": 3}, f"expected `str`, got `int` - {CHOICE}.finish_reason`"),
+        ({"logprobs": None}, f"expected `object`, got `null` - {CHOICE}.logprobs`"),
+        ({"logprobs": [-1.0]}, f"expected `object`, got `array` - {CHOICE}.logprobs`"),
+        ({"logprobs": {}}, "content or token_logprobs in logprobs, got neither"),
+        (logprobs(-1, None, -2), f"`float`, got `null` - {CHOICE}.logprobs.token_logprobs[1]`"),
+        (logprobs(-1, "x", -2), f"`float`, got `str` - {CHOICE}.logprobs.token_logprobs[1]`"),
+        (logprobs(-1, False, -2), f"`float`, got `bool` - {CHOICE}.logprobs.token_logprobs[1]`"),
         (logprobs(-1, -2), "3 log-probabilities, one for each of token_ids in logprobs, got 2"),
-        (logprobs(-1, -2, float("nan")), "logprobs must be finite float32, got nan at index 2"),
-        (logprobs(-float("inf"), -2, -3), "logprobs must be finite float32, got -inf at index 0"),
+        (logprobs(-1, -2, math.nan), "expected JSON, but JSON is malformed"),
+        (logprobs(-math.inf, -2, -3), "expected JSON, but JSON is malformed"),
         (logprobs(-1, -1e39, -3), "logprobs must be finite float32, got -"),
-        (logprobs(-1, -(10**400), -3), "logprobs must be finite float32, got -1000"),
-        (
-            logprobs(-1, -2, -9999.0),
-            "a log-probability above -9999 at index 2 in logprobs, got -99",
-        ),
-        (
-            entries(GOOD, {}, GOOD),
-            "'logprob' to be an integer or a fraction in logprobs.content[1]",
-        ),
-        (entries(GOOD, None, GOOD), "an object in logprobs.content[1], got null"),
-        (
-            entries(GOOD, GOOD, {"logprob": None}),
-            "numbers in logprobs.content, got null at index 2",
-        ),
+        (logprobs(-1, -(10**400), -3), f"out of range - {CHOICE}.logprobs.token_logprobs[1]`"),
+        (logprobs(-1, -2, -9999.0), "a log-probability above -9999 at index 2 in logprobs, got -9"),
+        (entries(GOOD, {}, GOOD), "missing required field `logprob` - at `$.choices[0].logprobs."),
+        (entries(GOOD, -1, GOOD), f"`object`, got `int` - {CHOICE}.logprobs.content[1]`"),
+        (entries(GOOD, GOOD, {"logprob": None}), f"{CHOICE}.logprobs.content[2].logprob`"),
         (entries(GOOD), "3 log-probabilities, one for each of token_ids in logprobs, got 1"),
-        ({"weight_versions": [{"version": 7, "start": 0, "end": 3}]}, "'version' to be a string"),
-        ({"weight_versions": [{"version": "7", "end": 3}]}, "'start' to be an integer in weight_v"),
-        ({"weight_versions": ["7"]}, "an object in weight_versions[0], got a string"),
-        ({"weight_versions": "7"}, "'weight_versions' to be an array or null in choices[0], got a"),
+        (
+            {"weight_versions": [{"version": 7, "start": 0, "end": 3}]},
+            f"expected `str`, got `int` - {CHOICE}.weight_versions[0].version`",
+        ),
+        ({"weight_versions": [{"version": "7", "end": 3}]}, "missing required field `start`"),
+        ({"weight_versions": ["7"]}, f"`object`, got `str` - {CHOICE}.weight_versions[0]`"),
+        ({"weight_versions": "7"}, f"`array | null`, got `str` - {CHOICE}.weight_versions`"),
     ],
 )
-def test_a_wrong_part_is_refused_by_name(reader: Any, changes: Any, message: str) -> None:
+def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=r"^vLLM response: ") as caught:
-        reader(encode(completions(**changes)), LIMITS)
+        read(completions(**changes))
     assert message in str(caught.value)
 
 
@@ -183,17 +180,17 @@ def test_a_wrong_part_is_refused_by_name(reader: Any, changes: Any, message: str
     [
         (b"", "expected JSON"),
         (b"{", "expected JSON"),
-        (b'{"choices": [1, 2', "expected JSON"),
+        (b'{"choices": [1, 2', "got `int` - at `$.choices[0]`"),
         (encode(generate()) + b"x", "expected JSON"),
-        (b"[" * 100_000, "expected JSON"),
+        (b"[" * 100_000, "expected `object`, got `array`"),
         (b'{"text": ' + b"[" * 100_000, "expected JSON"),
-        (b'{"choices": 1' + b"0" * 5000 + b"}", "expected JSON"),
-        (b"null", "an object in the body, got null"),
-        (b"[]", "an object in the body, got an array"),
-        (b"{}", "'choices' to be an array in the body, got nothing"),
+        (b'{"choices": 1' + b"0" * 5000 + b"}", "- at `$.choices`"),
+        (b"null", "expected `object`, got `null`"),
+        (b"[]", "expected `object`, got `array`"),
+        (b"{}", "missing required field `choices`"),
         (b'{"choices": []}', "one sample in choices, got 0"),
-        (encode({"choices": [choice(), choice()]}), "one sample in choices, got 2"),
-        (b'{"choices": [5]}', "an object in choices[0], got an integer"),
+        (encode({"choices": [choice(**logprobs())] * 2}), "one sample in choices, got 2"),
+        (b'{"choices": [5]}', "expected `object`, got `int` - at `$.choices[0]`"),
         (
             b'{"error": {"message": "Token id 21999 is out of vocabulary", "code": 400}}',
             "a sample in the body, got the error {'message': 'Token id 21999 is out of vocabulary'",
@@ -202,20 +199,92 @@ def test_a_wrong_part_is_refused_by_name(reader: Any, changes: Any, message: str
     ],
     ids=range(15),
 )
-def test_a_wrong_body_is_refused(reader: Any, body: bytes, message: str) -> None:
+def test_a_wrong_body_is_refused(body: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=r"^vLLM response: ") as caught:
-        reader(body, LIMITS)
+        read_vllm_response(body, LIMITS)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 700
 
 
-def test_a_body_over_the_limit_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(body: bytes) -> Any:
-        raise AssertionError("parsed")
+def test_a_large_body_is_not_searched_for_an_error() -> None:
+    body = encode({"error": "full", "text": "x" * 2**20})
+    with pytest.raises(ValueError, match="missing required field `choices`"):
+        read_vllm_response(body, LIMITS)
 
-    monkeypatch.setattr("trajpack.agent.servers.engine_response.read_sample", refuse)
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 1200),
+        st.integers(2**31 - 1, 2**64),
+        st.floats(),
+        st.text(max_size=3),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["logprob", "content", "version"]), inner, max_size=2),
+    ),
+    max_leaves=4,
+)
+PLACES = [
+    ("choices",),
+    ("prompt_token_ids",),
+    ("choices", 0),
+    *(("choices", 0, name) for name in completions()["choices"][0]),
+    ("choices", 0, "weight_versions"),
+    ("choices", 0, "token_ids", 1),
+    ("choices", 0, "prompt_token_ids", 1),
+    ("choices", 0, "logprobs", "token_logprobs"),
+    ("choices", 0, "logprobs", "token_logprobs", 1),
+    ("choices", 0, "logprobs", "content"),
+    ("choices", 0, "logprobs", "content", 1),
+    ("choices", 0, "logprobs", "content", 1, "logprob"),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.sampled_from([generate, completions, chat]),
+    place=st.sampled_from(PLACES),
+    value=VALUES,
+    cut=st.one_of(st.none(), st.integers(0, 600)),
+)
+def test_any_body_is_read_as_it_says_or_refused(
+    shape: Any, place: Any, value: Any, cut: int | None
+) -> None:
+    response = json.loads(encode(shape()))
+    parent = response
+    for step in place[:-1]:
+        if isinstance(parent, dict):
+            parent = parent.setdefault(step, {})
+        elif isinstance(parent, list) and len(parent) > step:
+            parent = parent[step]
+    if isinstance(parent, dict) or (isinstance(parent, list) and place[-1] < len(parent)):
+        parent[place[-1]] = value
+    body = encode(response)[:cut]
+    try:
+        got = read_vllm_response(body, LIMITS)
+    except ValueError as error:
+        assert str(error).startswith("vLLM response: ")  # noqa: PT017 - both outcomes are fine
+        return
+    (said,) = json.loads(body)["choices"]
+    numbers = said["logprobs"].get("content")
+    if numbers is None:
+        numbers = [{"logprob": one} for one in said["logprobs"]["token_logprobs"]]
+    assert all(type(one) is int and 0 <= one < 1000 for one in said["token_ids"])
+    assert got.output_ids.tolist() == said["token_ids"]
+    assert got.output_logprobs.tolist() == [float(np.float32(one["logprob"])) for one in numbers]
+    assert np.isfinite(got.output_logprobs).all()
+    assert got.finish_reason == said["finish_reason"]
+    prompt = said.get("prompt_token_ids")
+    prompt = json.loads(body).get("prompt_token_ids") if prompt is None else prompt
+    assert (None if got.prompt_ids is None else got.prompt_ids.tolist()) == prompt
+
+
+def test_a_body_over_the_limit_is_not_parsed() -> None:
     with pytest.raises(ValueError, match="at most 10 bytes"):
-        read_vllm_response(b" " * 11, ResponseLimits(max_tokens=1, max_bytes=10))
+        read_vllm_response(b"\xff" * 11, ResponseLimits(max_tokens=1, max_bytes=10))
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "vocab_size", "max_bytes"])
@@ -225,7 +294,7 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
 
 
 def test_a_reply_holds_the_arrays_themselves() -> None:
-    response = read_vllm_response(encode(completions(finish_reason="stop")), LIMITS)
+    response = read(completions(finish_reason="stop"))
     output = response.to_output("q1", [0], version_start=3, version_end=4)
     assert output.prompt_ids is response.prompt_ids
     assert output.output_ids is response.output_ids
@@ -236,8 +305,8 @@ def test_a_reply_holds_the_arrays_themselves() -> None:
 
 @pytest.mark.parametrize("reason", ["length", "abort"])
 def test_a_reply_without_prompt_ids_takes_what_was_sent(reason: str) -> None:
-    response = read_vllm_response(encode(generate(finish_reason=reason)), LIMITS)
     sent = np.int32(PROMPT)
+    response = read(generate(finish_reason=reason))
     output = response.to_output("q1", sent, 7, 8, version_spans=[(7, 0, 1), (8, 1, 3)])
     assert output.prompt_ids is sent
     assert output.no_eos
@@ -245,7 +314,7 @@ def test_a_reply_without_prompt_ids_takes_what_was_sent(reason: str) -> None:
 
 
 def test_the_arrays_are_packed() -> None:
-    output = read_vllm_response(encode(completions()), LIMITS).to_output("q1", [], 0, 0)
+    output = read(completions()).to_output("q1", [], 0, 0)
     turn = Turn(output.prompt_ids, output.output_ids, output.output_logprobs)
     buffer = TrajectoryBuffer(device="cpu")
     buffer.add(Trajectory("q1", [turn]))

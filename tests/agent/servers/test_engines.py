@@ -25,9 +25,9 @@ from tests.agent.servers.loopback import (
 from trajpack.agent.errors import EngineEndedError, RequestRefusedError
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.seeding import derive_seed
-from trajpack.agent.servers.dialect import NEUTRAL
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.api import NEUTRAL
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.types import VersionSpan
 
 

@@ -26,9 +26,9 @@ from trajpack.agent.errors import (
     SetupError,
 )
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits, TimeLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 DIES_IN_MID_BODY = Answer(raw=b'HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n{"choices": [')
 DIES_SPEECHLESS = Answer(raw=b"")
@@ -117,8 +117,8 @@ def test_a_server_that_is_too_slow_is_left_for_another() -> None:
                 await slow.wait_for_more()
             assert slow.asked[-1].payload == {"rid": asked.payload["rid"]}
             assert slow.hung_up == [asked]
-            assert engine._router is not None
-            assert all(server.is_healthy for server in engine._router.servers)
+            assert engine._control is not None
+            assert all(server.is_healthy for server in engine._control.router.servers)
 
     asyncio.run(body())
 
@@ -178,12 +178,13 @@ def test_counts_come_back_to_nothing_whatever_happens() -> None:
                 replies = engine._episodes[str(k)].replies
                 await asyncio.wait_for(replies.get(), 10)
                 engine.close_episode(str(k))
-            assert engine._router is not None
+            assert engine._control is not None
             assert [
-                (server.num_in_flight, server.num_episodes) for server in engine._router.servers
+                (server.num_in_flight, server.num_episodes)
+                for server in engine._control.router.servers
             ] == [(0, 0), (0, 0)]
-            assert engine._tasks == set()
-            assert engine._router._homes == {}
+            assert engine._in_flight == set()
+            assert engine._control.router._homes == {}
 
     asyncio.run(body())
 
@@ -221,7 +222,7 @@ def test_the_episodes_of_a_dead_server_move_and_it_returns_when_it_is_well(
     told = [line.getMessage() for line in caplog.records]
     moves = [line for line in told if line.startswith("episode a@0 goes to ")]
     assert [line[-13:] for line in moves] == ["server 1 of 2", "server 2 of 2"]
-    assert any(line.startswith("server 1 of 2 rests: ") for line in told)
+    assert any(line.startswith("server 1 of 2 is out of rotation: ") for line in told)
     assert "stamina.retry_scheduled" in told
     assert not [line for line in caplog.records if "127.0.0.1" in str(vars(line))]
 

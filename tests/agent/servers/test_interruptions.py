@@ -21,9 +21,9 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import MalformedResponseError, ServerUnavailableError
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.types import VersionSpan
 
 ABORT = {"type": "abort", "message": "the weights are about to change"}

@@ -21,10 +21,10 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import RequestRefusedError, SetupError
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.dialect import NEUTRAL
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.api import NEUTRAL
 from trajpack.agent.servers.options import TimeLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 LOGITS = np.random.default_rng(0).normal(size=(64, 64))
 
@@ -80,7 +80,7 @@ def test_raw_and_processed_are_told_apart(kind: Any, is_raw: bool) -> None:
         say = model_server(kind, is_raw, refused=(0, 1))
         arguments = {"options": options(logprobs="detect")}
         async with serving(kind or VLLMEngine, say, **arguments) as (_, engine):
-            (server,) = engine._router.servers
+            (server,) = engine._control.router.servers
             assert server.logprobs == ("raw" if is_raw else "processed")
             hot = await ask(engine, "a@0", [5], SamplingParams(4, temperature=0.7))
             assert isinstance(hot, RequestRefusedError) == is_raw

@@ -24,9 +24,9 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.errors import GenerationError, SetupError
 from trajpack.agent.servers.failures import RetryableError
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 SLOW_REST = RetryLimits(wait_initial_s=0.001, rest_s=60, max_failures=2)
 
@@ -64,8 +64,8 @@ def test_a_request_that_is_wrong_is_not_the_servers_fault() -> None:
             for k in range(6):
                 assert isinstance(await ask(engine, f"{k}@0"), GenerationError)
             assert len(server.draws) == 6
-            assert engine._router is not None
-            assert engine._router.servers[0].is_healthy
+            assert engine._control is not None
+            assert engine._control.router.servers[0].is_healthy
 
     asyncio.run(body())
 
@@ -93,8 +93,8 @@ def test_a_death_counts_once_however_many_requests_it_ends() -> None:
             asked = [asyncio.create_task(ask(engine, f"{k}@0")) for k in range(20)]
             await server.wait_for_draws(20)
             await server.__aexit__()
-            assert engine._router is not None
-            (one,) = engine._router.servers
+            assert engine._control is not None
+            (one,) = engine._control.router.servers
             await until(lambda: not (one.is_healthy or one.num_in_flight))
             assert one.num_failures == 1
             server.say = say_vllm
@@ -109,8 +109,8 @@ def test_those_that_were_sent_away_together_come_back_one_by_one() -> None:
     async def waits_of() -> set[bool | float]:
         changed = options(retries=RetryLimits(4, 1.0, 3.0))
         async with serving(VLLMEngine, say_vllm, options=changed) as (_, engine):
-            assert engine._requester is not None
-            pause = engine._requester._pause_before_retry
+            assert engine._control is not None
+            pause = engine._retry_delay
             return {pause(RetryableError("", wait_s=9)) for _ in range(9)}
 
     waits = asyncio.run(waits_of())
@@ -185,8 +185,8 @@ def test_a_version_that_is_a_secret_is_not_shown(caplog: pytest.LogCaptureFixtur
         async with serving(SGLangEngine, say, options=options(token=SECRET)) as (_, engine):
             await engine.set_version(3)
             asked = asyncio.create_task(ask(engine))
-            assert engine._router is not None
-            (server,) = engine._router.servers
+            assert engine._control is not None
+            (server,) = engine._control.router.servers
             await until(lambda: server.is_behind)
             asked.cancel()
 

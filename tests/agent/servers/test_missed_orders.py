@@ -20,8 +20,8 @@ from tests.agent.servers.loopback import (
 )
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.servers.failures import WeightUpdateError
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 ORDERS = ("/pause", "/resume", "/pause_generation", "/continue_generation")
 
@@ -33,7 +33,7 @@ async def obey(asked: Asked) -> Answer:
 
 
 def the_server(engine: Any) -> Any:
-    (server,) = engine._router.servers
+    (server,) = engine._control.router.servers
     return server
 
 
@@ -88,8 +88,8 @@ def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> N
             Loopback(new) as ahead,
             SGLangEngine([behind.url, ahead.url], options=one) as engine,
         ):
-            assert engine._router is not None
-            server = engine._router.servers[0]
+            assert engine._control is not None
+            server = engine._control.router.servers[0]
             # both go to the first: the second is the same episode's
             replies = engine.open_episode("a@0")
             for _ in range(2):
@@ -136,12 +136,12 @@ def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
     async def body() -> None:
         async with serving(SGLangEngine, say_paused_sglang) as ((server,), engine):
             await engine.pause()
-            engine._router.rest(the_server(engine), "for a moment", 60)
+            engine._control.router.mark_unhealthy(the_server(engine), "for a moment", 60)
             await engine.resume()
             assert "/continue_generation" not in server.paths()
-            engine._router._revivals[the_server(engine)].cancel()
+            engine._control.router._probes[the_server(engine)].cancel()
             await asyncio.sleep(0)
-            engine._router.rest(the_server(engine), "and back")
+            engine._control.router.mark_unhealthy(the_server(engine), "and back")
             await generate(engine)
             assert server.paths()[-2:] == ["/continue_generation", "/generate"]
 
@@ -176,10 +176,10 @@ def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting
             Loopback(good) as new,
             SGLangEngine([old.url, new.url], options=options()) as engine,
         ):
-            assert engine._router is not None
-            server = engine._router.servers[0]
+            assert engine._control is not None
+            server = engine._control.router.servers[0]
             gate.clear()
-            engine._router.rest(server, "for a moment")
+            engine._control.router.mark_unhealthy(server, "for a moment")
             await old.wait_for_more()  # its health is asked for
             await engine.update_weights_from_disk("w", 1)
             gate.set()

@@ -22,8 +22,8 @@ from trajpack.agent.environments.questions import ExactAnswerEnvironment, Questi
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.runner.runner import RolloutRunner
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 
 @pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])

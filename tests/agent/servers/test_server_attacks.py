@@ -21,9 +21,9 @@ from tests.agent.servers.hostile_answers import BEHAVIOURS, TINY, Hostile, Serve
 from tests.agent.servers.loopback import ask, encode, generate, options, raw_server, vllm_body
 from trajpack.agent.errors import GenerationError, MalformedResponseError, SetupError
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
 from trajpack.agent.servers.options import RetryLimits, TimeLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 SEED = 14
 MOST_EVENTS = 1500

@@ -19,8 +19,8 @@ from tests.agent.servers.loopback import (
     sglang_body,
 )
 from trajpack.agent.servers.failures import WeightUpdateError
-from trajpack.agent.servers.kinds.sglang import SGLangEngine
-from trajpack.agent.servers.kinds.vllm import VLLMEngine
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
 
 
 def listening(

@@ -1,0 +1,331 @@
+"""One conversation of an agent with an engine and an environment.
+
+Replies of both are checked here: one that does not answer the request ends the episode with an
+`EpisodeError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trajpack.agent.errors import (
+    EnvironmentFailedError,
+    EpisodeCancelledError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    GenerationError,
+    MalformedResponseError,
+)
+from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
+from trajpack.agent.runner.bridge import RequestQueue
+from trajpack.packing.conversion import (
+    as_ids,
+    as_integer,
+    as_logprobs,
+    as_number,
+    as_version_runs,
+)
+from trajpack.packing.types import Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class ConversationLimits:
+    """Limits on the length of a conversation and on the wait for a reply.
+
+    Raises:
+        ValueError: If one is out of range.
+        TypeError: If a number of turns or tokens is not an integer.
+    """
+
+    max_turns: int = 8
+    """Completions at most."""
+    max_total_tokens: int | None = None
+    """Tokens of the whole conversation at most. A turn whose prompt and ``gconfig.max_new_tokens``
+    might exceed it is not requested."""
+    generation_timeout: float | None = None
+    """Seconds to wait for a reply at most."""
+
+    def __post_init__(self) -> None:
+        if as_integer("max_turns", self.max_turns) < 1:
+            raise ValueError(f"max_turns must be at least 1, got {self.max_turns}")
+        limit = self.max_total_tokens
+        if limit is not None and as_integer("max_total_tokens", limit) < 1:
+            raise ValueError(f"max_total_tokens must be positive, got {limit}")
+        if self.generation_timeout is not None and not self.generation_timeout > 0:
+            raise ValueError(f"generation_timeout must be positive, got {self.generation_timeout}")
+
+    def check_sampling(self, gconfig: Any) -> None:
+        """Raise unless a limit on tokens comes with the number of new tokens.
+
+        Raises:
+            ValueError: If it does not.
+            TypeError: If ``gconfig.max_new_tokens`` is not an integer.
+        """
+        if self.max_total_tokens is not None:
+            asked = sampling_option(gconfig, "max_new_tokens", None)
+            if asked is None:
+                raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
+            as_integer("gconfig.max_new_tokens", asked)
+
+    def fit(self, num_tokens: int, gconfig: Any) -> bool:
+        """Return whether a prompt of ``num_tokens`` leaves room for a completion."""
+        limit = self.max_total_tokens
+        return limit is None or num_tokens + max_new_tokens(gconfig) <= limit
+
+
+def sampling_option(gconfig: Any, name: str, default: Any) -> Any:
+    """Return a sampling option, which is a key of a mapping or else an attribute."""
+    if isinstance(gconfig, Mapping):
+        return gconfig.get(name, default)
+    return getattr(gconfig, name, default)
+
+
+def max_new_tokens(gconfig: Any) -> int:
+    """Return the tokens of one completion at most."""
+    return int(sampling_option(gconfig, "max_new_tokens", None))
+
+
+class Completion(NamedTuple):
+    """Checked reply to a request."""
+
+    start: int
+    """Offset in the conversation: the length of its prompt."""
+    ids: npt.NDArray[np.int32]
+    """Sampled tokens."""
+    logprobs: npt.NDArray[np.float32]
+    """Log-probability of each token."""
+    version_start: int
+    """Policy version of the first token."""
+    version_end: int
+    """Policy version of the last token."""
+    reply: GenerationOutput
+    """Reply as the engine gave it."""
+
+
+class Exchange(NamedTuple):
+    """Finished turn."""
+
+    completion: Completion
+    """Completion that the engine sampled."""
+    answer: str
+    """Text of the completion, as the environment saw it."""
+    success: bool
+    """Judgement of the environment."""
+    reward: float
+    """Reward as shaped by the agent, not discounted."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """State of one episode. It grows turn by turn and is dropped if a turn fails."""
+
+    qid: str
+    """Name of the episode in every request and error."""
+    env: Environment
+    """Environment that judges the answers."""
+    obs_queue: asyncio.Queue[Observation]
+    """Queue of requests."""
+    act_queue: asyncio.Queue[Reply]
+    """Queue of replies, one for each request."""
+    token_ids: list[int] = field(default_factory=list)
+    """Token ids so far. Tokens appended between turns are observation."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    """Finished turns."""
+    birth_time_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    """Unix time of the beginning, in milliseconds."""
+
+    def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
+        """Return an error that names the episode and the turn it is in."""
+        return kind(self.qid, f"turn {len(self.exchanges)}: {reason}")
+
+    async def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Reset the environment and open the conversation with ``prompt_ids``.
+
+        Raises:
+            EpisodeError: If the environment fails, or these are not token ids.
+        """
+        if not isinstance(self.qid, str):
+            raise self.error(f"the qid must be a str, got {type(self.qid).__name__}")
+        with self.guard("the environment's reset failed", EnvironmentFailedError):
+            await self.env.reset()
+        with self.guard("the prompt was refused"):
+            self.token_ids = as_ids("prompt_ids", prompt_ids).tolist()
+        if not self.token_ids:
+            raise self.error("the prompt has no tokens")
+
+    @contextmanager
+    def guard(self, failure: str, kind: type[EpisodeError] = EpisodeError) -> Iterator[None]:
+        """Convert exceptions of the body to an error of this episode, with its cause.
+
+        So is a cancellation of something awaited, if this task itself is not being cancelled.
+
+        Raises:
+            EpisodeError: Of this ``kind``, that begins with ``failure``.
+            EpisodeCancelledError: If something awaited was cancelled.
+            asyncio.CancelledError: If the task is being cancelled.
+        """
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self.error(f"{failure}: it was cancelled", EpisodeCancelledError) from error
+        except Exception as error:
+            reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+            raise self.error(f"{failure}: {reason}", kind) from error
+
+    async def ask(self, gconfig: Any, timeout: float | None) -> Completion:  # noqa: ASYNC109
+        """Request the next completion and return it.
+
+        Args:
+            gconfig: Sampling parameters, as the engine takes them.
+            timeout: Seconds to wait at most, once generation is not paused; None sets no limit.
+
+        Raises:
+            EpisodeError: If no reply comes in time, or it does not answer the request.
+            GenerationError: As the engine put it on `act_queue`.
+        """
+        request = (self.qid, self.token_ids.copy(), gconfig)
+        if isinstance(self.obs_queue, RequestQueue):
+            await self.obs_queue.wait_open()  # a pause for new weights is no lateness
+        try:
+            async with asyncio.timeout(timeout):
+                with self.guard("the engine's queues failed"):
+                    await self.obs_queue.put(request)
+                    reply = await self.act_queue.get()
+        except TimeoutError as error:
+            raise self.error(f"no reply within {timeout} s", EpisodeTimeoutError) from error
+        if isinstance(reply, GenerationError):
+            if reply.qid != self.qid:
+                raise self._malformed(f"an error of another episode came: {reply}") from reply
+            raise reply
+        if not isinstance(reply, GenerationOutput):
+            raise self._malformed(f"expected a GenerationOutput, got {type(reply).__name__}")
+        return self._checked(reply)
+
+    async def listen(
+        self,
+        gconfig: Any,
+        tokenizer: Any,
+        timeout: float | None,  # noqa: ASYNC109
+    ) -> tuple[Completion, str]:
+        """Request the next completion; return it and its text without special tokens.
+
+        Raises:
+            EpisodeError: As `ask`, or if the completion cannot be decoded.
+        """
+        completion = await self.ask(gconfig, timeout)
+        with self.guard("its text could not be decoded"):
+            text = decode(tokenizer, completion.ids.tolist(), skip_special_tokens=True)
+            if not isinstance(text, str):
+                raise TypeError(f"the tokenizer decodes to {type(text).__name__}, not str")
+        return completion, text
+
+    async def judge(self, answer: str) -> tuple[float, bool]:
+        """Return the environment's number for ``answer``, and whether it ended the episode.
+
+        Raises:
+            EpisodeError: If it fails, or does not return exactly one finite success.
+        """
+        with self.guard("the environment's step failed", EnvironmentFailedError):
+            _, successes, terminated, truncated, _ = await self.env.step((self.qid, [answer]))
+            scores = [as_number("success", success) for success in successes]
+            ended = bool(terminated) or bool(truncated)
+        if len(scores) != 1:
+            reason = f"expected one success of the environment, got {len(scores)}"
+            raise self.error(reason, EnvironmentFailedError)
+        return scores[0], ended
+
+    def keep(self, exchange: Exchange) -> None:
+        """Append a finished turn."""
+        self.token_ids += exchange.completion.ids.tolist()
+        self.exchanges.append(exchange)
+
+    def turns(self) -> list[Turn]:
+        """Return the turns; their prompts are views of one array."""
+        conversation = as_ids("token_ids", self.token_ids)
+        return [
+            Turn(
+                prompt_ids=conversation[: completion.start],
+                completion_ids=completion.ids,
+                completion_logprobs=completion.logprobs,
+                reward=exchange.reward,
+                truncated=bool(completion.reply.no_eos),
+                version_start=completion.version_start,
+                version_end=completion.version_end,
+                version_spans=completion.reply.version_spans,
+            )
+            for exchange in self.exchanges
+            for completion in [exchange.completion]
+        ]
+
+    def trajectory(self, prompt: Prompt, turn_discount: float) -> Trajectory:
+        """Return the conversation as a trajectory."""
+        return Trajectory(
+            id=prompt.id,
+            turns=self.turns(),
+            turn_discount=turn_discount,
+            task_id=prompt.task_id,
+            birth_time_ms=self.birth_time_ms,
+        )
+
+    def require_turn(self, limits: ConversationLimits, gconfig: Any) -> None:
+        """Raise if there was no room for a first turn.
+
+        Raises:
+            EpisodeError: If the conversation has no turns.
+        """
+        if not self.exchanges:
+            raise self.error(
+                f"a prompt of {len(self.token_ids)} tokens and a completion of up to "
+                f"{max_new_tokens(gconfig)} exceed max_total_tokens={limits.max_total_tokens}"
+            )
+
+    def _checked(self, reply: GenerationOutput) -> Completion:
+        if not isinstance(reply.qid, str) or reply.qid != self.qid:
+            raise self._malformed(f"the reply answers episode {reply.qid!r}")
+        with self.guard("the reply was refused", MalformedResponseError):
+            num_prompt, is_same = self._compare(reply.prompt_ids)
+            ids = as_ids("output_ids", reply.output_ids)
+            logprobs = as_logprobs("output_logprobs", reply.output_logprobs)
+            _, first, last = as_version_runs(
+                "", reply.version_spans, reply.version_start, reply.version_end, ids.size
+            )
+            if not isinstance(reply.no_eos, bool | np.bool_):
+                raise TypeError(f"no_eos must be a bool, got {type(reply.no_eos).__name__}")
+        if not is_same:
+            raise self._malformed(
+                f"the reply answers another prompt: expected the {len(self.token_ids)} tokens "
+                f"that were sent, got {num_prompt}"
+            )
+        if logprobs.shape != ids.shape:
+            reason = f"the reply has {logprobs.size} log-probabilities for {ids.size} ids"
+            raise self._malformed(reason)
+        return Completion(len(self.token_ids), ids, logprobs, first, last, reply)
+
+    def _compare(self, prompt_ids: Any) -> tuple[int, bool]:
+        """Return the length of the prompt that the engine saw, and whether it is the one sent."""
+        if type(prompt_ids) is list and prompt_ids == self.token_ids:
+            return len(prompt_ids), True  # without converting a long one
+        seen = as_ids("prompt_ids", prompt_ids).tolist()
+        return len(seen), seen == self.token_ids
+
+    def _malformed(self, reason: str) -> EpisodeError:
+        return self.error(reason, MalformedResponseError)
+
+
+def decode(tokenizer: Any, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens, with its spaces as they are."""
+    text: str = tokenizer.decode(
+        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    return text

@@ -1,0 +1,242 @@
+"""The queue protocol of engines, served by their coroutine `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from trajpack.agent.errors import EngineEndedError, GenerationError, reason_of
+from trajpack.agent.protocols import (
+    Engine,
+    GenerationOutput,
+    GenerationRequest,
+    Observation,
+    Reply,
+)
+from trajpack.packing.text import one_line
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class End:
+    """Reason why an engine generates no more."""
+
+    reason: str
+    """Text for a person to read."""
+    cause: BaseException | None = None
+    """Exception behind it, if there was one."""
+    has_left: bool = False
+    """Whether the engine's context was left."""
+
+    def as_error(self, qid: str) -> EngineEndedError:
+        """Return the error of a request that comes too late."""
+        error = EngineEndedError(qid, self.reason)
+        error.__cause__ = self.cause
+        return error
+
+
+class ObservationQueue(asyncio.Queue[Observation]):
+    """A queue whose items a callback may take at once.
+
+    Args:
+        take: Called with each item that is put; a false result leaves the item in the queue.
+    """
+
+    def __init__(self, take: Callable[[Observation], bool]) -> None:
+        super().__init__()
+        self._take = take
+
+    def put_nowait(self, item: Observation) -> None:
+        """Queue ``item``, unless the callback takes it."""
+        if not self._take(item):
+            super().put_nowait(item)
+
+
+@dataclass
+class _OpenEpisode:
+    replies: asyncio.Queue[Reply] = field(default_factory=asyncio.Queue)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class QueuedEngine(ABC):
+    """Base of engines whose core is the coroutine `generate`: it serves `obs_queue` with it.
+
+    A runner calls `generate` and leaves the queues alone. A subclass calls `_begin_serving` once
+    it has been entered, and `_end_serving` when it was left or has died.
+    """
+
+    def __init__(self) -> None:
+        self._obs_queue = ObservationQueue(self._take)
+        self._episodes: dict[str, _OpenEpisode] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: End | None = None
+
+    @abstractmethod
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return one completion; a cancelled call ends its generation.
+
+        Calls run concurrently, any number for one episode. The caller opens the episode before
+        and closes it afterwards.
+
+        Raises:
+            GenerationError: With the request's ``qid``, if there is no completion: as a
+                `RequestRefusedError`, `ServerUnavailableError` or `MalformedResponseError` where
+                that is known, and as an `EngineEndedError` once the engine has died or was left.
+            RuntimeError: If the engine has not been entered.
+        """
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+
+    @property
+    def obs_queue(self) -> asyncio.Queue[Observation]:
+        """Queue of requests; a reply comes on the queue of the request's episode."""
+        return self._obs_queue
+
+    def check_serving(self) -> None:
+        """Raise unless the engine serves requests, or has died while it did so.
+
+        Raises:
+            RuntimeError: If the engine has not been entered, was left, or was entered in another
+                event loop.
+        """
+        check_entered(self, self._end, self._loop)
+
+    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
+        """Return the queue on which replies to ``qid`` will come.
+
+        Raises:
+            ValueError: If an episode of that name is open.
+        """
+        if qid in self._episodes:
+            raise ValueError(f"episode {qid!r} is open already")
+        episode = self._episodes[qid] = _OpenEpisode()
+        return episode.replies
+
+    def close_episode(self, qid: str) -> None:
+        """Forget ``qid``; requests of it that came by the queue are cancelled.
+
+        Closing an episode that is not open does nothing.
+        """
+        episode = self._episodes.pop(qid, None)
+        for task in episode.tasks if episode else ():
+            task.cancel()
+
+    def _begin_serving(self) -> None:
+        """Serve requests on this event loop, those in the queue first."""
+        self._loop = asyncio.get_running_loop()
+        self._take_waiting()
+
+    def _end_serving(self, end: End) -> None:
+        """Refuse requests from now on, those in the queue first; the first end counts."""
+        self._end = self._end or end
+        self._take_waiting()
+
+    def _take_waiting(self) -> None:
+        while not self._obs_queue.empty():
+            self._take(self._obs_queue.get_nowait())
+
+    def _take(self, observation: Observation) -> bool:
+        """Begin to serve a request; return False before the engine was entered."""
+        if self._loop is None and self._end is None:
+            if self._obs_queue.empty():
+                warn_unentered(self)
+            return False
+        try:
+            request = GenerationRequest(*observation)
+            episode = self._episodes.get(request.qid)
+        except (TypeError, ValueError):
+            _logger.warning("ignored, no (qid, ids, sampling): %s", one_line(observation))
+            return True
+        if episode is None:
+            _logger.warning("ignored, an episode that is not open: %s", one_line(request.qid))
+        elif self._end is not None:
+            episode.replies.put_nowait(self._end.as_error(request.qid))
+        else:
+            task = asyncio.get_running_loop().create_task(self._answer(request, episode))
+            episode.tasks.add(task)
+            task.add_done_callback(episode.tasks.discard)
+        return True
+
+    async def _answer(self, request: GenerationRequest, episode: _OpenEpisode) -> None:
+        episode.replies.put_nowait(await reply_to(request, self.generate))
+
+
+async def reply_to(
+    request: GenerationRequest,
+    generate: Callable[[GenerationRequest], Awaitable[Reply]],
+) -> Reply:
+    """Await ``generate(request)`` and return its result, or its failure as a `GenerationError`.
+
+    Raises:
+        asyncio.CancelledError: If the calling task is being cancelled.
+    """
+    try:
+        return await generate(request)
+    except GenerationError as error:
+        # The error says all there is to say; frames would keep bodies of replies alive.
+        error.__context__ = None
+        return error.with_traceback(None)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return GenerationError(request.qid, "the generation was cancelled")
+    except Exception as error:  # noqa: BLE001 - a defect of an engine fails its request alone
+        failure = GenerationError(request.qid, f"the engine failed: {reason_of(error)}")
+        failure.__cause__ = error
+        return failure
+
+
+def coroutine_of(
+    engine: Engine, replies: asyncio.Queue[Reply]
+) -> Callable[[GenerationRequest], Awaitable[Reply]]:
+    """Return the coroutine that answers one request of an open episode.
+
+    Args:
+        engine: Any engine; one that is no `QueuedEngine` gets each request on its queue.
+        replies: Its queue of replies to the episode, as `open_episode` returned it.
+    """
+    if isinstance(engine, QueuedEngine):
+        return engine.generate
+
+    async def generate(request: GenerationRequest) -> Reply:
+        await engine.obs_queue.put(request)
+        return await replies.get()
+
+    return generate
+
+
+def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise if an engine is used outside of its context; one that died within it passes.
+
+    Args:
+        engine: Named by its type.
+        end: Its end, if it has ended.
+        loop: Event loop where it was entered, if it was.
+
+    Raises:
+        RuntimeError: If the engine has not been entered, was left, or was entered elsewhere.
+    """
+    name, within = type(engine).__name__, "within `async with engine:`"
+    if end is not None and end.has_left:
+        raise RuntimeError(f"the context of this {name} has ended: use a new one {within}")
+    if end is None and loop is None:
+        raise RuntimeError(f"this {name} has not been entered: use it {within}")
+    if loop is not None and loop is not asyncio.get_running_loop():
+        raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
+
+
+def warn_unentered(engine: object) -> None:
+    """Log that a request waits for an engine that may never be entered."""
+    _logger.warning(
+        "a request waits in the queue of a %s that has not been entered: it is served within "
+        "`async with engine:`",
+        one_line(type(engine).__name__),
+    )

@@ -1,0 +1,93 @@
+"""Interface to the HTTP API of one kind of server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.client import HTTPRequest
+from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
+from trajpack.agent.servers.options import LogprobSemantics
+
+if TYPE_CHECKING:
+    from trajpack.agent.servers.routing import Server
+
+NEUTRAL = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Sent with each request: a server may fill missing ones in from the model's folder."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Request for one sample, as every kind of server needs it."""
+
+    request_id: str
+    """Id under which the request can be aborted."""
+    token_ids: list[int]
+    """Token ids of the prompt, and of the tokens sampled already."""
+    params: SamplingParams
+    """Sampling parameters; ``max_new_tokens`` is the number of missing tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the completion, beside the model's own."""
+    seed: int | None = None
+    """Seed of this request."""
+
+
+class ServerAPI(Protocol):
+    """HTTP API of one kind of server: writes requests and reads responses."""
+
+    @property
+    def default_logprobs(self) -> LogprobSemantics:
+        """Semantics of the log-probabilities of a server with default settings."""
+        ...
+
+    @property
+    def filters_are_processed(self) -> bool:
+        """Whether "processed" log-probabilities are those after top-k and top-p."""
+        ...
+
+    def write_sample(self, server: Server, sample: SampleRequest) -> HTTPRequest:
+        """Return the request for a sample."""
+        ...
+
+    def read_sample(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
+        """Parse the response to it, or raise a ValueError."""
+        ...
+
+    def use_fallback(self, server: Server, status: int) -> bool:
+        """Switch a server that refused with ``status`` to another endpoint, if there is one."""
+        ...
+
+    def abort(self, server: Server, request_id: str) -> HTTPRequest | None:
+        """Return the request that aborts a sample; None if closing the connection does so."""
+        ...
+
+    def set_version(self, version: int) -> HTTPRequest:
+        """Return the request that sets the name of the weights."""
+        ...
+
+    def get_version(self) -> HTTPRequest:
+        """Return the request for that name; the response has it as ``weight_version``."""
+        ...
+
+    def pause(self, *, interrupt: bool) -> HTTPRequest:
+        """Return the request that pauses generation; ``interrupt`` ends requests in flight."""
+        ...
+
+    def resume(self) -> HTTPRequest:
+        """Return the request that resumes generation."""
+        ...
+
+    def write_top_logprobs(self, server: Server, token_id: int, temperature: float) -> HTTPRequest:
+        """Return the request for the top log-probabilities after a prompt of one token."""
+        ...
+
+    def read_top_logprobs(self, response: Any) -> Sequence[Any]:
+        """Return them in any order; raise a LookupError or TypeError if there are none."""
+        ...

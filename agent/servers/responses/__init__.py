@@ -1,1 +1,0 @@
-"""JSON of each kind of server, read into a `GenerationOutput`."""

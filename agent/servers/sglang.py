@@ -1,0 +1,152 @@
+"""Generation by SGLang servers: `SGLangEngine`, and SGLang's HTTP API as of version 0.5.23."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trajpack.agent.servers.api import NEUTRAL, SampleRequest
+from trajpack.agent.servers.client import HTTPRequest
+from trajpack.agent.servers.engine import ServerEngine
+from trajpack.agent.servers.engine_response import (
+    EngineResponse,
+    ResponseLimits,
+    read_sglang_response,
+)
+from trajpack.agent.servers.options import DEFAULT_OPTIONS, LogprobSemantics, ServerOptions
+from trajpack.agent.servers.routing import Server
+
+
+class SGLangEngine(ServerEngine):
+    """Generates with SGLang servers, token ids in and out, through their native ``/generate``.
+
+    Log-probabilities are those after the temperature, before top-k and top-p, so requests with
+    these filters are refused. Servers that run with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` report
+    those before the temperature; declare that with ``ServerOptions(logprobs="raw")``.
+
+    Args:
+        urls: Addresses of the servers.
+        options: Limits, retries, the token.
+        version: Policy version of the servers' weights.
+
+    Raises:
+        ValueError: If there is no address, or one is not the address of a server.
+        SetupError: On entering, if no server is healthy in time.
+
+    Cost: a task and a connection for each request in flight; responses from 128 KiB are parsed
+    in a thread.
+
+    Example:
+        >>> SGLangEngine("http://127.0.0.1:30000", version=3).version
+        3
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        options: ServerOptions = DEFAULT_OPTIONS,
+        version: int = 0,
+    ) -> None:
+        super().__init__(urls, SGLangServerAPI(), options, version=version)
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Load weights from a folder on every server, and declare their version.
+
+        A server that fails gets no requests until a later update succeeds. SGLang waits for the
+        requests in flight, unless it is called within ``pause(interrupt=True)``.
+
+        Args:
+            path: Path of the folder on the servers.
+            version: Policy version of the new weights, above the present one.
+
+        Raises:
+            ValueError: If the version does not increase.
+            WeightUpdateError: If every server failed; the version stays as it was.
+            RuntimeError: If the engine is not running.
+        """
+        payload = {"model_path": str(path), "weight_version": str(version)}
+        control = self._running("update_weights_from_disk")
+        await control.load_weights(HTTPRequest("/update_weights_from_disk", payload), version)
+
+
+@dataclass(frozen=True)
+class SGLangServerAPI:
+    """SGLang's ``/generate``.
+
+    Source: the published types of SGLang 0.5.23.
+    """
+
+    default_logprobs: LogprobSemantics = "processed"
+    """``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` changes it."""
+    filters_are_processed: bool = False
+    """Processed log-probabilities are those after the temperature, before top-k and top-p."""
+
+    def write_sample(self, server: Server, sample: SampleRequest) -> HTTPRequest:
+        """Return the request for a sample with the log-probability of each of its tokens."""
+        params = sample.params
+        sampling: dict[str, Any] = {
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,  # the stop token belongs to the completion
+            **NEUTRAL,
+        }
+        if sample.stop_token_ids:
+            sampling["stop_token_ids"] = list(sample.stop_token_ids)
+        if sample.seed is not None:
+            sampling["sampling_seed"] = sample.seed
+        payload = {"rid": sample.request_id, **_payload(sample.token_ids, sampling)}
+        return HTTPRequest("/generate", payload, request_id=sample.request_id)
+
+    def read_sample(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
+        """Parse the response."""
+        return read_sglang_response(body, limits)
+
+    def use_fallback(self, server: Server, status: int) -> bool:
+        """Return False: there is one endpoint."""
+        return False
+
+    def abort(self, server: Server, request_id: str) -> HTTPRequest | None:
+        """Return the abort request: SGLang may notice a closed connection late."""
+        return HTTPRequest("/abort_request", {"rid": request_id})
+
+    def set_version(self, version: int) -> HTTPRequest:
+        """Return the request that names the weights; requests in flight go on."""
+        payload = {"new_version": str(version), "abort_all_requests": False}
+        return HTTPRequest("/update_weight_version", payload)
+
+    def get_version(self) -> HTTPRequest:
+        """Return the request for the description of the model."""
+        return HTTPRequest("/model_info", method="GET")
+
+    def pause(self, *, interrupt: bool) -> HTTPRequest:
+        """Return the pause request."""
+        return HTTPRequest("/pause_generation", {"mode": "abort" if interrupt else "in_place"})
+
+    def resume(self) -> HTTPRequest:
+        """Return the resume request."""
+        return HTTPRequest("/continue_generation", {})
+
+    def write_top_logprobs(self, server: Server, token_id: int, temperature: float) -> HTTPRequest:
+        """Return the request for the top five."""
+        sampling = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1}
+        payload = _payload([token_id], sampling | NEUTRAL)
+        return HTTPRequest("/generate", payload | {"top_logprobs_num": 5})
+
+    def read_top_logprobs(self, response: Any) -> Sequence[Any]:
+        """Return the first item of each entry."""
+        return [entry[0] for entry in response["meta_info"]["output_top_logprobs"][0]]
+
+
+def _payload(token_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_ids": token_ids,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,  # those of the prompt would recompute its prefix
+        "stream": False,
+    }

@@ -1,0 +1,178 @@
+"""Policy gradients on packed batches: what a step does, and what it measures."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.packing.isolation.tiny_models import tiny_model
+from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.agent.training.arithmetic import build_arithmetic_model, lazy_demonstrations
+from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs, warm_up
+
+torch.set_num_threads(1)
+MODEL, TOKENIZER = build_arithmetic_model()
+
+
+def fresh_model() -> Any:
+    return copy.deepcopy(MODEL)
+
+
+def packed(trajectories: list[Trajectory]) -> PackedBatch:
+    buffer = TrajectoryBuffer()
+    buffer.extend(trajectories)
+    return buffer.pack()
+
+
+def sampled(version: int = 0, age: int = 0) -> PackedBatch:
+    """Return groups of a right and a wrong answer, with the log-probabilities of `MODEL`."""
+    turns = {
+        (number, reward): Turn([1, 20 + number, 2], [20 + number + int(reward > 0), 3], [0.0, 0.0],
+                               reward)
+        for number in range(4)
+        for reward in (1.0, -1.0)
+    }  # fmt: skip
+    batch = packed([Trajectory(str(key), [turn]) for key, turn in turns.items()])
+    with torch.no_grad():
+        logprobs = token_logprobs(MODEL, batch)
+    trajectories = []
+    for index, (key, turn) in enumerate(turns.items()):
+        begin, end = batch.turn_spans[index].tolist()
+        of_turn = Turn(
+            turn.prompt_ids, turn.completion_ids, logprobs[begin:end].tolist(), key[1],
+            version_start=version - age, version_end=version,
+            version_spans=[(version - age, 0, 1), (version, 1, 2)] if age else None,
+        )  # fmt: skip
+        trajectories.append(Trajectory(str(key), [of_turn], group=str(key[0])))
+    return packed(trajectories).with_advantages(GRPO())
+
+
+def completions(model: Any, batch: PackedBatch) -> torch.Tensor:
+    with torch.no_grad():
+        logprobs = token_logprobs(model, batch) * batch.loss_mask
+    return torch.zeros(len(batch)).index_add_(0, batch.sequence_ids.long(), logprobs)
+
+
+def test_gradients_that_were_there_before_a_step_are_no_part_of_it() -> None:
+    def step(*, has_gradients: bool) -> Any:
+        model = fresh_model()
+        for value in model.parameters():
+            value.grad = torch.full_like(value, 3.0) if has_gradients else None
+        return PolicyTrainer(model, learning_rate=1e-3, capacity=64).step(sampled())
+
+    assert step(has_gradients=True) == step(has_gradients=False)
+
+
+def test_gradients_that_were_there_before_are_no_part_of_a_warm_up() -> None:
+    shown = lazy_demonstrations(4, TOKENIZER, num_turns=1)
+
+    def weights(*, has_gradients: bool) -> torch.Tensor:
+        model = fresh_model()
+        for value in model.parameters():
+            value.grad = torch.full_like(value, 3.0) if has_gradients else None
+        list(warm_up(model, shown, num_steps=1, learning_rate=1e-3, capacity=64))
+        return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
+
+    assert torch.equal(weights(has_gradients=True), weights(has_gradients=False))
+
+
+def test_log_probabilities_are_those_of_each_sequence_by_itself() -> None:
+    batch = packed(lazy_demonstrations(12, TOKENIZER, num_turns=3))
+    with torch.no_grad():
+        together = token_logprobs(MODEL, batch)
+        for start, end in pairwise(batch.cu_seqlens.tolist()):
+            ids = batch.input_ids[start:end]
+            scores = MODEL(ids[None], use_cache=False).logits[0].log_softmax(-1)
+            alone = scores[:-1].gather(1, ids[1:, None])[:, 0]
+            torch.testing.assert_close(together[start + 1 : end], alone, atol=1e-5, rtol=0)
+
+
+def test_a_step_makes_right_answers_likelier_and_wrong_ones_less_likely() -> None:
+    model, batch = fresh_model(), sampled()
+    before = completions(model, batch)
+    trainer = PolicyTrainer(model, learning_rate=1e-3, capacity=64, num_epochs=3)
+    trainer.step(batch)
+    change = completions(model, batch) - before
+    assert (change[0::2] > 0).all()
+    assert (change[1::2] < 0).all()
+    assert trainer.version == 1
+
+
+def test_micro_batches_add_up_to_the_step_of_the_whole_batch() -> None:
+    batch, models, outcomes = sampled(), [fresh_model(), fresh_model()], []
+    for model, capacity in zip(models, (1000, 11), strict=True):
+        # Momentum alone: AdamW's first step is the sign of a gradient, whatever its size.
+        trainer = PolicyTrainer(model, learning_rate=0.1, capacity=capacity)
+        trainer._optimizer = torch.optim.SGD(model.parameters())
+        outcomes.append(trainer.step(batch))
+    whole, pieces = outcomes
+    assert (whole.num_micro_batches, pieces.num_micro_batches) == (1, 4)
+    assert pieces.loss == pytest.approx(whole.loss, abs=1e-6)
+    assert pieces.gradient_norm == pytest.approx(whole.gradient_norm, rel=1e-4)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def test_what_the_present_weights_sampled_is_told_from_what_older_ones_began() -> None:
+    trainer = PolicyTrainer(fresh_model(), learning_rate=1e-9, capacity=64)
+    outcome = trainer.step(sampled())
+    assert outcome.num_on_policy == 16
+    assert outcome.logprob_gap < 1e-5
+    assert (outcome.mean_staleness, outcome.max_staleness) == (0.0, 0)
+    trainer.version = 7
+    outcome = trainer.step(sampled(version=7, age=2))
+    assert outcome.num_on_policy == 0
+    assert (outcome.mean_staleness, outcome.max_staleness) == (1.0, 2)
+
+
+def test_log_probabilities_of_other_weights_show() -> None:
+    model = fresh_model()
+    with torch.no_grad():
+        model.lm_head.weight[21] += 0.01
+    outcome = PolicyTrainer(model, learning_rate=1e-9, capacity=64).step(sampled())
+    assert outcome.logprob_gap > 1e-5
+
+
+def test_the_clip_ends_what_later_epochs_learn() -> None:
+    batch = sampled()
+    few, many = (
+        PolicyTrainer(fresh_model(), learning_rate=0.05, capacity=64, num_epochs=count).step(batch)
+        for count in (1, 6)
+    )
+    assert few.clip_fraction == 0
+    assert many.clip_fraction > 0.2
+
+
+def test_a_batch_that_teaches_nothing_is_refused() -> None:
+    trainer = PolicyTrainer(fresh_model(), learning_rate=1e-3, capacity=8)
+    with pytest.raises(ValueError, match="the batch has no advantages; call with_advantages"):
+        trainer.step(pack([Trajectory("a", [Turn([1], [2], [-0.1])])]))
+    silent = pack([Trajectory("a", [Turn([1], [], [])])]).with_advantages(GRPO())
+    with pytest.raises(ValueError, match="no generated tokens to learn from"):
+        trainer.step(silent)
+    long = pack([Trajectory("a", [Turn([1] * 8, [2], [-0.1])])]).with_advantages(GRPO())
+    with pytest.raises(ValueError, match="9"):
+        trainer.step(long)
+    assert trainer.version == 0
+
+
+def test_warming_up_learns_the_demonstrations_in_one_pass() -> None:
+    model = fresh_model()
+    lessons = lazy_demonstrations(12 * 16, TOKENIZER, num_turns=2, skill=1.0)
+    losses = list(warm_up(model, lessons, num_steps=12, learning_rate=1e-2, capacity=128))
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] / 3
+    with pytest.raises(ValueError, match="13 steps need as many trajectories, got 12"):
+        next(warm_up(model, lessons[:12], num_steps=13, learning_rate=1e-2, capacity=128))
+
+
+def test_a_model_whose_sequences_see_each_other_is_refused_before_any_step() -> None:
+    model = tiny_model("lfm3")
+    before = [weight.clone() for weight in model.parameters()]
+    with pytest.raises(ValueError, match=r"Lfm3ForCausalLM lets .* \(Lfm3ShortConv\)"):
+        PolicyTrainer(model, learning_rate=1e-3, capacity=64)
+    assert all(map(torch.equal, model.parameters(), before))

@@ -1,0 +1,181 @@
+"""Packed sequences through each family of transformers: the table of docs/formats/huggingface.md.
+
+"right" is the logits of the separate sequences, "refused" an error of the model, and "wrong" other
+logits without an error. What is not right must be named by `check_isolation`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.packing.isolation.tiny_models import (
+    FAMILIES,
+    NOT_TINY,
+    VOCABULARY,
+    takes_kernels,
+    tiny_model,
+    tiny_model_with_pictures,
+)
+from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS
+from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack.packing.adapters.huggingface import check_isolation
+
+PAGE = Path(__file__).parents[3] / "docs/formats/huggingface.md"
+LENGTHS = (17, 33, 1, 5, 64, 2, 9)
+KERNELS = ("none", "recurrent", "flash")
+"""Columns of the table: which kernels there are."""
+
+
+def the_table() -> dict[str, dict[str, str]]:
+    """Return what the page says of each family, by the kernels that there are."""
+    lines = [line for line in PAGE.read_text().splitlines() if re.match(r"\| `", line)]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    wanted = [row for row in rows if len(row) == 4 and set(row[1:]) <= {*OUTCOMES, ""}]
+    return {
+        family: {kernels: word for kernels, word in zip(KERNELS, row[1:], strict=True) if word}
+        for row in wanted
+        for family in re.findall(r"`([^`]+)`", row[0])
+    }
+
+
+OUTCOMES = {"right": None, "refused": "cannot take packed sequences", "wrong": "see each other"}
+"""What can come of packed sequences, and what `check_isolation` says of it."""
+TABLE = the_table()
+RECURRENT = [family for family, row in TABLE.items() if "recurrent" in row]
+
+
+def some_batch():
+    """Return a batch of sequences of which two are shorter than a convolution."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (sum(LENGTHS),), generator=generator).split(LENGTHS)
+    return pack([Trajectory(str(i), [Turn(row, [], [])]) for i, row in enumerate(ids)])
+
+
+def alone(model, batch):
+    """Return the logits of the sequences by themselves, ``[tokens, vocabulary]``."""
+    with torch.no_grad():
+        rows = batch.input_ids.split(batch.seqlens)
+        return torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+
+
+def outcome(model, inputs, expected):
+    """Return "right", "refused" or "wrong"."""
+    with torch.no_grad():
+        try:
+            packed = model(**inputs).logits[0]
+        except (TypeError, ValueError):
+            return "refused"
+    return "right" if (packed - expected).abs().max() < 1e-4 * expected.std() else "wrong"
+
+
+def make(family, kernels):
+    return tiny_model(
+        family,
+        kernels=kernels != "none" and takes_kernels(family),
+        flash=kernels == "flash",
+    )
+
+
+def test_the_table_has_every_family_that_is_tried():
+    assert set(TABLE) == set(FAMILIES)
+    assert {family for family in FAMILIES if takes_kernels(family)} == set(RECURRENT)
+    if transformers.__version__.startswith("5.23."):  # others may have other families
+        mapping = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        left_out = {family for families in NOT_TINY.values() for family in families}
+        assert set(mapping) == set(FAMILIES) | left_out
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize("family", TABLE)
+def test_a_family_is_right_or_named(family):
+    batch = some_batch()
+    for kernels, word in TABLE[family].items():
+        model = make(family, kernels)
+        assert outcome(model, batch.model_inputs(), alone(model, batch)) == word, kernels
+        if word != "right":
+            with pytest.raises(ValueError, match=OUTCOMES[word]) as caught:
+                check_isolation(model)
+            assert type(model).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("family", [f for f in RECURRENT if TABLE[f]["recurrent"] == "right"])
+def test_a_recurrent_family_that_is_right_passes_the_check(family):
+    check_isolation(make(family, "recurrent"))
+
+
+@pytest.mark.attack
+def test_a_family_of_attention_that_is_right_passes_the_check(tries):
+    right = [f for f in TABLE if TABLE[f]["none"] == "right"]
+    for family in random.Random(0).sample(right, tries(len(right))):
+        check_isolation(make(family, "none"))
+
+
+@pytest.mark.parametrize("family", [f for f in RECURRENT if TABLE[f]["recurrent"] == "right"])
+def test_without_seq_idx_it_would_be_wrong(family):
+    batch, model = some_batch(), make(family, "recurrent")
+    inputs = batch.model_inputs()
+    del inputs["seq_idx"]
+    assert outcome(model, inputs, alone(model, batch)) == "wrong"
+
+
+def with_cu_seqlens(batch):
+    """Return the inputs with the boundaries by the name that kernels of FLA have for them."""
+    return batch.model_inputs() | {"cu_seqlens": batch.cu_seqlens}
+
+
+@pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear"])
+def test_kimi_delta_attention_takes_boundaries_by_another_name(family):
+    batch, model = some_batch(), make(family, "recurrent")
+    assert outcome(model, with_cu_seqlens(batch), alone(model, batch)) == "right"
+    check_isolation(model, inputs=with_cu_seqlens)
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize("alignment", ALIGNMENTS.values(), ids=ALIGNMENTS.keys())
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("bamba", "recurrent"),
+        ("lfm2", "recurrent"),
+        ("qwen3_5_text", "recurrent"),
+        ("qwen3_5_text", "flash"),
+    ],
+)
+def test_padding_of_a_micro_batch_reaches_no_other_sequence(family, kernels, alignment):
+    model = make(family, kernels)
+    chosen = [4, 2, 6, 5, 0]
+    whole = some_batch()
+    batch = whole.select(chosen, alignment)
+    expected = [alone(model, whole.select([sequence])) for sequence in chosen]
+    with torch.no_grad():
+        logits = model(**batch.model_inputs()).logits[0]
+    for rows, kept in zip(logits.split(batch.padded_seqlens), expected, strict=False):
+        torch.testing.assert_close(rows[: len(kept)], kept, rtol=0, atol=1e-4)
+
+
+def test_a_static_batch_is_as_good():
+    model = make("qwen3_5_text", "recurrent")
+    batch, buffer = some_batch(), TrajectoryBuffer()
+    buffer.extend(batch.unpack())
+    static = buffer.pack_into(StaticBatch(capacity=160, max_turns=9))
+    with torch.no_grad():
+        logits = model(**static.model_inputs()).logits[0]
+    expected = alone(model, batch)
+    torch.testing.assert_close(logits[: batch.num_tokens], expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_with_pictures_may_do_otherwise_than_its_text_model():
+    batch = some_batch()
+    right = tiny_model_with_pictures("qwen3_vl", "Qwen3VL")
+    assert outcome(right, batch.model_inputs(), alone(right, batch)) == "right"
+    check_isolation(right)
+    wrong = tiny_model_with_pictures("qwen2_5_vl", "Qwen2_5_VL")
+    assert outcome(wrong, batch.model_inputs(), alone(wrong, batch)) == "wrong"
+    with pytest.raises(ValueError, match=r"language_model\.layers\.0\.self_attn \(Qwen2_5_VLAtt"):
+        check_isolation(wrong)

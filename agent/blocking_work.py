@@ -1,4 +1,4 @@
-"""Work that is waited for to its end, whoever is cancelled meanwhile."""
+"""Blocking work in threads, awaited to its end in spite of cancellation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ _T = TypeVar("_T")
 
 
 def contained(work: Callable[[], _T]) -> Callable[[], _T]:
-    """Return somebody else's ``work``, to be run in a thread, that raises nothing but exceptions.
+    """Wrap ``work`` for a thread so that it raises only exceptions that an event loop can pass on.
 
-    An event loop cannot hand a `StopIteration` on, so that whoever waits would wait for ever; a
-    `SystemExit` that comes out of a thread would end the program. Either is a `RuntimeError`
-    then, as is whatever else is not an `Exception`.
+    A future cannot hold a `StopIteration`, and a `SystemExit` would end the program. Both become a
+    `RuntimeError`, as does anything else that is not an `Exception`.
 
     Example:
         >>> contained(lambda: next(iter([])))()
@@ -49,7 +48,7 @@ async def run_to_end(work: Callable[[], _T]) -> _T:
 
 
 async def cancel_and_wait(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait until it has ended, whoever is cancelled meanwhile."""
+    """Cancel a task and wait until it has ended, also when cancelled meanwhile."""
     from anyio import CancelScope
 
     cancelled: asyncio.CancelledError | None = None
@@ -61,6 +60,6 @@ async def cancel_and_wait(task: asyncio.Task[None]) -> None:
             except asyncio.CancelledError as error:
                 cancelled = error
     if not task.cancelled():
-        task.exception()  # whoever leaves early does not want it
+        task.exception()  # retrieved, so that it is not logged
     if cancelled is not None:
         raise cancelled

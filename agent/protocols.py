@@ -1,9 +1,12 @@
-"""The promises between agent, environment and engine.
+"""Protocols of agents, environments and engines, and the data they exchange.
 
 An agent puts ``(qid, token_ids, sampling)`` on its observation queue and takes exactly one
 reply from its action queue for each: a `GenerationOutput`, or a `GenerationError` where the
 engine could not generate. The ``qid`` of every request is the id of the agent's own prompt; a
-runner refuses another one, to which no reply would come here.
+runner refuses any other, because its reply would not come here.
+
+Within the library an engine is the coroutine `QueuedEngine.generate`; engines that have only the
+queues are served too.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
 @dataclass(frozen=True)
 class Prompt:
-    """The opening of an episode."""
+    """Opening of an episode."""
 
     id: str
     """The episode's ``qid``: unique among the episodes in flight."""
@@ -29,18 +32,18 @@ class Prompt:
     task_id: int | None = None
     """Kind of task, as the data set numbers it."""
     seed: int | None = None
-    """Of whatever is drawn in the episode. A runner derives it from its own seed, or from this
-    one if it is given, and the episode's name; it is the same for every attempt."""
+    """Seed of the episode. A runner derives it from its own seed, or from this one if it is given,
+    and the episode's name; it is the same for every attempt."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine samples one completion."""
+    """Sampling parameters of one completion."""
 
     max_new_tokens: int = 256
     """Tokens of one completion at most, stop token included."""
     temperature: float = 1.0
-    """0 takes the likeliest token each time."""
+    """Divisor of the logits; 0 takes the likeliest token each time."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens that holds this much probability."""
     top_k: int = 0
@@ -59,10 +62,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class GenerationOutput:
-    """One sample, as the engine returned it; equal to another where all values are."""
+    """One completion, as the engine returned it; equal to another if all values are."""
 
     qid: str
-    """The episode it answers."""
+    """Name of the episode."""
     prompt_ids: IntArray
     """Token ids the engine saw."""
     output_ids: IntArray
@@ -172,7 +175,7 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Holds one conversation at a time, as often as asked, for any number at once."""
+    """Runs episodes, any number of them at once."""
 
     async def collect_trajectory(
         self,
@@ -181,13 +184,13 @@ class Agent(Protocol):
         obs_queue: asyncio.Queue[Observation],
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
-        """Run one episode and return what it produced.
+        """Run one episode and return its trajectories.
 
         Args:
-            prompt: The opening. Its id is the ``qid`` of each request.
-            env: Judges what the model says.
-            obs_queue: Takes the requests, ``(prompt.id, token_ids, sampling)``.
-            act_queue: Gives one reply to each request, and nothing else.
+            prompt: Opening. Its id is the ``qid`` of each request.
+            env: Environment that judges the completions.
+            obs_queue: Queue of requests, ``(prompt.id, token_ids, sampling)``.
+            act_queue: Queue of replies, one for each request.
 
         Raises:
             EpisodeError: With the prompt's id, if the episode cannot be finished.
@@ -198,9 +201,9 @@ class Agent(Protocol):
 class Engine(Protocol):
     """Turns token ids into sampled completions, for many episodes at once.
 
-    An engine may also have a method ``check_serving()`` that raises where it has not been entered
-    or was left; a run that begins calls it. Without it, a watchdog warns of an engine that does
-    not reply.
+    An engine may also have a method ``check_serving()`` that raises if it has not been entered or
+    was left; a run calls it when it begins. Without it, a watchdog warns of an engine that does
+    not reply. A runner calls the coroutine of a `QueuedEngine` and leaves its queues alone.
     """
 
     @property
@@ -210,7 +213,7 @@ class Engine(Protocol):
 
     @property
     def obs_queue(self) -> asyncio.Queue[Observation]:
-        """Where agents put what they ask."""
+        """Queue of requests."""
         ...
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:

@@ -1,4 +1,4 @@
-"""Seeds that come from one seed and the names of what they are for."""
+"""Seeds derived from one seed and names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import operator
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """Return the seed of something named, the same on every platform and in every version.
+    """Return the seed of a named part, the same on every platform and in every version.
 
     Args:
-        seed: Of the whole.
-        names: Of the part, from the outside in; ``1`` and ``"1"`` are two names.
+        seed: Seed of the whole.
+        names: Names of the part, from the outside in; ``1`` and ``"1"`` differ.
 
     Raises:
         TypeError: If a part is neither a string nor an integer.
@@ -33,6 +33,6 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
 
 def _spelled(part: str | int) -> str:
-    """Return a part so that no two rows of parts read the same."""
+    """Return a name with its type and length, so that different names never join alike."""
     kind, text = ("str", part) if isinstance(part, str) else ("int", str(operator.index(part)))
     return f"{kind}{len(text)}:{text}"

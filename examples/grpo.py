@@ -79,12 +79,10 @@ async def main():
     async with actor as engine:
         environment = ExactAnswerEnvironment(questions)
         runner = RolloutRunner(engine, agent, environment, concurrency=32, group_size=GROUP)
-        async with aclosing(runner.run(prompts)) as results:
-            waiting, groups = [], {}
-            async for result in results:
-                group = groups.setdefault(result.prompt.id, [])
-                group.extend(result.trajectories)
-                waiting += group if len(group) == GROUP else []
+        async with aclosing(runner.run_groups(prompts)) as groups:
+            waiting = []
+            async for group in groups:
+                waiting += group.trajectories
                 if len(waiting) < PROMPTS * GROUP:
                     continue
                 buffer.clear()

@@ -8,9 +8,15 @@ from datasets import Dataset
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from trajpack.agent import MathMultiTurnAgent, Question, SamplingParams, build_tiny_model
-from trajpack.agent.trl.prompts import trl_dataset_rows
-from trajpack.agent.trl.rollout import TRLRollout, episode_reward
+from trajpack.agent import (
+    MathMultiTurnAgent,
+    Question,
+    SamplingParams,
+    TRLRollout,
+    build_tiny_model,
+    episode_reward,
+    trl_dataset_rows,
+)
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change, says TRL
 # TRL calls what transformers has given new names.

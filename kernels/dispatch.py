@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import torch
-
-from trajpack.kernels.installed import is_there
 
 Impl: TypeAlias = Literal["auto", "torch", "triton"]
 
 LIBRARY = torch.library.Library("trajpack", "DEF")
 """The torch library that holds all ops of this package: ``torch.ops.trajpack.<name>``."""
 
-_HAS_TRITON = is_there("triton")
+
+try:
+    _HAS_TRITON = find_spec("triton") is not None
+except ModuleNotFoundError:  # raised by a finder that hides it
+    _HAS_TRITON = False
 
 
 def register_op(

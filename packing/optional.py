@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trajpack.kernels.installed import is_there
+import sys
+from importlib.util import find_spec
 
 BROUGHT_BY = {
     "anyio": "trajpack[agent]",
@@ -35,6 +36,26 @@ BROUGHT_BY = {
 """For each module that not every installation has, what to install."""
 
 
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it.
+
+    A finder of ``sys.meta_path`` that raises ``ModuleNotFoundError`` hides it, and so does
+    ``None`` in ``sys.modules``.
+
+    Cost: under a millisecond.
+
+    Example:
+        >>> is_installed("torch"), is_installed("no_such_module")
+        (True, False)
+    """
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def require(*modules: str) -> None:
     """Raise unless these optional modules can be imported; none of them is.
 
@@ -47,7 +68,7 @@ def require(*modules: str) -> None:
         >>> require("torch")
     """
     for module in modules:
-        if not is_there(module):
+        if not is_installed(module):
             raise explained(ModuleNotFoundError(f"No module named {module!r}", name=module))
 
 

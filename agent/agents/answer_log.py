@@ -1,4 +1,4 @@
-"""What an agent asked and what was answered, written down for people to read.
+"""Log of prompts and answers for people to read.
 
 A finished episode leaves two files in one folder per policy version::
 
@@ -30,22 +30,22 @@ _MAX_NAME_CHARS = 160
 
 @dataclass(frozen=True)
 class LoggedTurn:
-    """One turn of a finished episode, as the log shows it."""
+    """One turn of a finished episode."""
 
     turn: int
     """Which turn of the episode, from 0."""
     prompt_text: str
-    """The whole conversation the engine saw in this turn."""
+    """Text of the whole prompt of this turn."""
     completion_text: str
-    """What the environment judged."""
+    """Text that the environment judged."""
     prompt_len: int
     """Tokens of this turn's prompt."""
     answer_len: int
     """Tokens of this turn's completion."""
     success: bool
-    """What the environment said of this turn."""
+    """Judgement of the environment."""
     reward: float
-    """As shaped by the agent, not discounted."""
+    """Reward as shaped by the agent, not discounted."""
     version_start: int
     """Policy version of the first sampled token."""
     version_end: int
@@ -63,7 +63,7 @@ class AnswerLog:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(os.path.abspath(folder))
-        """Where it is; a relative path means the folder that it named when the log was made."""
+        """Absolute path of the folder."""
 
     async def write(self, qid: str, turns: Sequence[LoggedTurn]) -> None:
         """Write one episode, away from the event loop.

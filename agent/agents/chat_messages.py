@@ -1,4 +1,4 @@
-"""What a chat template makes of messages that others add to a conversation, as tokens."""
+"""Tokens of the messages that others add to a conversation, by a chat template."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _MARK = "trajpack{}mark"
 
 
 class _Frame(NamedTuple):
-    """What a template puts around contents."""
+    """Text of a template around contents."""
 
     words: list[list[int]]
     """Tokens before, between and after the contents."""
     tokens: re.Pattern[str]
-    """Finds the places where a text spells one of these that is a token of its own."""
+    """Pattern of added tokens in the frame, which a content may spell."""
 
 
 class ChatMessages:
     """Encodes messages piece by piece, so that tokens that were sampled are never made again.
 
-    What is said in a message is encoded as plain text: a special token that is written out in it is
-    no special token, and no token of the template's own, such as ``</tool_response>``, which is not
-    special in many a tokenizer. The template's own words around it are encoded as they render.
+    A message's content is encoded as plain text: a special token that is written out in it becomes
+    ordinary tokens, as does an added token of the template such as ``</tool_response>``. The
+    template's own text around it is encoded as it renders.
 
     Args:
         tokenizer: A Hugging Face tokenizer with a chat template that shows each message's content
@@ -66,8 +66,8 @@ class ChatMessages:
         """Return messages after a completion, and the generation prompt.
 
         Args:
-            completion_ids: What the assistant said; where it ends without the token that ends a
-                message, that token comes first.
+            completion_ids: Tokens of the assistant; if they lack the token that ends a message, it
+                comes first.
             role: Of the messages, ``"user"`` or ``"tool"``.
             contents: One for each message.
 

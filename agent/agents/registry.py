@@ -1,4 +1,4 @@
-"""Agents by name, so that a configuration file can say which one to run."""
+"""Agents by name, for configuration files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _AGENTS: dict[str, Callable[..., Agent]] = {"math-multi-turn": MathMultiTurnAgen
 
 
 def register_agent(name: str, cls: Callable[..., Agent]) -> None:
-    """Make ``cls`` known as ``name``.
+    """Register ``cls`` as ``name``.
 
     Args:
-        name: What `make_agent` will be asked for.
+        name: Name for `make_agent`.
         cls: A class, or any callable that returns an agent.
 
     Raises:
@@ -38,7 +38,7 @@ def make_agent(name: str, **kwargs: Any) -> Agent:
 
     Args:
         name: ``"math-multi-turn"``, or a name given to `register_agent`.
-        **kwargs: Handed to the agent's class as they are.
+        **kwargs: Arguments of the agent's class.
 
     Raises:
         ValueError: If no agent has that name; the message lists those that exist.

@@ -1,4 +1,4 @@
-"""What transformers continuous batching needs to be told, and what it can be asked."""
+"""Configuration of transformers' continuous batching: limits, sampling, weight loading."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _CANNOT_DO: tuple[tuple[str, object], ...] = (
     ("ignore_eos", False),
     ("stop", None),
 )
-"""Fields of other libraries' sampling objects, with the only value that can be honoured."""
+"""Fields of other libraries' sampling objects, with the only supported value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a request must keep to."""
+    """Limits of a request."""
 
     vocabulary_size: int
     """Token ids are below it."""
     capacity: int
-    """Tokens of key-value cache, shared by all requests in flight."""
+    """Key-value cache in tokens, shared by all requests in flight."""
     max_positions: int | None = None
     """Longest sequence the model has positions for; ``None`` if it does not say."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -194,7 +194,7 @@ def vocabulary_size(model: Any) -> int:
 
 
 def read_limits(model: Any, batching: Any, eos_token_ids: frozenset[int]) -> Limits:
-    """Return what requests to ``batching`` must keep to."""
+    """Return the limits of requests to ``batching``."""
     config = batching.continuous_batching_config
     page_size = config.page_size if hasattr(config, "page_size") else config.block_size
     max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -218,7 +218,7 @@ def read_eos(model: Any, eos_token_id: int | list[int] | None) -> frozenset[int]
 def silence_tracebacks() -> Callable[[], None]:
     """Keep the tracebacks of continuous batching out of the log until the result is called.
 
-    Whoever asked for a generation that died is told why, by the reply.
+    The reply to each request has the cause.
     """
     from transformers.generation.continuous_batching import continuous_api
 

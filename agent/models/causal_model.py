@@ -12,7 +12,7 @@ from trajpack.packing.optional import require
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error that says anything, or its type's name.
+    r"""Return the first line of an error's text that is not empty, or its type's name.
 
     Example:
         >>> first_line(RuntimeError("no such device; try:\n  1. another one"))
@@ -71,7 +71,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 
 
 class ModelLimits(NamedTuple):
-    """What a model's configuration says of its sequences; ``None`` where it is silent."""
+    """Limits of a model's sequences, from its configuration; ``None`` if it has none."""
 
     max_positions: int | None = None
     """Tokens of a sequence at most."""
@@ -125,7 +125,7 @@ def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def _check_folder(folder: str | os.PathLike[str], file_name: str, what: str) -> Path:
-    """Refuse early what from_pretrained would take for the name of a model on a hub."""
+    """Check a folder, which from_pretrained might take for the name of a model on a hub."""
     folder = Path(folder)
     if not folder.is_dir():
         raise SetupError(f"cannot load a {what} from {folder}: it is not a folder")

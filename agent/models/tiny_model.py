@@ -1,4 +1,4 @@
-"""A causal model and a tokenizer small enough to make on the spot, for demos and tests."""
+"""Tiny causal model and tokenizer for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def train_tokenizer(
 
     Args:
         pre_tokenizer: Ends with the byte level.
-        text: What pairs are learned from.
+        text: Training text of the pairs.
         special_tokens: Padding, end of a message, and others.
-        vocab_size: Tokens at most.
-        chat_template: Of conversations.
+        vocab_size: Size of the vocabulary at most.
+        chat_template: Jinja template of chats.
     """
     require("tokenizers", "transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -12,16 +12,16 @@ MAX_RECENT = 1 << 16
 
 @dataclass(slots=True)
 class OpenEpisode(Generic[T]):
-    """An attempt at an episode that is running, with a start time or a span for each part."""
+    """A running attempt at an episode: a start time or a span for each of its parts."""
 
     own: T
-    """Of the attempt."""
+    """Start or span of the attempt."""
     turns: dict[int, T] = field(default_factory=dict)
-    """Of its open turns, by number."""
+    """Open turns, by number."""
     generations: dict[int, T] = field(default_factory=dict)
-    """Of turns that wait for a completion."""
+    """Turns that wait for a completion."""
     verifications: dict[int, T] = field(default_factory=dict)
-    """Of turns that wait for the environment."""
+    """Turns that wait for the environment."""
     num_turns: int = 0
     """Turns that the engine completed."""
     num_tokens: int = 0

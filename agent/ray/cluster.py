@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine alone, for as long as it is needed."""
+"""A temporary Ray cluster on this machine."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trajpack.packing.optional import require
 def local_cluster(
     *, num_cpus: int, num_gpus: int = 0, object_store_bytes: int | None = None
 ) -> Iterator[None]:
-    """Use the cluster that this process is connected to, or have one of its own meanwhile.
+    """Use the connected cluster, or start a local one for the duration of the context.
 
-    Ray listens on all of the machine's addresses, so an own cluster asks every connection for a
-    token, which is random and stays in this process's environment. Ray decides about that when
-    it is imported: where that has happened before, its settings stand as they are. An own cluster
-    sends no usage statistics and has no dashboard.
+    Ray listens on all addresses of the machine, so that a local cluster asks every connection for
+    a random token, which stays in this process's environment. Ray reads that setting when it is
+    imported: if it was imported before, the setting does not change. A local cluster sends no
+    usage statistics and has no dashboard.
 
-    Ctrl-C ends an own cluster's processes with the block, and so does a SIGTERM that nobody else
-    handles: it is taken for a Ctrl-C. After a SIGKILL they end by themselves, the last of them
-    within a minute. What Ray has written about itself stays in its folder of temporary files.
+    Ctrl-C ends the local cluster with the context, and so does a SIGTERM without another handler,
+    which is treated as Ctrl-C. After a SIGKILL its processes end by themselves, the last within a
+    minute. Ray's own logs stay in its folder of temporary files.
 
     Args:
-        num_cpus: Cores that the own cluster believes to have; it may be more than there are.
-        num_gpus: The same for GPUs.
+        num_cpus: Cores that the local cluster offers, which may be more than there are.
+        num_gpus: GPUs that the local cluster offers.
         object_store_bytes: Size of its object store; ``None`` leaves it to Ray.
 
     Cost: some seconds and some 650 MB of memory for Ray's own processes.
@@ -68,7 +68,7 @@ def local_cluster(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Do what Ctrl-C does, so that all blocks are left: an event loop has its own way there."""
+    """Call the handler of Ctrl-C, so that all contexts are left; an event loop has its own."""
     on_interrupt = signal.getsignal(signal.SIGINT)
     if callable(on_interrupt):
         on_interrupt(signal.SIGINT, frame)

@@ -359,8 +359,8 @@ class RolloutWorkers:
             pulse: WorkerPulse = await worker.call("ping", timeout_s=options.hang_timeout_s)
             worker.version = pulse.version
             for text in pulse.warnings:
-                source = f"rollout worker {worker.number} (pid {worker.status.pid})"
-                _logger.warning("%s: %s", source, one_line(text, 2000))
+                number, pid = worker.number, worker.status.pid
+                _logger.warning("rollout worker %d (pid %d): %s", number, pid, one_line(text, 2000))
 
     def _count_out(self, keeper: asyncio.Task[None]) -> None:
         """Count a worker that is given up; without any left, refuse episodes."""

@@ -1,4 +1,4 @@
-"""The files of a rollout: a packed batch, and the tokenizer that its tokens belong to."""
+"""Files of a rollout: the packed batch and its tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKENIZER_FILES = frozenset(
 
 
 def tokenizer_folder(batch_file: Path) -> Path:
-    """Return where the tokenizer that belongs to a batch is kept.
+    """Return the folder of a batch's tokenizer.
 
     Example:
         >>> tokenizer_folder(Path("demo/batch.safetensors")).as_posix()
@@ -39,7 +39,7 @@ def tokenizer_folder(batch_file: Path) -> Path:
 
 
 def answers_folder(batch_file: Path) -> Path:
-    """Return where the answers that led to a batch go if no other place is named.
+    """Return the default folder of the answers of a batch.
 
     Example:
         >>> answers_folder(Path("demo/batch.safetensors")).as_posix()
@@ -49,11 +49,11 @@ def answers_folder(batch_file: Path) -> Path:
 
 
 def check_places(batch_file: Path, answers: Path | None) -> None:
-    """Refuse places where a rollout would destroy what is not its own.
+    """Check that a rollout overwrites only files of an earlier one.
 
     Raises:
-        SetupError: If ``batch_file`` is no ``.safetensors`` file, if the folder of its
-            tokenizer holds anything but a tokenizer, or if ``answers`` is in the way of either.
+        SetupError: If ``batch_file`` is no ``.safetensors`` file, the folder of its tokenizer
+            has other files, or ``answers`` is inside either.
     """
     if batch_file.suffix != ".safetensors" or batch_file.is_dir():
         raise SetupError(f"--out must be a .safetensors file, got {batch_file}")
@@ -69,10 +69,10 @@ def check_places(batch_file: Path, answers: Path | None) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make ``folder`` if need be, and raise unless files can be made in it.
+    """Create ``folder`` if it is missing, and a temporary file in it.
 
     Raises:
-        OSError: If they cannot.
+        OSError: If either cannot be created.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -80,12 +80,10 @@ def check_writable(folder: Path) -> None:
 
 
 def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
-    """Write a batch, and beside it the tokenizer that decodes it, in place of an earlier one.
-
-    The batch comes last: where it is new, so is the tokenizer.
+    """Write a batch and its tokenizer, replacing earlier ones; the batch last.
 
     Raises:
-        OSError: If either cannot be written; what was there stays as it was.
+        OSError: If either cannot be written; earlier files do not change then.
     """
     folder = tokenizer_folder(batch_file)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=batch_file.parent))
@@ -110,7 +108,7 @@ def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
 
 
 def _foreign_entry(folder: Path) -> str | None:
-    """Return what shows that a folder is not a saved tokenizer, or ``None``."""
+    """Return why a folder is not a saved tokenizer, or ``None``."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return "it is not a folder"
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()

@@ -1,4 +1,4 @@
-"""The log of a rollout, from which the same rollout goes on after a crash."""
+"""The log of a rollout, from which the same rollout continues after a crash."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
 
 SETTINGS = "rollout.json"
-"""In the folder of the log: what the rollout was begun with."""
+"""File in the folder of the log with the settings of its rollout."""
 _SCHEMA_VERSION = 1
 
 
 class RolloutLog:
-    """A `TrajectoryLog` that belongs to one rollout; use it as a context manager.
+    """The `TrajectoryLog` of one rollout; a context manager.
 
-    Beside it in the folder are the settings that decide what the rollout makes, so that no
-    other rollout goes on in it, and the tokenizer.
+    Its folder also has the tokenizer, and the settings that decide the episodes, so that no other
+    rollout continues in it.
 
     Args:
-        folder: Made if need be.
+        folder: Folder of the log, created if it is missing.
         prepared: The rollout.
 
     Raises:
@@ -52,7 +52,7 @@ class RolloutLog:
             self._log.close()
             raise
         self.finished = self._log.finished
-        """Names of the episodes that had succeeded before."""
+        """Names of the episodes that succeeded in earlier runs."""
 
     def __enter__(self) -> RolloutLog:
         return self
@@ -61,7 +61,7 @@ class RolloutLog:
         self.close()
 
     def close(self) -> None:
-        """Make what was recorded durable.
+        """Make all records durable, and close the log.
 
         Raises:
             SetupError: If it cannot be written.
@@ -72,7 +72,7 @@ class RolloutLog:
             raise self._unwritten(error) from error
 
     def record(self, result: EpisodeResult) -> None:
-        """Keep what came of an episode, unless it was cancelled: then it has yet to be done.
+        """Append the result of an episode, unless it was cancelled.
 
         Raises:
             SetupError: If the log cannot be written.
@@ -86,10 +86,10 @@ class RolloutLog:
             raise self._unwritten(failure) from failure
 
     def earlier(self, prompts: Sequence[Prompt], group_size: int) -> Iterator[EpisodeResult]:
-        """Yield the episodes that had succeeded before, as results.
+        """Yield the results of episodes that succeeded in earlier runs.
 
         Raises:
-            SetupError: If what was written cannot be read.
+            SetupError: If the log cannot be read.
 
         Cost: reads the log, some megabytes at a time.
         """
@@ -112,7 +112,7 @@ class RolloutLog:
         return SetupError(f"cannot write {self.folder}: {getattr(error, 'strerror', '') or error}")
 
     def _claim(self, prepared: Rollout) -> None:
-        """Write down whose log this is, or check that it is this rollout's."""
+        """Write the settings of the rollout, or compare them with those that are there."""
         place = self.folder / SETTINGS
         wanted = {"schema_version": _SCHEMA_VERSION, **_identity(prepared)}
         try:
@@ -140,12 +140,12 @@ class RolloutLog:
 
 
 def logged_tokenizer(folder: Path) -> Path:
-    """Return where the tokenizer of a rollout's log is kept."""
+    """Return the folder of the tokenizer in a rollout's log."""
     return folder / "tokenizer"
 
 
 def _identity(prepared: Rollout) -> dict[str, Any]:
-    """Return what decides the episodes of a rollout and what they are called."""
+    """Return the settings that decide the episodes of a rollout and their names."""
     settings = prepared.settings
     questions = json.dumps([asdict(question) for question in prepared.questions], default=str)
     return {

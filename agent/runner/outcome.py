@@ -1,4 +1,4 @@
-"""What a run came to, as a line of the log where it came to nothing."""
+"""Log lines of a run that gives nothing to train on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _logger = logging.getLogger(__name__)
 
 
 _EARLY = 100
-"""So many failures or rejections in a row, from the first one on, are told before the end."""
+"""Failures or rejections in a row, from the first result on, that are logged before the end."""
 
 
 class RunOutcome:
-    """Counts the results of one run, and logs a line if there is nothing to train on.
+    """Counts of one run, which log a line if there is nothing to train on.
 
     That is the case where every episode has failed, no episode has brought a generated token,
     every group was rejected, or all trajectories of more than one sample earned the same, so that

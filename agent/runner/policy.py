@@ -1,4 +1,4 @@
-"""How a rollout deals with failures, old weights and groups that are not whole."""
+"""Policies of a rollout: retries, time limits, staleness of weights, and groups."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CAUSES = frozenset(
 """Every `EpisodeError.cause`."""
 
 RETRIED = CAUSES - {"agent", "cancelled", "ended", "refused"}
-"""The causes that may be gone the next time."""
+"""Causes retried by default."""
 
 
 @dataclass(frozen=True)
 class BackOff:
-    """How long a failed episode waits before it begins again.
+    """Exponential wait of a failed episode before its retry.
 
-    Twice as long each time, shortened at random by up to a half so that episodes which failed
-    together do not come back together. The chance is drawn from the episode's name.
+    It doubles each time and is shortened by up to a half, by a number drawn from the episode's
+    name, so that episodes which failed together do not come back together.
 
     Raises:
         ValueError: If a number of seconds is negative or not finite.
@@ -58,27 +58,27 @@ class BackOff:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     def seconds(self, qid: str, attempts: int) -> float:
-        """Return the wait of an episode after so many attempts."""
+        """Return the wait of an episode after ``attempts``, in seconds."""
         longest = min(self.initial_s * 2.0 ** min(attempts - 1, 64), self.max_s)
         return longest * (1 - derive_seed(attempts, "back off", qid) / 2**32)
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Which failed episodes begin again: from the start, with the same name and seed.
+    """Retries of failed episodes: from the start, with the same name and seed.
 
     Raises:
-        TypeError: If ``max_attempts`` is no integer, or ``causes`` are not several.
-        ValueError: If ``max_attempts`` is below 1, or a cause is none.
+        TypeError: If ``max_attempts`` is no integer, or ``causes`` is a str.
+        ValueError: If ``max_attempts`` is below 1, or a cause is unknown.
     """
 
     max_attempts: int = 1
-    """Attempts at an episode at most; 1 never tries again."""
+    """Attempts at an episode at most; 1 disables retries."""
     causes: Collection[str] = RETRIED
-    """The `EpisodeError.cause` of failures that are tried again. By default all but those of
-    the agent and of requests that were refused, which would come again, and the engine's end."""
+    """`EpisodeError.cause` of failures that are retried. By default all but those of the agent, of
+    refused requests, of cancellations and of the engine's end."""
     wait: BackOff = field(default_factory=BackOff)
-    """How long to wait before. Others use the slot meanwhile."""
+    """Wait before a retry. Other episodes use the slot meanwhile."""
 
     def __post_init__(self) -> None:
         if as_integer("max_attempts", self.max_attempts) < 1:
@@ -91,13 +91,13 @@ class RetryPolicy:
             raise ValueError(f"causes must be among {sorted(CAUSES)}, got {unknown}")
 
     def allows(self, cause: str, attempts: int) -> bool:
-        """Return whether an episode that failed after so many attempts begins again."""
+        """Return whether an episode that failed after ``attempts`` is retried."""
         return attempts < self.max_attempts and cause in self.causes
 
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """How far the weights that sample may be ahead of the weights that sampled.
+    """Limits on how many versions old the weights of a result may be.
 
     Raises:
         TypeError: If a number is no integer.
@@ -105,10 +105,10 @@ class StalenessPolicy:
     """
 
     max_staleness: int
-    """A result may be trained on by so many versions after the one that its episode began with:
-    0 begins no episode before the weights of its training step are there."""
+    """Versions between the weights that an episode starts with and those it trains: with 0 no
+    episode starts before the weights of its training step are there."""
     batch_size: int
-    """Results that make one version: episodes for `RolloutRunner.run`, groups for
+    """Results per version: episodes for `RolloutRunner.run`, groups for
     `RolloutRunner.run_groups`."""
     max_token_age: int | None = None
     """A result whose oldest token is more versions than this behind the engine's, when it is
@@ -132,7 +132,7 @@ class StalenessPolicy:
 
 
 GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
-"""Given the episodes of a group that did not fail, says in one word why to reject it, or None."""
+"""Function of the results of a group that did not fail: a word why to reject it, or None."""
 
 
 def sum_of_rewards(result: EpisodeResult) -> float:
@@ -169,7 +169,7 @@ class SuccessRate:
     high: float
     """Greatest share that is accepted."""
     succeeded: Callable[[EpisodeResult], bool] = has_succeeded
-    """Says of an episode whether it succeeded."""
+    """Function that returns whether an episode succeeded."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= self.high <= 1:
@@ -193,7 +193,7 @@ def success_rate_between(
     Args:
         low: Least share of successes that is accepted.
         high: Greatest one.
-        succeeded: Says of an episode whether it succeeded; by default, whether its last turn
+        succeeded: Returns whether an episode succeeded; by default, whether its last turn
             has a reward above zero.
 
     Raises:
@@ -204,7 +204,7 @@ def success_rate_between(
 
 @dataclass(frozen=True)
 class GroupPolicy:
-    """What makes a group worth training on, for `RolloutRunner.run_groups`.
+    """Rules that accept or reject a group, for `RolloutRunner.run_groups`.
 
     Raises:
         TypeError: If ``max_refills`` is no integer, or a filter cannot be called.
@@ -212,13 +212,13 @@ class GroupPolicy:
     """
 
     incomplete: Literal["keep", "drop", "refill"] = "keep"
-    """What to do with a group some of whose episodes have failed: accept what there is, reject
-    it, or begin further samples in their place."""
+    """Treatment of a group with failed episodes: accept the others, reject the group, or start
+    further samples in their place."""
     max_refills: int = 8
     """Further samples of one group at most; a group that needs more is rejected."""
     filters: Sequence[GroupFilter] = ()
-    """Asked in turn about the episodes of a group that did not fail; the first that gives a
-    reason rejects the group."""
+    """Filters, called in turn with the results that did not fail; the first reason rejects the
+    group."""
 
     def __post_init__(self) -> None:
         known = ("keep", "drop", "refill")
@@ -234,7 +234,7 @@ class GroupPolicy:
 
 @dataclass(frozen=True)
 class RolloutPolicy:
-    """The rules of a rollout. The default tries once, waits for ever and keeps everything.
+    """Policies of a rollout. The default tries once, sets no limits and keeps every result.
 
     Raises:
         TypeError: If ``seed`` is no integer.
@@ -242,16 +242,16 @@ class RolloutPolicy:
     """
 
     retries: RetryPolicy = field(default_factory=RetryPolicy)
-    """Which failed episodes begin again."""
+    """Retries of failed episodes."""
     episode_timeout_s: float | None = None
     """Seconds that one attempt at an episode may take, without those of `RolloutRunner.paused`;
     ``None`` sets no limit."""
     staleness: StalenessPolicy | None = None
-    """How old tokens may be; ``None`` sets no limit."""
+    """Limits on staleness; ``None`` sets none."""
     groups: GroupPolicy = field(default_factory=GroupPolicy)
-    """What makes a group worth training on."""
+    """Rules that accept or reject a group."""
     seed: int = 0
-    """Of all episodes: each one's `Prompt.seed` is derived from it and the episode's name."""
+    """Seed of all episodes: each `Prompt.seed` is derived from it and the episode's name."""
     silence_warning_s: float | None = PATIENCE_S
     """Seconds without a reply of the engine, an answer of the environment, a step of an agent or
     a prompt after which a warning is logged, and again after twice as long; ``None`` logs none.

@@ -1,4 +1,4 @@
-"""What an agent returns, checked before anybody gets it: a batch must not fail for one episode."""
+"""Check of the trajectories that an agent returns, so that no batch fails for one episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trajpack.packing.conversion import as_ids, as_logprobs
 from trajpack.packing.types import Trajectory, Turn
 
 _FEW_NUMBERS = 50_000
-"""So many numbers in lists take a few milliseconds; more are checked beside the event loop."""
+"""Numbers in lists that take a few milliseconds; more are checked in a thread."""
 _FEW_ENTRIES = 2_000_000
 """The same, for arrays."""
 _FEW_TURNS = 200

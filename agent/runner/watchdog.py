@@ -1,4 +1,4 @@
-"""Warns where a run waits for seconds without a sign of what it waits for."""
+"""Warnings of long silences of the engine, the environment, an agent or the prompts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 """Seconds without a sign before the first warning, unless a policy says otherwise."""
 _LONGEST_PATIENCE_S = 100_000.0
-"""A silence that would have to last longer for its next warning is watched no more."""
+"""Longest silence, in seconds, that is waited for."""
 _EARLY_S = 0.001
-"""Rounding must not let a look come before its time, and be planned again for the same time."""
+"""Tolerance for rounding: a check that fires early would be scheduled again at once."""
 _LATE_S = 1.0
-"""A timer that fires later than this after its time shows that the event loop stood still."""
+"""Delay of a timer, in seconds, that shows that the event loop stood still."""
 _FACTORS = {"engine": 1, "environment": 1, "agent": 1, "prompts": 1, "weights": 6}
 """Patience with each subject, in units of the given one. New weights take a training step."""
 _run_numbers = itertools.count()
@@ -34,7 +34,7 @@ _run_numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Patience:
-    """The first patience of a run, which a watchdog in another process can adopt."""
+    """First patience of a run, which a watchdog in another process can adopt."""
 
     first_s: float
     """Seconds without a sign before the first warning; infinite where there is none."""
@@ -43,7 +43,7 @@ class Patience:
 
 
 class Watchdog:
-    """Warns where the engine, the environment, an agent or the prompts keep a run waiting.
+    """Warns when the engine, the environment, an agent or the prompts keep a run waiting.
 
     A warning ends nothing, since a slow answer is no error. The second warning about a subject
     comes after twice the silence of the first, and so on until `reset`.
@@ -54,13 +54,13 @@ class Watchdog:
     the agent has taken the reply or not. The prompts are waited for where no episode is under way.
 
     Args:
-        engine: Named by its type.
-        environment: Named by its type.
-        agent: Named by its type. One with a true ``is_remote`` is not watched: its episodes run
-            in another process, which has a watchdog of its own.
-        gate: Counts the requests in flight.
+        engine: Engine, named by its type.
+        environment: Environment, named by its type.
+        agent: Agent, named by its type. One with a true ``is_remote`` is not watched: its
+            episodes run in another process, which has its own watchdog.
+        gate: Count of the requests in flight.
         patience_s: Seconds without a sign before the first warning; None never warns.
-        warn: Gets each warning; it logs them unless another is given.
+        warn: Called with each warning; logs it by default.
 
     Cost: reads the event loop's clock at each sign; one timer while episodes run, and no task.
     """
@@ -80,7 +80,7 @@ class Watchdog:
         self._gate = gate
         self._warn = warn or _log
         self.patience = Patience(math.inf if patience_s is None else patience_s, -1)
-        """Of the present run."""
+        """Patience of the current run."""
         self._patience_s: dict[str, float] = {}
         self._attempts: dict[Attempt, None] = {}  # in the order of their beginnings
         self._num_calls = 0

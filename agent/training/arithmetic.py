@@ -32,10 +32,6 @@ _TEXT = (_RETRY, "Congratulations! You are correct!") * 2
 def arithmetic_questions(size: int, seed: int) -> list[Question]:
     """Return questions for sums of two positive integers, up to 9, drawn with a seed.
 
-    Args:
-        size: Number of questions. There are 36 different ones, so they repeat.
-        seed: Seed of the draw.
-
     Raises:
         ValueError: If ``size`` is not positive.
 
@@ -64,11 +60,8 @@ def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTo
     The model has 2 layers of width 64 and positions for 512 tokens. The tokenizer is a byte-level
     byte-pair encoding; a message ends with ``<|end|>``, ``<|pad|>`` pads.
 
-    Args:
-        seed: Seed of the weights. Torch's global random state does not change.
-
-    Returns:
-        The model, in evaluation mode and float32 on the CPU, and its tokenizer.
+    Returns the model, in evaluation mode and float32 on the CPU, and its tokenizer. Torch's global
+    random state does not change.
 
     Raises:
         ImportError: If transformers is not installed.
@@ -111,15 +104,7 @@ def lazy_demonstrations(
     Otherwise it answers with one of the two numbers, which is wrong. It gets the feedback that
     `MathMultiTurnAgent` gives, and retries until it is right or the turns are used up.
 
-    Args:
-        size: Number of conversations.
-        tokenizer: The model's tokenizer.
-        num_turns: Maximum number of turns of a conversation.
-        skill: Probability of a right answer.
-        seed: Seed of questions and answers.
-
-    Returns:
-        One trajectory for each conversation, with log-probabilities of 0.
+    Their log-probabilities are 0.
 
     Raises:
         ValueError: If ``size`` or ``num_turns`` is not positive, or ``skill`` is not in [0, 1].

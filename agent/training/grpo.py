@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,10 +147,14 @@ class Training:
                 concurrency=concurrency,
                 group_size=group_size,
             )
-            results = await stack.enter_async_context(aclosing(runner.run(prompts)))
-            steps = whole_groups(results, group_size, settings.num_prompts)
-            began = time.monotonic()
-            async for episodes in await stack.enter_async_context(aclosing(steps)):
+            groups = await stack.enter_async_context(aclosing(runner.run_groups(prompts)))
+            began, episodes = time.monotonic(), list[EpisodeResult]()
+            async for group in groups:
+                episodes += group.results
+                for error in (episode.error for episode in group.results if episode.error):
+                    raise SetupError(f"an episode failed: {error.reason}") from error
+                if len(episodes) < num_episodes:
+                    continue
                 batch = pack_episodes(episodes)
                 outcome = await run_to_end(partial(self.trainer.step, batch))
                 check_logprobs(outcome)
@@ -158,6 +162,7 @@ class Training:
                     await engine.update_weights(self.model.state_dict(), self.trainer.version)
                 began, seconds = time.monotonic(), time.monotonic() - began
                 on_step(record_step(self.trainer.version, episodes, batch, outcome, seconds))
+                episodes = []
 
     def _make_engine(self, concurrency: int) -> TransformersEngine:
         """Return an engine on a copy of the model that reads any prompt in one forward pass.
@@ -182,33 +187,6 @@ def _as_setup_error() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         raise SetupError(f"the engine cannot run this: {first_line(error)}") from error
-
-
-async def whole_groups(
-    results: AsyncIterable[EpisodeResult], group_size: int, num_groups: int
-) -> AsyncGenerator[list[EpisodeResult], None]:
-    """Collect results into complete groups.
-
-    Yields:
-        The episodes of ``num_groups`` prompts, group by group; of fewer at the end.
-
-    Raises:
-        SetupError: If an episode failed.
-    """
-    groups: dict[str, list[EpisodeResult]] = {}
-    whole: list[EpisodeResult] = []
-    async for result in results:
-        if result.error is not None:
-            raise SetupError(f"an episode failed: {result.error.reason}") from result.error
-        group = groups.setdefault(result.prompt.id, [])
-        group.append(result)
-        if len(group) == group_size:
-            whole += groups.pop(result.prompt.id)
-        if len(whole) == num_groups * group_size:
-            yield whole
-            whole = []
-    if whole:
-        yield whole
 
 
 def pack_episodes(episodes: Sequence[EpisodeResult]) -> PackedBatch:

@@ -1,1 +1,1 @@
-"""TRL's `rollout_func`: episodes of agents as rows of TRL's trainer."""
+"""TRL's `rollout_func`: episodes of agents as rows that TRL's trainer takes."""

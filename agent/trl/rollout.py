@@ -1,15 +1,15 @@
-"""Episodes of our agents as what TRL's `GRPOTrainer` trains on: its ``rollout_func``."""
+"""The ``rollout_func`` of TRL's `GRPOTrainer`: episodes of agents as rows that it trains on."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -19,83 +19,81 @@ from trajpack.agent.environments.questions import Question
 from trajpack.agent.errors import EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.trl.prompts import (
+from trajpack.agent.trl.rows import (
+    Row,
     encode_prompt,
-    number_samples,
+    masked_row,
     prompt_key,
     questions_by_prompt,
+    rows_of_episodes,
 )
-from trajpack.agent.trl.rows import Row, masked_row, rows_of_episodes
 from trajpack.packing.optional import require
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-_T = TypeVar("_T")
-
 
 def sum_of_rewards(result: EpisodeResult) -> float:
-    """Return the rewards of an episode's turns, added up and not discounted."""
+    """Return the undiscounted sum of the rewards of an episode's turns."""
     return float(sum(turn.reward for path in result.trajectories for turn in path.turns))
 
 
 @dataclass(eq=False)
 class TRLRollout:
-    """What TRL's `GRPOTrainer` takes as its ``rollout_func``, with our agent behind it.
+    """The ``rollout_func`` of TRL's `GRPOTrainer`, by an agent of this library.
 
     Called with prompts and the trainer, it runs an episode for each prompt on the model that
-    is being trained, with the weights it has at that moment, and returns lists with one entry
-    for each prompt, in their order:
+    is being trained, with its current weights, and returns lists with one entry for each prompt,
+    in their order:
 
     =================== =============== =====================================================
     key                 an entry        content
     =================== =============== =====================================================
-    ``prompt_ids``      list of int     what stands before the first generated token
-    ``completion_ids``  list of int     from there to the last generated token
+    ``prompt_ids``      list of int     tokens before the first generated one
+    ``completion_ids``  list of int     tokens from there to the last generated one
     ``env_mask``        list of 0 and 1 1 where generated, 0 on observations: TRL's tool mask
     ``logprobs``        list of float   as sampled, 0 on observations
     ``episode_reward``  float or None   for `episode_reward`; None: TRL leaves the row out
     ``episode_id``      str             the episode's ``qid``
-    ``episode_turns``   int             its turns
+    ``episode_turns``   int             number of its turns
     =================== =============== =====================================================
 
-    TRL trains one row for each prompt and has one advantage for it. Not carried: credit by
-    turn, policy versions and extra token fields; take them from the trajectories that
-    ``on_results`` is given.
+    TRL trains one row for each prompt and has one advantage for it. Credit by turn, policy
+    versions and extra token fields are not carried; take them from the trajectories that
+    ``on_results`` gets.
 
-    A ``max_completion_length`` of TRL bounds nothing here: the agent's ``gconfig`` bounds a
+    TRL's ``max_completion_length`` has no effect here: the agent's ``gconfig`` bounds a
     completion, its ``max_total_tokens`` a conversation. Of TRL's sampling options only
     ``temperature`` matters, which divides the logits in its loss: it must be the agent's.
 
     Raises:
         ValueError: If an option is out of range, or two questions have the same messages.
 
-    Cost: one engine for each call, with a cache of its own that is given back before the
-    trainer goes on; the trajectories are packed on the host.
+    Cost: one engine for each call, whose cache is freed before the trainer continues; the
+    trajectories are packed on the host.
     """
 
     agent: Agent
-    """Leads the episodes. Where it has a ``gconfig`` with a temperature, that is compared."""
+    """Agent of the episodes. The temperature of its ``gconfig``, if any, is compared."""
     environment: Environment
-    """Judges them. It is entered and closed by the caller, and bound to no event loop: each
-    call has one of its own."""
+    """Environment of the episodes. The caller enters and closes it; each call has an event loop
+    of its own, so that the environment must not be bound to one."""
     questions: Iterable[Question]
-    """Whatever may be asked: a prompt of the trainer is looked up by its messages, or by its
-    text if it is a string, and the question's id is what agent and environment see."""
+    """All questions. A prompt of the trainer is looked up by its messages, or by its text if it
+    is a string; the question's id is the prompt id of agent and environment."""
     _: KW_ONLY
     concurrency: int = 64
-    """Episodes in flight at most."""
+    """Maximum number of running episodes."""
     score: Callable[[EpisodeResult], float] = sum_of_rewards
-    """The number that stands for an episode."""
+    """Score of an episode."""
     several_sequences: Literal["raise", "mask", "last"] = "raise"
-    """What to do with an episode whose turns do not continue each other and so make more
-    sequences than one: raise, leave the episode out, or train its last sequence alone, with
-    the score of all."""
+    """Treatment of an episode whose turns do not continue each other and so make several
+    sequences: raise, leave the episode out, or train its last sequence with the score of all."""
     failures: Literal["raise", "mask"] = "raise"
-    """What to do with an episode that failed or sampled nothing: raise, or leave it out. An
-    engine that ended raises in any case."""
+    """Treatment of an episode that failed or sampled nothing: raise, or leave it out. An engine
+    that ended always raises."""
     seed: int = 0
-    """Of the sampling, together with the step, the number of the call and the process."""
+    """Seed of the sampling, together with step, number of the call and process."""
     make_engine: Callable[..., Engine] = TransformersEngine
     """Makes the engine of one call from the model, a ``seed`` and a ``version``, which is the
     trainer's step."""
@@ -125,15 +123,33 @@ class TRLRollout:
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
 
         Cost: an event loop of its own, in a thread of its own where one runs already. Torch's
-        random generators are left as they were.
+        global random state does not change.
         """
         self._check_trainer(trainer)
-        asked = [self._question(prompt) for prompt in prompts]
-        encoded = {question.id: encode_prompt(question, prompt, trainer)
-                   for question, prompt in zip(asked, prompts, strict=True)}  # fmt: skip
-        samples = number_samples([question.id for question in asked])
+        asked = []
+        for prompt in prompts:
+            question = self._by_prompt.get(prompt_key(prompt))
+            if question is None:
+                raise ValueError(
+                    f"a prompt of the trainer is none of the questions: {prompt!r:.200}"
+                )
+            asked.append(question)
+        encoded = {
+            question.id: encode_prompt(question, prompt, trainer)
+            for question, prompt in zip(asked, prompts, strict=True)
+        }
+        seen: Counter[str] = Counter()
+        samples = []
+        for question in asked:  # numbered from 0 for each question
+            samples.append((question.id, seen[question.id]))
+            seen[question.id] += 1
         results = self._generate(list(encoded.values()), samples, trainer)
-        rows = self._rows(results, int(trainer.processing_class.eos_token_id))
+        pieces = rows_of_episodes([result.trajectories for result in results])
+        eos_token_id = int(trainer.processing_class.eos_token_id)
+        rows = [
+            self._choose_row(result, of_episode, eos_token_id)
+            for result, of_episode in zip(results, pieces, strict=True)
+        ]
         if self.on_results is not None:
             self.on_results(results)
         return {
@@ -162,17 +178,25 @@ class TRLRollout:
         )
         # The engine seeds the generator that the trainer draws its dropout from.
         with torch.random.fork_rng([device] if device.type == "cuda" else []), unwrapped as model:
-            engine = self.make_engine(model, seed=seed, version=step)
-            found = _run(self._episodes(engine, prompts, samples))
+            episodes = self._episodes(
+                self.make_engine(model, seed=seed, version=step), prompts, samples
+            )
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                found = asyncio.run(episodes)
+            else:  # as in a notebook
+                with ThreadPoolExecutor(1, thread_name_prefix="trajpack-episodes") as thread:
+                    found = thread.submit(asyncio.run, episodes).result()
         return [found[sample] for sample in samples]
 
     async def _episodes(
         self, engine: Engine, prompts: list[Prompt], samples: list[tuple[str, int]]
     ) -> dict[tuple[str, int], EpisodeResult]:
-        """Run as many episodes of each prompt as are asked for.
+        """Run the samples of each prompt.
 
-        A runner takes equally many of each. So they do, but where a group lies on two
-        processes.
+        A runner has one group size, so that there is a runner for each number of samples: there
+        are two where a group is split between two processes.
         """
         sizes = Counter(id for id, _ in samples)
         found: dict[tuple[str, int], EpisodeResult] = {}
@@ -188,24 +212,15 @@ class TRLRollout:
                 alike = [prompt for prompt in prompts if sizes[prompt.id] == size]
                 async with aclosing(runner.run(alike)) as results:
                     async for result in results:
-                        self._check_failure(result)
+                        error = result.error
+                        must_raise = self.failures == "raise" or has_engine_ended(error)
+                        if error is not None and must_raise:
+                            raise error
                         found[result.prompt.id, result.sample] = result
         return found
 
-    def _check_failure(self, result: EpisodeResult) -> None:
-        error = result.error
-        if error is not None and (self.failures == "raise" or has_engine_ended(error)):
-            raise error
-
-    def _rows(self, results: list[EpisodeResult], eos_token_id: int) -> list[Row]:
-        pieces = rows_of_episodes([result.trajectories for result in results])
-        return [
-            self._row(result, rows, eos_token_id)
-            for result, rows in zip(results, pieces, strict=True)
-        ]
-
-    def _row(self, result: EpisodeResult, rows: list[Row], eos_token_id: int) -> Row:
-        """Choose the one row that TRL can take, or one that it leaves out."""
+    def _choose_row(self, result: EpisodeResult, rows: list[Row], eos_token_id: int) -> Row:
+        """Return the row that TRL trains, or a masked one."""
         if not rows and result.error is None and self.failures == "raise":
             raise EpisodeError(result.qid, "nothing was sampled")
         if len(rows) > 1 and self.several_sequences == "raise":
@@ -216,12 +231,6 @@ class TRLRollout:
         if not rows or (len(rows) > 1 and self.several_sequences == "mask"):
             return masked_row(result.prompt.input_ids, eos_token_id)
         return rows[-1]._replace(episode_reward=float(self.score(result)))
-
-    def _question(self, prompt: Any) -> Question:
-        question = self._by_prompt.get(prompt_key(prompt))
-        if question is None:
-            raise ValueError(f"a prompt of the trainer is none of the questions: {prompt!r:.200}")
-        return question
 
     def _check_trainer(self, trainer: GRPOTrainer) -> None:
         if trainer.is_fsdp_enabled:
@@ -245,7 +254,7 @@ def episode_reward(
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Return what a `TRLRollout` found, as the trainer asks for it: pass it as ``reward_funcs``.
+    """Return the scores of a `TRLRollout`; one of the trainer's ``reward_funcs``.
 
     The mean number of turns and the share of episodes that were left out are logged as
     ``episode/turns`` and ``episode/left_out``.
@@ -255,13 +264,3 @@ def episode_reward(
         log_metric("episode/turns", sum(episode_turns) / len(episode_reward))
         log_metric("episode/left_out", num_left_out / len(episode_reward))
     return episode_reward
-
-
-def _run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine to its end, also where this thread has a running loop, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1, thread_name_prefix="trajpack-episodes") as thread:
-        return thread.submit(asyncio.run, coroutine).result()

@@ -31,17 +31,17 @@ def discounted_returns(
     Args:
         rewards: ``[entries]``, float32 or float64, one per turn (or per token).
         cu_seqlens: ``[segments + 1]`` int32 boundaries: starts at 0, ends at ``entries``,
-            never decreases. An empty segment is allowed.
+            never decreases. A segment may be empty.
         discount: One for all segments, or a ``[segments]`` float32 or float64 tensor. Where
             powers of it pass the reach of float64, returns are infinite or NaN.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
-        loss_mask: ``[entries]`` bool: False for tokens that were not generated. All were, or
-            the entries are turns, without it.
-        observation: What a token that was not generated means, see
-            `trajpack.kernels.scan.observations.Observation`; without ``loss_mask`` nothing.
-        max_seqlen: No segment is longer than this, as far as the caller knows. It decides
-            how the work is cut, never a result: a wrong bound costs time alone.
+        loss_mask: ``[entries]`` bool: False for tokens that were not generated. Without it all
+            were, or the entries are turns.
+        observation: Convention for tokens that were not generated, see
+            `trajpack.kernels.scan.observations.Observation`; unused without ``loss_mask``.
+        max_seqlen: Upper bound of a segment's length, if known. It decides how the work is cut,
+            never a result: a wrong bound costs time alone.
 
     Returns:
         ``[entries]`` float32, 0 where ``loss_mask`` is False; the sums are made in float64.
@@ -50,12 +50,10 @@ def discounted_returns(
     Raises:
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, ``observation`` is unknown, or ``max_seqlen`` is
-            negative. On the host, where boundaries can be read for nothing, also if they do not go
-            from 0 to ``entries``.
+            negative. For tensors on the host also if boundaries do not go from 0 to ``entries``.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 entries;
-    else two, and a float64 of scratch for 1,024 entries. One more launch fills ``discount`` in
-    where it is a float. No copy, no host synchronisation.
+    else two, and 16 bytes of scratch for 512 entries. No copy, no host synchronisation.
 
     Example:
         >>> rewards = torch.tensor([-1.0, -1.0, 1.0, 5.0])

@@ -28,35 +28,34 @@ def gae(  # noqa: PLR0913 - a convention is an argument
 
         δₜ = rₜ + γ·vₜ₊₁ - vₜ        Aₜ = δₜ + γλ·Aₜ₊₁        Rₜ = Aₜ + vₜ
 
-    with ``A = 0`` and ``v = bootstrap`` (0 without) past the last token. What the tokens of
-    prompts and observations are to this is ``observation``; the systems in use disagree. In all
-    of them nothing crosses a sequence boundary, and a sequence's results are bitwise the same
-    whatever it is packed with.
+    with ``A = 0`` and ``v = bootstrap`` (0 without) past the last token. ``observation`` says how
+    tokens of prompts and observations are treated; the systems in use disagree. Nothing crosses a
+    sequence boundary, and a sequence's results are bitwise the same whatever it is packed with.
 
     Args:
         rewards: ``[tokens]`` float32 or float64.
         values: ``[tokens]`` float32 or float64, of the state before each token: a causal critic's
-            output one token earlier. (bfloat16 is refused; say ``.float()``.)
+            output one token earlier. bfloat16 is refused; convert with ``.float()``.
         cu_seqlens: ``[sequences + 1]`` int32 boundaries: starts at 0, ends at ``tokens``, never
             decreases.
         gamma: Discount from one token to the next: one, or ``[sequences]``.
-        lam: λ of GAE: one, or ``[sequences]`` (length-adaptive, as in VAPO). A sequence is one
-            as packed: in layout ``"turns"`` each turn by itself.
-        loss_mask: ``[tokens]`` bool, True where generated; all are without it.
-        observation: What a token that was not generated means:
+        lam: λ of GAE: one, or ``[sequences]`` (length-adaptive, as in VAPO). Sequences are those of
+            the layout: in ``"turns"`` each turn is one.
+        loss_mask: ``[tokens]`` bool, True where generated; without it all were.
+        observation: Convention for tokens that were not generated:
 
-            - ``"carry"``: nothing; its reward is the last generated token's before it.
-            - ``"carry_drop"``: nothing, and its reward is lost (verl, NeMo-RL, AReaL).
-            - ``"compact"``: nothing; its reward counts on a sequence's last token alone (miles).
-            - ``"ignore"``: what a generated one does (slime, SkyRL, ROLL, TRL's PPO).
+            - ``"carry"``: skipped; its reward goes to the last generated token before it.
+            - ``"carry_drop"``: skipped, and its reward is lost (verl, NeMo-RL, AReaL).
+            - ``"compact"``: skipped; only a reward on a sequence's last token counts (miles).
+            - ``"ignore"``: a step like a generated one (slime, SkyRL, ROLL, TRL's PPO).
             - ``"multiply"``: a step that discounts, with value and reward 0 (OpenRLHF).
-            - ``"reset"``: it ends what comes behind it and hands on its reward less its value
-              (open-instruct).
-        bootstrap: ``[sequences]``: value of the state behind the last token, for sequences
-            that were cut off; 0 for those that ended.
+            - ``"reset"``: it ends the credit of later tokens and passes on its reward less its
+              value (open-instruct).
+        bootstrap: ``[sequences]``: value of the state behind the last token for sequences that
+            were cut off; 0 for those that ended.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
-        max_seqlen: No sequence is longer, as far as the caller knows. It decides how the work
-            is cut, never a result.
+        max_seqlen: Upper bound of a sequence's length, if known. It decides how the work is cut,
+            never a result.
 
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where ``loss_mask`` is False; the sums
@@ -64,9 +63,9 @@ def gae(  # noqa: PLR0913 - a convention is an argument
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, ``observation`` is unknown, or anything but
-            ``rewards`` requires a gradient where gradients are recorded. On the host, where
-            boundaries can be read for nothing, also if they do not go from 0 to ``tokens``.
+        ValueError: If shapes or devices disagree, ``observation`` is unknown, or another input than
+            ``rewards`` requires a gradient while gradients are recorded. For tensors on the host
+            also if boundaries do not go from 0 to ``tokens``.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 tokens;
     else two, and 16 bytes of scratch for 512 tokens. No copy, no host synchronisation.

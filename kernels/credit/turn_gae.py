@@ -22,16 +22,16 @@ def turn_gae(  # noqa: PLR0913 - a convention is an argument
     impl: Impl = "auto",
     max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimate the advantage of every turn, and give it to each of the turn's tokens.
+    """Estimate the advantage of every turn, and copy it to all tokens of the turn.
 
-    A turn is one action: its reward is the sum of those on its tokens and on the tokens up to
-    the next turn, its value the one before its first token. Over the turns of a sequence::
+    A turn is one action. Its reward is the sum of the rewards on its tokens and on the tokens up
+    to the next turn; its value is the one before its first token. Over the turns of a sequence::
 
         δₖ = rₖ + γ·vₖ₊₁ - vₖ        Aₖ = δₖ + γλ·Aₖ₊₁        Rₖ = Aₖ + vₖ
 
     Args:
         rewards: ``[tokens]`` float32 or float64.
-        values: ``[tokens]`` float32 or float64; only those of turns' first tokens count.
+        values: ``[tokens]`` float32 or float64; only those of the turns' first tokens are used.
         cu_seqlens: ``[sequences + 1]`` int32 boundaries.
         turn_ids: ``[tokens]`` int32: the same number on all tokens of a turn, another one on
             the next turn's, and -1 on tokens that were not generated.

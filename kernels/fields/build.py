@@ -1,22 +1,31 @@
-"""Every per-token field of a packed batch, written from a word stream and a table of runs."""
+"""Per-token fields of a packed batch, written from a word stream and a table of runs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.fields.build_host import build_on_host, check_runs
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
-from trajpack.kernels.validation import check_device, check_tensor
+from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
 
 OP = "build"
+SHORT = 128
+"""Mean stretch below which one gather on the host beats a copy per stretch (measured)."""
+
+ENTRIES_AT_ONCE = 2**17
+"""Tokens that the host repeats at once before it copies them to given memory, from the cache."""
+
+Ints: TypeAlias = npt.NDArray[np.integer[Any]]
+Array: TypeAlias = npt.NDArray[Any]
 
 
 class TokenFields(NamedTuple):
-    """What `build` writes for each token; all of shape ``[tokens]``."""
+    """Outputs of `build`, all of shape ``[tokens]``."""
 
     input_ids: torch.Tensor
     """int64 token ids."""
@@ -68,8 +77,8 @@ def build(
 
     Args:
         words: int32 stream of token ids and, bit for bit, of float32 log-probabilities.
-        runs: ``[runs + 1, 8]`` int32, see `Run`, in order of START; a run may be empty. The
-            last row only says where the last run ends: START is ``num_tokens``.
+        runs: ``[runs + 1, 8]`` int32, see `Run`, in order of START; a run may be empty. START of
+            the last row is ``num_tokens``, the end of the last run.
         turn_returns: ``[turns]`` float32.
         num_tokens: Tokens of the batch.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
@@ -79,8 +88,8 @@ def build(
 
     Raises:
         TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree, or, on the host, where the table can be
-            read, if it does not end at ``num_tokens``.
+        ValueError: If shapes or devices disagree, or, for tensors on the host, if the table does
+            not end at ``num_tokens``.
 
     Cost: one launch, no copy, no host synchronisation; 38 bytes written a token.
 
@@ -101,31 +110,45 @@ def build(
 def _check_inputs(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
 ) -> None:
-    check_tensor(OP, "words", words, ndim=1, dtypes=(torch.int32,))
-    check_tensor(OP, "runs", runs, ndim=2, dtypes=(torch.int32,))
-    check_tensor(OP, "turn_returns", turn_returns, ndim=1, dtypes=(torch.float32,))
-    check_device(OP, "runs", runs, words.device)
-    check_device(OP, "turn_returns", turn_returns, words.device)
+    check_tensor(OP, "words", words, dtypes=(torch.int32,))
+    check_run_table(OP, runs, words.device)
+    check_tensor(OP, "turn_returns", turn_returns, dtypes=(torch.float32,), device=words.device)
+    check_integer(OP, "num_tokens", num_tokens, most=MAX_TOKENS)
+
+
+def check_run_table(op: str, runs: torch.Tensor, device: torch.device) -> None:
+    """Raise unless ``runs`` has the shape and dtype of a run table."""
+    check_tensor(op, "runs", runs, ndim=2, dtypes=(torch.int32,), device=device)
     if runs.shape[0] == 0 or runs.shape[1] != RUN_WIDTH:
         raise ValueError(
-            f"{OP}: runs must have shape [runs + 1, {RUN_WIDTH}], got {list(runs.shape)}"
+            f"{op}: runs must have shape [runs + 1, {RUN_WIDTH}], got {list(runs.shape)}"
         )
-    if not 0 <= num_tokens <= MAX_TOKENS:
-        raise ValueError(f"{OP}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
+
+
+def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> None:
+    """Raise if the values of a run table can be read and it does not cover ``num_tokens``."""
+    readable = values_to_check(runs)
+    if readable is None:
+        return
+    table = readable.numpy()
+    if (table[:-1, Run.GENERATED] < 0).any():
+        raise ValueError(f"{op}: runs must have 0 or more tokens of context (Run.GENERATED)")
+    first, last = table[0, Run.START], table[-1, Run.START]
+    if first != 0 or last != num_tokens or (np.diff(table[:, Run.START]) < 0).any():
+        raise ValueError(
+            f"{op}: runs must go from 0 to num_tokens {num_tokens} and never back, they go "
+            f"from {first} to {last}"
+        )
 
 
 def empty_fields(num_tokens: int, device: torch.device) -> TokenFields:
     """Return uninitialised fields over memory in whole tiles, for `build_into`."""
     size = -(-num_tokens // TILE) * TILE
-    if device.type == "cpu":  # numpy takes large arrays in huge pages
+    if device.type == "cpu":  # numpy allocates large arrays in huge pages
         arrays = [np.empty(size, NUMPY_DTYPES[dtype]) for dtype in FIELD_DTYPES.values()]
         return TokenFields(*(torch.from_numpy(array)[:num_tokens] for array in arrays))
-    return TokenFields(
-        *(
-            torch.empty(size, dtype=dtype, device=device)[:num_tokens]
-            for dtype in FIELD_DTYPES.values()
-        )
-    )
+    memory = [torch.empty(size, dtype=dtype, device=device) for dtype in FIELD_DTYPES.values()]
+    return TokenFields(*(field[:num_tokens] for field in memory))
 
 
 def build_into(
@@ -147,8 +170,7 @@ def build_into(
     if num_tokens == 0:
         return
     for name, field in fields._asdict().items():
-        check_tensor(OP, name, field, ndim=1, dtypes=(FIELD_DTYPES[name],))
-        check_device(OP, name, field, words.device)
+        check_tensor(OP, name, field, dtypes=(FIELD_DTYPES[name],), device=words.device)
         room = field.untyped_storage().nbytes() // field.itemsize - field.storage_offset()
         if (
             field.shape[0] != num_tokens
@@ -159,24 +181,25 @@ def build_into(
                 f"{OP}: {name} must be {num_tokens} tokens in whole tiles of {TILE}, as "
                 f"empty_fields makes it, got shape {list(field.shape)} with room for {room}"
             )
-    chosen = resolve_impl(OP, impl, words)
     inputs = words.contiguous(), runs.contiguous(), turn_returns.contiguous()
-    if chosen == "triton":
+    if resolve_impl(OP, impl, words) == "triton":
         from trajpack.kernels.fields.build_triton import write_fields
 
         check_runs(OP, runs, num_tokens)
         write_fields(*inputs, num_tokens, fields)
     elif words.device.type == "cpu":
-        build_on_host(*inputs, num_tokens, fields)
+        check_runs(OP, runs, num_tokens)
+        out = [field.numpy() for field in fields]
+        _build_on_host(inputs[0].numpy(), inputs[1].numpy(), inputs[2].numpy(), out)
     else:
-        for out, field in zip(fields, build_reference(*inputs, num_tokens), strict=True):
-            out.copy_(field)
+        for field, values in zip(fields, build_reference(*inputs, num_tokens), strict=True):
+            field.copy_(values)
 
 
 def build_reference(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
 ) -> TokenFields:
-    """Say in plain torch what `build` means: each token looks its run up, then each field.
+    """Define `build` in plain torch: each token looks up its run, then each field.
 
     No value is read by the host, so it runs on any device.
     """
@@ -205,27 +228,151 @@ def build_reference(
     )
 
 
+def _build_on_host(
+    words: Ints, runs: Ints, turn_returns: Array, out: Sequence[Array] | None = None
+) -> list[Array]:
+    """Return the fields of `TokenFields`, written run by run to ``out`` or to fresh memory.
+
+    The first touch of fresh memory dominates, so each output is allocated and written once.
+    """
+    lengths = np.diff(runs[:, Run.START])
+    rows, lengths = runs[:-1][lengths > 0], lengths[lengths > 0]
+    context = np.clip(rows[:, Run.GENERATED], 0, lengths)
+    halves = np.stack([context, lengths - context], 1).reshape(-1)
+    is_trained = context < lengths
+    returns = np.zeros(len(rows), np.float32)
+    returns[is_trained] = turn_returns[rows[is_trained, Run.TURN]]
+
+    def by_half(out: Array | None, of_context: int | bool, of_generated: Array) -> Array:
+        values = np.full(2 * len(rows), of_context, of_generated.dtype)
+        values[1::2] = of_generated
+        return _repeated(out, values, halves)
+
+    ids, positions, sequences, turns, prompt, loss, logprobs, versions, earned = (
+        [None] * len(FIELD_DTYPES) if out is None else out
+    )
+    loss = by_half(loss, False, np.ones(len(rows), np.bool_))
+    return [
+        _token_ids(ids, words, rows, lengths),
+        _position_ids(positions, rows, lengths),
+        _repeated(sequences, rows[:, Run.SEQUENCE], lengths),
+        by_half(turns, -1, rows[:, Run.TURN]),
+        np.logical_not(loss, out=prompt),
+        loss,
+        _rollout_logprobs(logprobs, words, rows, lengths=lengths, loss_mask=loss),
+        by_half(versions, -1, rows[:, Run.VERSION]),
+        by_half(earned, 0, returns),
+    ]
+
+
+def _repeated(out: Array | None, values: Array, lengths: Ints) -> Array:
+    """Return each value as often as its length says."""
+    if out is None:
+        return np.repeat(values, lengths)
+    ends = np.cumsum(lengths)
+    bounds = np.arange(ENTRIES_AT_ONCE, out.size, ENTRIES_AT_ONCE)
+    cuts = np.searchsorted(ends, bounds, side="right")
+    first = begin = 0
+    for last in (*cuts.tolist(), len(lengths)):
+        if last > first:
+            end = int(ends[last - 1])
+            out[begin:end] = np.repeat(values[first:last], lengths[first:last])
+            first, begin = last, end
+    return out
+
+
+def _token_ids(out: Array | None, words: Ints, rows: Ints, lengths: Ints) -> Array:
+    out = np.empty(lengths.sum(), np.int64) if out is None else out
+    rows, lengths = _join(rows, lengths, rows[:, Run.SOURCE])
+    is_padding = rows[:, Run.SOURCE] < 0
+    if is_padding.any():
+        for start, length in zip(rows[is_padding, Run.START], lengths[is_padding], strict=True):
+            out[start : start + length] = 0
+        rows, lengths = rows[~is_padding], lengths[~is_padding]
+    copy_stretches(out, rows[:, Run.START], words, begins=rows[:, Run.SOURCE], lengths=lengths)
+    return out
+
+
+def _position_ids(out: Array | None, rows: Ints, lengths: Ints) -> Array:
+    out = np.empty(lengths.sum(), np.int64) if out is None else out
+    rows, lengths = _join(rows, lengths, rows[:, Run.POSITION])
+    begins = rows[:, Run.POSITION]
+    if _is_short(lengths):
+        first = begins.astype(np.int64)
+        out[:] = 1
+        out[rows[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
+        return np.cumsum(out, out=out)
+    positions = np.arange((begins + lengths).max(initial=0))
+    copy_stretches(out, rows[:, Run.START], positions, begins=begins, lengths=lengths)
+    return out
+
+
+def _rollout_logprobs(
+    out: Array | None, words: Ints, rows: Ints, *, lengths: Ints, loss_mask: Array
+) -> Array:
+    logprobs = words.view(np.float32)
+    if out is None:
+        out = np.zeros(lengths.sum(), np.float32)
+    else:
+        out[:] = 0
+    context = rows[:, Run.GENERATED]
+    is_trained = context < lengths
+    starts, source = (rows[:, Run.START] + context)[is_trained], rows[is_trained, Run.LOGPROB]
+    lengths = (lengths - context)[is_trained]
+    if _is_short(lengths) and (source[1:] == source[:-1] + lengths[:-1]).all():
+        out[loss_mask] = logprobs[source[0] : source[0] + lengths.sum()]
+    else:
+        copy_stretches(out, starts, logprobs, begins=source, lengths=lengths)
+    return out
+
+
+def _join(rows: Ints, lengths: Ints, column: Ints) -> tuple[Ints, Ints]:
+    """Join neighbouring runs where ``column`` continues; padding, below 0, never does."""
+    continues = (column[1:] == column[:-1] + lengths[:-1]) & (column[:-1] >= 0)
+    heads = np.flatnonzero(np.append(np.ones(min(len(rows), 1), np.bool_), ~continues))
+    return rows[heads], np.add.reduceat(lengths, heads) if heads.size else lengths
+
+
+def _is_short(lengths: Ints) -> bool:
+    return bool(lengths.size and lengths.sum() < SHORT * lengths.size)
+
+
+def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, lengths: Ints) -> None:
+    """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""
+    if lengths.size > 1 and _is_short(lengths):
+        index = np.arange(lengths.sum(), dtype=np.int64)
+        index -= np.repeat(np.cumsum(lengths) - lengths, lengths)
+        values = source[index + np.repeat(begins, lengths)]
+        out[index + np.repeat(starts, lengths)] = values
+        return
+    stretches = zip(starts.tolist(), begins.tolist(), lengths.tolist(), strict=True)
+    for start, begin, length in stretches:
+        out[start : start + length] = source[begin : begin + length]
+
+
 def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> list[torch.Tensor]:
-    if impl == "torch" and words.device.type == "cpu":
-        return build_on_host(words, runs, turn_returns, num_tokens)
-    if impl == "torch":
-        return list(build_reference(words, runs, turn_returns, num_tokens))
-    from trajpack.kernels.fields.build_triton import build_forward
-
     check_runs(OP, runs, num_tokens)
-    return build_forward(words, runs, turn_returns, num_tokens)
+    if impl == "triton":
+        from trajpack.kernels.fields.build_triton import write_fields
+
+        fields = empty_fields(num_tokens, words.device)
+        write_fields(words, runs, turn_returns, num_tokens, fields)
+        return list(fields)
+    if words.device.type == "cpu":
+        arrays = _build_on_host(words.numpy(), runs.numpy(), turn_returns.numpy())
+        return [torch.from_numpy(array) for array in arrays]
+    return list(build_reference(words, runs, turn_returns, num_tokens))
 
 
-def _fake(
-    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
-) -> list[torch.Tensor]:
+def _fake(words: torch.Tensor, runs: Any, turn_returns: Any, num_tokens: int, impl: str) -> Any:
     return [words.new_empty(num_tokens, dtype=dtype) for dtype in FIELD_DTYPES.values()]
 
 
-LIBRARY.define(
-    "build(Tensor words, Tensor runs, Tensor turn_returns, SymInt num_tokens, str impl) -> Tensor[]"
+register_op(
+    "build(Tensor words, Tensor runs, Tensor turn_returns, SymInt num_tokens, str impl) "
+    "-> Tensor[]",
+    _run,
+    _fake,
 )
-LIBRARY.impl("build", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("trajpack::build", _fake, lib=LIBRARY)

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Every per-token field in one launch: a program owns one tile of ``BLOCK`` output tokens.
+"""Triton kernel of `trajpack.kernels.build`: one program writes all fields of ``BLOCK`` tokens.
 
-Outputs are allocated in whole tiles, so every store is full width and unmasked. A program
-finds the runs of its first and its last token by a 64-ary search. A tile inside one run takes
-what its tokens share as scalars; in any other each lane finds its own run between the two by
-halving, and gathers. What a tile costs hardly depends on how many runs it holds.
+Outputs are allocated in whole tiles, so every store is full width and unmasked. A program finds
+the runs of its first and its last token by a 64-ary search. A tile inside one run loads the run's
+row once; in any other tile each lane finds its own run by halving, and gathers. So the cost of a
+tile hardly depends on the number of its runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.fields.build import empty_fields
 from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 BLOCK = launch_on("build_kernel", -1).block
-"""Tokens of a tile in the interpreter; on a device its architecture settles them."""
+"""Tokens of a tile in the interpreter; on a device the architecture decides."""
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
 GENERATED = tl.constexpr(int(Run.GENERATED))
@@ -47,7 +46,7 @@ def _store(fields, token, word, position, sequence, turn, logprob, version, earn
 
 @triton.jit
 def _write_one_run(words, row, turn_returns, fields, first, token, BLOCK: tl.constexpr):
-    """Write a tile inside one run: what its tokens share is loaded once."""
+    """Write a tile inside one run; the run's row is loaded once."""
     zeros = tl.zeros((BLOCK,), tl.int32)
     offset = token - tl.load(row)
     source = tl.load(row + SOURCE)
@@ -72,8 +71,8 @@ def _write_one_run(words, row, turn_returns, fields, first, token, BLOCK: tl.con
 
 @triton.jit
 def _write_many_runs(words, runs, turn_returns, fields, low, high, token, last):
-    """Write a tile over the runs from ``low`` to ``high``: each lane gathers from its own."""
-    inside = tl.minimum(token, last)  # what stands behind the last token is cut off
+    """Write a tile over the runs from ``low`` to ``high``; each lane gathers from its own run."""
+    inside = tl.minimum(token, last)  # memory behind the last token is not used
     row = runs + find_segments(runs, low, high, inside, ROW) * ROW
     offset = inside - tl.load(row)
     source = tl.load(row + SOURCE)
@@ -104,15 +103,6 @@ def build_kernel(words, runs, turn_returns, fields, num_runs, num_tokens, BLOCK:
         _write_many_runs(words, runs, turn_returns, fields, low, high, token, last)
 
 
-def build_forward(
-    words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int
-) -> list[torch.Tensor]:
-    """Launch the kernel on contiguous inputs, for fresh outputs."""
-    fields = empty_fields(num_tokens, words.device)
-    write_fields(words, runs, turn_returns, num_tokens, fields)
-    return list(fields)
-
-
 def write_fields(
     words: torch.Tensor,
     runs: torch.Tensor,
@@ -120,7 +110,7 @@ def write_fields(
     num_tokens: int,
     out: Sequence[torch.Tensor],
 ) -> None:
-    """Launch the kernel on fields that `empty_fields` made; it writes to the end of their tiles."""
+    """Launch the kernel on fields in whole tiles, which it writes to the end."""
     if not num_tokens:
         return
     # Triton takes a bool pointer for one bit; the masks are bytes
@@ -128,6 +118,12 @@ def write_fields(
     launch = launch_on("build_kernel", words.get_device())
     with torch.cuda.device_of(words):  # Triton launches on the current device
         build_kernel[(triton.cdiv(num_tokens, launch.block),)](
-            words, runs, turn_returns, fields, runs.shape[0] - 1, num_tokens,
-            BLOCK=launch.block, **launch.options,
-        )  # fmt: skip
+            words,
+            runs,
+            turn_returns,
+            fields,
+            runs.shape[0] - 1,
+            num_tokens,
+            BLOCK=launch.block,
+            **launch.options,
+        )

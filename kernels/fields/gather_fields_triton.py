@@ -1,22 +1,25 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Extra per-token fields in one launch: a program owns one tile of ``BLOCK`` units of one field.
+"""Triton kernel of `gather_fields`: one program writes ``BLOCK`` units of one field.
 
-A unit is what divides a row: 1, 2, 4 or 8 bytes. The fields' tiles follow each other in the
-grid. Outputs are allocated in whole tiles, so every store is full width and unmasked.
+A unit has 1, 2, 4 or 8 bytes. The tiles of a field follow those of the field before in the grid.
+Outputs are allocated in whole tiles, so every store is full width and unmasked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.fields.gather_fields import UNITS, Moved
-from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
+
+if TYPE_CHECKING:
+    from trajpack.kernels.fields.gather_fields import RowLayout
 
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
@@ -25,16 +28,26 @@ GENERATED = tl.constexpr(int(Run.GENERATED))
 
 @triton.jit
 def _gather_tile(
-    words, runs, source, out, tile, num_runs, num_tokens,
-    STRIDE: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, FILL: tl.constexpr,
-    GENERATED_ONLY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    words,
+    runs,
+    source,
+    out,
+    tile,
+    num_runs,
+    num_tokens,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    FILL: tl.constexpr,
+    GENERATED_ONLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     first = tile.to(tl.int64) * BLOCK
     base = (first // WIDTH).to(tl.int32)
     begun = (first - base.to(tl.int64) * WIDTH).to(tl.int32)  # units of the token before the tile
     lane = tl.arange(0, BLOCK)
     last = tl.minimum(base + (begun + BLOCK - 1) // WIDTH, num_tokens - 1)
-    token = tl.minimum(base + (begun + lane) // WIDTH, last)  # what stands behind is cut off
+    token = tl.minimum(base + (begun + lane) // WIDTH, last)  # memory behind it is not used
     low = find_segment(runs, num_runs, base, ROW)
     high = find_segment(runs, num_runs, last, ROW)
     run = find_segments(runs, low, high, token, ROW)
@@ -51,37 +64,38 @@ def _gather_tile(
 
 @triton.jit(do_not_specialize=["num_runs", "num_tokens"])
 def gather_fields_kernel(
-    words, runs, sources, outs, num_runs, num_tokens,
-    WIDTHS: tl.constexpr, UNITS: tl.constexpr, FILLS: tl.constexpr,
-    GENERATED_ONLY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    words,
+    runs,
+    sources,
+    outs,
+    num_runs,
+    num_tokens,
+    WIDTHS: tl.constexpr,
+    UNITS: tl.constexpr,
+    FILLS: tl.constexpr,
+    GENERATED_ONLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     tile = tl.program_id(0)
     for field in tl.static_range(len(WIDTHS)):
         tiles = tl.cdiv(num_tokens.to(tl.int64) * WIDTHS[field], BLOCK).to(tl.int32)
         if (tile >= 0) & (tile < tiles):
             _gather_tile(
-                words, runs, sources + field, outs[field], tile, num_runs, num_tokens,
-                len(WIDTHS), WIDTHS[field], UNITS[field], FILLS[field],
-                GENERATED_ONLY[field], BLOCK,
-            )  # fmt: skip
+                words,
+                runs,
+                sources + field,
+                outs[field],
+                tile,
+                num_runs,
+                num_tokens,
+                len(WIDTHS),
+                WIDTHS[field],
+                UNITS[field],
+                FILLS[field],
+                GENERATED_ONLY[field],
+                BLOCK,
+            )
         tile -= tiles
-
-
-def gather_fields_forward(
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    fields: Sequence[Moved],
-) -> list[torch.Tensor]:
-    """Launch the kernel on contiguous inputs, for fresh outputs."""
-    sizes = [num_tokens * field.width for field in fields]
-    out = [
-        torch.empty(triton.cdiv(size, TILE) * TILE, dtype=UNITS[field.unit], device=words.device)
-        for size, field in zip(sizes, fields, strict=True)
-    ]
-    write_rows(words, runs, sources, num_tokens, fields, out)
-    return [rows[:size] for rows, size in zip(out, sizes, strict=True)]
 
 
 def write_rows(
@@ -89,18 +103,28 @@ def write_rows(
     runs: torch.Tensor,
     sources: torch.Tensor,
     num_tokens: int,
-    fields: Sequence[Moved],
+    *,
+    layouts: Sequence[RowLayout],
     out: Sequence[torch.Tensor],
 ) -> None:
-    """Launch the kernel on flat outputs in whole tiles; it writes to the end of the last."""
+    """Launch the kernel on outputs in whole tiles, which it writes to the end."""
     launch = launch_on("gather_fields_kernel", words.get_device())
-    tiles = sum(triton.cdiv(num_tokens * field.width, launch.block) for field in fields)
+    tiles = sum(triton.cdiv(num_tokens * layout.width, launch.block) for layout in layouts)
     if not tiles:
         return
-    widths, units, fills, generated_only = zip(*fields, strict=True)
+    widths, units, fills, generated_only = zip(*layouts, strict=True)
     with torch.cuda.device_of(words):  # Triton launches on the current device
         gather_fields_kernel[(tiles,)](
-            words, runs, sources, tuple(out), runs.shape[0] - 1, num_tokens,
-            WIDTHS=widths, UNITS=units, FILLS=fills, GENERATED_ONLY=generated_only,
-            BLOCK=launch.block, **launch.options,
-        )  # fmt: skip
+            words,
+            runs,
+            sources,
+            tuple(out),
+            runs.shape[0] - 1,
+            num_tokens,
+            WIDTHS=widths,
+            UNITS=units,
+            FILLS=fills,
+            GENERATED_ONLY=generated_only,
+            BLOCK=launch.block,
+            **launch.options,
+        )

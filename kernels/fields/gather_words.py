@@ -1,53 +1,17 @@
-"""Tensors that already live on one device, one after another, as a stream of 4-byte words."""
+"""Tensors on one device, concatenated into a stream of 4-byte words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY, Impl, check_not_captured, resolve_impl
+from trajpack.kernels.dispatch import Impl, check_not_captured, register_op, resolve_impl
+from trajpack.kernels.fields.pieces import PIECE_WIDTH, Kind, Piece
 
 OP = "gather_words"
-
-
-class Piece(IntEnum):
-    """Columns of the piece table. A piece is one tensor's stretch of the stream."""
-
-    ADDRESS = 0
-    """Address of its first entry on the device."""
-    START = 1
-    """Index of its first word in the stream; the next row's START ends the piece."""
-    KIND = 2
-    """How its entries become words, a `Kind`."""
-
-
-PIECE_WIDTH = 4
-"""int64 numbers in a row of the piece table: one 32-byte sector, the last unused."""
-
-
-class Kind(IntEnum):
-    """How an entry becomes a word."""
-
-    WORD = 0
-    """As it is: int32 and float32."""
-    INT64 = 1
-    """Its low 32 bits."""
-    INT16 = 2
-    """Its value."""
-    INT8 = 3
-    """Its value."""
-    UINT8 = 4
-    """Its value; bool too."""
-    FLOAT64 = 5
-    """Rounded to float32."""
-    BFLOAT16 = 6
-    """Widened to float32."""
-    FLOAT16 = 7
-    """Widened to float32."""
 
 
 KINDS = {
@@ -62,10 +26,10 @@ KINDS = {
     torch.bfloat16: Kind.BFLOAT16,
     torch.float16: Kind.FLOAT16,
 }
-"""By dtype: every dtype that has words."""
+"""Conversion by dtype, of all dtypes that are accepted."""
 
 MAX_WORDS = 2**31 - 1024
-"""Words of a stream at most: the kernel counts them in whole tiles of 1,024, in int32."""
+"""Most words of a stream: the kernel counts whole tiles of 1,024 in int32."""
 
 
 def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.Tensor:
@@ -83,7 +47,7 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
         gradient flows.
 
     Raises:
-        TypeError: If one is no tensor, or of a dtype that has no words.
+        TypeError: If an entry is not a tensor, or of another dtype.
         ValueError: If one is not one-dimensional or not contiguous (a strided view is not
             copied in silence), if devices differ, or if there are more than ``MAX_WORDS``.
         RuntimeError: If ``impl`` cannot run, or a CUDA graph is captured.
@@ -118,11 +82,11 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
 
 
 def piece_table(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Return the table from which ``torch.ops.trajpack.gather_words`` finds tensors.
+    """Return the table of addresses that ``torch.ops.trajpack.gather_words`` reads.
 
     The op takes the table, on the device of the tensors, and its number of words. It knows
-    addresses only: hold the tensors until it has been called, on the stream that filled them.
-    It runs by Triton alone.
+    addresses only: keep the tensors until it has been called, on the stream that filled them.
+    It has a Triton implementation alone.
 
     Args:
         tensors: As `gather_words` takes them.
@@ -178,7 +142,7 @@ def _refuse(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Say in plain torch what `gather_words` means: each tensor cast, all concatenated."""
+    """Define `gather_words` in plain torch: cast each tensor, concatenate all."""
     words = [
         tensor.detach().float().view(torch.int32) if tensor.is_floating_point() else tensor.int()
         for tensor in tensors
@@ -187,11 +151,11 @@ def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gather_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Write each tensor to its place, cast on the way; numpy starts a copy twice as fast."""
+    """Cast each tensor into its place; numpy starts a copy twice as fast as torch."""
     words = np.empty(sum(tensor.shape[0] for tensor in tensors), np.int32)
     views = words, words.view(np.float32)
     start = 0
-    with np.errstate(all="ignore"):  # what float32 cannot hold is infinite
+    with np.errstate(all="ignore"):  # values beyond float32 become infinite
         for tensor in tensors:
             end = start + tensor.shape[0]
             known = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
@@ -211,6 +175,4 @@ def _fake(table: torch.Tensor, num_words: int) -> torch.Tensor:
     return table.new_empty(num_words, dtype=torch.int32)
 
 
-LIBRARY.define("gather_words(Tensor table, SymInt num_words) -> Tensor")
-LIBRARY.impl("gather_words", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("trajpack::gather_words", _fake, lib=LIBRARY)
+register_op("gather_words(Tensor table, SymInt num_words) -> Tensor", _run, _fake)

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""A stream of words from a table of addresses, one launch: a program owns ``BLOCK`` words.
+"""Triton kernel of `gather_words`: one program writes ``BLOCK`` words from a table of addresses.
 
-The stream is allocated in whole tiles, so its store is full width and unmasked. A program
-finds the piece of its first word by a 64-ary search and takes the pieces of its tile one after
-another. What kind a piece has is the same for all lanes, so only one of the loads runs. An
-address says nothing of alignment, so entries are loaded one by one. A thread loads the four
-neighbours that it stores: the lanes of a warp load 4 entries apart, and a request uses a quarter of
-each sector that it touches, the next three requests the rest.
+The stream is allocated in whole tiles, so its store is full width and unmasked. A program finds
+the source tensor of its first word by a 64-ary search and reads the tensors of its tile one after
+another. All lanes read the same kind of entry, so only one of the loads runs. Addresses may have
+any alignment, so entries are loaded one by one: a request uses a quarter of each sector that it
+touches, and the next three requests use the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.fields.gather_words import PIECE_WIDTH, Kind, Piece
+from trajpack.kernels.fields.pieces import PIECE_WIDTH, Kind, Piece
 from trajpack.kernels.search_triton import find_segment
 
 BLOCK = launch_on("gather_words_kernel", -1).block
-"""Words of a tile in the interpreter; on a device its architecture settles them."""
+"""Words of a tile in the interpreter; on a device the architecture decides."""
 ROW = tl.constexpr(PIECE_WIDTH)
 ADDRESS = tl.constexpr(int(Piece.ADDRESS))
 START = tl.constexpr(int(Piece.START))
@@ -41,7 +40,7 @@ def _load(address, offset, inside, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_words(address, kind, offset, inside):
-    """Return the words of one piece, where ``inside``."""
+    """Return the words of one tensor, where ``inside``."""
     if kind == INT64:
         word = _load(address, offset, inside, tl.int64).to(tl.int32)
     elif kind == INT16:
@@ -61,23 +60,23 @@ def _load_words(address, kind, offset, inside):
     return word
 
 
-@triton.jit(do_not_specialize=["num_pieces", "num_words"])
-def gather_words_kernel(table, words, num_pieces, num_words, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_sources", "num_words"])
+def gather_words_kernel(table, words, num_sources, num_words, BLOCK: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     place = first + tl.arange(0, BLOCK)
-    piece = find_segment(table + START, num_pieces, first, ROW)
+    source = find_segment(table + START, num_sources, first, ROW)
     word = tl.zeros((BLOCK,), tl.int32)
     limit = tl.minimum(first + BLOCK, num_words)
     start = first
     while start < limit:
-        row = table + piece * ROW
+        row = table + source * ROW
         begin = tl.load(row + START).to(tl.int32)
-        end = tl.load(row + ROW + START).to(tl.int32)  # the last piece ends at num_words
+        end = tl.load(row + ROW + START).to(tl.int32)  # the last source ends at num_words
         inside = (place >= start) & (place < end)
         taken = _load_words(tl.load(row + ADDRESS), tl.load(row + KIND), place - begin, inside)
         word = tl.where(inside, taken, word)
         start = end
-        piece += 1
+        source += 1
     tl.store(words + place, word)
 
 
@@ -89,7 +88,11 @@ def gather_words_forward(table: torch.Tensor, num_words: int) -> torch.Tensor:
     if tiles:
         with torch.cuda.device_of(table):  # Triton launches on the current device
             gather_words_kernel[(tiles,)](
-                table, words, table.shape[0] - 1, num_words,
-                BLOCK=launch.block, **launch.options,
-            )  # fmt: skip
+                table,
+                words,
+                table.shape[0] - 1,
+                num_words,
+                BLOCK=launch.block,
+                **launch.options,
+            )
     return words[:num_words]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.fields.build_host import SHORT
+from trajpack.kernels.fields.build import SHORT
 from trajpack.kernels.rearrange.select_tokens import Segment
 from trajpack.kernels.rearrange.token_rows import UNITS, Number, fill_bits
 from trajpack.kernels.validation import values_to_check

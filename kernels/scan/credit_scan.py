@@ -147,7 +147,14 @@ def run_scan(scan: Scan, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def credit_scan_reference(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     """Define every kind of scan in plain torch; numpy runs the recurrence on the CPU."""
-    tokens = _scanned_tokens(scan) if scan.chunks is None else _tokens_of_chunks(scan)
+    if scan.chunks is not None:
+        tokens = _tokens_of_chunks(scan)
+    else:
+        assert scan.rewards is not None
+        rewards = scan.rewards.double()
+        values = rewards.new_zeros(()) if scan.values is None else scan.values.double()
+        entries = EntryIndex(scan.cu_seqlens, scan.num_tokens)
+        tokens = ScannedTokens(entries, rewards, values, scan.loss_mask)
     if scan.observation == "multiply" and tokens.generated is not None:
         rewards, values = (
             torch.where(tokens.generated, rows, 0.0) for rows in (tokens.rewards, tokens.values)
@@ -165,8 +172,10 @@ def credit_scan_reference(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
         increment = rate * tokens.rewards
         if scan.values is not None:
             increment = expand(gamma * (1 - lam)) * tokens.values + increment
-        steps = _with_observations(scan, tokens, rate, increment, _passed_rewards(scan, tokens))
-        states = _states(scan, tokens, *steps, _start(scan))
+        if tokens.generated is not None:
+            passed = _passed_rewards(scan, tokens)
+            rate, increment = _with_observations(scan, tokens, rate, increment, passed)
+        states = _states(scan, tokens, rate, increment, _start(scan))
         results = [tokens.rewards + states]
         if scan.kind == "gae":
             results.insert(0, tokens.rewards - tokens.values + states)
@@ -294,16 +303,6 @@ def _clipped_ratios(scan: Scan, tokens: ScannedTokens) -> list[torch.Tensor]:
             clipped = torch.where(tokens.generated, clipped, 1.0)
         ratios.append(clipped)
     return ratios
-
-
-def _scanned_tokens(scan: Scan) -> ScannedTokens:
-    """Return the tokens of a scan without chunks."""
-    assert scan.rewards is not None
-    rewards = scan.rewards.double()
-    values = rewards.new_zeros(()) if scan.values is None else scan.values.double()
-    return ScannedTokens(
-        EntryIndex(scan.cu_seqlens, scan.num_tokens), rewards, values, scan.loss_mask
-    )
 
 
 def _tokens_of_chunks(scan: Scan) -> ScannedTokens:

@@ -10,15 +10,9 @@ from typing import Any
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import MaskedTokens
 from trajpack.packing.rows.packed import advantages_of
-from trajpack.packing.rows.reading import (
-    check_shapes,
-    host_arrays,
-    labels_of,
-    reward_or_missing,
-    row_ids,
-)
 from trajpack.packing.rows.rows import check_field_names, right_padded
 from trajpack.packing.rows.scores import Score, row_scores, token_scores
 from trajpack.packing.types import Trajectory
@@ -162,8 +156,8 @@ def from_padded_dict(
     else:
         named = [(f"{op}: dicts[{index}]", one) for index, one in enumerate(dicts)]
     rows = [row for name, one in named for row in _rows(name, one, missing_reward)]
-    of = labels_of(op, "groups", groups, len(rows))
-    names = row_ids(op, ids, of)
+    of = reading.labels_of(op, "groups", groups, len(rows))
+    names = reading.row_ids(op, ids, of)
     return [
         row.trajectory(name, group=group) for row, name, group in zip(rows, names, of, strict=True)
     ]
@@ -173,14 +167,14 @@ def _rows(op: str, padded: Any, missing_reward: float | None) -> list[MaskedToke
     if not isinstance(padded, Mapping):
         raise TypeError(f"{op}: expected a dictionary of tensors, got {type(padded).__name__}")
     needed = ("input_ids", "attention_mask", "loss_mask", "logprobs")
-    arrays = host_arrays(op, padded, needed, ("versions", "turn_ids", "rewards"))
+    arrays = reading.host_arrays(op, padded, needed, ("versions", "turn_ids", "rewards"))
     shape = arrays["input_ids"].shape
-    check_shapes(op, arrays, dict.fromkeys(arrays, shape) | {"rewards": shape[:1]})
+    reading.check_shapes(op, arrays, dict.fromkeys(arrays, shape) | {"rewards": shape[:1]})
     rewards, there = arrays.pop("rewards", None), arrays.pop("attention_mask") != 0
     arrays["mask"] = arrays.pop("loss_mask")
     found = []
     for row, of in enumerate(there):
-        reward = reward_or_missing(
+        reward = reading.reward_or_missing(
             op,
             None if rewards is None else rewards[row],
             missing_reward,

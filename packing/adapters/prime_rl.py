@@ -11,6 +11,7 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
+from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import MaskedTokens
 from trajpack.packing.rows.packed import (
     Packed,
@@ -22,7 +23,6 @@ from trajpack.packing.rows.packed import (
     num_kept_of,
     places_of,
 )
-from trajpack.packing.rows.reading import check_carried, labels_of, reward_or_missing
 from trajpack.packing.rows.sampling_mask import as_integers, mask_rows, masks_from_ragged, ragged
 from trajpack.packing.types import Trajectory
 
@@ -241,16 +241,17 @@ def from_training_samples(
         ([2, 3], 1.0)
     """
     op, count = "from_training_samples", len(samples)
-    names = labels_of(op, "ids", range(count) if ids is None else ids, count)
-    names = [str(name) for name in names]
-    of_groups = labels_of(op, "groups", groups, count)
-    of_rewards = labels_of(op, "rewards", rewards, count)
-    of_versions = labels_of(op, "versions", versions, count)
+    names = reading.labels_of(op, "ids", map(str, range(count)) if ids is None else ids, count)
+    of_groups = reading.labels_of(op, "groups", groups, count)
+    of_rewards = reading.labels_of(op, "rewards", rewards, count)
+    of_versions = reading.labels_of(
+        op, "versions", [0] * count if versions is None else versions, count
+    )
     keys = {key: key for key in (*NEEDED, *fields, "sampling_mask")}
     given = [{key: _get(sample, key) for key in (*keys, *REFUSED)} for sample in samples]
     for name, sample in zip(names, given, strict=True):
         whose = f"trajectory {name!r}"
-        check_carried(whose, sample, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
+        reading.check_carried(whose, sample, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
         if _get(sample["sampling_mask"], "logprobs") is not None:
             raise ValueError(f"{whose}: logprobs of a sampling_mask are not carried")
     masks = None
@@ -265,7 +266,7 @@ def from_training_samples(
         rows = {field: _rows(sample[field], field) for field in fields if field != "sampling_mask"}
         if masks is not None:
             rows["sampling_mask"] = masks[index]
-        reward = reward_or_missing(
+        reward = reading.reward_or_missing(
             op,
             of_rewards[index],
             missing_reward,
@@ -276,7 +277,7 @@ def from_training_samples(
             sample["token_ids"],
             sample["mask"],
             sample["logprobs"],
-            version_range=(of_versions[index] or 0,) * 2,
+            version_range=(of_versions[index], of_versions[index]),
             reward=reward,
             fields=rows,
         )

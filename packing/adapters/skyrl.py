@@ -13,14 +13,8 @@ from trajpack.kernels.rearrange.pad import Number, pad
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
+from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import MaskedTokens
-from trajpack.packing.rows.reading import (
-    check_carried,
-    check_keys,
-    check_known_fields,
-    reward_or_missing,
-    routes_of_all,
-)
 from trajpack.packing.rows.rows import (
     RowLists,
     check_field_names,
@@ -265,9 +259,9 @@ def from_generator_output(
             support that ``fields`` does not name.
     """
     op = "from_generator_output"
-    check_known_fields(op, fields, CARRIED)
-    check_carried(op, output, fields=fields, keys=CARRIED, refused=IMAGES)
-    check_keys(op, output, NEEDED)
+    reading.check_known_fields(op, fields, CARRIED)
+    reading.check_carried(op, output, fields=fields, keys=CARRIED, refused=IMAGES)
+    reading.check_keys(op, output, NEEDED)
     count = len(output["response_ids"])
     lists = (*NEEDED, *(CARRIED[name] for name in fields), "rewards", "trajectory_ids")
     for key in (*lists, "stop_reasons"):
@@ -275,13 +269,16 @@ def from_generator_output(
             raise ValueError(
                 f"{op}: {key} must be {count}, one for each of response_ids, got {len(output[key])}"
             )
-    labels = output.get("trajectory_ids") or [None] * count
+    labels = output.get("trajectory_ids")
     found: dict[str, Trajectory] = {}
-    for row, label in enumerate(labels):
-        if label is not None and not hasattr(label, "to_string"):
-            raise TypeError(f"{op}: trajectory_ids must be of class TrajectoryID, got {label!r}")
-        name = str(row) if label is None else str(label.to_string())
-        group = None if label is None else str(label.instance_id)
+    for row in range(count):
+        name, group = str(row), None
+        if labels is not None:
+            if not hasattr(labels[row], "to_string"):
+                raise TypeError(
+                    f"{op}: trajectory_ids must be of class TrajectoryID, got {labels[row]!r}"
+                )
+            name, group = str(labels[row].to_string()), str(labels[row].instance_id)
         masked = _masked(output, row, name, fields=fields, missing_reward=missing_reward)
         trajectory = masked.trajectory(name, group=group)
         before = found[name].turns if name in found else ()
@@ -302,7 +299,7 @@ def _masked(
     def given(reward: Any, expected: str) -> Any:
         of = f"trajectory {name!r}"
         op = "from_generator_output"
-        return reward_or_missing(op, reward, missing_reward, expected=expected, of=of)
+        return reading.reward_or_missing(op, reward, missing_reward, expected=expected, of=of)
 
     rewards, reasons = output.get("rewards"), output.get("stop_reasons")
     reward = given(None if rewards is None else rewards[row], f"rewards[{row}]")
@@ -313,7 +310,7 @@ def _masked(
     prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
     rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "routed_experts" in rows:
-        rows["routed_experts"] = routes_of_all(
+        rows["routed_experts"] = reading.routes_of_all(
             f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)
         )
     return MaskedTokens.of_response(

@@ -10,17 +10,8 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
+from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import MaskedTokens
-from trajpack.packing.rows.reading import (
-    check_carried,
-    check_keys,
-    check_known_fields,
-    fields_of,
-    labels_of,
-    reward_or_missing,
-    routes_of_all,
-    row_ids,
-)
 from trajpack.packing.rows.rows import RowLists
 from trajpack.packing.rows.sampling_mask import as_integers, mask_rows, masks_from_ragged, ragged
 from trajpack.packing.rows.scores import row_scores
@@ -159,11 +150,11 @@ def to_train_data(
         found["rewards"] = found["raw_reward"]
     else:
         found["rewards"] = [
-            float(reward) for reward in labels_of(op, "rewards", rewards, len(samples))
+            float(reward) for reward in reading.labels_of(op, "rewards", rewards, len(samples))
         ]
     if isinstance(source_names, str):
         source_names = [source_names] * len(samples)
-    found["source_names"] = labels_of(op, "source_names", source_names, len(samples))
+    found["source_names"] = reading.labels_of(op, "source_names", source_names, len(samples))
     found["truncated"] = [int(sample["status"] == "truncated") for sample in samples]
     sums = [0] * len(batch.ids)
     for sample in samples:
@@ -210,13 +201,15 @@ def from_samples(
             images, or teacher's log-probabilities or top-p tokens that ``fields`` does not name.
     """
     op = "from_samples"
-    check_known_fields(op, fields, SAMPLE_KEYS)
-    given = [fields_of(f"{op}: samples[{index}]", sample) for index, sample in enumerate(samples)]
+    reading.check_known_fields(op, fields, SAMPLE_KEYS)
+    given = [
+        reading.fields_of(f"{op}: samples[{index}]", sample) for index, sample in enumerate(samples)
+    ]
     groups = [None if (of := sample.get("group_index")) is None else str(of) for sample in given]
-    names = row_ids(op, ids, groups)
+    names = reading.row_ids(op, ids, groups)
     for sample, name in zip(given, names, strict=True):
         whose = f"trajectory {name!r}"
-        check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
+        reading.check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
     rows = [{field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields} for sample in given]
     if "sampling_mask" in fields:
         masks = [
@@ -257,7 +250,7 @@ def from_train_data(
     """
     op = "from_train_data"
     needed = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "truncated")
-    check_keys(op, train_data, needed)
+    reading.check_keys(op, train_data, needed)
     optional = ("raw_reward", *OPTIONAL, *IMAGES)
     keys = [*needed, *(key for key in optional if train_data.get(key) is not None)]
     counts = {key: len(train_data[key]) for key in keys}
@@ -286,7 +279,7 @@ def _masked(
     tokens, length = sample["tokens"], int(sample["response_length"])
     if not 0 <= length <= len(tokens):
         raise ValueError(f"{whose}: response_length must be in [0, {len(tokens)}], got {length}")
-    reward = reward_or_missing(
+    reward = reading.reward_or_missing(
         "from_samples",
         sample.get("reward"),
         missing_reward,
@@ -299,7 +292,7 @@ def _masked(
     if sample.get("remove_sample"):  # slime keeps its reward in the group
         mask = [0] * length
     if "routed_experts" in fields:
-        routes = routes_of_all(whose, fields["routed_experts"], len(tokens))
+        routes = reading.routes_of_all(whose, fields["routed_experts"], len(tokens))
         fields = fields | {"routed_experts": routes}
     status = sample.get("status")
     masked = MaskedTokens.of_response(

@@ -12,18 +12,8 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
+from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
-from trajpack.packing.rows.reading import (
-    check_carried,
-    check_known_fields,
-    check_shapes,
-    fields_of,
-    filled_up,
-    host_arrays,
-    labels_of,
-    reward_or_missing,
-    row_ids,
-)
 from trajpack.packing.rows.rows import (
     check_field_names,
     prompt_lengths_of,
@@ -243,24 +233,24 @@ def from_data_proto(
     tensors, labels = _parts_of_proto(proto)
     names = ("token_level_scores", "rm_scores")
     scores = [key for key in names if tensors.get(key) is not None][:1]
-    arrays = host_arrays(op, tensors, NEEDED, scores)
+    arrays = reading.host_arrays(op, tensors, NEEDED, scores)
     num_rows, num_prompt = (*arrays["prompts"].shape, 0, 0)[:2]
     num_response = (*arrays["responses"].shape, 0, 0)[1]
     shapes = dict.fromkeys(arrays, (num_rows, num_response))
     shapes["prompts"] = (num_rows, num_prompt)
     shapes["attention_mask"] = (num_rows, num_prompt + num_response)
-    check_shapes(op, arrays, shapes)
+    reading.check_shapes(op, arrays, shapes)
     uids, *steps = (
-        labels_of(op, key, labels.get(key), num_rows)
+        reading.labels_of(op, key, labels.get(key), num_rows)
         for key in ("uid", "min_global_steps", "max_global_steps")
     )
     reward = 0.0
     if not scores and num_rows:
         expected = "token_level_scores or rm_scores"
-        reward = reward_or_missing(op, None, missing_reward, expected=expected)
+        reward = reading.reward_or_missing(op, None, missing_reward, expected=expected)
     in_prompt, in_response = np.split(arrays["attention_mask"] != 0, [num_prompt], axis=1)
     found = []
-    for row, name in enumerate(row_ids(op, ids, uids)):
+    for row, name in enumerate(reading.row_ids(op, ids, uids)):
         of = in_response[row]
         masked = MaskedTokens.of_response(
             arrays["prompts"][row][in_prompt[row]],
@@ -310,15 +300,15 @@ def from_agent_loop_outputs(
             name.
     """
     op = "from_agent_loop_outputs"
-    check_known_fields(op, fields, WHOLE_SEQUENCE_FIELDS)
+    reading.check_known_fields(op, fields, WHOLE_SEQUENCE_FIELDS)
     sessions = [output if isinstance(output, (list, tuple)) else [output] for output in outputs]
-    uids = labels_of(op, "groups", groups, len(sessions))
+    uids = reading.labels_of(op, "groups", groups, len(sessions))
     found = []
-    for session, name, group in zip(sessions, row_ids(op, ids, uids), uids, strict=True):
+    for session, name, group in zip(sessions, reading.row_ids(op, ids, uids), uids, strict=True):
         if not session:
             raise ValueError(f"{op}: {name!r} is an empty list of outputs")
-        given = [fields_of(f"{op}: the output of {name!r}", output) for output in session]
-        reward = reward_or_missing(
+        given = [reading.fields_of(f"{op}: the output of {name!r}", output) for output in session]
+        reward = reading.reward_or_missing(
             op,
             given[-1].get("reward_score"),
             missing_reward,
@@ -349,11 +339,11 @@ def _masked(
     given = {key: extra.get(key) for key in keys}
     given["routed_experts"] = output.get("routed_experts")
     whose = f"{op}: {name!r}"
-    check_carried(whose, {**media, **given}, fields=fields, keys=keys, refused=media)
+    reading.check_carried(whose, {**media, **given}, fields=fields, keys=keys, refused=media)
     rows = {key: host_array(given[key]) for key in fields}
     if "routed_experts" in rows:  # fewer than tokens: followed by zeros, as in verl
         length = len(output["prompt_ids"]) + len(output["response_ids"])
-        rows["routed_experts"] = filled_up(rows["routed_experts"][:length], length, 0)
+        rows["routed_experts"] = reading.filled_up(rows["routed_experts"][:length], length, 0)
     return MaskedTokens.of_response(
         *(output[key] for key in OUTPUT_KEYS),
         reward=reward,

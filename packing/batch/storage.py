@@ -37,6 +37,7 @@ from trajpack.packing.batch.consistency import (
     checked_batch,
 )
 from trajpack.packing.conversion import check_memory, several, shown
+from trajpack.packing.durable_files import replacing
 from trajpack.packing.token_fields import TokenField
 
 FORMAT = "trajpack.PackedBatch"
@@ -113,7 +114,9 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
         content = serialise(_unshared(tensors), metadata)
     except SafetensorError as error:  # its header holds 100 MB
         raise ValueError(f"ids and groups take too much room: {error}") from error
-    _write_whole(place, content)
+    unfinished = place.with_name(f".{place.name}.{uuid.uuid4().hex}")  # others may save there, too
+    with replacing(place, unfinished), unfinished.open("xb") as file:
+        file.write(content)
 
 
 def load(path: str | os.PathLike[str]) -> PackedBatch:
@@ -340,17 +343,3 @@ def _fill(file: FileIO, begin: int, out: npt.NDArray[np.uint8], *, name: str) ->
         if not count:
             raise ValueError(f"{name} was cut off at byte {begin + filled} while it was read")
         filled += count
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write to a file beside ``path`` and move it there, so that no reader sees half of it."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with unfinished.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise

@@ -13,10 +13,10 @@ from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
 from trajpack.kernels.fields.gather_words import (
     KINDS,
     MAX_WORDS,
-    PIECE_WIDTH,
     gather_words,
     piece_table,
 )
+from trajpack.kernels.fields.pieces import PIECE_WIDTH
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.chains import Intake, checked_labels, placed, take_numbers
 from trajpack.packing.buffer.staging import Arena, Staging

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -306,22 +307,21 @@ def _send(tables: Sequence[_Table], device: torch.device) -> list[torch.Tensor]:
     for one in tables:
         count = max(len(one.ends) + 1, one.min_columns)
         columns.append(-(-count // ALIGNED) * ALIGNED)
-    size = ROWS * sum(columns)
+    ends = list(accumulate((ROWS * count for count in columns), initial=0))
     if device.type == "cuda":
         # on the CPU explicitly: torch's default device may be another
-        words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+        words = torch.empty(ends[-1], dtype=torch.int32, device="cpu", pin_memory=True)
     else:
-        words = torch.from_numpy(np.empty(size, np.int32))
+        words = torch.from_numpy(np.empty(ends[-1], np.int32))
 
     def split(words: torch.Tensor) -> list[torch.Tensor]:
-        parts = words.split([ROWS * count for count in columns])
-        return [part.view(ROWS, -1) for part in parts]
+        return [words[begin:end].view(ROWS, -1) for begin, end in pairwise(ends)]
 
     for one, table in zip(tables, (part.numpy() for part in split(words)), strict=True):
         table[:] = 0
-        for row, ends in ((Segment.START, one.ends), (CU_SEQLENS, one.cu_seqlens)):
-            table[row, 1:] = ends[-1] if ends.size else 0
-            table[row, 1 : len(ends) + 1] = ends
+        for row, sums in ((Segment.START, one.ends), (CU_SEQLENS, one.cu_seqlens)):
+            table[row, 1:] = sums[-1] if sums.size else 0
+            table[row, 1 : len(sums) + 1] = sums
         table[Segment.SOURCE, : len(one.sources)] = one.sources
         table[Segment.LENGTH, : len(one.kept)] = one.kept
     return split(words.to(device, non_blocking=True))

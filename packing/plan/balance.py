@@ -22,7 +22,7 @@ def place_items(
 ) -> tuple[Ints, int]:
     """Return the micro-batch of each item, and the number of micro-batches."""
     if algorithm in ("karmarkar_karp", "longest_processing_time"):
-        return _balance(items, algorithm, min_bins, multiple_of)
+        return _balance(items, algorithm, min_bins, multiple_of=multiple_of)
     if algorithm == "next_fit":
         bin_of, num_bins = next_fit(items)
     else:
@@ -33,7 +33,7 @@ def place_items(
 
 
 def _balance(
-    items: PlanItems, algorithm: Algorithm, min_bins: int, multiple_of: int
+    items: PlanItems, algorithm: Algorithm, min_bins: int, *, multiple_of: int
 ) -> tuple[Ints, int]:
     """Balance over ``min_bins`` micro-batches, or over more until all items fit."""
     by_sequences = -(-int(items.counts.sum()) // items.max_sequences)
@@ -42,7 +42,7 @@ def _balance(
     bin_of = balance_over(items, algorithm, num_bins)
     if bin_of is None and algorithm == "karmarkar_karp":
         # the faster method finds the number of micro-batches
-        _, num_bins = _balance(items, "longest_processing_time", num_bins, multiple_of)
+        _, num_bins = _balance(items, "longest_processing_time", num_bins, multiple_of=multiple_of)
         bin_of = balance_over(items, algorithm, num_bins)
     more = max(1, num_bins // 1024)
     while bin_of is None:

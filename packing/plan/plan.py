@@ -204,10 +204,10 @@ def plan_micro_batches(  # noqa: PLR0913
         policy=oversized,
         turn_ends=turn_ends,
     )
-    check_choice(op, "algorithm", algorithm, Algorithm)
-    check_count(op, "min_bins", min_bins, 0)
+    check_choice(op, "algorithm", algorithm, choices=Algorithm)
+    check_count(op, "min_bins", min_bins, least=0)
     check_count(op, "multiple_of", multiple_of)
-    labels = read_labels(op, "keep_together", keep_together, len(source.seqlens))
+    labels = read_labels(op, "keep_together", keep_together, num_sequences=len(source.seqlens))
     items = source.items(source.planned, labels)
     bin_of, num_bins = place_items(items, algorithm, min_bins=min_bins, multiple_of=multiple_of)
     return build_plan(

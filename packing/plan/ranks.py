@@ -157,16 +157,16 @@ def plan_ranks(  # noqa: PLR0913
         policy=oversized,
         turn_ends=turn_ends,
     )
-    check_choice(op, "algorithm", algorithm, Algorithm)
-    check_choice(op, "order", order, Order)
+    check_choice(op, "algorithm", algorithm, choices=Algorithm)
+    check_choice(op, "order", order, choices=Order)
     check_count(op, "num_ranks", num_ranks)
     check_count(op, "num_steps", num_steps)
     check_count(op, "min_bins", min_bins)
     check_count(op, "multiple_of", multiple_of)
     count = len(source.seqlens)
-    in_step = read_labels(op, "keep_in_step", keep_in_step, count)
-    on_rank = read_labels(op, "keep_on_rank", keep_on_rank, count)
-    together = read_labels(op, "keep_together", keep_together, count)
+    in_step = read_labels(op, "keep_in_step", keep_in_step, num_sequences=count)
+    on_rank = read_labels(op, "keep_on_rank", keep_on_rank, num_sequences=count)
+    together = read_labels(op, "keep_together", keep_together, num_sequences=count)
     if on_rank is not None:
         on_rank = _joined(on_rank, together)
     planner = _StepPlanner(

@@ -156,27 +156,25 @@ def read_input(
             f"got {capacity}"
         )
     align, capacity = int(align), int(capacity)
-    check_choice(op, "oversized", policy, Policy)
-    _check_turn_ends(op, len(lengths), policy, turn_ends)
+    check_choice(op, "oversized", policy, choices=Policy)
+    _check_turn_ends(op, policy, turn_ends, num_sequences=len(lengths))
     room = capacity // align * align
     too_long = np.flatnonzero(lengths > room).tolist()
-    dropped, truncated, oversized = list[int](), dict[int, int](), list[int]()
+    if too_long and policy == "raise":
+        raise ValueError(
+            f"{op}: sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than the "
+            f"capacity of {room}{f' in multiples of {align}' if align > 1 else ''}; "
+            "oversized='drop', 'truncate_at_turn' or 'own_bin' takes it"
+        )
+    truncated = {}
     for sequence in too_long:
-        if policy == "raise":
-            raise ValueError(
-                f"{op}: sequence {sequence} has {lengths[sequence]} tokens, more than the capacity "
-                f"of {room}{f' in multiples of {align}' if align > 1 else ''}; oversized='drop', "
-                "'truncate_at_turn' or 'own_bin' takes it"
-            )
-        kept = 0
-        if policy == "own_bin":
-            oversized.append(sequence)
-        elif turn_ends is not None:
-            kept = _kept_tokens(op, sequence, int(lengths[sequence]), room, turn_ends[sequence])
-        if kept:
+        if turn_ends is None:
+            break
+        fitting = _checked_ends(op, sequence, lengths[sequence], ends=turn_ends[sequence])
+        if kept := max((end for end in fitting if end <= room), default=0):
             lengths[sequence] = truncated[sequence] = kept
-        elif policy != "own_bin":
-            dropped.append(sequence)
+    oversized = too_long if policy == "own_bin" else []
+    dropped = [] if oversized else [one for one in too_long if one not in truncated]
     costs = _read_costs(op, cost, round_up(lengths, align))
     for array in (lengths, costs):  # shared by all plans of a batch
         array.flags.writeable = False
@@ -195,7 +193,7 @@ def read_input(
     )
 
 
-def _check_turn_ends(op: str, num_sequences: int, policy: Policy, turn_ends: Any) -> None:
+def _check_turn_ends(op: str, policy: Policy, turn_ends: Any, *, num_sequences: int) -> None:
     if policy != "truncate_at_turn":
         if turn_ends is not None:
             raise ValueError(
@@ -210,15 +208,14 @@ def _check_turn_ends(op: str, num_sequences: int, policy: Policy, turn_ends: Any
         )
 
 
-def _kept_tokens(op: str, sequence: int, length: int, room: int, ends: Any) -> int:
-    """Return the last end of a turn within the capacity; 0 if there is none."""
+def _checked_ends(op: str, sequence: int, length: int, *, ends: Any) -> list[int]:
     rows = [int(end) for end in ends]
     for end in rows:
         if not 0 <= end <= length:
             raise ValueError(
                 f"{op}: turn_ends of sequence {sequence} must be in [0, {length}], got {end}"
             )
-    return max((end for end in rows if end <= room), default=0)
+    return rows
 
 
 def read_lengths(op: str, seqlens: Any) -> Ints:
@@ -262,7 +259,7 @@ def _read_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
     return costs
 
 
-def read_labels(op: str, name: str, labels: Labels, num_sequences: int) -> Ints | None:
+def read_labels(op: str, name: str, labels: Labels, *, num_sequences: int) -> Ints | None:
     """Return labels as numbers; each ``None`` among them is a label of its own.
 
     Raises:
@@ -283,7 +280,7 @@ def read_labels(op: str, name: str, labels: Labels, num_sequences: int) -> Ints 
     return np.array(numbers, np.int64)
 
 
-def check_count(op: str, name: str, value: Any, least: int = 1) -> None:
+def check_count(op: str, name: str, value: Any, *, least: int = 1) -> None:
     """Raise unless ``value`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{op}: {name} must be an integer, got {value!r}")
@@ -291,7 +288,7 @@ def check_count(op: str, name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{op}: {name} must be {least} or more, got {value}")
 
 
-def check_choice(op: str, name: str, value: Any, choices: Any) -> None:
+def check_choice(op: str, name: str, value: Any, *, choices: Any) -> None:
     """Raise unless ``value`` is one of a ``Literal``'s values."""
     if value not in get_args(choices):
         known = ", ".join(repr(choice) for choice in get_args(choices))

@@ -1,5 +1,5 @@
 """`TrajectoryLog`: finished episodes in one SQLite file.
 
-An append is durable when it returns, readers may run beside the writer, and a damaged file can be
-salvaged. `parquet` exports and reads Parquet.
+Flushed episodes are durable, readers may run beside the writer, and episodes of a damaged file can
+be salvaged. `parquet` exports Parquet, and reads logs of an earlier release.
 """

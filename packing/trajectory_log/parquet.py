@@ -1,4 +1,4 @@
-"""Episodes as Parquet: a file for other tools, and the logs of a release that wrote segments."""
+"""Episodes as Parquet: export for other tools, and logs of a release that wrote segments."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from trajpack.packing.buffer.chains import Labels
 from trajpack.packing.durable_files import replacing
@@ -36,9 +34,11 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.jsonl"
 """File of a log of the old form: a line for the log, a line for each segment."""
 _SEGMENT = re.compile(r"segment-(\d{8,})\.parquet")
-_TEXTS = ("trajectory_id", "group")
-_INTEGERS = ("task_id", "birth_time_ms")
-_NUMBERS = {
+_LISTS = {
+    "trajectory_id": "binary",
+    "group": "binary",
+    "task_id": "int64",
+    "birth_time_ms": "int64",
     "turn_discount": "float64",
     "num_turns": "int32",
     "chain_size": "int32",
@@ -56,12 +56,14 @@ _NUMBERS = {
     "span_end": "int32",
     "rollout_logprobs": "float32",
 }
-"""Columns of lists of numbers, per trajectory, chain, turn or token, and their types."""
+"""Columns of lists, per trajectory, chain, turn, version span or token: types of the elements."""
+_NULLABLE = ("error", "trajectory_id", "group", "task_id", "birth_time_ms")
+"""Columns with nulls: the error, and elements of lists of a trajectory's labels."""
 _PREFIX = '{"crc32":"%08x",'
 _ROW_GROUP = 256
 """Episodes of a row group of an exported file."""
 _MAX_COLUMN_BYTES = 1 << 30
-"""Bytes of a column of an old segment; an episode had no more."""
+"""Maximum bytes of a column of an old segment."""
 
 
 def write_parquet(
@@ -88,25 +90,24 @@ def write_parquet(
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A line of the manifest."""
+class _Listed(NamedTuple):
+    """A line of the manifest: its description of a segment."""
 
+    number: int
     num_bytes: int
     checksum: int
     max_values: int
-    """Values of a column, at most."""
+    """Maximum values of a column."""
     episodes: tuple[str, ...]
 
 
 class OldLog:
     """A log of the old form, Parquet segments and a manifest, read once to be converted.
 
-    A segment says what it holds: one that no line of the manifest names, since the line was torn
-    or damaged, is read like the others.
+    A segment describes itself: one without a readable line in the manifest is read like the others.
 
     Args:
-        folder: Of the log.
+        folder: Folder of the log.
         damaged: ``"skip"`` warns of a segment that cannot be read, and goes on.
 
     Raises:
@@ -127,10 +128,10 @@ class OldLog:
                 raise ValueError("it is no log of version 1")
             self.fields = check_fields(map(TokenField.from_json, header["fields"]))
             """Extra per-token fields of every turn."""
-            said = [_listed(told) for line in lines if (told := _checked(line)) is not None]
-            self._listed = dict(said)
-            if len(self._listed) < len(said) or min(self._listed, default=0) < 0:
-                raise ValueError(f"its lines are of segments {[number for number, _ in said]}")
+            found = [_listed(said) for line in lines if (said := _checked(line)) is not None]
+            self._listed = {one.number: one for one in found}
+            if len(self._listed) < len(found) or min(self._listed, default=0) < 0:
+                raise ValueError(f"its lines are of segments {[one.number for one in found]}")
         except (
             KeyError,
             TypeError,
@@ -140,25 +141,23 @@ class OldLog:
             OverflowError,
         ) as error:
             raise DamagedLogError(f"{path} is damaged: {error}") from error
-        found = (_SEGMENT.fullmatch(name) for name in os.listdir(folder))
-        self._numbers = sorted(int(match[1]) for match in found if match)
+        names = (_SEGMENT.fullmatch(name) for name in os.listdir(folder))
+        self._numbers = sorted(int(match[1]) for match in names if match)
         least = max(len(lines) - 1, *(n + 1 for n in (*self._numbers, *self._listed)), 0)
         if len(self._numbers) < least:
             there = set(self._numbers)
             missing = next(number for number in range(least) if number not in there)
-            self._lose(DamagedLogError(f"{self._place(missing)} is missing"))
+            self._lose(DamagedLogError(f"{self._path(missing)} is missing"))
 
     def rows(self) -> Iterator[EpisodeRow]:
         """Yield all episodes in the order in which they were appended.
 
         Raises:
-            DamagedLogError: If a segment is not as it was written.
+            DamagedLogError: If a segment is damaged.
         """
         for number in self._numbers:
-            path = self._place(number)
             try:
-                check_regular(path)
-                rows = self._segment(path, path.read_bytes(), self._listed.get(number))
+                rows = self._segment(self._path(number), self._listed.get(number))
             except (DamagedLogError, OSError) as error:
                 self._lose(error)
             else:
@@ -169,22 +168,25 @@ class OldLog:
             raise error
         warnings.warn(f"the episodes of a segment are skipped: {error}", stacklevel=4)
 
-    def _place(self, number: int) -> Path:
+    def _path(self, number: int) -> Path:
         return self._folder / f"segment-{number:08d}.parquet"
 
-    def _segment(self, path: Path, content: bytes, listed: _Listed | None) -> list[EpisodeRow]:
+    def _segment(self, path: Path, listed: _Listed | None) -> list[EpisodeRow]:
         pa, _ = _pyarrow()
+        check_regular(path)
+        content = path.read_bytes()
         if listed and (len(content), zlib.crc32(content)) != (listed.num_bytes, listed.checksum):
-            raise DamagedLogError(f"{path} is damaged: it is not what was written")
+            raise DamagedLogError(f"{path} is damaged: its checksum is wrong")
         try:
             rows = _decoded(content, self.fields, listed)
             for row in rows:
                 check_row(row, self.fields)
-        except MemoryError:  # pyarrow's is an error of its own, too, but no damage
+        except MemoryError:  # pyarrow's is an `ArrowException`, too, but no damage
             raise
         except (
             TypeError,
             ValueError,
+            AttributeError,
             LookupError,
             OverflowError,
             OSError,
@@ -207,39 +209,44 @@ def _pyarrow() -> tuple[Any, Any]:
 def _schema(num_fields: int) -> pa.Schema:
     """Return names and types of the columns, the same as in segments of the old form."""
     pa, _ = _pyarrow()
-
-    def lists(kind: Any, *, nullable: bool) -> Any:
-        return pa.large_list(pa.field("element", kind, nullable=nullable))
-
     kinds = {"episode": pa.binary(), "error": pa.binary()}
-    kinds |= {name: lists(pa.binary(), nullable=True) for name in _TEXTS}
-    kinds |= {name: lists(pa.int64(), nullable=True) for name in _INTEGERS}
-    kinds |= {name: lists(getattr(pa, kind)(), nullable=False) for name, kind in _NUMBERS.items()}
+    for name, kind in _LISTS.items():
+        element = pa.field("element", getattr(pa, kind)(), nullable=name in _NULLABLE)
+        kinds[name] = pa.large_list(element)
     kinds |= {f"field_{number}": pa.large_binary() for number in range(num_fields)}
     return pa.schema([pa.field(n, kind, nullable=n == "error") for n, kind in kinds.items()])
 
 
 def _values(row: EpisodeRow) -> list[Any]:
     """Return an episode's value in each column."""
-    turns = list(zip(*row.turns, strict=True)) or [()] * len(TURN_COLUMNS)
-    spans = list(zip(*row.spans, strict=True)) or [()] * 3
-    chain, begin, size, truncated, first, last, num_spans = turns
+    chain, begin, size, truncated, *versions = _transposed(row.turns, len(TURN_COLUMNS))
     return [
         encoded_text(row.episode),
         None if row.error is None else encoded_text(row.error),
-        [encoded_text(labels.id) for labels in row.labels],
+        [encoded_text(one.id) for one in row.labels],
         [None if one.group is None else encoded_text(one.group) for one in row.labels],
-        [labels.task_id for labels in row.labels],
-        [labels.birth_time_ms for labels in row.labels],
-        [labels.turn_discount for labels in row.labels],
-        row.num_turns, row.chain_sizes, row.token_ids, chain, begin, size, row.rewards,
-        [bool(one) for one in truncated], first, last, num_spans, *spans, row.logprobs,
+        [one.task_id for one in row.labels],
+        [one.birth_time_ms for one in row.labels],
+        [one.turn_discount for one in row.labels],
+        row.num_turns,
+        row.chain_sizes,
+        row.token_ids,
+        *(chain, begin, size),
+        row.rewards,
+        [bool(one) for one in truncated],
+        *versions,
+        *_transposed(row.spans, 3),
+        row.logprobs,
         *(rows.tobytes() for rows in row.rows),
-    ]  # fmt: skip
+    ]
+
+
+def _transposed(rows: Sequence[Sequence[int]], width: int) -> list[Sequence[int]]:
+    return list(zip(*rows, strict=True)) or [()] * width
 
 
 def _checked(line: bytes) -> Any:
-    """Return what a line of a manifest says, or ``None`` where it is not as it was written."""
+    """Return the JSON of a manifest's line, or ``None`` where its checksum is wrong."""
     size = len(_PREFIX % 0)
     if line[:size] != (_PREFIX % zlib.crc32(line[size:])).encode():
         return None
@@ -249,15 +256,18 @@ def _checked(line: bytes) -> Any:
         raise DamagedLogError(f"a line is no JSON: {error}") from error
 
 
-def _listed(said: Any) -> tuple[int, _Listed]:
-    """Return number and description of the segment that a line names."""
+def _listed(said: Any) -> _Listed:
     episodes = tuple(said["episodes"])
     if not all(isinstance(name, str) for name in episodes):
         raise TypeError("a name is no text")
     counts = [int(said[f"num_{name}"]) for name in ("trajectories", "turns", "tokens")]
-    checksum = int(said["segment_crc32"], 16)
-    listed = _Listed(int(said["num_bytes"]), checksum, sum(counts) + len(episodes), episodes)
-    return int(said["segment"]), listed
+    return _Listed(
+        number=int(said["segment"]),
+        num_bytes=int(said["num_bytes"]),
+        checksum=int(said["segment_crc32"], 16),
+        max_values=sum(counts) + len(episodes),
+        episodes=episodes,
+    )
 
 
 def _decoded(
@@ -271,70 +281,53 @@ def _decoded(
     schema = pa.schema([file.schema_arrow.field(name) for name in expected.names])
     if header["fields"] != [field.as_json() for field in fields] or schema != expected:
         raise ValueError("its columns are not those of its log")
-    _check_size(file.metadata, listed)
-    table = file.read(columns=expected.names, use_threads=False)
-    columns = {name: table.column(name).combine_chunks() for name in expected.names}
-    for name in ("episode", *_NUMBERS, *(f"field_{number}" for number in range(len(fields)))):
-        flat = columns[name].flatten() if name in _NUMBERS else columns[name]
-        if columns[name].null_count or flat.null_count:
-            raise ValueError(f"column {name!r} has nulls")
-    lists = {name: _lists(columns[name]) for name in _NUMBERS}
-    return [
-        _row(
-            {name: column[index] for name, column in columns.items()},
-            {name: column[index] for name, column in lists.items()},
-            len(fields),
-        )
-        for index in range(len(table))
-    ]
-
-
-def _row(
-    values: dict[str, Any], numbers: dict[str, npt.NDArray[Any]], num_fields: int
-) -> EpisodeRow:
-    """Return the episode of a row of a segment."""
-    listed = {name: column.tolist() for name, column in numbers.items()}
-    ids, groups = ([_text(text) for text in values[name].as_py()] for name in _TEXTS)
-    if None in ids:
-        raise ValueError("a trajectory has no id")
-    integers = [values[name].as_py() for name in _INTEGERS]
-    labels = zip(ids, groups, *integers, listed["turn_discount"], strict=True)
-    return EpisodeRow(
-        _text(values["episode"].as_py()) or "",
-        _text(values["error"].as_py()),
-        labels=[Labels(*one) for one in labels],
-        num_turns=listed["num_turns"],
-        chain_sizes=listed["chain_size"],
-        turns=list(zip(*(listed[f"turn_{name}"] for name in TURN_COLUMNS), strict=True)),
-        rewards=listed["turn_reward"],
-        spans=list(
-            zip(*(listed[f"span_{name}"] for name in ("version", "start", "end")), strict=True)
-        ),
-        token_ids=numbers["token_ids"],
-        logprobs=numbers["rollout_logprobs"],
-        rows=[np.frombuffer(values[f"field_{k}"].as_buffer(), np.uint8) for k in range(num_fields)],
-    )
-
-
-def _check_size(metadata: Any, listed: _Listed | None) -> None:
-    """Raise for a small file that would take much memory."""
     most = _MAX_COLUMN_BYTES // 4 if listed is None else listed.max_values
-    for group in range(metadata.num_row_groups):
-        for number in range(metadata.num_columns):
-            column = metadata.row_group(group).column(number)
+    for group in range(file.metadata.num_row_groups):  # a small file may expand to much memory
+        for number in range(file.metadata.num_columns):
+            column = file.metadata.row_group(group).column(number)
             if column.num_values > most or column.total_uncompressed_size > _MAX_COLUMN_BYTES:
                 raise ValueError(
                     f"column {column.path_in_schema!r} has {column.num_values} values, at most "
                     f"{most} are expected"
                 )
+    table = file.read(columns=expected.names, use_threads=False)
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if name not in _NULLABLE and column.null_count:
+            raise ValueError(f"column {name!r} has nulls")
+    return [_row(table, index, len(fields)) for index in range(len(table))]
 
 
-def _text(raw: bytes | None) -> str | None:
-    return None if raw is None else decoded_text(raw)
-
-
-def _lists(column: pa.Array) -> list[npt.NDArray[Any]]:
-    """Return the lists of a column, each in memory of its own."""
-    values = column.values.to_numpy(zero_copy_only=False)
-    bounds = column.offsets.to_pylist()
-    return [values[begin:end].copy() for begin, end in pairwise(bounds)]
+def _row(table: pa.Table, index: int, num_fields: int) -> EpisodeRow:
+    """Return the episode of a row of a segment; nulls among numbers fail its check."""
+    large = ("token_ids", "rollout_logprobs")
+    value = {n: table[n][index].as_py() for n in ("episode", "error", *_LISTS) if n not in large}
+    # copies, which may be changed
+    ids, logprobs = (table[n][index].values.to_numpy(zero_copy_only=False).copy() for n in large)
+    names = [decoded_text(raw) for raw in value["trajectory_id"]]
+    groups = [None if raw is None else decoded_text(raw) for raw in value["group"]]
+    labels = zip(
+        names,
+        groups,
+        value["task_id"],
+        value["birth_time_ms"],
+        value["turn_discount"],
+        strict=True,
+    )
+    return EpisodeRow(
+        decoded_text(value["episode"]),
+        None if value["error"] is None else decoded_text(value["error"]),
+        labels=[Labels(*one) for one in labels],
+        num_turns=value["num_turns"],
+        chain_sizes=value["chain_size"],
+        turns=list(zip(*(value[f"turn_{name}"] for name in TURN_COLUMNS), strict=True)),
+        rewards=value["turn_reward"],
+        spans=list(
+            zip(*(value[f"span_{name}"] for name in ("version", "start", "end")), strict=True)
+        ),
+        token_ids=ids,
+        logprobs=logprobs,
+        rows=[
+            np.frombuffer(table[f"field_{number}"][index].as_buffer(), np.uint8)
+            for number in range(num_fields)
+        ],
+    )

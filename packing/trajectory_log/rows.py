@@ -1,4 +1,4 @@
-"""One episode as a record of bytes: a few columns of numbers with a checksum, and the way back."""
+"""Records: one episode as bytes, columns of numbers with a checksum; encoding and decoding."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 TURN_COLUMNS = (
     "chain", "begin", "size", "truncated", "version_start", "version_end", "num_spans",
 )  # fmt: skip
-"""Numbers of a turn: its chain; the tokens of its prompt, the chain up to there, and of its
-completion; whether it was cut off; its first and last version, and its version spans."""
+"""Numbers of a turn: its chain; the tokens of its prompt (the chain up to there) and of its
+completion; whether it was truncated; first and last version; number of version spans."""
 MAX_EPISODE_BYTES = 900_000_000
-"""Bytes of a record; a value of SQLite has at most 1,000,000,000."""
+"""Maximum bytes of a record; a value of SQLite has at most 1,000,000,000."""
 RECORD_MARK = b"tpe1"
 """First bytes of a record."""
 
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """An episode as a log stores it: each token once, and tables of its turns."""
+    """An episode in the form of the log: each token once, and tables of its turns."""
 
     episode: str
     """Name of the episode."""
@@ -62,13 +62,13 @@ class EpisodeRow:
     rewards: Sequence[float]
     """Reward of each turn."""
     spans: Sequence[Sequence[int]]
-    """``(version, start, end)`` of the turns that several versions sampled, turn after turn."""
+    """``(version, start, end)`` of turns with several versions, turn after turn."""
     token_ids: npt.NDArray[np.int32]
-    """Tokens of the chains, one behind the other."""
+    """int32: tokens of the chains, concatenated."""
     logprobs: npt.NDArray[np.float32]
-    """Log-probabilities of the completions, turn after turn."""
+    """float32: log-probabilities of the completions, turn after turn."""
     rows: Sequence[npt.NDArray[np.uint8]]
-    """Rows of each extra field, of all turns or of all chains, as bytes."""
+    """uint8: rows of each extra field, of all turns or of all chains."""
 
 
 def row_of_episode(
@@ -78,7 +78,7 @@ def row_of_episode(
     *,
     fields: tuple[TokenField, ...],
 ) -> EpisodeRow:
-    """Check an episode's trajectories as `TrajectoryBuffer.extend` does, and copy them.
+    """Check and copy an episode's trajectories, as `TrajectoryBuffer.extend` does.
 
     Raises:
         TypeError, ValueError: As `TrajectoryBuffer.extend`, or if an array changed while it was
@@ -105,9 +105,12 @@ def row_of_episode(
         spans=[span for of_turn in spans for span in of_turn],
         token_ids=ids,
         logprobs=logprobs,
-        rows=[_joined([piece.reshape(-1) for piece in pieces], U8) for pieces in intake.rows],
+        rows=[
+            np.concatenate([np.empty(0, U8), *(piece.reshape(-1) for piece in pieces)])
+            for pieces in intake.rows
+        ],
     )
-    try:  # with the copy: another thread may have changed a field's rows
+    try:  # of the copy: another thread may have changed a field's rows
         check_row(row, fields)
     except ValueError as fault:
         raise ValueError(f"episode {episode!r} changed while it was read: {fault}") from None
@@ -126,7 +129,7 @@ def encoded(row: EpisodeRow) -> bytes:
     for labels in row.labels:
         texts += (labels.id, labels.group)
     num_chars = sum(len(text) for text in texts if text is not None)
-    if num_chars > MAX_EPISODE_BYTES:  # before as much memory is taken
+    if num_chars > MAX_EPISODE_BYTES:  # before that much memory is allocated
         raise _too_large(row.episode, num_chars)
     raw = [None if text is None else encoded_text(text) for text in texts]
     trajectories = [
@@ -163,7 +166,7 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> EpisodeRow:
     """Return the episode of a record; its arrays are views of one copy of the record.
 
     Raises:
-        DamagedLogError: If `encoded` did not make it of what a buffer with these fields takes.
+        DamagedLogError: If it is no record of trajectories that a buffer with these fields takes.
     """
     num_columns = len(COLUMNS) + len(fields)
     begin = _header_size(num_columns)
@@ -172,7 +175,7 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> EpisodeRow:
     if zlib.crc32(memoryview(content)[8:]) != int.from_bytes(content[4:8], "little"):
         raise DamagedLogError("its checksum is wrong")
     sizes = np.frombuffer(content, "<u4", num_columns, 8).tolist()
-    memory, columns = bytearray(content), list[npt.NDArray[Any]]()  # arrays that may be changed
+    memory, columns = bytearray(content), list[npt.NDArray[Any]]()  # writable arrays
     for dtype, size in zip((*COLUMNS.values(), *(U8 for _ in fields)), sizes, strict=True):
         if size % dtype.itemsize or size > len(content) - begin:
             raise DamagedLogError(f"a column of {dtype} has {size} bytes")
@@ -206,12 +209,8 @@ def decoded(content: bytes, fields: tuple[TokenField, ...]) -> EpisodeRow:
 
 def check_row(row: EpisodeRow, fields: tuple[TokenField, ...]) -> None:
     """Raise a `ValueError` unless a row describes trajectories that a buffer would take."""
-    ids, logprobs, num_turns, chain_sizes = (
-        row.token_ids,
-        row.logprobs,
-        row.num_turns,
-        row.chain_sizes,
-    )
+    ids, logprobs = row.token_ids, row.logprobs
+    num_turns, chain_sizes = row.num_turns, row.chain_sizes
     _require(len(num_turns) == len(row.labels), "num_turns is not one of each trajectory")
     _require(row.error is None or not num_turns, "a failed episode has trajectories")
     _require(min(num_turns, default=1) > 0, "a trajectory has no turns")
@@ -249,7 +248,7 @@ def check_row(row: EpisodeRow, fields: tuple[TokenField, ...]) -> None:
 
 
 def trajectories_of_row(row: EpisodeRow, fields: tuple[TokenField, ...]) -> list[Trajectory]:
-    """Return what `row_of_episode` was given: turns whose arrays are views of the row's."""
+    """Return the trajectories of a row; arrays of turns are views of the row's."""
     chains = list(accumulate(row.chain_sizes, initial=0))
     extra = [_rows(field, raw) for field, raw in zip(fields, row.rows, strict=True)]
     turns, generated, num_spans = list[Turn](), 0, 0
@@ -290,12 +289,12 @@ def trajectories_of_row(row: EpisodeRow, fields: tuple[TokenField, ...]) -> list
 
 
 def encoded_text(text: str) -> bytes:
-    """Return a text as UTF-8, with lone surrogates of a model's broken output as they are."""
+    """Return a text as UTF-8; lone surrogates of a model's broken output are kept."""
     return str.encode(text, "utf-8", "surrogatepass")
 
 
 def decoded_text(raw: bytes) -> str:
-    """Return what `encoded_text` was given.
+    """Return the text of `encoded_text`.
 
     Raises:
         UnicodeDecodeError: If the bytes are no such text.
@@ -313,7 +312,7 @@ def _padded(size: int) -> int:
 
 
 def _header_size(num_columns: int) -> int:
-    """Return the bytes before the first column: a mark, a checksum, and the columns' sizes."""
+    """Return the number of bytes before the first column: mark, checksum, and columns' sizes."""
     return 8 + _padded(4 * num_columns)
 
 
@@ -329,7 +328,7 @@ def _optional(value: int | None) -> tuple[int, int]:
 
 
 def _texts(raw: bytes, sizes: Sequence[int]) -> list[str | None]:
-    """Return texts that lie behind each other; one of size -1 is ``None``."""
+    """Return concatenated texts; one of size -1 is ``None``."""
     texts, begin = list[str | None](), 0
     for size in sizes:
         end = begin + size
@@ -355,17 +354,12 @@ def _labels(
     return labels
 
 
-def _joined(pieces: Sequence[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Copy arrays behind each other: the caller's are not held."""
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
-
-
 def _rows(field: TokenField, raw: npt.NDArray[np.uint8]) -> Any:
-    """Return the rows of an extra field, as numpy has them where numpy has their dtype."""
+    """Return the rows of an extra field, as a numpy array if numpy has their dtype."""
     shape = (raw.size // field.row_bytes, *field.shape)
     if raw.size:
         values = torch.from_numpy(raw).view(field.dtype).reshape(shape)
-    else:  # which torch does not view as another dtype
+    else:  # torch does not view an empty tensor as another dtype
         values = torch.empty(shape, dtype=field.dtype, device="cpu")
     try:
         return values.numpy()

@@ -1,17 +1,17 @@
-"""The command: its streams, signals and exit statuses.
+"""The entry of the command: its streams, signals and exit statuses.
 
-The status is
+The exit status is
 
-- 0 for success, also where the reader of the results went away (``trajpack inspect ... | head``);
+- 0 for success, also after a broken pipe of the results (``trajpack inspect ... | head``);
 - 2 for a wrong request, for a file or standard output that cannot be read or written, and for
   an engine that ended before the rollout did, with one line on standard error;
 - 130 after Ctrl-C and 143 after SIGTERM.
 
-A rollout that ends with 2 or by a signal says what it left on disk. Standard error may be
-closed, full or a broken pipe: what is said there is lost, and the work goes on.
+A rollout that ends with 2 or by a signal names the files that it wrote. If standard error is
+closed, full or a broken pipe, its text is lost and the work continues.
 
-Importing this module loads next to nothing, so that Ctrl-C finds the command in charge almost at
-once: what it needs is imported by its functions, and its options are in `trajpack.commands.app`.
+This module imports almost nothing at its top, so that Ctrl-C is handled soon after the start: its
+functions import the rest, and the options are in `trajpack.commands.app`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _read(arguments: Sequence[str]) -> Work | int:
-    """Return what the arguments ask for, with all that it needs imported."""
+    """Return the work that the arguments ask for, after importing all that it needs."""
     ends = _end_on_interrupt()
     try:
         from trajpack.commands.app import read
@@ -85,10 +85,10 @@ def _read(arguments: Sequence[str]) -> Work | int:
 
 
 def _end_on_interrupt() -> bool:
-    """Let Ctrl-C end the program without raising anything; return whether it does.
+    """Make Ctrl-C end the program without an exception; return whether it does now.
 
-    So it is while modules are imported: extension modules turn an exception that comes in the
-    middle of their import into others. Another handler, or being ignored, stays as it is.
+    This holds during imports, since extension modules turn an exception in their import into
+    others. Another handler, or an ignored signal, does not change.
     """
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end):
         return False
@@ -101,6 +101,6 @@ def _end_on_interrupt() -> bool:
 
 def _end(number: int, frame: FrameType | None) -> None:
     try:
-        os.write(2, b"trajpack: interrupted\n")  # what else there is may be half imported
+        os.write(2, b"trajpack: interrupted\n")  # other ways to print may be half imported
     finally:
         os._exit(INTERRUPTED)

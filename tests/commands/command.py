@@ -1,9 +1,17 @@
 """The command, called in this process."""
 
+from __future__ import annotations
+
 import io
+import operator
+import os
+import signal
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
+import pytest
+
+import trajpack
 from trajpack.cli import run
 
 
@@ -29,3 +37,15 @@ def refusal(*arguments: Any) -> str:
     assert line.startswith("trajpack: error: ")
     assert not any("error" in other for other in before)
     return line
+
+
+def signal_before(monkeypatch: pytest.MonkeyPatch, place: str, *numbers: signal.Signals) -> None:
+    """Send this process signals when the command calls ``place``, a path within trajpack."""
+    original = operator.attrgetter(place)(trajpack)
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(f"trajpack.{place}", signalled)

@@ -6,14 +6,12 @@ import asyncio
 import errno
 import io
 import json
-import operator
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ import pytest
 import torch
 
 import trajpack
-from tests.commands.command import Done, call, refusal
+from tests.commands.command import Done, call, refusal, signal_before
 from tests.support.warm_programs import WarmPrograms
 from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.agent.agents.answer_log import AnswerLog
@@ -519,26 +517,6 @@ def test_inspect_in_full_leaves_nothing_out(tmp_path: Path) -> None:
     pack([Trajectory("a", [Turn(list(range(500)), [103], [-0.5])])]).save(path)
     assert "tokens ...]" in call("inspect", path).stdout
     assert "tokens ...]" not in call("inspect", path, "--full").stdout
-
-
-@pytest.fixture
-def default_signals() -> Iterator[None]:
-    """As in a terminal; a test run in the background may have been told to ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def signal_before(monkeypatch: pytest.MonkeyPatch, place: str, *numbers: signal.Signals) -> None:
-    """Send this program signals when the command comes to ``place``."""
-    honest = operator.attrgetter(place)(trajpack)
-
-    def signalled(*arguments: Any, **options: Any) -> Any:
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        return honest(*arguments, **options)
-
-    monkeypatch.setattr(f"trajpack.{place}", signalled)
 
 
 @pytest.mark.usefixtures("default_signals")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.micro_batches.test_micro_batches import (
+from tests.packing.micro_batches.micro_batch_loops import (
     ALIGNMENTS,
     FIELDS,
     of_the_loss,

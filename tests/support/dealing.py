@@ -11,7 +11,7 @@ CLUSTER_FILES = {
     "tests/agent/ray/test_training_example.py",
     "tests/agent/ray/test_workers.py",
     "tests/agent/rollout/test_workers.py",
-    "tests/commands/test_servers_command.py",
+    "tests/commands/test_servers.py",
 }
 
 

@@ -1,4 +1,4 @@
-"""The options of the command, and which work they stand for."""
+"""The options of each sub-command, and the function that does its work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import typer
 
 import trajpack
 from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.settings import MAX_COUNT, EngineName, RolloutSettings
+from trajpack.agent.rollout.settings import MAX_COUNT, EngineName, RolloutSettings as _Rollout
+from trajpack.agent.training.settings import TrainSettings as _Train
 from trajpack.commands.terminal import results
 from trajpack.packing.layout import Layout
 
 _COUNT: Any = {"min": 1, "max": MAX_COUNT}
 
 Work: TypeAlias = Callable[[], int]
-"""What a command does once its options are read; returns the exit status."""
+"""The work of a command whose options were read; returns the exit status."""
 
 
 def read(arguments: Sequence[str]) -> Work | int:
-    """Return what is to be done, or the exit status where only help was asked for."""
+    """Return the work that the arguments ask for, or the exit status of a help text."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(_top)
     app.command("rollout")(rollout)
@@ -63,22 +64,34 @@ def _top(
 def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     dataset: Annotated[Path | None, typer.Option(help=_DATASET, show_default=False)] = None,
     model: Annotated[Path | None, typer.Option(help=_MODEL, show_default=False)] = None,
-    num_prompts: Annotated[int, typer.Option(**_COUNT, help="Questions to ask.")] = 16,
-    num_turns: Annotated[int, typer.Option("--turns", **_COUNT, help=_TURNS)] = 3,
-    group_size: Annotated[int, typer.Option(**_COUNT, help="Episodes for each question.")] = 2,
-    concurrency: Annotated[int, typer.Option(**_COUNT, help=_CONCURRENCY)] = 16,
-    max_new_tokens: Annotated[int, typer.Option(**_COUNT, help="Tokens of a completion.")] = 32,
+    num_prompts: Annotated[
+        int, typer.Option(**_COUNT, help="Questions to ask.")
+    ] = _Rollout.num_prompts,
+    num_turns: Annotated[int, typer.Option("--turns", **_COUNT, help=_TURNS)] = _Rollout.num_turns,
+    group_size: Annotated[
+        int, typer.Option(**_COUNT, help="Episodes for each question.")
+    ] = _Rollout.group_size,
+    concurrency: Annotated[int, typer.Option(**_COUNT, help=_CONCURRENCY)] = _Rollout.concurrency,
+    max_new_tokens: Annotated[
+        int, typer.Option(**_COUNT, help="Tokens of a completion.")
+    ] = _Rollout.max_new_tokens,
     layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
-    turn_discount: Annotated[float, typer.Option(help="Discount from turn to turn.")] = 1.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=_SEED)] = 0,
+    turn_discount: Annotated[
+        float, typer.Option(help="Discount from turn to turn.")
+    ] = _Rollout.turn_discount,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = _Rollout.device,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=_SEED)] = _Rollout.seed,
     out: Annotated[Path, typer.Option(help=_OUT)] = Path("trajpack-rollout/batch.safetensors"),
     answers: Annotated[Path | None, typer.Option(help=_ANSWERS, show_default=False)] = None,
-    engine: Annotated[EngineName, typer.Option(help=_ENGINE)] = "transformers",
+    engine: Annotated[EngineName, typer.Option(help=_ENGINE)] = _Rollout.engine,
     server: Annotated[list[str] | None, typer.Option(metavar="<url>", **_SERVER)] = None,
     log: Annotated[Path | None, typer.Option(help=_LOG, show_default=False)] = None,
-    num_workers: Annotated[int, typer.Option("--ray", min=0, max=MAX_COUNT, help=_RAY)] = 0,
-    max_attempts: Annotated[int, typer.Option("--attempts", **_COUNT, help=_ATTEMPTS)] = 1,
+    num_workers: Annotated[
+        int, typer.Option("--ray", min=0, max=MAX_COUNT, help=_RAY)
+    ] = _Rollout.num_workers,
+    max_attempts: Annotated[
+        int, typer.Option("--attempts", **_COUNT, help=_ATTEMPTS)
+    ] = _Rollout.max_attempts,
     metrics_port: Annotated[int | None, typer.Option(help=_METRICS, show_default=False)] = None,
 ) -> Work:
     """Let a model answer questions over several turns, and pack the turns into a batch.
@@ -94,7 +107,7 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
 
     chosen["answers"] = answers_folder(out) if answers is None else answers
     chosen["servers"] = tuple(server or ())
-    return partial(roll_out, RolloutSettings(**chosen), layout, out)
+    return partial(roll_out, _Rollout(**chosen), layout, out)
 
 
 _DATASET = "JSONL file of questions and answers. [default: sums made by reasoning-gym]"
@@ -155,13 +168,19 @@ _WIDTH = "Columns to use. [default: those of the terminal]"
 
 
 def train(
-    steps: Annotated[int, typer.Option(help="Steps of policy gradients.")] = 30,
-    num_prompts: Annotated[int, typer.Option(help="Questions for each step.")] = 16,
-    group_size: Annotated[int, typer.Option(help="Episodes for each question.")] = 8,
-    turns: Annotated[int, typer.Option(help="Answers of an episode at most.")] = 3,
-    warm_up_steps: Annotated[int, typer.Option(help="Supervised steps before.")] = 120,
-    learning_rate: Annotated[float, typer.Option(help="Of policy gradients.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of policy gradients.")] = _Train.num_steps,
+    num_prompts: Annotated[int, typer.Option(help="Questions for each step.")] = _Train.num_prompts,
+    group_size: Annotated[
+        int, typer.Option(help="Episodes for each question.")
+    ] = _Train.group_size,
+    turns: Annotated[int, typer.Option(help="Answers of an episode at most.")] = _Train.num_turns,
+    warm_up_steps: Annotated[
+        int, typer.Option(help="Supervised steps before.")
+    ] = _Train.warm_up_steps,
+    learning_rate: Annotated[
+        float, typer.Option(help="Of policy gradients.")
+    ] = _Train.learning_rate,
+    seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = _Train.seed,
     out: Annotated[Path, typer.Option(help=_CURVES)] = Path("trajpack-train/train.html"),
 ) -> Work:
     """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
@@ -170,10 +189,9 @@ def train(
 
     Example: trajpack train --out demo/train.html
     """
-    from trajpack.agent.training.settings import TrainSettings
     from trajpack.commands.train import train
 
-    settings = TrainSettings(
+    settings = _Train(
         num_steps=steps,
         num_prompts=num_prompts,
         group_size=group_size,

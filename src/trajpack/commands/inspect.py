@@ -1,4 +1,4 @@
-"""What ``trajpack inspect`` does."""
+"""The work of ``trajpack inspect``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trajpack.packing.batch.batch import PackedBatch
 def inspect_file(
     file: Path, tokenizer: Path | None, num_sequences: int, width: int | None, *, full: bool
 ) -> int:
-    """Show what is in a batch and its first sequences; return the exit status.
+    """Show a summary of a batch and its first sequences; return the exit status.
 
     Raises:
         SetupError: With one line for the user.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.packing.adapters.tiny_models import tiny_model
+from tests.packing.isolation.tiny_models import tiny_model
 from trajpack import GRPO, Trajectory, Turn
 from trajpack.agent.engines import transformers_batching
 from trajpack.agent.errors import EpisodeError, SetupError
@@ -24,7 +22,6 @@ from trajpack.agent.training.grpo import (
     check_logprobs,
     pack_episodes,
     record_step,
-    whole_groups,
 )
 from trajpack.agent.training.policy_trainer import StepOutcome
 from trajpack.agent.training.report import rise
@@ -147,32 +144,15 @@ def episode(prompt: str, sample: int, *rewards: float) -> EpisodeResult:
     return EpisodeResult(Prompt(prompt, [1]), (trajectory,), sample=sample)
 
 
-async def one_by_one(results: list[EpisodeResult]) -> AsyncGenerator[EpisodeResult, None]:
-    for result in results:
-        yield result
+def test_a_failed_episode_ends_the_training_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def step(self: Any, action: Any) -> None:
+        raise EpisodeError("a@0", "the dog ate it")
 
-
-def gathered(results: list[EpisodeResult], num_groups: int) -> list[list[str]]:
-    async def gather() -> list[list[str]]:
-        groups: AsyncIterator[list[EpisodeResult]]
-        async with aclosing(whole_groups(one_by_one(results), 2, num_groups)) as groups:
-            return [[result.qid for result in episodes] async for episodes in groups]
-
-    return asyncio.run(gather())
-
-
-def test_groups_are_gathered_whole_in_whatever_order_episodes_finish() -> None:
-    order = [("a", 1), ("b", 0), ("c", 1), ("b", 1), ("a", 0), ("c", 0)]
-    results = [episode(name, sample, 1.0) for name, sample in order]
-    assert gathered(results, 2) == [["b@0", "b@1", "a@1", "a@0"], ["c@1", "c@0"]]
-    assert gathered(results, 3) == [["b@0", "b@1", "a@1", "a@0", "c@1", "c@0"]]
-    assert gathered(results[:3], 1) == []
-
-
-def test_a_failed_episode_ends_the_training_with_its_reason() -> None:
-    failed = replace(episode("a", 0, 1.0), error=EpisodeError("a@0", "the dog ate it"))
-    with pytest.raises(SetupError, match="an episode failed: the dog ate it"):
-        gathered([failed], 1)
+    monkeypatch.setattr(grpo.ExactAnswerEnvironment, "step", step)
+    with pytest.raises(SetupError, match=r"an episode failed: .*the dog ate it"):
+        learn(Training(SMALL))
 
 
 def test_a_batch_is_credited_and_recorded_group_by_group() -> None:

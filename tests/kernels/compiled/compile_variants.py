@@ -15,9 +15,10 @@ from compile_groups import launches_of_groups
 from compile_planted import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 from compile_selection import launches_of_selections
 
-from trajpack.kernels.fields.build_triton import build_forward
-from trajpack.kernels.fields.gather_fields import Moved
-from trajpack.kernels.fields.gather_fields_triton import gather_fields_forward
+from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.fields.build_triton import write_fields
+from trajpack.kernels.fields.gather_fields import RowLayout, empty_units
+from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
@@ -31,9 +32,9 @@ from trajpack.kernels.reduce.whiten_triton import (
 PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
 Launches = Iterator[tuple[str, partial[Any]]]
 DEMANDING = {
-    "build_forward": {"aligned"},
+    "write_fields": {"aligned"},
     "gather_words_forward": {"aligned"},
-    "gather_fields_forward": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
+    "write_rows": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
     "pad_forward": {"3 x 1", "3 x 2"},
     "unpad_forward": {"3 x 1", "3 x 2"},
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
@@ -72,8 +73,9 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
     runs = words[:24].view(3, 8)
     returns = torch.zeros(9, device=device)
-    yield "aligned", partial(build_forward, words, runs, returns, 1500)
-    yield "unaligned", partial(build_forward, words[1:], runs, returns[1:], 1500)
+    fields = empty_fields(1500, words.device)
+    yield "aligned", partial(write_fields, words, runs, returns, 1500, fields)
+    yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], 1500, fields)
     table = torch.zeros((5, 4), dtype=torch.int64, device=device)
     yield "aligned", partial(gather_words_forward, table, 1500)
     yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
@@ -89,19 +91,20 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
     """Extra fields of every unit, one and several to a row, one and several at once."""
-    fields = {unit: Moved(1, unit, -1, unit % 2) for unit in (1, 2, 4, 8)}
+    fields = {unit: RowLayout(1, unit, -1, unit % 2) for unit in (1, 2, 4, 8)}
     cases = {f"1 x {unit}": [field] for unit, field in fields.items()}
     cases |= {f"3 x {unit}": [field._replace(width=3)] for unit, field in fields.items()}
     cases["1 x 1, all tokens"] = [fields[1]._replace(generated_only=0)]
     cases["1 x 2, generated"] = [fields[2]._replace(generated_only=1)]
     several = [fields[1], fields[2]._replace(width=3), fields[4], fields[8]]
     cases["1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"] = several
-    for label, moved in cases.items():
-        sources = torch.zeros((3, len(moved)), dtype=torch.int64, device=words.device)
-        yield label, partial(gather_fields_forward, words, runs, sources, 1500, moved)
+    for label, layouts in cases.items():
+        sources = torch.zeros((3, len(layouts)), dtype=torch.int64, device=words.device)
+        rows = {"layouts": layouts, "out": empty_units(layouts, 1500, words.device)}
+        yield label, partial(write_rows, words, runs, sources, 1500, **rows)
     unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
     shifted = words[1:], words[25:49].view(3, 8), unaligned
-    yield f"{label}, unaligned", partial(gather_fields_forward, *shifted, 1500, several)
+    yield f"{label}, unaligned", partial(write_rows, *shifted, 1500, **rows)
 
 
 def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:

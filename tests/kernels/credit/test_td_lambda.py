@@ -76,29 +76,3 @@ def test_the_gradient_is_that_of_the_returns() -> None:
     td_lambda(rewards, values, boundaries([2, 1]), gamma=0.5, lam=0.5).sum().backward()
     assert rewards.grad is not None
     assert rewards.grad.tolist() == [1.0, 1.25, 1.0]
-
-
-@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_shapes_alone_are_enough_on_the_meta_device(observation: Any, impl: Any) -> None:
-    tokens, cu_seqlens = torch.empty(7, device="meta"), boundaries([3, 4]).to("meta")
-    mask = torch.empty(7, dtype=torch.bool, device="meta")
-    returns = td_lambda(
-        tokens, tokens, cu_seqlens, loss_mask=mask, observation=observation, impl=impl
-    )
-    assert (returns.shape, returns.dtype, returns.device.type) == ((7,), torch.float32, "meta")
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "changed"),
-    [
-        (TypeError, "rewards must be a tensor, got list", {"rewards": [1.0]}),
-        (ValueError, r"values must have one.* 3 token\(s\).*\[1\]",
-         {"values": torch.ones(1)}),
-        (TypeError, "lam must be a number or a tensor, got None", {"lam": None}),
-    ],
-)  # fmt: skip
-def test_wrong_input_is_named(error: type[Exception], match: str, changed: dict[str, Any]) -> None:
-    right = {"rewards": torch.ones(3), "values": torch.ones(3), "cu_seqlens": boundaries([3])}
-    with pytest.raises(error, match=match):
-        td_lambda(**(right | changed))

@@ -23,7 +23,7 @@ from tests.kernels.credit.token_loops import (
 )
 from trajpack.kernels.credit.gae import gae
 from trajpack.kernels.credit.vtrace import vtrace
-from trajpack.testing import assert_same_bits, boundaries
+from trajpack.testing import assert_same_bits
 
 CLIPS = {"rho_clip": 0.875, "c_clip": 0.75, "advantage_rho_clip": 1.25}
 """All different, on both sides of 1, and exact in float32, as Triton's kernels get them."""
@@ -170,69 +170,3 @@ def test_it_has_no_gradient() -> None:
         traced(batch._replace(rewards=batch.rewards.requires_grad_()), "torch")
     with torch.no_grad():
         assert not traced(batch, "torch")[0].requires_grad
-
-
-@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_shapes_alone_are_enough_on_the_meta_device(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    moved = batch._replace(
-        **{n: r.to("meta") for n, r in batch._asdict().items() if n != "lengths"}
-    )
-    rows = vtrace(
-        moved.rewards, moved.values, batch.cu_seqlens.to("meta"), moved.logprobs,
-        moved.rollout_logprobs, impl=impl, observation=observation, **moved.options(),
-    )  # fmt: skip
-    for result in rows:
-        assert (result.shape, result.dtype) == (batch.rewards.shape, torch.float32)
-        assert result.device.type == "meta"
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_it_compiles_into_one_graph(dynamic: bool) -> None:
-    def targets(*inputs: torch.Tensor) -> torch.Tensor:
-        advantages, targets = vtrace(*inputs, lam=0.5)
-        return advantages + targets
-
-    compiled = torch.compile(targets, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for masks in (["ggg", "gggg"], ["g", "", "gggggggg"]):
-        batch = batch_of(masks)
-        inputs = batch.rewards, batch.values, batch.cu_seqlens
-        logprobs = batch.logprobs, batch.rollout_logprobs
-        assert_same_bits(compiled(*inputs, *logprobs), targets(*inputs, *logprobs))
-
-
-THREE = torch.ones(3)
-CU = boundaries([2, 1])
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "changed"),
-    [
-        (TypeError, "^vtrace: rewards must be a tensor, got list", {"rewards": [1.0]}),
-        (TypeError, "values must be float32 or float64, got int64", {"values": torch.arange(3)}),
-        (ValueError, r"values must have one entry for each of 3 tok.*\[2\]", {"values": THREE[1:]}),
-        (TypeError, "cu_seqlens must be int32, got int64", {"cu_seqlens": CU.long()}),
-        (ValueError, r"logprobs must have 1 dim.*\[1, 3\]", {"logprobs": THREE[None]}),
-        (ValueError, "logprobs is on meta but", {"logprobs": THREE.to("meta")}),
-        (ValueError, r"rollout_logprobs must have one.*\[4\]", {"rollout_logprobs": torch.ones(4)}),
-        (ValueError, "no gradient flows to logprobs; pass logprobs.detach",
-         {"logprobs": torch.ones(3, requires_grad=True)}),
-        (TypeError, "gamma must be a number or a tensor, got '1'", {"gamma": "1"}),
-        (ValueError, r"lam must have one entry for each of 2 segment.*\[3\]", {"lam": THREE}),
-        (TypeError, "loss_mask must be bool, got float32", {"loss_mask": THREE}),
-        (ValueError, r"bootstrap must have one entry for each of 2", {"bootstrap": THREE}),
-        (ValueError, "observation must be one of 'carry', .*, got 'hold'", {"observation": "hold"}),
-        (ValueError, "rho_clip must be above 0, got 0.0", {"rho_clip": 0.0}),
-        (ValueError, "c_clip must be above 0, got -1", {"c_clip": -1}),
-        (ValueError, "advantage_rho_clip must be .*, got nan", {"advantage_rho_clip": math.nan}),
-        (TypeError, "rho_clip must be a number, got True", {"rho_clip": True}),
-        (TypeError, "c_clip must be a number, got None", {"c_clip": None}),
-        (TypeError, "max_seqlen must be an int or None, got 3.0", {"max_seqlen": 3.0}),
-        (ValueError, "impl must be 'auto', .*, got 'numpy'", {"impl": "numpy"}),
-    ],
-)  # fmt: skip
-def test_wrong_input_is_named(error: type[Exception], match: str, changed: dict[str, Any]) -> None:
-    right = dict.fromkeys(("rewards", "values", "logprobs", "rollout_logprobs"), THREE)
-    with pytest.raises(error, match=match):
-        vtrace(**{**right, "cu_seqlens": CU, **changed})

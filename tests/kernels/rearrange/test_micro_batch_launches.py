@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.kernels.credit.test_credit_launches import torch_ops, unexecuted
 from tests.kernels.test_launches import VIEWS, RecordedOps
-from tests.packing.micro_batches.test_micro_batches import ALIGNMENTS, of_the_loss, some_batch
+from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS, of_the_loss, some_batch
 from trajpack.kernels.rearrange.select_tokens import TokenSources
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.plan.plan import plan_micro_batches

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.packing.adapters.model_kernels import flash_kernels
 from tests.packing.adapters.peers import ABSENT, Peer, find_peer, stand_ins
 
 
@@ -66,10 +65,3 @@ def trl() -> SimpleNamespace:
             TreeRow=packing.TreeRow,
             utils=utils,
         )
-
-
-@pytest.fixture(scope="module")
-def flash_attention() -> Iterator[None]:
-    """Let models take a stand-in of flash attention where their configuration asks for it."""
-    with flash_kernels():
-        yield

@@ -1,4 +1,7 @@
+import gzip
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +17,15 @@ from tests.packing.adapters.cases import (
 )
 from tests.packing.adapters.peers import stand_in, stand_ins
 from trajpack import GRPO, TokenField, Trajectory, Turn, TurnReturns, pack
-from trajpack.packing.adapters.areal import from_padded_dict, to_padded_dict, to_update_dict
+from trajpack.packing.adapters.areal import (
+    from_padded_dict,
+    to_padded_dict,
+    to_sequence_sample,
+    to_update_dict,
+)
 from trajpack.testing import assert_same_bits, trajectory_lists
 
+ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "multi_turn_agent.json.gz"
 PAD = 99
 
 
@@ -193,24 +202,102 @@ def test_turns_without_anything_between_are_told_apart_by_turn_ids():
     assert (apart.turns[1].version_start, apart.turns[1].version_end) == (5, 6)
 
 
-def test_what_is_no_rollout_is_refused():
-    found = to_padded_dict(plain_batch())
-    with pytest.raises(ValueError, match=r"\['logprobs'\] are missing"):
-        from_padded_dict({key: found[key] for key in found if key != "logprobs"})
-    for key, values in found.items():
-        if key in ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "turn_ids"):
-            with pytest.raises(ValueError, match=r"must have shape \[3, 1[12]\], got \[3, 1[12]\]"):
-                from_padded_dict(found | {key: values[:, :-1]})
-    with pytest.raises(ValueError, match=r"rewards must have shape \[3\], got \[3, 1\]"):
-        from_padded_dict(found | {"rewards": found["rewards"][:, None]})
-    with pytest.raises(ValueError, match="groups must be 3, one a row, got 1"):
-        from_padded_dict(found, groups=["one"])
-    with pytest.raises(ValueError, match="the first token must not be a generated one"):
-        from_padded_dict(found | {"loss_mask": torch.ones_like(found["loss_mask"])})
-
-
 def test_a_batch_with_group_advantages_keeps_them_at_generated_tokens():
     batch = plain_batch().with_advantages(GRPO())
     found = to_update_dict(batch)
     assert not found["advantages"][found["loss_mask"] == 0].any()
     assert found["advantages"].sum() == pytest.approx(batch.advantages.sum().item())
+
+
+def recorded_cases():
+    if not ORACLE.exists():
+        return []
+    with gzip.open(ORACLE) as file:
+        return json.load(file)
+
+
+def recorded_trajectory(case):
+    """Shape rewards and prompts as the recorded agent did; the agent's own test drives ours."""
+    turns = []
+    for prompt, output, success in zip(
+        case["observations"], case["turns"], case["success"], strict=True
+    ):
+        turns.append(
+            Turn(
+                prompt_ids=prompt,
+                completion_ids=output["output_ids"],
+                completion_logprobs=output["output_logprobs"],
+                reward=((float(success) - 0.5) * 2 - case["reward_bias"]) * case["reward_scaling"],
+                truncated=output["no_eos"],
+                version_start=output["version_start"],
+                version_end=output["version_end"],
+            )
+        )
+    return Trajectory(
+        case["qid"], turns, None, case["turn_level_discount"], case["task_id"], birth_time_ms=1
+    )
+
+
+def assert_matches(sample, case):
+    expected = case["expected"]
+    assert sample["ids"] == expected["ids"]
+    assert sample["keys"] == set(expected["seqlens"])
+    assert sample["seqlens"] == expected["seqlens"]
+    assert {key: str(dtype) for key, dtype in sample["dtypes"].items()} == expected["dtypes"]
+    for key, values in expected["data"].items():
+        wanted = torch.tensor(values, dtype=sample["dtypes"][key])
+        assert torch.equal(sample["data"][key], wanted), key
+
+
+@pytest.mark.skipif(not ORACLE.exists(), reason=f"{ORACLE} is absent")
+@pytest.mark.parametrize("case", recorded_cases(), ids=lambda case: case["qid"])
+def test_a_recorded_episode_gives_the_recorded_sample_exactly(case):
+    batch = pack([recorded_trajectory(case)], layout="turns")
+    assert_matches(to_sequence_sample(batch), case)
+
+
+def test_a_batch_of_trajectories_is_their_samples_side_by_side():
+    first, second = conversation("a", 2), conversation("b", 3)
+    sample = to_sequence_sample(pack([first, second], layout="turns"))
+    alone = [to_sequence_sample(pack([t], layout="turns")) for t in (first, second)]
+    assert sample["ids"] == ["a", "b"]
+    for key in sample["keys"]:
+        assert sample["seqlens"][key] == alone[0]["seqlens"][key] + alone[1]["seqlens"][key]
+        pieces = [piece["data"][key] for piece in alone]
+        assert torch.equal(sample["data"][key], torch.cat(pieces)), key
+
+
+def test_logprobs_are_shifted_by_one_in_each_sequence():
+    sample = to_sequence_sample(pack([conversation("a", 2)], layout="turns"))
+    expected = [0.0, -0.5, 0.0, 0.0, 0.0, 0.0, -1.5, -1.625]
+    assert sample["data"]["packed_logprobs"].tolist() == expected
+
+
+def test_a_sequence_of_one_token_has_no_shifted_logprob():
+    batch = pack([Trajectory("a", [Turn([1], [], [])])], layout="turns")
+    sample = to_sequence_sample(batch)
+    assert sample["seqlens"]["packed_logprobs"] == [[0]]
+    assert sample["data"]["packed_logprobs"].shape == (0,)
+
+
+def test_an_empty_batch_is_an_empty_sample():
+    sample = to_sequence_sample(pack([], layout="turns"))
+    assert sample["ids"] == []
+    assert sample["data"]["packed_prompts"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "layout", "message"),
+    [
+        ([conversation("a")], "merged", "needs layout 'turns', got 'merged'"),
+        ([conversation("a"), conversation("a")], "turns", r"repeated: \['a'\]"),
+        (
+            [conversation("a", task_id=1), conversation("b")],
+            "turns",
+            r"task_ids must be given for all .* 'b' has none",
+        ),
+    ],
+)
+def test_batches_that_are_no_sequence_sample_are_refused(trajectories, layout, message):
+    with pytest.raises(ValueError, match=message):
+        to_sequence_sample(pack(trajectories, layout=layout))

@@ -285,6 +285,178 @@ def test_none_in_the_place_of_a_rollout_is_refused_by_name() -> None:
     assert [one.group for one in found] == [None, None]
 
 
+SAMPLE = {
+    "group_index": 4,
+    "tokens": [1, 2, 3, 4],
+    "response_length": 2,
+    "rollout_log_probs": [-1.0, -2.0],
+    "reward": 0.5,
+}
+TITLED = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
+MASK = {"ids": b"", "counts": bytes(8), "logprobs": b""}
+TEACHER = OUTPUT | {"reward_score": 1.0, "extra_fields": {"teacher_ids": [[1, 2]]}}
+ROUTED = {"fields": ["routed_experts"]}
+MASKED = {"fields": ["sampling_mask"]}
+TAUGHT = {"fields": ["teacher_ids"]}
+VALUES = {"fields": ["values"]}
+UNEVEN = {"rollout_top_p_token_ids": [1, 2, 3], "rollout_top_p_token_offsets": [0, 1, 2]}
+STOPPED = GENERATED | {"rollout_sample_support": [[1]] * 2}
+
+
+def shorter(given: dict[str, Any], key: str) -> dict[str, Any]:
+    """Leave out a column or an entry of one key."""
+    values = given[key]
+    return given | {key: values[:, 1:] if isinstance(values, torch.Tensor) else values[1:]}
+
+
+def of_proto(**tensors: Any) -> dict[str, Any]:
+    return PROTO | {"tensors": PROTO["tensors"] | tensors}
+
+
+REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
+    areal.from_padded_dict: [
+        (without(PADDED, "logprobs"), {}, r"\['logprobs'\] are missing"),
+        *(
+            (shorter(PADDED, key), {}, r"must have shape \[2, [45]\], got \[2, [45]\]")
+            for key in ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
+        ),
+        (shorter(PADDED, "turn_ids"), {}, r"turn_ids must have shape \[2, 5\], got \[2, 4\]"),
+        (
+            PADDED | {"rewards": torch.zeros(2, 1)},
+            {},
+            r"rewards must have shape \[2\], got",
+        ),
+        (PADDED, {"groups": ["one"]}, "groups must be 2, one a row, got 1"),
+        (
+            PADDED | {"loss_mask": torch.ones(2, 5)},
+            {},
+            "the first token must not be a generated one",
+        ),
+    ],
+    slime.from_samples: [
+        (
+            [SAMPLE | {"multimodal_inputs": {"x": 1}}],
+            {},
+            "'4_0': multimodal_inputs are",
+        ),
+        (
+            [SAMPLE | {"rollout_routed_experts": [[0, 1]] * 3}],
+            ROUTED,
+            r"'4_0': routes must be \[tokens, layers, k\], got shape",
+        ),
+        ([SAMPLE], ROUTED, "'4_0': rollout_routed_experts are missing"),
+        ([SAMPLE], VALUES, r"fields must be of .*, got \['values'\]"),
+        ([SAMPLE | UNEVEN], MASKED, "has 3 tokens, but counts of 2"),
+        ([without(SAMPLE, "rollout_log_probs")], {}, "'4_0': rollout_log_probs are missing"),
+        ([{"response_length": 1}], {}, "trajectory '0': tokens are missing"),
+        ([SAMPLE | {"response_length": 5}], {}, r"response_length must be in \[0, 4\], got 5"),
+        ([SAMPLE | {"reward": {"acc": 1}}], {}, r"reward must be a number, got \{'acc': 1\}"),
+        ([SAMPLE | {"reward": "1"}], {}, "'4_0': reward must be a number, got str"),
+        ([SAMPLE | {"rollout_log_probs": [-1.0]}], {}, r"logprobs must have shape \[4\]"),
+    ],
+    slime.from_train_data: [
+        (without(TRAIN, "tokens"), {}, r"\['tokens'\] are missing"),
+        (shorter(TRAIN, "truncated"), {}, "lists must have one length, got .*'truncated': 1"),
+    ],
+    partial(prime_rl.from_training_samples, missing_reward=0.0): [
+        *(
+            ([TITLED | {key: {"images": []}}], {}, f"'0': {key} are there, which are not carried")
+            for key in prime_rl.REFUSED
+        ),
+        *(([without(TITLED, key)], {}, f"'0': {key} are missing") for key in TITLED),
+        ([TITLED | {"sampling_mask": MASK}], MASKED, "logprobs of a sampling_mask are not carried"),
+        ([TITLED | {"sampling_mask": MASK}], {}, "name sampling_mask in fields, or take them out"),
+        ([TITLED], {"fields": ["temperatures"]}, "'0': temperatures are missing"),
+        (
+            [TITLED | {"temperatures": [1.0]}],
+            {"fields": ["temperatures"]},
+            "'0': temperatures must have 2 rows, one for each token",
+        ),
+        ([TITLED], {"rewards": [1.0, 2.0]}, "rewards must be 1, one a row, got 2"),
+        ([TITLED | {"mask": [True] * 2}], {"ids": ["a"]}, "'a': the first token must not be a gen"),
+        ([TITLED | {"mask": [True]}], {}, "trajectory '0': mask must have shape"),
+    ],
+    skyrl.from_generator_output: [
+        *((without(GENERATED, key), {}, rf"{key}'.* missing") for key in skyrl.NEEDED),
+        *(
+            (shorter(GENERATED, key), {}, r"must be [12], one for each of response_ids, got [12]")
+            for key in (*skyrl.NEEDED, "rewards", "trajectory_ids", "stop_reasons")
+        ),
+        (
+            GENERATED | {"trajectory_ids": [("a", 0)] * 2},
+            {},
+            r"trajectory_ids must be of class TrajectoryID, got \('a', 0\)",
+        ),
+        (STOPPED, {}, "name sampling_mask in fields, or take them out"),
+        (
+            GENERATED,
+            VALUES,
+            r"fields must be of \['routed_experts', .*\['values'\]",
+        ),
+        (GENERATED, ROUTED, "rollout_expert_indices are missing"),
+        (
+            GENERATED | {"pixel_values": [torch.zeros(1)] * 2},
+            {},
+            "pixel_values are there",
+        ),
+    ],
+    verl.from_data_proto: [
+        *(
+            (of_proto(**{key: PROTO["tensors"][key][:, 1:]}), {}, r"\w+ must have shape \[2, ")
+            for key in verl.NEEDED
+        ),
+        *(
+            (of_proto(**{key: PROTO["tensors"][key][0]}), {}, r"\w+ must have shape")
+            for key in verl.NEEDED
+        ),
+        (of_proto(rollout_log_probs=None), {}, r"\['rollout_log_probs'\] are missing"),
+        (PROTO, {"ids": ["a"]}, "ids must be 2, one a row, got 1"),
+        (of_proto(responses=-torch.ones(2, 3).long()), {}, "'g_0': response_ids must be 0 or more"),
+        (PROTO["tensors"], {}, "must be a padded DataProto or its dictionary, got dict"),
+        (verl.to_tensordict(REWARDED), {}, "got TensorDict"),
+        (PROTO | {"non_tensors": {"uid": ["a"]}}, {}, "uid must be 2, one a row, got 1"),
+    ],
+    verl.from_agent_loop_outputs: [
+        *(([without(OUTPUTS[0], key)], {}, f"'0' has no {key}") for key in verl.OUTPUT_KEYS),
+        ([], {"groups": ["task"]}, "groups must be 0, one a row, got 1"),
+        ([[]], {"groups": ["task"]}, "'task_0' is an empty list of outputs"),
+        (
+            [OUTPUTS[0] | {"multi_modal_data": {"images": ["one"], "videos": None}}],
+            {},
+            "'0': images are there, which are not carried",
+        ),
+        ([TEACHER], {}, "'0': teacher_ids are there: name teacher_ids in fields"),
+        (OUTPUTS, ROUTED, "'0': routed_experts are missing"),
+        (
+            [TEACHER],
+            VALUES,
+            r"fields must be of \['routed_experts', .*\['values'\]",
+        ),
+        (
+            [TEACHER],
+            TAUGHT,
+            "teacher_ids must have 5 rows, one for each token",
+        ),
+    ],
+}
+CASES = [(read, *case) for read, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("read", "given", "options", "message"), CASES)
+def test_rollouts_that_cannot_be_read_are_refused(
+    read: Any, given: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        read(given, **options)
+
+
+def test_absent_images_are_no_images() -> None:
+    assert len(slime.from_samples([SAMPLE | {"multimodal_inputs": {}}])) == 1
+    for key in prime_rl.REFUSED:
+        assert prime_rl.from_training_samples([TITLED | {key: None}], rewards=[1.0])
+    assert verl.from_agent_loop_outputs([OUTPUTS[0] | {"multi_modal_data": {"images": []}}])
+
+
 def test_trajectories_without_a_group_share_their_name_with_no_other() -> None:
     turn = Turn([1], [2], [-1.0])
     given = [("x", None), ("y", None), ("x", None), ("b", "y"), ("c", "y")]

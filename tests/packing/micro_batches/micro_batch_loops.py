@@ -1,12 +1,16 @@
-"""Micro-batches cut out sequence by sequence, and what they must look like."""
+"""Batches, alignments, and micro-batches cut out sequence by sequence."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import numpy as np
 import torch
 
-from trajpack.testing import assert_same_bits
+from trajpack import TokenField, Trajectory, pack
+from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.testing import assert_same_bits, random_trajectory
 
 PADDING = {"turn_ids": -1, "policy_versions": -1, "prompt_mask": False, "loss_mask": False}
 OWN = ("input_ids", "turn_ids", "prompt_mask", "loss_mask", "rollout_logprobs", "policy_versions")
@@ -96,3 +100,55 @@ def check_places(micro_batch, kept, true, padded, alignment):
     assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is micro_batch.cu_seqlens_padded
     fixed = alignment.total is not None and alignment.max_sequences is not None
     assert micro_batch.max_seqlen == (alignment.total if fixed else max(padded, default=0))
+
+
+FIELDS = [
+    TokenField("experts", torch.uint8, shape=(2, 3), fill=255),
+    TokenField("reference", torch.float64, fill=-1.0),
+]
+
+
+def some_batch(count=7, layout="merged", fields=FIELDS, device="cpu", num_turns=3):
+    """Conversations of short turns, each with a field of experts and one of numbers."""
+    rng = np.random.default_rng(count)
+    trajectories = []
+    for index in range(count):
+        drawn = random_trajectory(
+            rng, str(index), num_turns=num_turns, prompt=(1, 9), completion=(0, 20)
+        )
+        turns = [
+            dataclasses.replace(turn, fields=rows_of(rng, turn, fields)) for turn in drawn.turns
+        ]
+        trajectories.append(Trajectory(str(index), turns, group=str(index // 3)))
+    return pack(trajectories, layout, fields=fields, device=device)
+
+
+def rows_of(rng, turn, fields):
+    size = len(turn.completion_ids)
+    rows = {
+        "experts": rng.integers(0, 9, (size, 2, 3), dtype=np.uint8),
+        "reference": rng.standard_normal(size),
+    }
+    return {field.name: rows[field.name] for field in fields}
+
+
+def of_the_loss(batch):
+    """Tensors that a loss takes beside the batch's own."""
+    count = batch.num_tokens
+    return {
+        "values": torch.linspace(0, 1, max(count, 1))[:count],
+        "top": torch.arange(4 * count, dtype=torch.bfloat16).view(count, 4),
+        "kept": torch.arange(count) % 2 == 0,
+    }
+
+
+ALIGNMENTS = {
+    "none": Alignment(),
+    "sequences of 8": Alignment(sequence_multiple=8),
+    "total of 128": Alignment(total_multiple=128, positions="zero", token_id=5),
+    "both, extending": Alignment(sequence_multiple=4, total_multiple=24, tail="extend"),
+    "extending alone": Alignment(total_multiple=64, tail="extend"),
+    "separate": Alignment(sequence_multiple=4, total_multiple=32, tail="separate"),
+    "fixed": Alignment(sequence_multiple=2, total=2048, max_sequences=9),
+    "fixed, extending": Alignment(total=1024, max_sequences=9, tail="extend", positions="zero"),
+}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.micro_batches.test_micro_batches import ALIGNMENTS, of_the_loss, some_batch
+from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS, some_batch
 from trajpack import GRPO, Trajectory, Turn, pack
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits, trajectory_lists
@@ -66,34 +66,6 @@ def test_a_label_is_where_the_model_predicts_it():
 def test_an_unknown_convention_is_refused():
     with pytest.raises(ValueError, match="'next', 'own' or 'drop_last', got 'roll'"):
         some_batch(1).labels("roll")
-
-
-@pytest.mark.parametrize("partition", ["zigzag", "contiguous", "whole"])
-def test_shares_of_all_ranks_are_the_micro_batch(partition):
-    batch = some_batch()
-    alignment = Alignment(sequence_multiple=8, total_multiple=64, max_sequences=8)
-    micro_batch = batch.select([4, 1, 0], alignment, of_the_loss(batch))
-    labels = {"labels": micro_batch.labels()}
-    shares = [micro_batch.shard(4, rank, partition, labels) for rank in range(4)]
-    index = torch.cat([micro_batch.context_parallel_index(4, r, partition) for r in range(4)])
-    whole = {n: t for n, t in micro_batch.tensors().items() if not n.startswith("cu_seqlens")}
-    whole |= {**micro_batch.fields, **labels}
-    assert set(shares[0]) == set(whole)
-    for name, tensor in whole.items():
-        gathered = torch.empty_like(tensor)
-        gathered[index] = torch.cat([share[name] for share in shares])
-        assert_same_bits(gathered, tensor, name)
-
-
-def test_sequences_that_do_not_divide_are_refused_on_any_device():
-    for device in ("cpu", "meta"):
-        micro_batch = some_batch(2, device=device).select([0, 1], Alignment(total_multiple=8))
-        first = micro_batch.seqlens[0]
-        with pytest.raises(
-            ValueError,
-            match=f"a multiple of 8 tokens, sequence 0 takes {first}; .* sequence_multiple=8",
-        ):
-            micro_batch.shard(4, 0)
 
 
 @pytest.mark.parametrize("op", ["shift", "drop"])

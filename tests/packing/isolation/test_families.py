@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.packing.adapters.tiny_models import (
+from tests.packing.isolation.tiny_models import (
     FAMILIES,
     NOT_TINY,
     VOCABULARY,
@@ -22,7 +22,7 @@ from tests.packing.adapters.tiny_models import (
     tiny_model,
     tiny_model_with_pictures,
 )
-from tests.packing.micro_batches.test_micro_batches import ALIGNMENTS
+from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.adapters.huggingface import check_isolation
 

@@ -1,4 +1,4 @@
-"""Logs that an earlier release wrote as Parquet segments are converted, whole or not at all."""
+"""Parquet export, and conversion of logs that an earlier release wrote as segments."""
 
 import json
 import random
@@ -8,8 +8,9 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 
-from tests.packing.trajectory_log.log_cases import BY_HAND, read, turn
+from tests.packing.trajectory_log.log_cases import BY_HAND, read, turn, write
 from tests.packing.trajectory_log.old_log_cases import (
     ERRORS,
     FIELDS,
@@ -17,7 +18,7 @@ from tests.packing.trajectory_log.old_log_cases import (
     SEGMENTS,
     trajectories,
 )
-from trajpack import TokenField, Trajectory, pack
+from trajpack import TokenField, Trajectory, Turn, VersionSpan, pack
 from trajpack.packing.trajectory_log import parquet as log_parquet
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
@@ -376,13 +377,6 @@ def test_too_little_memory_is_no_damage(old, monkeypatch):
     assert not (old / "log.sqlite").exists()
 
 
-def test_who_lacks_pyarrow_is_told_what_to_install(old, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"'pyarrow': install trajpack\[log\]"):
-        TrajectoryLog.open(old)
-    assert not (old / "log.sqlite").exists()
-
-
 def test_a_conversion_that_was_interrupted_begins_anew(old, monkeypatch):
     def fail(*_):
         raise OSError("power")
@@ -395,3 +389,47 @@ def test_a_conversion_that_was_interrupted_begins_anew(old, monkeypatch):
     (old / "log.sqlite.tmp").write_bytes(b"left by one that was killed")
     convert(old)
     assert_converted(old)
+
+
+def test_a_log_is_exported_as_parquet(tmp_path):
+    field = TokenField("v", torch.float32)
+    spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)]
+    one = Turn([1, 2], [3, 4], [-0.5, -1.0], 0.25, True, 1, 2, spans, {"v": [0.5, 1.5]})
+    other = Turn([1, 2, 3, 4, 5], [6], [-2.0], version_start=2, version_end=2, fields={"v": [2.5]})
+    with TrajectoryLog.open(tmp_path / "episodes", fields=[field], options=BY_HAND) as log:
+        log.append("a", [Trajectory("\ud800", [one, other], None, 0.5, None, 7)])
+        log.append("b", [], error="gone")
+        log.append("waiting", [])
+        with pytest.raises(ValueError, match=r"compression_level must be in \[1, 22\], got 99"):
+            log.export_parquet(tmp_path / "no", compression_level=99)
+        log.flush()
+        log.append("later", [])
+        log.export_parquet(tmp_path / "log.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["episodes", "log.parquet"]
+    table = parquet.read_table(tmp_path / "log.parquet")
+    assert json.loads(table.schema.metadata[b"trajpack"]) == {"fields": [field.as_json()]}
+    rows = table.to_pylist()
+    assert [row["episode"] for row in rows] == [b"a", b"b", b"waiting"]
+    assert rows[0] == {
+        "episode": b"a", "error": None, "trajectory_id": [b"\xed\xa0\x80"], "group": [None],
+        "task_id": [None], "birth_time_ms": [7], "turn_discount": [0.5], "num_turns": [2],
+        "chain_size": [6], "token_ids": [1, 2, 3, 4, 5, 6], "turn_chain": [0, 0],
+        "turn_begin": [2, 5], "turn_size": [2, 1], "turn_reward": [0.25, 0.0],
+        "turn_truncated": [True, False], "turn_version_start": [1, 2],
+        "turn_version_end": [2, 2], "turn_num_spans": [2, 0], "span_version": [1, 2],
+        "span_start": [0, 1], "span_end": [1, 2], "rollout_logprobs": [-0.5, -1.0, -2.0],
+        "field_0": np.array([0.5, 1.5, 2.5], np.float32).tobytes(),
+    }  # fmt: skip
+    assert (rows[1]["error"], rows[1]["token_ids"]) == (b"gone", [])
+
+
+def test_conversion_and_export_without_pyarrow_name_the_extra(old, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"'pyarrow': install trajpack\[log\]"):
+        TrajectoryLog.open(old)
+    assert not (old / "log.sqlite").exists()
+    write(tmp_path / "new", [0])
+    with TrajectoryLog.open(tmp_path / "new", mode="read") as log:
+        assert len(list(log.replay())) == 1
+        with pytest.raises(ImportError, match=r"'pyarrow': install trajpack\[log\]"):
+            log.export_parquet(tmp_path / "log.parquet")

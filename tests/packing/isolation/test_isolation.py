@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.packing.adapters.tiny_models import tiny_model
+from tests.packing.isolation.tiny_models import tiny_model
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.huggingface import check_isolation, to_padding_free
 from trajpack.packing.micro_batches.alignment import Alignment

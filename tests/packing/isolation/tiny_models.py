@@ -13,7 +13,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.packing.adapters.model_kernels import recurrent_kernels
+from tests.packing.isolation.model_kernels import recurrent_kernels
 
 VOCABULARY = 128
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.packing.adapters.tiny_models import tiny_model
+from tests.packing.isolation.tiny_models import tiny_model
 from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.agent.training.arithmetic import build_arithmetic_model, lazy_demonstrations
 from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs, warm_up

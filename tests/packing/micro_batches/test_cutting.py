@@ -1,4 +1,4 @@
-"""Micro-batches: what slices of the batch come to, and outputs that go back to their places."""
+"""Micro-batches compared with slices of the batch, merged outputs, and refused input."""
 
 from __future__ import annotations
 
@@ -9,62 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.micro_batches.micro_batch_loops import check_micro_batch
-from trajpack import GRPO, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
+from tests.packing.micro_batches.micro_batch_loops import (
+    ALIGNMENTS,
+    check_micro_batch,
+    of_the_loss,
+    some_batch,
+)
+from trajpack import GRPO, StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.plan.plan import plan_micro_batches
-from trajpack.testing import assert_same_bits, random_trajectory, trajectory_lists
-
-FIELDS = [
-    TokenField("experts", torch.uint8, shape=(2, 3), fill=255),
-    TokenField("reference", torch.float64, fill=-1.0),
-]
-
-
-def some_batch(count=7, layout="merged", fields=FIELDS, device="cpu", num_turns=3):
-    """Conversations of short turns, each with a field of experts and one of numbers."""
-    rng = np.random.default_rng(count)
-    trajectories = []
-    for index in range(count):
-        drawn = random_trajectory(
-            rng, str(index), num_turns=num_turns, prompt=(1, 9), completion=(0, 20)
-        )
-        turns = [
-            dataclasses.replace(turn, fields=rows_of(rng, turn, fields)) for turn in drawn.turns
-        ]
-        trajectories.append(Trajectory(str(index), turns, group=str(index // 3)))
-    return pack(trajectories, layout, fields=fields, device=device)
-
-
-def rows_of(rng, turn, fields):
-    size = len(turn.completion_ids)
-    rows = {
-        "experts": rng.integers(0, 9, (size, 2, 3), dtype=np.uint8),
-        "reference": rng.standard_normal(size),
-    }
-    return {field.name: rows[field.name] for field in fields}
-
-
-def of_the_loss(batch):
-    """Tensors that a loss takes beside the batch's own."""
-    count = batch.num_tokens
-    return {
-        "values": torch.linspace(0, 1, max(count, 1))[:count],
-        "top": torch.arange(4 * count, dtype=torch.bfloat16).view(count, 4),
-        "kept": torch.arange(count) % 2 == 0,
-    }
-
-
-ALIGNMENTS = {
-    "none": Alignment(),
-    "sequences of 8": Alignment(sequence_multiple=8),
-    "total of 128": Alignment(total_multiple=128, positions="zero", token_id=5),
-    "both, extending": Alignment(sequence_multiple=4, total_multiple=24, tail="extend"),
-    "extending alone": Alignment(total_multiple=64, tail="extend"),
-    "separate": Alignment(sequence_multiple=4, total_multiple=32, tail="separate"),
-    "fixed": Alignment(sequence_multiple=2, total=2048, max_sequences=9),
-    "fixed, extending": Alignment(total=1024, max_sequences=9, tail="extend", positions="zero"),
-}
+from trajpack.packing.plan.ranks import plan_ranks
+from trajpack.testing import assert_same_bits, trajectory_lists
 
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])
@@ -139,9 +94,6 @@ def test_what_is_wrong_with_a_plan_is_said_before_the_first_micro_batch():
         batch.micro_batches(plan_micro_batches([3, 4], 9))
 
 
-# --- merging
-
-
 @pytest.mark.parametrize("alignment", ALIGNMENTS.values(), ids=ALIGNMENTS.keys())
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_merging_brings_every_token_back_and_its_gradient(alignment, shape):
@@ -204,9 +156,6 @@ def test_dummies_have_no_loss_and_give_nothing_back():
     )
 
 
-# --- other batches
-
-
 def test_a_padded_batch_is_cut_up_like_any_other():
     buffer = TrajectoryBuffer(device="cpu")
     buffer.extend([Trajectory(str(i), [Turn([1] * (i + 1), [2, 3], [-1.0] * 2)]) for i in range(3)])
@@ -252,3 +201,130 @@ def test_a_selection_is_a_copy():
     before = batch.input_ids.clone()
     batch.select([0, 1]).input_ids.fill_(-1)
     assert_same_bits(batch.input_ids, before)
+
+
+TURN = Turn([1, 2], [3], [-0.5])
+BATCH = pack([Trajectory(name, [TURN]) for name in "abc"], device="cpu")
+PLAN = plan_micro_batches(BATCH.seqlens, 6)
+X = torch.zeros(9)
+
+
+WRONG_ALIGNMENTS = {
+    "sequence_multiple must be at least 1, got 0": {"sequence_multiple": 0},
+    "total must be at least 1, got -1": {"total": -1},
+    "total_multiple must be an integer, got float": {"total_multiple": 2.0},
+    "max_sequences must be an integer, got bool": {"max_sequences": True},
+    "token_id must be an integer, got str": {"token_id": "pad"},
+    "must be a multiple of 8, .* got 100": {"sequence_multiple": 8, "total": 100},
+    "must be a multiple of 24, .* got 8": {"sequence_multiple": 8, "total_multiple": 3, "total": 8},
+    "tail must be 'sequence', 'extend' or 'separate', got 'x'": {"tail": "x"},
+    "positions must be 'continue' or 'zero', got 1": {"positions": 1},
+}
+
+
+@pytest.mark.parametrize("match", WRONG_ALIGNMENTS)
+def test_an_alignment_that_cannot_be_is_refused(match):
+    with pytest.raises(TypeError if "an integer" in match else ValueError, match=match):
+        Alignment(**WRONG_ALIGNMENTS[match])
+
+
+PLAIN = Alignment()
+WRONG_SELECTIONS = {
+    r"sequences must be in \[0, 3\), got 3": ([0, 3],),
+    r"sequences must be in \[0, 3\), got -1": ([-1],),
+    r"sequences must be in .* got shape \[1, 1\]": ([[0]],),
+    "sequences must be integers, got float64": ([0.5],),
+    "must have at most max_sequences=1 sequences, got 2": ([0, 1], Alignment(max_sequences=1)),
+    "must have at most total=8 tokens, its sequences take 12": (range(3), Alignment(4, total=8)),
+    "a micro-batch has a field 'returns' already": ([0], PLAIN, {"returns": X}),
+    "tensors: 'x' must be a tensor, got list": ([0], PLAIN, {"x": [0.0]}),
+    r"tensors: 'x' must have shape \[9, \.\.\.\], got \[8\]": ([0], PLAIN, {"x": X[1:]}),
+    r"'x' must have rows, of a dtype of at most 8 .* got complex128 \[9\]": (
+        [0], PLAIN, {"x": X.to(torch.complex128)},
+    ),
+    r"tensors: 'x' must have rows, .* got float32 \[9, 0\]": ([0], PLAIN, {"x": X.new_zeros(9, 0)}),
+    "tensors: 'x' is on meta but the batch is on cpu": ([0], PLAIN, {"x": X.to("meta")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("match", WRONG_SELECTIONS)
+def test_a_selection_that_cannot_be_is_refused(match):
+    is_type = "must be integers" in match or "must be a tensor" in match
+    with pytest.raises(TypeError if is_type else ValueError, match=match):
+        BATCH.select(*WRONG_SELECTIONS[match])
+
+
+def test_a_plan_that_is_not_for_the_batch_is_refused():
+    with pytest.raises(ValueError, match="the plan is for 2 sequences, the batch has 3"):
+        BATCH.split(plan_micro_batches([3, 3], 6))
+    with pytest.raises(ValueError, match="keeps 4 tokens of sequence 1, which has 3 in the batch"):
+        BATCH.split(plan_micro_batches([3, 4, 3], 6))
+    with pytest.raises(
+        ValueError, match=r"micro-batch 0: .* at most total=4 tokens, its .* take 6"
+    ):
+        BATCH.split(PLAN, Alignment(total=4))
+
+
+@pytest.mark.parametrize("plan", [plan_ranks([3, 3, 3], 2, 6), [[0, 1], [2]], None])
+def test_what_is_no_plan_is_refused(plan):
+    got = type(plan).__name__
+    with pytest.raises(TypeError, match=f"plan must be a Plan, of one rank and step, got {got}"):
+        BATCH.split(plan)
+
+
+def test_counts_of_numpy_are_as_good_as_others():
+    counts = {"sequence_multiple": 4, "total_multiple": 8, "total": 16, "max_sequences": 3}
+    alignment = Alignment(**{name: np.int64(count) for name, count in counts.items()})
+    assert repr(alignment) == repr(Alignment(**counts))
+    micro_batch = BATCH.select([2, 0], alignment)
+    assert (micro_batch.num_tokens, type(micro_batch.max_seqlen)) == (16, int)
+
+
+def test_padding_that_was_not_planned_for_is_refused_where_it_goes_over_the_capacity():
+    with pytest.raises(
+        ValueError,
+        match="micro-batch 0 has 8 tokens with sequence_multiple=4, over the capacity 6: plan with "
+        "align=4",
+    ):
+        BATCH.split(PLAN, Alignment(sequence_multiple=4))
+    planned = plan_micro_batches(BATCH.seqlens, 6, align=4)
+    assert [one.num_tokens for one in BATCH.split(planned, Alignment(sequence_multiple=4))] == [
+        4
+    ] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "outputs"),
+    [
+        (ValueError, "outputs must be 2, one of each micro-batch, got 1", [X]),
+        (TypeError, "output 1 must be a tensor, got int", [X[:6], 3]),
+        (ValueError, r"output 0 must have shape \[6, \.\.\.\].*got \[5\]", [X[:5], X[:3]]),
+        (ValueError, r"output 1 must have shape \[3, \.\.\.\].*got \[\]", [X[:6], X[0]]),
+        (
+            ValueError,
+            r"output 1 must have rows of float32 \[\] on cpu, .* got float16 \[\] on cpu",
+            [X[:6], X[:3].half()],
+        ),
+        (ValueError, r"output 1 must have rows .* got float32 \[1\]", [X[:6], X[:3, None]]),
+        (ValueError, "output 0 must have rows .* on meta", [X[:6].to("meta"), X[:3].to("meta")]),
+    ],
+)
+def test_outputs_that_are_none_of_the_micro_batches_are_refused(error, match, outputs):
+    assert [one.num_tokens for one in BATCH.split(PLAN)] == [6, 3]
+    with pytest.raises(error, match=match):
+        BATCH.merge(PLAN, outputs)
+
+
+def test_a_sequence_in_two_micro_batches_cannot_be_merged():
+    twice = dataclasses.replace(PLAN)
+    object.__setattr__(twice, "order", np.array([0, 1, 0]))
+    with pytest.raises(ValueError, match="sequence 0 is in more than one micro-batch"):
+        BATCH.merge(twice, [X[:6], X[:3]])
+
+
+def test_nothing_cannot_be_merged():
+    empty = pack([], device="cpu")
+    plan = plan_micro_batches(empty.seqlens, 8, min_bins=0)
+    assert empty.split(plan) == []
+    with pytest.raises(ValueError, match="outputs must be one or more, got none"):
+        empty.merge(plan, [])

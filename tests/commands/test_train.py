@@ -7,18 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.commands import command
-from tests.commands.command import call
+from tests.commands.command import call, signal_before
 from tests.support.warm_programs import WarmPrograms
-from trajpack.commands import train as train_command
 
 SMALL = ["--steps", "2", "--num-prompts", "2", "--group-size", "2", "--warm-up-steps", "2"]
 
@@ -100,32 +97,12 @@ def test_a_missing_package_is_named_before_anything_is_trained(
     assert line.endswith("install trajpack[agent]")
 
 
-@pytest.fixture
-def default_signals() -> Iterator[None]:
-    """As in a terminal; a test run in the background may have been told to ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def signal_before(monkeypatch: pytest.MonkeyPatch, name: str, *numbers: signal.Signals) -> None:
-    """Send this program signals when the command comes to ``name``."""
-    honest = getattr(train_command, name)
-
-    def signalled(*arguments: Any, **options: Any) -> Any:
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        return honest(*arguments, **options)
-
-    monkeypatch.setattr(train_command, name, signalled)
-
-
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_after_the_last_step_waits_for_the_page(
     number: signal.Signals, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signal_before(monkeypatch, "write_page", number)
+    signal_before(monkeypatch, "commands.train.write_page", number)
     done = call("train", *SMALL, "--out", tmp_path / "train.html")
     assert done.status == status
     assert "writing what there is; Ctrl-C again to give it up" in done.stderr
@@ -140,7 +117,7 @@ def test_a_signal_after_the_last_step_waits_for_the_page(
 def test_a_signal_too_early_or_a_second_one_writes_nothing(
     name: str, numbers: list[signal.Signals], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signal_before(monkeypatch, name, *numbers)
+    signal_before(monkeypatch, f"commands.train.{name}", *numbers)
     done = call("train", *SMALL, "--out", tmp_path / "train.html")
     assert done.status == 130
     assert done.stderr.endswith("trajpack: interrupted: no page was written\n")

@@ -75,6 +75,37 @@ def held_by(folder, options=BY_HAND):
         return found
 
 
+def flipped(content, rng, page_bytes=16384):
+    """Flip one bit: anywhere, or where SQLite keeps the structure of a page."""
+    where = rng.randrange(len(content))
+    if rng.random() < 0.5:
+        where = where // page_bytes * page_bytes + rng.choice((0, 0, 100)) + rng.randrange(32)
+    if rng.random() < 0.2:
+        where = rng.randrange(100)
+    wrong = bytearray(content)
+    wrong[min(where, len(content) - 1)] ^= 1 << rng.randrange(8)
+    return bytes(wrong)
+
+
+@contextmanager
+def trial(source, parent, said):
+    """Give a copy of a log to be changed; a failure says how it was."""
+    work = shutil.copytree(source, parent / "log")
+    try:
+        yield work
+    except Exception as error:
+        raise AssertionError(said) from error
+    shutil.rmtree(work)
+
+
+def assert_refused(folder, match, error=DamagedLogError, **options):
+    """Raise unless a log can be opened neither to read nor to append."""
+    for mode in ("read", "append"):
+        with pytest.raises(error, match=match) as caught:
+            TrajectoryLog.open(folder, mode=mode, **options)
+        assert_named(caught.value, folder)
+
+
 def assert_named(error, folder):
     assert isinstance(error, (ValueError, OSError)), repr(error)
     assert str(folder) in str(error), repr(error)
@@ -126,18 +157,6 @@ def assert_append_keeps(folder, originals):
     assert before is None or set(before) <= set(originals)
 
 
-def flipped(content, rng, page_bytes=16384):
-    """Flip one bit: anywhere, or where SQLite keeps the structure of a page."""
-    where = rng.randrange(len(content))
-    if rng.random() < 0.5:
-        where = where // page_bytes * page_bytes + rng.choice((0, 0, 100)) + rng.randrange(32)
-    if rng.random() < 0.2:
-        where = rng.randrange(100)
-    wrong = bytearray(content)
-    wrong[min(where, len(content) - 1)] ^= 1 << rng.randrange(8)
-    return bytes(wrong)
-
-
 @pytest.mark.attack
 @pytest.mark.parametrize(
     ("shape", "check", "full"),
@@ -171,17 +190,6 @@ def test_each_bit_of_the_header_is_named_or_does_not_matter(small, memory_path, 
             wrong[bit // 8] ^= 1 << bit % 8
             (work / "log.sqlite").write_bytes(wrong)
             check(work, originals)
-
-
-@contextmanager
-def trial(source, parent, said):
-    """Give a copy of a log to be changed; a failure says how it was."""
-    work = shutil.copytree(source, parent / "log")
-    try:
-        yield work
-    except Exception as error:
-        raise AssertionError(said) from error
-    shutil.rmtree(work)
 
 
 def cut(path, rng):
@@ -416,10 +424,7 @@ def test_tables_that_contradict_each_other_are_damage(tmp_path, statement, optio
     db = sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)
     db.execute(statement)
     db.close()
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match=r"log\.sqlite") as caught:
-            TrajectoryLog.open(tmp_path, mode=mode, options=options)
-        assert_named(caught.value, tmp_path)
+    assert_refused(tmp_path, r"log\.sqlite", options=options)
 
 
 def test_a_content_that_is_missing_or_another_ones_is_damage(tmp_path):
@@ -447,9 +452,7 @@ def test_a_log_of_a_later_release_is_refused_by_name(tmp_path):
         db.execute("UPDATE log SET described = ?", (later,))
         db.execute("PRAGMA user_version = 3")
     db.close()
-    for mode in ("read", "append"):
-        with pytest.raises(ValueError, match="has schema version 3, this release reads version 2"):
-            TrajectoryLog.open(tmp_path, mode=mode)
+    assert_refused(tmp_path, "has schema version 3, this release reads version 2", ValueError)
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i FROM n) SELECT i AS {} FROM n"
@@ -466,9 +469,7 @@ def test_a_table_that_never_ends_is_not_read(tmp_path):
                 db.execute(f"CREATE VIEW {table} AS {ENDLESS.format(column)}")
                 db.execute(f"PRAGMA user_version = {version}")
             db.close()
-            for mode in ("read", "append"):
-                with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged"):
-                    TrajectoryLog.open(folder, mode=mode)
+            assert_refused(folder, r"log\.sqlite is damaged")
 
 
 @pytest.mark.timeout(60)
@@ -487,9 +488,7 @@ def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path
         content[root + 12 + 2 * cell : root + 14 + 2 * cell] = place.to_bytes(2)
         content[root + place : root + place + 5] = child + b"\x01"
     (folder / "log.sqlite").write_bytes(content)
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged"):
-            TrajectoryLog.open(folder, mode=mode)
+    assert_refused(folder, r"log\.sqlite is damaged")
 
 
 def test_a_content_that_is_longer_than_its_row_says_is_not_read(tmp_path):
@@ -511,9 +510,7 @@ def test_a_file_of_another_program_is_refused(tmp_path):
     with sqlite3.connect(tmp_path / "log.sqlite") as db:
         db.execute("CREATE TABLE log (described)")
     db.close()
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match="or no log: its application_id is 0x0"):
-            TrajectoryLog.open(tmp_path, mode=mode)
+    assert_refused(tmp_path, "or no log: its application_id is 0x0")
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -530,9 +527,7 @@ def test_a_journal_that_would_delete_a_file_is_refused(tmp_path, is_link):
     journal = magic + bytes(504) + (2**30 // 16384 + 1).to_bytes(4) + name
     journal += len(name).to_bytes(4) + checksum.to_bytes(4) + magic
     file.with_name(f"{file.name}-journal").write_bytes(journal)
-    for mode in ("read", "append"):
-        with pytest.raises(DamagedLogError, match="it names a super-journal"):
-            TrajectoryLog.open(tmp_path / "log", mode=mode)
+    assert_refused(tmp_path / "log", "it names a super-journal")
     assert (tmp_path / "thesis").exists()
 
 
@@ -566,6 +561,27 @@ def test_a_log_in_another_journal_mode_is_read_and_brought_back(tmp_path):
         with TrajectoryLog.open(tmp_path) as log:
             log.append(mode, [])
     assert [one.episode for one in read(tmp_path)] == ["e0", "WAL", "DELETE", "PERSIST"]
+
+
+def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} holds no trajectory log")):
+        TrajectoryLog.open(tmp_path, mode="read")
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ValueError, match=r"neither empty nor a trajectory log.* 'thesis\.txt'"):
+        TrajectoryLog.open(tmp_path)
+    with pytest.raises(ValueError, match="mode must be 'append' or 'read', got 'w'"):
+        TrajectoryLog.open(tmp_path, mode="w")
+    for name, value in {"flush_seconds": 0, "segment_bytes": 0, "damaged": "no"}.items():
+        with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+            LogOptions(**{name: value})
+
+
+def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
+    for left in ("log.sqlite.tmp", "writer.lock"):
+        (tmp_path / left).write_bytes(b"left")
+    write(tmp_path, [0])
+    assert_holds(tmp_path, [0])
+    assert not (tmp_path / "log.sqlite.tmp").exists()
 
 
 @pytest.mark.attack
@@ -605,24 +621,3 @@ def test_a_log_is_salvaged_into_a_folder_of_its_own(small, tmp_path):
         TrajectoryLog.salvage(broken, tmp_path / "newer")
     TrajectoryLog.salvage(broken, tmp_path / "newer", fields=[])
     assert held_by(tmp_path / "newer") == held_by(small)
-
-
-def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} holds no trajectory log")):
-        TrajectoryLog.open(tmp_path, mode="read")
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ValueError, match=r"neither empty nor a trajectory log.* 'thesis\.txt'"):
-        TrajectoryLog.open(tmp_path)
-    with pytest.raises(ValueError, match="mode must be 'append' or 'read', got 'w'"):
-        TrajectoryLog.open(tmp_path, mode="w")
-    for name, value in {"flush_seconds": 0, "segment_bytes": 0, "damaged": "no"}.items():
-        with pytest.raises(ValueError, match=f"{name} must be .*, got "):
-            LogOptions(**{name: value})
-
-
-def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
-    for left in ("log.sqlite.tmp", "writer.lock"):
-        (tmp_path / left).write_bytes(b"left")
-    write(tmp_path, [0])
-    assert_holds(tmp_path, [0])
-    assert not (tmp_path / "log.sqlite.tmp").exists()

@@ -1,10 +1,10 @@
 """Names that `trajpack.kernels` exports. The runtime reads this list too."""
 
-from trajpack.kernels.corrections.importance_rules import (
+from trajpack.kernels.corrections.importance_weights import (
     Correction as Correction,
     Rejection as Rejection,
+    importance_weights as importance_weights,
 )
-from trajpack.kernels.corrections.importance_weights import importance_weights as importance_weights
 from trajpack.kernels.corrections.kl_penalty import kl_penalty as kl_penalty
 from trajpack.kernels.corrections.loss_weights import (
     loss_denominator as loss_denominator,
@@ -39,20 +39,19 @@ from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_order as context_parallel_order,
 )
 from trajpack.kernels.rearrange.merge_tokens import merge_tokens as merge_tokens
-from trajpack.kernels.rearrange.pad import pad as pad
+from trajpack.kernels.rearrange.pad import pad as pad, unpad as unpad
 from trajpack.kernels.rearrange.select_tokens import select_tokens as select_tokens
 from trajpack.kernels.rearrange.shift import (
     drop_tokens as drop_tokens,
     shift_tokens as shift_tokens,
-)
-from trajpack.kernels.rearrange.unpad import unpad as unpad
-from trajpack.kernels.reduce.moments import (
-    masked_moments as masked_moments,
-    moment_sums as moment_sums,
 )
 from trajpack.kernels.reduce.segment_reduce import (
     segment_max as segment_max,
     segment_mean as segment_mean,
     segment_sum as segment_sum,
 )
-from trajpack.kernels.reduce.whiten import whiten as whiten
+from trajpack.kernels.reduce.whiten import (
+    masked_moments as masked_moments,
+    moment_sums as moment_sums,
+    whiten as whiten,
+)

@@ -7,22 +7,20 @@ from trajpack.packing.buffer.resident import pack_resident as pack_resident
 from trajpack.packing.buffer.static_batch import StaticBatch as StaticBatch
 from trajpack.packing.credit.estimators import (
     GAE as GAE,
-    KLPenalty as KLPenalty,
-    ReinforcePlusPlus as ReinforcePlusPlus,
-    TurnGAE as TurnGAE,
-    TurnReturns as TurnReturns,
-    VTrace as VTrace,
-)
-from trajpack.packing.credit.group_estimators import (
     GPG as GPG,
     GRPO as GRPO,
     OPO as OPO,
     RLOO as RLOO,
     DrGRPO as DrGRPO,
     GiGPO as GiGPO,
+    KLPenalty as KLPenalty,
     MaxRL as MaxRL,
     PassAtK as PassAtK,
+    ReinforcePlusPlus as ReinforcePlusPlus,
     ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline,
+    TurnGAE as TurnGAE,
+    TurnReturns as TurnReturns,
+    VTrace as VTrace,
 )
 from trajpack.packing.micro_batches.alignment import Alignment as Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch as MicroBatch

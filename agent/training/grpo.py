@@ -27,7 +27,7 @@ from trajpack.agent.training.policy_trainer import PolicyTrainer, StepOutcome, w
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.credit.group_estimators import GRPO
+from trajpack.packing.credit.estimators import GRPO
 
 MAX_LOGPROB_GAP = 1e-5
 """Largest allowed difference of log-probabilities between trainer and engine at equal weights."""

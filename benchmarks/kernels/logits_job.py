@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest
-from trajpack.kernels.rearrange.unpad import unpad
+from trajpack.kernels.rearrange.pad import unpad
 from trajpack.testing import boundaries
 
 JOB = "unpad of logits, bfloat16"

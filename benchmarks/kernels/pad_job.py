@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.rivals import contender
-from trajpack.kernels.rearrange.pad import pad
-from trajpack.kernels.rearrange.unpad import unpad
+from trajpack.kernels.rearrange.pad import pad, unpad
 from trajpack.testing import assert_same_bits, boundaries
 
 PAD = "pad, packed to padded"

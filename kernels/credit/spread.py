@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 
 from trajpack.kernels.dispatch import register_op
-from trajpack.kernels.reduce.moments import masked_moments_reference
-from trajpack.kernels.reduce.whiten import whiten_with_moments
-from trajpack.kernels.reduce.whiten_host import moments_on_host
+from trajpack.kernels.reduce.whiten import masked_moments_torch, whiten_with_moments
 
 
 class Turns(NamedTuple):
@@ -91,7 +89,7 @@ def finish_spread(
         )
         return (spread.rows if whitening is None else rows), moments
     if whitening is not None:
-        return whiten_with_moments(spread.rows, loss_mask, whitening, 0.0, True, "torch")
+        return whiten_with_moments(spread.rows, loss_mask, ddof=whitening, impl="torch")
     return spread.rows, spread.partials[:, 0]
 
 
@@ -123,8 +121,7 @@ def _run(
         spread, other = (
             _take(_take(table, spans[:, 0].long()), turn_ids.long()) for table in (rows, others)
         )
-    on_host = spread.device.type == "cpu"
-    moments = (moments_on_host if on_host else masked_moments_reference)(spread, turn_ids >= 0)
+    moments = masked_moments_torch(spread, turn_ids >= 0)
     return spread, other, moments[:, None]
 
 
@@ -155,7 +152,7 @@ def _finish(
     from trajpack.kernels.reduce.whiten_triton import merge_chunks, whiten_by_chunks
 
     if whitening is not None:
-        return whiten_by_chunks(rows, loss_mask.view(torch.int8), partials, whitening, 0.0, True)
+        return whiten_by_chunks(rows, loss_mask.view(torch.int8), partials, ddof=whitening)
     return rows.new_empty(0), merge_chunks(partials, 0.0)[0]
 
 

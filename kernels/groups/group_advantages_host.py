@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.groups.group_terms import (
+from trajpack.kernels.groups.group_advantages import (
     GroupSums,
     Rule,
     advantages_of,

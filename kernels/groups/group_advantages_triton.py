@@ -16,12 +16,16 @@ highest score alone, of whose others the squares are summed without them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.groups.group_terms import Rule
+
+if TYPE_CHECKING:
+    from trajpack.kernels.groups.group_advantages import Rule
 
 GROUPS = 16
 GROUPS_OF_OTHERS = 8

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.rearrange.padding import BITS, Side
-
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Dtype in which elements of so many bytes are moved bit for bit."""
 SHORT = 1024
 """Mean bytes of a sequence below which one gather is faster than a copy for each (measured)."""
 
@@ -23,7 +23,7 @@ def pad_on_host(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     value: complex,
-    side: Side,
+    side: str,
 ) -> torch.Tensor:
     """Write the rows of `trajpack.kernels.rearrange.pad.pad`."""
     source, ends = _bits(packed), cu_seqlens.numpy().astype(np.int64)
@@ -48,9 +48,9 @@ def pad_on_host(
 
 
 def unpad_on_host(
-    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: Side
+    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: str
 ) -> torch.Tensor:
-    """Write the tokens of `trajpack.kernels.rearrange.unpad.unpad`."""
+    """Write the tokens of `trajpack.kernels.rearrange.pad.unpad`."""
     source, ends = _bits(padded), cu_seqlens.numpy().astype(np.int64)
     max_seqlen = source.shape[1]
     out = np.empty((num_tokens, *source.shape[2:]), source.dtype)
@@ -81,7 +81,7 @@ def _is_short(ends: npt.NDArray[np.int64], packed: npt.NDArray[Any]) -> bool:
     return packed.nbytes < SHORT * (ends.size - 1)
 
 
-def _places(ends: npt.NDArray[np.int64], max_seqlen: int, side: Side) -> npt.NDArray[np.int64]:
+def _places(ends: npt.NDArray[np.int64], max_seqlen: int, side: str) -> npt.NDArray[np.int64]:
     """Return where each token stands among the ``batch · max_seqlen`` places."""
     lengths = np.diff(ends)
     first = np.arange(lengths.size) * max_seqlen

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import Launch, launch_on
-from trajpack.kernels.rearrange.padding import Side
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ELEMENTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -106,7 +105,7 @@ def pad_forward(
     cu_seqlens: torch.Tensor,
     max_seqlen: int,
     value: complex,
-    side: Side,
+    side: str,
 ) -> torch.Tensor:
     """Launch the kernel for boundaries that are contiguous."""
     source = _Source("pad", packed, 1)
@@ -127,7 +126,7 @@ def pad_forward(
 
 
 def unpad_forward(
-    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: Side
+    padded: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, side: str
 ) -> torch.Tensor:
     """Launch the kernel for boundaries that are contiguous."""
     source = _Source("unpad", padded, 2)

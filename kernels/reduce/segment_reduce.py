@@ -6,15 +6,8 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.reduce.segment_reduce_host import check_bounds, segment_reduce_on_host
-from trajpack.kernels.reduce.segment_reduce_reference import (
-    bounds_of_segments,
-    dtype_of,
-    owners_of_entries,
-    segment_reduce_reference,
-)
-from trajpack.kernels.validation import check_device, check_tensor
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.validation import check_max_seqlen, check_tensor, values_to_check
 
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -168,22 +161,23 @@ def _segment_reduce(
 ) -> torch.Tensor:
     op = f"segment_{reduction}"
     bools = () if reduction == "max" else (torch.bool,)
-    check_tensor(op, "x", x, ndim=1, dtypes=(*FLOATS, *INTEGERS, *bools))
-    _check_segments(op, segments, x.device)
+    check_tensor(op, "x", x, dtypes=(*FLOATS, *INTEGERS, *bools))
+    ndim = 2 if isinstance(segments, torch.Tensor) and segments.ndim == 2 else 1
+    check_tensor(op, "segments", segments, ndim=ndim, dtypes=(torch.int32,), device=x.device)
+    if ndim == 1 and segments.shape[0] == 0:
+        raise ValueError(f"{op}: segments must have segments + 1 boundaries, got none")
+    if ndim == 2 and segments.shape[1] != 2:
+        raise ValueError(
+            f"{op}: segments must be boundaries [segments + 1] or spans [segments, 2], "
+            f"got shape {list(segments.shape)}"
+        )
     if mask is not None:
-        check_tensor(op, "mask", mask, ndim=1, dtypes=(torch.bool,))
-        check_device(op, "mask", mask, x.device)
-        if mask.shape != x.shape:
-            raise ValueError(
-                f"{op}: mask must have one entry for each of {x.shape[0]} of x, "
-                f"got shape {list(mask.shape)}"
-            )
+        entries = x.shape[0]
+        check_tensor(
+            op, "mask", mask, dtypes=(torch.bool,), device=x.device, entries=entries, per="entry"
+        )
         mask = mask.contiguous()
-    if max_seqlen is not None:
-        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-            raise TypeError(f"{op}: max_seqlen must be an int or None, got {max_seqlen!r}")
-        if max_seqlen < 0:
-            raise ValueError(f"{op}: max_seqlen must not be negative, got {max_seqlen}")
+    check_max_seqlen(op, max_seqlen)
     chosen = resolve_impl(op, impl, x)
     reduced: torch.Tensor = torch.ops.trajpack.segment_reduce(
         x.contiguous(), segments.contiguous(), mask, reduction, chosen, max_seqlen
@@ -191,16 +185,104 @@ def _segment_reduce(
     return reduced
 
 
-def _check_segments(op: str, segments: torch.Tensor, device: torch.device) -> None:
-    ndim = 2 if isinstance(segments, torch.Tensor) and segments.ndim == 2 else 1
-    check_tensor(op, "segments", segments, ndim=ndim, dtypes=(torch.int32,))
-    check_device(op, "segments", segments, device)
-    if ndim == 1 and segments.shape[0] == 0:
-        raise ValueError(f"{op}: segments must have segments + 1 boundaries, got none")
-    if ndim == 2 and segments.shape[1] != 2:
+def segment_reduce_reference(
+    x: torch.Tensor, segments: torch.Tensor, mask: torch.Tensor | None, reduction: str
+) -> torch.Tensor:
+    """Reduce segments in plain torch: ``reduction`` is "sum", "mean" or "max".
+
+    Sums of floats are made in float64, each of its own entries alone; sums of integers are
+    differences of a running int64 sum. No value is read by the host.
+    """
+    begin, end = _bounds_of_segments(segments, x.shape[0])
+    if reduction == "max":
+        empty = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
+        values = x if mask is None else x.masked_fill(~mask, empty)
+        if x.is_floating_point():
+            result = _reduce_floats("max", values, begin, end)
+        else:
+            owner, inside = owners_of_entries(segments, x.shape[0])
+            owner = torch.where(inside, owner, begin.shape[0])
+            result = x.new_full((begin.shape[0] + 1,), empty)
+            result = result.scatter_reduce(0, owner, values, "amax")[:-1]
+    elif x.is_floating_point() or x.dtype == torch.bool:
+        values = x.double() if mask is None else x.double().masked_fill(~mask, 0.0)
+        result = _reduce_floats("sum", values, begin, end)
+    else:
+        values = x.long() if mask is None else x.long().masked_fill(~mask, 0)
+        running = torch.nn.functional.pad(values.cumsum(0), (1, 0))
+        result = running[end] - running[begin]
+    if reduction == "mean":
+        count = end - begin
+        if mask is not None:
+            count = segment_reduce_reference(mask, segments, None, "sum")
+        result = result.double() / count.clamp(1)
+    if result.is_floating_point():
+        result = torch.where(result.isnan(), float("nan"), result + 0.0)  # one NaN, and no -0
+    return result.to(_dtype_of(x, reduction))
+
+
+def _reduce_floats(
+    reduction: str, values: torch.Tensor, begin: torch.Tensor, end: torch.Tensor
+) -> torch.Tensor:
+    """Reduce float ``values`` over each [begin, end), "sum" or "max", by torch.segment_reduce."""
+    empty = 0.0 if reduction == "sum" else float("-inf")
+    if not (begin.shape[0] and values.shape[0]) or values.device.type == "meta":
+        return values.new_full(begin.shape, empty)
+    begin = torch.where(begin < end, begin, values.shape[0])
+    order = torch.argsort(begin)
+    # edges of segments in ascending order: every second interval lies between two segments
+    edges = torch.stack([begin, end.where(begin < end, begin)], 1)[order].reshape(-1)
+    reduced = torch.segment_reduce(values, reduction, offsets=edges, initial=empty, unsafe=True)
+    return torch.empty_like(reduced[::2]).scatter(0, order, reduced[::2])
+
+
+def owners_of_entries(
+    segments: torch.Tensor, num_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the segment of each entry, int64 ``[entries]``, and bool ``[entries]`` if in one.
+
+    The segment of an entry outside all segments is arbitrary.
+    """
+    begin, end = _bounds_of_segments(segments, num_entries)
+    index = torch.arange(num_entries, device=segments.device)
+    if begin.shape[0] == 0:
+        return index, torch.zeros_like(index, dtype=torch.bool)
+    if segments.ndim == 1:
+        owner = torch.searchsorted(end, index, right=True).clamp(max=begin.shape[0] - 1)
+    else:
+        order = torch.where(begin < end, begin, num_entries).sort(stable=True)
+        place = torch.searchsorted(order.values, index, right=True) - 1
+        owner = order.indices[place.clamp(min=0)]
+    return owner, (begin[owner] <= index) & (index < end[owner])
+
+
+def _bounds_of_segments(
+    segments: torch.Tensor, num_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 ``[segments]`` first index and one past the last, clamped to the entries."""
+    begin, end = segments.unbind(1) if segments.ndim == 2 else (segments[:-1], segments[1:])
+    begin = begin.long().clamp(0, num_entries)
+    return begin, torch.maximum(begin, end.long().clamp(0, num_entries))
+
+
+def _dtype_of(x: torch.Tensor, reduction: str) -> torch.dtype:
+    if reduction == "max" or x.is_floating_point():
+        return x.dtype
+    return torch.float32 if reduction == "mean" else torch.int64
+
+
+def _check_bounds(op: str, segments: torch.Tensor, num_entries: int) -> None:
+    """Raise if boundaries or spans can be read and leave the entries."""
+    readable = values_to_check(segments)
+    if readable is None:
+        return
+    begin, end = readable.unbind(1) if readable.ndim == 2 else (readable[:-1], readable[1:])
+    wrong = (begin < 0) | (end < begin) | (end > num_entries)
+    if wrong.any():
+        first = int(wrong.int().argmax())
         raise ValueError(
-            f"{op}: segments must be boundaries [segments + 1] or spans [segments, 2], "
-            f"got shape {list(segments.shape)}"
+            f"{op}: segments must lie within {num_entries} entries and not end before they begin, "
+            f"segment {first} goes from {int(begin[first])} to {int(end[first])}"
         )
 
 
@@ -212,16 +294,14 @@ def _run(
     impl: str,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    check_bounds(f"segment_{reduction}", segments, x.shape[0])
-    if impl == "triton":
-        from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
+    _check_bounds(f"segment_{reduction}", segments, x.shape[0])
+    if impl == "torch":
+        return segment_reduce_reference(x, segments, mask, reduction)
+    from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 
-        out = _fake(x, segments, mask, reduction, impl)
-        segment_reduce_forward(x, segments, mask, out, reduction, max_seqlen)
-        return out
-    if x.device.type == "cpu":
-        return segment_reduce_on_host(x, segments, mask, reduction, dtype_of(x, reduction))
-    return segment_reduce_reference(x, segments, mask, reduction)
+    out = _fake(x, segments, mask, reduction, impl)
+    segment_reduce_forward(x, segments, mask, out, reduction=reduction, max_seqlen=max_seqlen)
+    return out
 
 
 def _fake(
@@ -233,7 +313,7 @@ def _fake(
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
     num_segments = segments.shape[0] - (segments.ndim == 1)
-    return x.new_empty((num_segments,), dtype=dtype_of(x, reduction))
+    return x.new_empty((num_segments,), dtype=_dtype_of(x, reduction))
 
 
 def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -246,14 +326,14 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, N
     segments, mask, *maxima = ctx.saved_tensors
     owner, held = owners_of_entries(segments, ctx.num_entries)
     held = held if mask is None else held & mask
-    if grad.shape[0] == 0:  # no segment, so nobody to ask
+    if grad.shape[0] == 0:  # no segments
         return grad.new_zeros(ctx.num_entries), None, None, None, None, None
     counted = mask
     if maxima:
         x, most = maxima[0], maxima[1][owner]
         counted = held = held & ((x == most) | (x.isnan() & most.isnan()))
     if ctx.reduction != "sum":
-        begin, end = bounds_of_segments(segments, ctx.num_entries)
+        begin, end = _bounds_of_segments(segments, ctx.num_entries)
         count = end - begin
         if counted is not None:
             count = torch.ops.trajpack.segment_reduce(
@@ -263,12 +343,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, N
     return torch.where(held, grad[owner], 0.0), None, None, None, None, None
 
 
-LIBRARY.define(
+register_op(
     "segment_reduce(Tensor x, Tensor segments, Tensor? mask, str reduction, str impl, "
-    "SymInt? max_seqlen=None) -> Tensor"
-)
-LIBRARY.impl("segment_reduce", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("trajpack::segment_reduce", _fake, lib=LIBRARY)
-torch.library.register_autograd(
-    "trajpack::segment_reduce", _backward, setup_context=_setup_context, lib=LIBRARY
+    "SymInt? max_seqlen=None) -> Tensor",
+    _run,
+    _fake,
+    setup_context=_setup_context,
+    backward=_backward,
 )

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Segment reductions: rows of entries, gathered in the lanes of a row and folded in pairs.
+"""Segment reductions in Triton: rows of entries, gathered in lanes and folded in pairs.
 
 The order of a float sum is the segment's own, counted from its start:
 
@@ -7,8 +7,10 @@ The order of a float sum is the segment's own, counted from its start:
 - the lanes of chunks are added up chunk by chunk;
 - at the very end the lanes are folded in halves.
 
-A row may be a whole segment, with all it needs in one launch, or one chunk, whose lanes a second
-launch adds to the others: the same steps, hence the same bits. No float is added atomically.
+A row is a whole segment in one launch, or one chunk, whose lanes a second launch adds to the
+others: the same steps, hence the same bits. No float is added atomically. A fold adds two numbers
+at a time, so its order is the same in any layout of threads, on any architecture. Maxima of floats
+are those of integers in the same order, above which NaN stands.
 """
 
 from __future__ import annotations
@@ -18,13 +20,6 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
-from trajpack.kernels.reduce.segment_reduce_steps_triton import (
-    bounds_of_rows,
-    join,
-    of_nothing,
-    reduce_chunk,
-    store_results,
-)
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 ROWS = 4
@@ -40,6 +35,127 @@ FEWEST_ENTRIES = 8192
 """With so few entries in all, a second launch costs more than the steps that it saves."""
 
 
+@triton.jit
+def _is_nan(x):
+    return x != x  # noqa: PLR0124
+
+
+@triton.jit
+def _as_summand(x, MAX: tl.constexpr):
+    """Return entries as they are summed, or as integers that are ordered as they are."""
+    kind: tl.constexpr = x.dtype
+    if MAX and kind == tl.float32:
+        bits = tl.where(_is_nan(x), 0x7FC00000, x.to(tl.int32, bitcast=True))
+        summand = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    elif MAX and kind == tl.float64:
+        bits = tl.where(_is_nan(x), 0x7FF8000000000000, x.to(tl.int64, bitcast=True))
+        summand = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    elif MAX:
+        summand = x
+    elif kind.is_floating():
+        summand = x.to(tl.float64)
+    else:
+        summand = x.to(tl.int64)
+    return summand
+
+
+@triton.jit
+def _neutral_tile(x, MAX: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Return a tile of the result of no entries."""
+    kind: tl.constexpr = x.dtype.element_ty
+    if not MAX:
+        nothing = tl.zeros((ROWS, LANES), kind)
+    elif kind.is_floating():
+        nothing = tl.full((ROWS, LANES), float("-inf"), kind)
+    else:
+        nothing = tl.full((ROWS, LANES), -(2 ** (kind.primitive_bitwidth - 1)), kind)
+    return _as_summand(nothing, MAX)
+
+
+@triton.jit
+def _join(left, right, MAX: tl.constexpr):
+    return tl.maximum(left, right) if MAX else left + right
+
+
+@triton.jit
+def _fold(tile, MAX: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Reduce each row; floats are added in halves, an order that no layout can change."""
+    if MAX:
+        tile = tl.max(tile, 1)
+    elif tile.dtype.is_floating():
+        for level in tl.static_range(1, LANES.bit_length()):
+            tile = tl.sum(tl.reshape(tile, (ROWS, 2, LANES >> level)), 1)
+        tile = tl.reshape(tile, (ROWS,))
+    else:
+        tile = tl.sum(tile, 1)
+    return tile
+
+
+@triton.jit
+def _reduce_chunk(
+    x, mask, first, left, MAX: tl.constexpr, COUNT: tl.constexpr, HAS_MASK: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Reduce the next ``CHUNK`` of the ``left`` entries of each row, from ``first`` (int64) on.
+
+    Return the result of each lane and, where ``COUNT``, the entries that counted.
+    """
+    lane = tl.arange(0, LANES)
+    nothing = _neutral_tile(x, MAX, ROWS, LANES)
+    lanes = nothing
+    counts = tl.zeros((ROWS, LANES), tl.int32)
+    left = tl.minimum(left, CHUNK)
+    longest = tl.max(left, 0)
+    done = 0
+    while done < longest:
+        for step in tl.static_range(STEPS):
+            place = done + step * LANES + lane
+            counted = place[None, :] < left[:, None]
+            offset = first[:, None] + place[None, :]
+            entry = tl.load(x + offset, mask=counted, other=0)
+            if HAS_MASK:
+                counted = tl.load(mask + offset, mask=counted, other=0) != 0
+            lanes = _join(lanes, tl.where(counted, _as_summand(entry, MAX), nothing), MAX)
+            if COUNT:
+                counts += counted.to(tl.int32)
+        done += STEPS * LANES
+    return lanes, counts
+
+
+@triton.jit
+def _bounds_of_rows(segments, num_entries, num_segments, stride, ROWS: tl.constexpr):
+    """Return the segment of each row of a program, its first entry and its length."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bounds = segments + row.to(tl.int64) * stride
+    begin = tl.load(bounds, mask=row < num_segments, other=0)
+    end = tl.load(bounds + 1, mask=row < num_segments, other=0)
+    begin = tl.maximum(begin, 0)  # in bounds even for bad boundaries
+    return row, begin, tl.maximum(tl.minimum(end, num_entries), begin) - begin
+
+
+@triton.jit
+def _store_results(
+    x, out, row, num_segments, lanes, counts, length, MAX: tl.constexpr, MEAN: tl.constexpr,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    total = _fold(lanes, MAX, ROWS, LANES)
+    if MEAN:
+        count = length
+        if HAS_MASK:
+            count = tl.sum(counts, 1)
+        total = total.to(tl.float64) / tl.maximum(count, 1).to(tl.float64)
+    kind: tl.constexpr = out.dtype.element_ty
+    result = total
+    if MAX and kind == tl.float32:
+        result = (total ^ ((total >> 31) & 0x7FFFFFFF)).to(kind, bitcast=True) + 0.0
+    elif MAX and kind == tl.float64:
+        result = (total ^ ((total >> 63) & 0x7FFFFFFFFFFFFFFF)).to(kind, bitcast=True) + 0.0
+    result = result.to(kind)
+    if kind.is_floating():
+        result = tl.where(_is_nan(result), float("nan"), result)  # one bit pattern of NaN
+    tl.store(out + row, result, mask=row < num_segments)
+
+
 @triton.jit(
     do_not_specialize=["num_entries", "num_segments", "stride"],
     do_not_specialize_on_alignment=["x", "mask", "segments", "out"],
@@ -50,19 +166,19 @@ def segment_reduce_kernel(
     ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A row is a segment, walked chunk by chunk."""
-    row, begin, length = bounds_of_rows(segments, num_entries, num_segments, stride, ROWS)
-    lanes = of_nothing(x, MAX, ROWS, LANES)
+    row, begin, length = _bounds_of_rows(segments, num_entries, num_segments, stride, ROWS)
+    lanes = _neutral_tile(x, MAX, ROWS, LANES)
     counts = tl.zeros((ROWS, LANES), tl.int32)
     first, left = begin.to(tl.int64), length
     while tl.max(left, 0) > 0:
-        of_chunk, counted = reduce_chunk(
+        of_chunk, counted = _reduce_chunk(
             x, mask, first, left, MAX, MEAN and HAS_MASK, HAS_MASK, ROWS, LANES, STEPS, CHUNK
         )
-        lanes = join(lanes, of_chunk, MAX)
+        lanes = _join(lanes, of_chunk, MAX)
         counts += counted
         first += CHUNK
         left = tl.maximum(left - CHUNK, 0)
-    store_results(
+    _store_results(
         x, out, row, num_segments, lanes, counts, length, MAX, MEAN, HAS_MASK, ROWS, LANES
     )
 
@@ -92,7 +208,7 @@ def chunk_partials_kernel(
     left = tl.maximum(tl.maximum(end, position) - position - begin % CHUNK, 0)
     left = tl.where(exists & (begin < position), left, 0)
     first = position.to(tl.int64) + begin % CHUNK
-    lanes, counted = reduce_chunk(
+    lanes, counted = _reduce_chunk(
         x, mask, first, left, MAX, MEAN and HAS_MASK, HAS_MASK, ROWS, LANES, STEPS, CHUNK
     )
     place = window[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -110,17 +226,14 @@ def chunk_fold_kernel(
     MAX: tl.constexpr, MEAN: tl.constexpr, HAS_MASK: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A row is a segment: its first chunk, and what the others came to.
-
-    A short segment is no more than that one.
-    """
-    row, begin, length = bounds_of_rows(cu_seqlens, num_entries, num_segments, 1, ROWS)
-    nothing = of_nothing(x, MAX, ROWS, LANES)
-    of_chunk, sum_of_counts = reduce_chunk(
+    """A row is a segment: its first chunk, and the partial results of the others."""
+    row, begin, length = _bounds_of_rows(cu_seqlens, num_entries, num_segments, 1, ROWS)
+    nothing = _neutral_tile(x, MAX, ROWS, LANES)
+    of_chunk, sum_of_counts = _reduce_chunk(
         x, mask, begin.to(tl.int64), length, MAX, MEAN and HAS_MASK, HAS_MASK,
         ROWS, LANES, STEPS, CHUNK,
     )  # fmt: skip
-    lanes = join(nothing, of_chunk, MAX)
+    lanes = _join(nothing, of_chunk, MAX)
     others = tl.maximum(length - 1, 0) // CHUNK
     most = tl.max(others, 0)
     window = begin // CHUNK + 1
@@ -130,12 +243,12 @@ def chunk_fold_kernel(
         for step in tl.static_range(STEPS):
             known = (done + step < others)[:, None]
             partial = tl.load(partials + place + step * LANES, mask=known, other=0)
-            lanes = join(lanes, tl.where(known, partial, nothing), MAX)
+            lanes = _join(lanes, tl.where(known, partial, nothing), MAX)
             if MEAN and HAS_MASK:
                 sum_of_counts += tl.load(counts + place + step * LANES, mask=known, other=0)
         place += STEPS * LANES
         done += STEPS
-    store_results(
+    _store_results(
         x, out, row, num_segments, lanes, sum_of_counts, length, MAX, MEAN, HAS_MASK, ROWS, LANES
     )
 
@@ -145,10 +258,11 @@ def segment_reduce_forward(
     segments: torch.Tensor,
     mask: torch.Tensor | None,
     out: torch.Tensor,
+    *,
     reduction: str,
     max_seqlen: int | None,
 ) -> None:
-    """Launch what the sizes known to the host ask for; all tensors are contiguous."""
+    """Launch one kernel or two, by the sizes known to the host; all tensors are contiguous."""
     few = x.shape[0] <= FEWEST_ENTRIES or (max_seqlen is not None and max_seqlen <= LONGEST_ROW)
     if few or segments.ndim == 2:
         return segment_rows(x, segments, mask, out, reduction)
@@ -223,7 +337,7 @@ def chunk_fold(
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return bools as what the kernels read them as."""
+    """Return bools as int8, which the kernels read."""
     return tensor.view(torch.int8) if tensor.dtype == torch.bool else tensor
 
 

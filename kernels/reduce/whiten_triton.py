@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Moments and whitening: partial moments of chunks, merged by whoever needs them.
+"""Moments and whitening in Triton: partial moments of chunks, merged by each program.
 
 The first launch leaves the moments of every chunk of ``CHUNK`` entries, which a program holds in
 registers and passes over twice: mean, then squared deviations. In the second each program merges
-those of all chunks, in an order that depends on their number alone, and whitens its own entries;
-no third launch and no atomics. Chunks without a counted entry are neutral, bit for bit.
+the moments of all chunks, in an order that depends on their number alone, and whitens its own
+entries; no third launch and no atomics. Chunks without a counted entry are neutral, bit for bit.
 
 Stores are whole chunks, unmasked and full width, as are the loads of all chunks but the last.
 """
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
-from trajpack.kernels.reduce import moments as meaning
 
 CHUNK = block_shape("whiten", DEFAULT).block
 """The same on every architecture: with PARTIALS it settles the order of the sums."""
@@ -27,7 +26,6 @@ MOST_PROGRAMS = 1024
 whitens several chunks."""
 ALIGNMENT = 16
 """Bytes at a multiple of which inputs begin, so that there is one layout and one order of sums."""
-NOISE = tl.constexpr(meaning.NOISE)
 
 
 @triton.jit
@@ -146,7 +144,7 @@ def _write_whitened(
     x, mask, whitened, entries, chunks_each, count, mean, squares, ddof, eps, center,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Whiten the chunks of this program; see `trajpack.kernels.reduce.whiten.scaling`."""
+    """Whiten the chunks of this program; see `trajpack.kernels.reduce.whiten.whiten_reference`."""
     varies = (count > ddof) & (squares != 0.0)
     std = tl.sqrt(squares) / tl.sqrt(tl.maximum(count - ddof, 1.0))
     scale = tl.where(varies, 1.0 / tl.where(varies, std + eps, 1.0), 0.0)
@@ -182,9 +180,9 @@ def whiten_kernel(
 )
 def whiten_by_sums_kernel(
     x, mask, sums, whitened, entries: tl.int64, chunks_each, shift: tl.float64,
-    ddof, eps: tl.float64, center, CHUNK: tl.constexpr,
+    ddof, eps: tl.float64, center, NOISE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Whiten by sums that were added up; see `trajpack.kernels.reduce.moments.moments_of_sums`."""
+    """Whiten by sums that were added up; see `trajpack.kernels.reduce.whiten.moments_of_sums`."""
     count = tl.load(sums)
     first = tl.load(sums + 1)
     second = tl.load(sums + 2)
@@ -230,22 +228,23 @@ def moments_forward(
 
 
 def whiten_forward(
-    x: torch.Tensor, mask: torch.Tensor, ddof: int, eps: float, center: bool
+    x: torch.Tensor, mask: torch.Tensor, *, ddof: int, eps: float, center: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whitened entries and moments [5] of contiguous tensors, in two launches."""
     x, mask = _aligned(x), _aligned(mask)
-    return whiten_by_chunks(x, mask, chunk_moments(x, mask), ddof, eps, center)
+    return whiten_by_chunks(x, mask, chunk_moments(x, mask), ddof=ddof, eps=eps, center=center)
 
 
 def whiten_by_chunks(
     x: torch.Tensor,
     mask: torch.Tensor,
     partials: torch.Tensor,
+    *,
     ddof: int,
-    eps: float,
-    center: bool,
+    eps: float = 0.0,
+    center: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch what whitens by the moments of chunks, and returns those of all of them too."""
+    """Whiten by the moments of chunks; return the moments [5] of all chunks too."""
     whitened, chunks_each, programs = _cut(x)
     moments = torch.empty(5, dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):
@@ -260,7 +259,9 @@ def whiten_by_sums_forward(
     x: torch.Tensor,
     mask: torch.Tensor,
     sums: torch.Tensor,
+    *,
     shift: float,
+    noise: float,
     ddof: int,
     eps: float,
     center: bool,
@@ -272,7 +273,7 @@ def whiten_by_sums_forward(
         with torch.cuda.device_of(x):
             whiten_by_sums_kernel[(programs,)](
                 x, mask, sums, whitened, x.shape[0], chunks_each, shift, ddof, eps, int(center),
-                CHUNK=CHUNK, **_options(x),
+                NOISE=noise, CHUNK=CHUNK, **_options(x),
             )  # fmt: skip
     return whitened[: x.shape[0]]
 

@@ -31,7 +31,7 @@ from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
-    from trajpack.kernels.corrections.importance_rules import Correction
+    from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.token_rows import Number
@@ -358,9 +358,9 @@ class PackedBatch(LabelMethods):
             Each estimator names its own.
         """
         from trajpack.packing.credit.advantages import (
+            Inputs,
             with_advantages,  # which itself needs this class
         )
-        from trajpack.packing.credit.inputs import Inputs
 
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
         return with_advantages(self, estimator, inputs, all_reduce, impl)

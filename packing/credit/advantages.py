@@ -1,4 +1,4 @@
-"""From rewards to advantages: what an estimator makes of a packed batch."""
+"""Advantages of a packed batch: the inputs of an estimator, checked, and its result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trajpack.kernels.credit.credit_of_turns import TokenInputs, credit_of_turns
+from trajpack.kernels.credit.credit_of_turns import Conventions, TokenInputs, credit_of_turns
 from trajpack.kernels.credit.scores import Scores, scores_of_trajectories
 from trajpack.kernels.credit.spread import (
     TokenSpread,
+    Turns,
     finish_spread,
     spread_of_trajectories,
     spread_of_turns,
@@ -21,21 +22,147 @@ from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups import group_recipes
 from trajpack.kernels.groups.group_advantages import group_advantages
 from trajpack.kernels.groups.step_groups import step_advantages
-from trajpack.kernels.reduce.moments import masked_moments, moment_sums
-from trajpack.kernels.reduce.whiten import whiten, whiten_with_moments
-from trajpack.packing.credit import estimators, group_estimators
-from trajpack.packing.credit.inputs import (
-    OP,
-    Inputs,
-    checked_inputs,
-    chunks_of,
-    conventions_of,
-    num_groups_of,
-    turns_of,
+from trajpack.kernels.reduce.whiten import (
+    masked_moments,
+    moment_sums,
+    whiten,
+    whiten_with_moments,
 )
+from trajpack.kernels.scan.observations import PASSING
+from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
+from trajpack.kernels.validation import check_device, check_tensor
+from trajpack.packing.credit import estimators
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
+
+OP = "with_advantages"
+FLOATS = (torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
+
+
+class Inputs(NamedTuple):
+    """Tensors that estimators may need beside the batch; see `PackedBatch.with_advantages`."""
+
+    values: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    bootstrap: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    state_ids: torch.Tensor | None = None
+
+
+def checked_inputs(batch: PackedBatch, estimator: estimators.Estimator, inputs: Inputs) -> Inputs:
+    """Return the inputs, contiguous.
+
+    Raises:
+        TypeError: If one is of a wrong type.
+        ValueError: If one has a wrong shape or device, lacks, or would go unnoticed.
+    """
+    sizes = {
+        "values": (batch.num_tokens, "token"),
+        "logprobs": (batch.num_tokens, "token"),
+        "ref_logprobs": (batch.num_tokens, "token"),
+        "bootstrap": (batch.cu_turns.shape[0] - 1, "trajectory"),
+        "scores": (batch.cu_turns.shape[0] - 1, "trajectory"),
+        "state_ids": (batch.num_turns, "turn"),
+    }
+    _check_needs(estimator, inputs)
+    for name, tensor in inputs._asdict().items():
+        if tensor is None:
+            continue
+        size, thing = sizes[name]
+        check_tensor(OP, name, tensor, ndim=1, dtypes=INTS if name == "state_ids" else FLOATS)
+        check_device(OP, name, tensor, batch.device)
+        if tensor.shape[0] != size:
+            got = list(tensor.shape)
+            raise ValueError(
+                f"{OP}: {name} must have one entry for each {thing}, {size}, got {got}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{OP}: no gradient flows to {name}; pass {name}.detach()")
+    return Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))
+
+
+def _check_needs(estimator: estimators.Estimator, inputs: Inputs) -> None:
+    over_values = (estimators.GAE, estimators.TurnGAE, estimators.VTrace)
+    penalized = isinstance(estimator, estimators.TokenEstimator) and estimator.kl is not None
+    needs = {
+        "values": isinstance(estimator, over_values),
+        "logprobs": isinstance(estimator, estimators.VTrace),
+        "ref_logprobs": penalized,
+        "bootstrap": estimator.truncated == "bootstrap",
+        "state_ids": isinstance(estimator, estimators.GiGPO),
+    }
+    for name, needed in needs.items():
+        if needed and getattr(inputs, name) is None:
+            raise ValueError(f"{OP}: {estimator.name} needs {name}, got None")
+    takes_scores = isinstance(estimator, estimators.GroupEstimator)
+    for name, taken, why in (
+        ("ref_logprobs", penalized, "it has no kl"),
+        ("bootstrap", needs["bootstrap"], "its truncated is not 'bootstrap'"),
+        ("state_ids", needs["state_ids"], "it has no step groups"),
+        ("scores", takes_scores, "it does not compare trajectories"),
+    ):
+        if getattr(inputs, name) is not None and not taken:
+            raise ValueError(f"{OP}: {estimator.name} takes no {name}: {why}")
+
+
+def turns_of(batch: PackedBatch) -> Turns:
+    """Return where the turns of a batch are."""
+    return Turns(batch.turn_ids, batch.cu_turns, batch.turn_spans)
+
+
+def num_groups_of(batch: PackedBatch) -> int:
+    """Return a bound of the batch's groups that does not change with what it is filled with."""
+    return batch.cu_turns.shape[0] - 1 if batch.is_padded else batch.num_groups
+
+
+def chunks_of(batch: PackedBatch, estimator: estimators.TokenEstimator) -> tuple[ScanChunks, int]:
+    """Return what is scanned of each turn, and how many tokens that is at most.
+
+    Where tokens that were not generated are steps too, a turn brings those that are new with it:
+    then three small launches sum up how many they are.
+    """
+    spans, begins, cu_positions = batch.turn_spans, batch.turn_spans[:, 0], batch.cu_generated
+    num_positions = batch.num_tokens if batch.is_padded else batch.num_generated
+    if observation_of(estimator) not in PASSING:
+        begins, num_positions = batch.turn_begin, batch.num_tokens
+        cu_positions = torch.zeros_like(batch.cu_generated)
+        torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
+    truncated = batch.turn_truncated if estimator.truncated == "bootstrap" else None
+    return ScanChunks(cu_positions, begins, spans, batch.turn_rewards, truncated), num_positions
+
+
+def observation_of(estimator: estimators.TokenEstimator) -> str:
+    """Return what tokens that were not generated mean to an estimator."""
+    return "carry" if isinstance(estimator, estimators.TurnGAE) else estimator.observation  # type: ignore[attr-defined]
+
+
+def conventions_of(estimator: estimators.TokenEstimator) -> Conventions:
+    """Return what an estimator asks of the scan."""
+    limits = Limits()
+    if estimator.kl is not None:
+        clamp = float("inf") if estimator.kl.clamp is None else float(estimator.kl.clamp)
+        limits = limits._replace(kl_coefficient=float(estimator.kl.coefficient), kl_clamp=clamp)
+    if estimator.reward_clip is not None:
+        limits = limits._replace(reward_clip=float(estimator.reward_clip))
+    if isinstance(estimator, estimators.VTrace):
+        limits = limits._replace(
+            rho_clip=float(estimator.rho_clip),
+            c_clip=float(estimator.c_clip),
+            advantage_rho_clip=float(estimator.advantage_rho_clip),
+        )
+    lam = 1.0 if isinstance(estimator, estimators.ReinforcePlusPlus) else estimator.lam  # type: ignore[attr-defined]
+    return Conventions(
+        gamma=float(estimator.gamma),  # type: ignore[attr-defined]
+        lam=float(lam),
+        observation=observation_of(estimator),
+        limits=limits,
+        estimator=None if estimator.kl is None else estimator.kl.estimator,
+        by_turn=isinstance(estimator, estimators.TurnGAE),
+    )
+
 
 METRICS = (
     "advantage_count",
@@ -57,7 +184,7 @@ class Credit(NamedTuple):
 
 
 AllReduce = Callable[[torch.Tensor], object]
-BASES = (estimators.Estimator, estimators.TokenEstimator, group_estimators.GroupEstimator)
+BASES = (estimators.Estimator, estimators.TokenEstimator, estimators.GroupEstimator)
 """What estimators have in common, and no estimators themselves."""
 
 
@@ -75,7 +202,7 @@ def with_advantages(
     chosen = resolve_impl(OP, impl, batch.input_ids)
     if isinstance(estimator, estimators.TokenEstimator):
         credit = _of_tokens(batch, estimator, inputs, all_reduce, chosen)
-    elif isinstance(estimator, group_estimators.GroupEstimator):
+    elif isinstance(estimator, estimators.GroupEstimator):
         _warn_of_singletons(batch, estimator)
         credit = _of_groups(batch, estimator, inputs, all_reduce, chosen)
     elif isinstance(estimator, estimators.TurnReturns):
@@ -132,7 +259,7 @@ def _of_tokens(
     return _finish(found, counted, estimator.whitening, all_reduce, impl)
 
 
-def _warn_of_singletons(batch: PackedBatch, estimator: group_estimators.GroupEstimator) -> None:
+def _warn_of_singletons(batch: PackedBatch, estimator: estimators.GroupEstimator) -> None:
     """Warn where no trajectory has another one to be compared with; the host knows the groups."""
     num_trajectories = len(batch.groups)  # without the padding of a `StaticBatch`
     if num_trajectories < 2 or batch.num_groups < num_trajectories:
@@ -155,7 +282,7 @@ def _warn_of_singletons(batch: PackedBatch, estimator: group_estimators.GroupEst
 
 def _of_groups(
     batch: PackedBatch,
-    estimator: group_estimators.GroupEstimator,
+    estimator: estimators.GroupEstimator,
     inputs: Inputs,
     all_reduce: AllReduce | None,
     impl: str,
@@ -168,9 +295,9 @@ def _of_groups(
         members = members._replace(scores=inputs.scores.double().clamp(-clip, clip))
     rows = _group_advantages(batch, estimator, members, impl)
     steps, weight = None, 0.0
-    if isinstance(estimator, group_estimators.GPG) and all_reduce is not None:
+    if isinstance(estimator, estimators.GPG) and all_reduce is not None:
         raise ValueError(f"{OP}: GPG takes no all_reduce: its factor counts this batch alone")
-    if isinstance(estimator, group_estimators.GiGPO):
+    if isinstance(estimator, estimators.GiGPO):
         steps, weight = _step_advantages(batch, estimator, inputs, impl), estimator.step_weight
     spread = spread_of_trajectories(turns_of(batch), rows, steps, weight=weight, impl=impl)
     fresh = batch.advantages is None
@@ -221,7 +348,7 @@ def _finish(
     if whitening is None:
         return Credit(advantages, returns, masked_moments(advantages, mask, impl=impl))
     if all_reduce is None:
-        whitened, moments = whiten_with_moments(advantages, mask, whitening, 0.0, True, impl)
+        whitened, moments = whiten_with_moments(advantages, mask, ddof=whitening, impl=impl)
         return Credit(whitened, returns, moments)
     moments = masked_moments(advantages, mask, impl=impl)
     sums = moment_sums(advantages, mask, impl=impl)
@@ -231,7 +358,7 @@ def _finish(
 
 
 def _group_advantages(
-    batch: PackedBatch, estimator: group_estimators.GroupEstimator, members: Scores, impl: str
+    batch: PackedBatch, estimator: estimators.GroupEstimator, members: Scores, impl: str
 ) -> torch.Tensor:
     """Return each trajectory's advantage in its group."""
     valid = members.valid if estimator.truncated == "mask" else None
@@ -239,27 +366,27 @@ def _group_advantages(
         "num_groups": num_groups_of(batch), "valid": valid, "impl": impl
     }  # fmt: skip
     given = members.scores, batch.group_ids
-    if isinstance(estimator, (group_estimators.GRPO, group_estimators.MaxRL)):
+    if isinstance(estimator, (estimators.GRPO, estimators.MaxRL)):
         for name in ("baseline", "scale", "ddof", "eps", "singleton"):
             if hasattr(estimator, name):
                 common[name] = getattr(estimator, name)
         return group_advantages(*given, **common)
-    if isinstance(estimator, group_estimators.GiGPO):
+    if isinstance(estimator, estimators.GiGPO):
         if estimator.scale == "none":
             return group_recipes.dr_grpo(*given, singleton="zero", **common)
         return group_recipes.grpo(*given, eps=estimator.eps, singleton="zero", **common)
-    if isinstance(estimator, group_estimators.PassAtK):
+    if isinstance(estimator, estimators.PassAtK):
         return group_recipes.grpo_pass_at_k(
             *given, scale=estimator.scale, eps=estimator.eps, **common
         )
     common["singleton"] = estimator.singleton  # type: ignore[attr-defined]
-    if isinstance(estimator, group_estimators.OPO):
+    if isinstance(estimator, estimators.OPO):
         return group_recipes.opo(*given, members.lengths, **common)
     return RECIPES[type(estimator)](*given, **common)
 
 
 def _step_advantages(
-    batch: PackedBatch, estimator: group_estimators.GiGPO, inputs: Inputs, impl: Any
+    batch: PackedBatch, estimator: estimators.GiGPO, inputs: Inputs, impl: Any
 ) -> torch.Tensor:
     """Return each turn's advantage among the turns from its state."""
     assert inputs.state_ids is not None
@@ -298,9 +425,9 @@ def _counted(
     return spread_of_trajectories(turns_of(batch), valid, None, weight=0.0, impl=impl).rows > 0
 
 
-RECIPES: dict[type[group_estimators.GroupEstimator], Callable[..., torch.Tensor]] = {
-    group_estimators.DrGRPO: group_recipes.dr_grpo,
-    group_estimators.RLOO: group_recipes.rloo,
-    group_estimators.ReinforcePlusPlusBaseline: group_recipes.reinforce_plus_plus_baseline,
-    group_estimators.GPG: group_recipes.gpg,
+RECIPES: dict[type[estimators.GroupEstimator], Callable[..., torch.Tensor]] = {
+    estimators.DrGRPO: group_recipes.dr_grpo,
+    estimators.RLOO: group_recipes.rloo,
+    estimators.ReinforcePlusPlusBaseline: group_recipes.reinforce_plus_plus_baseline,
+    estimators.GPG: group_recipes.gpg,
 }

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from trajpack.kernels.fields.gather_words import KINDS, gather_words, piece_table
-from trajpack.kernels.rearrange.pad import pad
-from trajpack.kernels.rearrange.padding import BITS
-from trajpack.kernels.rearrange.unpad import unpad
+from trajpack.kernels.rearrange.pad import pad, unpad
+from trajpack.kernels.rearrange.pad_host import BITS
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.gpu

@@ -24,7 +24,7 @@ from trajpack.agent.trl.rows import trl_dataset_rows
 from trajpack.packing.adapters.trl import to_grpo_inputs
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
-from trajpack.packing.credit.group_estimators import GRPO
+from trajpack.packing.credit.estimators import GRPO
 from trajpack.packing.types import Trajectory, Turn
 
 pytestmark = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from trajpack.kernels.groups.group_advantages import Rule
 from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
-from trajpack.kernels.groups.group_terms import Rule
 
 Launches = Iterator[tuple[str, Callable[[], Any]]]
 

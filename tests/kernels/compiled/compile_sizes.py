@@ -332,7 +332,9 @@ def ends(size: int) -> torch.Tensor:
 
 def reduced(size: int, longest: int | None) -> None:
     bounds = ends(size)
-    segment_reduce_forward(empty(size), bounds, None, empty(len(bounds) - 1), "sum", longest)
+    segment_reduce_forward(
+        empty(size), bounds, None, empty(len(bounds) - 1), reduction="sum", max_seqlen=longest
+    )
 
 
 def scanned(size: int, longest: int | None, kind: str = "gae") -> Any:
@@ -365,7 +367,7 @@ LAUNCHERS: Calls = {
         [Rows(1, 4, 0)], "zero",
     ),
     "whiten": lambda size: whiten_forward(
-        empty(size), empty(size, dtype=torch.bool), 1, 0.0, True
+        empty(size), empty(size, dtype=torch.bool), ddof=1, eps=0.0, center=True
     ),
     "moments": lambda size: moments_forward(empty(size), empty(size, dtype=torch.bool), 0.5),
 }  # fmt: skip

@@ -22,6 +22,7 @@ from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
+from trajpack.kernels.reduce.whiten import NOISE
 from trajpack.kernels.reduce.whiten_triton import (
     chunk_moments,
     merge_chunks,
@@ -131,8 +132,21 @@ def launches_of_whitening(returns: torch.Tensor) -> Launches:
         mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
         label = str(dtype).removeprefix("torch.")
         yield label, partial(chunk_moments, x, mask)
-        yield label, partial(whiten_by_chunks, x, mask.view(torch.int8), partials, 1, 0.0, True)
-        yield label, partial(whiten_by_sums_forward, x, mask, sums, 0.5, 1, 0.0, True)
+        yield label, partial(whiten_by_chunks, x, mask.view(torch.int8), partials, ddof=1)
+        yield (
+            label,
+            partial(
+                whiten_by_sums_forward,
+                x,
+                mask,
+                sums,
+                shift=0.5,
+                noise=NOISE,
+                ddof=1,
+                eps=0.0,
+                center=True,
+            ),
+        )
 
 
 def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:

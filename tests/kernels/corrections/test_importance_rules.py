@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.kernels.corrections.importance_rules import Correction, Rejection
-from trajpack.kernels.corrections.importance_weights import importance_weights
+from trajpack.kernels.corrections.importance_weights import (
+    Correction,
+    Rejection,
+    importance_weights,
+)
 from trajpack.testing import boundaries
 
 X, M, CU = torch.zeros(3), torch.ones(3, dtype=torch.bool), boundaries([2, 1])

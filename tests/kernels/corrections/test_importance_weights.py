@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.corrections.importance_rules import Correction, Rejection
-from trajpack.kernels.corrections.importance_weights import IMPORTANCE_METRICS, importance_weights
+from trajpack.kernels.corrections.importance_weights import (
+    IMPORTANCE_METRICS,
+    Correction,
+    Rejection,
+    importance_weights,
+)
 from trajpack.testing import assert_same_bits, boundaries
 
 LENGTHS = [5, 0, 1, 30, 7, 2, 64, 3]

@@ -21,10 +21,10 @@ from tests.kernels.groups.score_loops import (
 )
 from trajpack.kernels.groups.group_advantages import (
     Baseline,
+    Rule,
     group_advantages,
     group_advantages_reference,
 )
-from trajpack.kernels.groups.group_terms import Rule
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.kernels.groups.group_advantages import group_advantages, group_advantages_reference
-from trajpack.kernels.groups.group_terms import Rule
+from trajpack.kernels.groups.group_advantages import (
+    Rule,
+    group_advantages,
+    group_advantages_reference,
+)
 from trajpack.testing import assert_same_bits
 
 OP = torch.ops.trajpack.group_advantages.default

@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.interpreter import wrapping
 from trajpack.kernels.rearrange import pad_triton
-from trajpack.kernels.rearrange.pad import pad, pad_reference
-from trajpack.kernels.rearrange.pad_host import SHORT
+from trajpack.kernels.rearrange.pad import pad, pad_reference, unpad, unpad_reference
+from trajpack.kernels.rearrange.pad_host import BITS, SHORT
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
-from trajpack.kernels.rearrange.padding import BITS
-from trajpack.kernels.rearrange.unpad import unpad, unpad_reference
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

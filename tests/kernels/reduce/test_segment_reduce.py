@@ -13,8 +13,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels.reduce import segment_reduce_triton
-from trajpack.kernels.reduce.segment_reduce import segment_max, segment_mean, segment_sum
-from trajpack.kernels.reduce.segment_reduce_reference import segment_reduce_reference
+from trajpack.kernels.reduce.segment_reduce import (
+    segment_max,
+    segment_mean,
+    segment_reduce_reference,
+    segment_sum,
+)
 from trajpack.kernels.reduce.segment_reduce_triton import (
     chunk_fold,
     chunk_partials,

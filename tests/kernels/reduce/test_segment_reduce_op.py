@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from trajpack.kernels.reduce import segment_reduce_triton
-from trajpack.kernels.reduce.segment_reduce import segment_max, segment_mean, segment_sum
-from trajpack.kernels.reduce.segment_reduce_reference import segment_reduce_reference
+from trajpack.kernels.reduce.segment_reduce import (
+    segment_max,
+    segment_mean,
+    segment_reduce_reference,
+    segment_sum,
+)
 from trajpack.kernels.reduce.segment_reduce_triton import (
     FEWEST_ENTRIES,
     chunk_fold,
@@ -147,7 +151,7 @@ ONES = torch.ones(5)
         (ValueError, "segment 0 goes from 5 to 3", (ONES, CU.flip(0)), {}),
         (ValueError, "segment 0 goes from -1 to 1", (ONES, SPANS - 4), {}),
         (TypeError, "mask must be bool, got float32", (ONES, CU), {"mask": ONES}),
-        (ValueError, r"each of 5 of x, got shape \[4\]", (ONES, CU), {"mask": MASK[1:]}),
+        (ValueError, r"each of 5 entry.*got shape \[4\]", (ONES, CU), {"mask": MASK[1:]}),
         (ValueError, "mask is on meta", (ONES, CU), {"mask": MASK.to("meta")}),
         (TypeError, "max_seqlen must be an int or None, got 3.0", (ONES, CU), {"max_seqlen": 3.0}),
         (TypeError, "max_seqlen must be an int .*, got True", (ONES, CU), {"max_seqlen": True}),
@@ -232,5 +236,7 @@ def test_the_bound_decides_what_is_launched(
         monkeypatch.setattr(segment_reduce_triton, name, lambda *_, n=name: record(n))
     segments = torch.zeros((1, 2) if is_spans else 2, dtype=torch.int32)
     x = torch.zeros(entries)
-    segment_reduce_forward(x, segments, None, torch.zeros(1), "sum", max_seqlen)
+    segment_reduce_forward(
+        x, segments, None, torch.zeros(1), reduction="sum", max_seqlen=max_seqlen
+    )
     assert calls == launched

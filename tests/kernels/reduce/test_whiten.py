@@ -12,9 +12,13 @@ import torch
 
 from trajpack.kernels import moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton
-from trajpack.kernels.reduce.moments import masked_moments_reference, moments_of_sums
-from trajpack.kernels.reduce.whiten import whiten_reference, whiten_with_moments
-from trajpack.kernels.reduce.whiten_host import CHUNK as CHUNK_ON_HOST
+from trajpack.kernels.reduce.whiten import (
+    CHUNK as CHUNK_ON_HOST,
+    masked_moments_reference,
+    moments_of_sums,
+    whiten_reference,
+    whiten_with_moments,
+)
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -87,7 +91,9 @@ def test_the_references_equal_the_formula(size: int) -> None:
     x, mask = batch(size)
     count, mean, squares, *_ = masked_moments_reference(x, mask)
     for ddof, eps, center in ((1, 0.0, True), (0, 0.1, False)):
-        whitened = whiten_reference(x, mask, (count, mean, squares), ddof, eps, center)
+        whitened = whiten_reference(
+            x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center
+        )
         assert_close(whitened, by_numpy(x, mask, ddof, eps, center))
 
 
@@ -105,10 +111,10 @@ def test_chunks_in_several_groups_and_several_to_a_program(
     monkeypatch.setattr(whiten_triton, "CHUNK", 16)
     x, mask = batch(7 * 16 + 3)
     mask[32:48] = False  # a chunk without an entry that counts
-    once = whiten_with_moments(x, mask, 1, 0.0, True, "triton")
+    once = whiten_with_moments(x, mask, ddof=1, impl="triton")
     monkeypatch.setattr(whiten_triton, "PARTIALS", at_once)
     monkeypatch.setattr(whiten_triton, "MOST_PROGRAMS", programs)
-    whitened, moments = whiten_with_moments(x, mask, 1, 0.0, True, "triton")
+    whitened, moments = whiten_with_moments(x, mask, ddof=1, impl="triton")
     assert_close(whitened, by_numpy(x, mask))
     torch.testing.assert_close(moments, once[1], rtol=1e-14, atol=0)
     sums = moment_sums(x, mask, impl="triton")
@@ -234,8 +240,8 @@ def test_entries_appended_that_do_not_count_change_no_bit(impl: Any, padding: in
     longer = torch.cat([x, torch.full((padding,), float("nan"))])
     counts = torch.cat([mask, torch.zeros(padding, dtype=torch.bool)])
     for center in (True, False):
-        alone = whiten_with_moments(x, mask, 1, 0.0, center, impl)
-        padded = whiten_with_moments(longer, counts, 1, 0.0, center, impl)
+        alone = whiten_with_moments(x, mask, ddof=1, center=center, impl=impl)
+        padded = whiten_with_moments(longer, counts, ddof=1, center=center, impl=impl)
         assert_same_bits(padded[0][: len(x)], alone[0])
         assert not padded[0][len(x) :].any()
         assert_same_bits(padded[1], alone[1])
@@ -289,9 +295,11 @@ def test_whitening_takes_two_launches_and_with_sums_one(monkeypatch: pytest.Monk
         return {name: count for name, count in done.items() if count}
 
     x, mask = (t.to("meta") for t in batch(3 * CHUNK))
-    whiten_triton.whiten_forward(x, mask, 1, 0.0, True)
+    whiten_triton.whiten_forward(x, mask, ddof=1, eps=0.0, center=True)
     assert launches() == {"chunk_moments_kernel": 1, "whiten_kernel": 1}
     whiten_triton.moments_forward(x, mask, 0.0)
     assert launches() == {"chunk_moments_kernel": 1, "merge_chunks_kernel": 1}
-    whiten_triton.whiten_by_sums_forward(x, mask, x.new_empty(3).double(), 0.0, 1, 0.0, True)
+    sums = x.new_empty(3).double()
+    scaling = {"ddof": 1, "eps": 0.0, "center": True}
+    whiten_triton.whiten_by_sums_forward(x, mask, sums, shift=0.0, noise=0.0, **scaling)
     assert launches() == {"whiten_by_sums_kernel": 1}

@@ -15,7 +15,7 @@ from trajpack import Trajectory, Turn
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.observations import Observation
 from trajpack.packing import PackedBatch
-from trajpack.packing.credit import estimators, group_estimators
+from trajpack.packing.credit import estimators
 from trajpack.packing.credit.estimators import KLPenalty
 
 LAYOUTS: tuple[Any, ...] = ("merged", "turns")
@@ -36,26 +36,26 @@ EVERY: dict[str, Any] = {
     "TurnReturns": estimators.TurnReturns(),
     "TurnReturns, whitened": estimators.TurnReturns(whiten=True),
     "TurnReturns, whitened by n": estimators.TurnReturns(whiten=True, ddof=0),
-    "GRPO": group_estimators.GRPO(),
-    "GRPO, zero": group_estimators.GRPO(0.1, "zero"),
-    "GRPO, others": group_estimators.GRPO(
+    "GRPO": estimators.GRPO(),
+    "GRPO, zero": estimators.GRPO(0.1, "zero"),
+    "GRPO, others": estimators.GRPO(
         singleton="zero", baseline="leave_one_out", scale="leave_one_out_std"
     ),
-    "GRPO, about others": group_estimators.GRPO(
+    "GRPO, about others": estimators.GRPO(
         0.1, baseline="leave_one_out", scale="std_about_baseline", ddof=0
     ),
-    "DrGRPO": group_estimators.DrGRPO(),
-    "RLOO": group_estimators.RLOO(),
-    "OPO": group_estimators.OPO(),
-    "ReinforcePlusPlusBaseline": group_estimators.ReinforcePlusPlusBaseline(),
-    "ReinforcePlusPlusBaseline by n": group_estimators.ReinforcePlusPlusBaseline(ddof=0),
-    "MaxRL": group_estimators.MaxRL(),
-    "MaxRL, signed": group_estimators.MaxRL("raw", scale="signed_mean", eps=0.01),
-    "GPG": group_estimators.GPG(),
-    "PassAtK": group_estimators.PassAtK(),
-    "PassAtK, std": group_estimators.PassAtK("std"),
-    "GiGPO": group_estimators.GiGPO(0.5),
-    "GiGPO, none": group_estimators.GiGPO(0.5, "none"),
+    "DrGRPO": estimators.DrGRPO(),
+    "RLOO": estimators.RLOO(),
+    "OPO": estimators.OPO(),
+    "ReinforcePlusPlusBaseline": estimators.ReinforcePlusPlusBaseline(),
+    "ReinforcePlusPlusBaseline by n": estimators.ReinforcePlusPlusBaseline(ddof=0),
+    "MaxRL": estimators.MaxRL(),
+    "MaxRL, signed": estimators.MaxRL("raw", scale="signed_mean", eps=0.01),
+    "GPG": estimators.GPG(),
+    "PassAtK": estimators.PassAtK(),
+    "PassAtK, std": estimators.PassAtK("std"),
+    "GiGPO": estimators.GiGPO(0.5),
+    "GiGPO, none": estimators.GiGPO(0.5, "none"),
 }
 """Every estimator, in every form that is computed its own way."""
 KL = {kind: KLPenalty(0.1, kind, 0.6) for kind in ("k1", "k2", "k3")}
@@ -138,7 +138,7 @@ def inputs_of(batch: PackedBatch, estimator: Any, given: Given) -> dict[str, tor
         inputs["ref_logprobs"] = laid_out(batch, given.ref_logprobs)
     if estimator.truncated == "bootstrap":
         inputs["bootstrap"] = torch.tensor(given.bootstrap)
-    if isinstance(estimator, group_estimators.GiGPO):
+    if isinstance(estimator, estimators.GiGPO):
         inputs["state_ids"] = torch.tensor(given.state_ids, dtype=torch.int64)
     return inputs
 

@@ -20,7 +20,7 @@ from tests.packing.credit.credit_cases import (
 from tests.packing.credit.credit_loops import Given, of_tokens
 from tests.packing.credit.group_loops import of_groups, spread, turn_returns_of, valid_of
 from trajpack import GAE, GRPO, PackedBatch, Trajectory, TurnGAE, pack
-from trajpack.packing.credit import group_estimators
+from trajpack.packing.credit import estimators
 from trajpack.packing.credit.advantages import METRICS
 from trajpack.testing import assert_same_bits
 
@@ -44,7 +44,7 @@ def expected_of(
     )
     if over_tokens(estimator):
         advantages, returns = of_tokens(trajectories, estimator, given)
-    elif isinstance(estimator, group_estimators.GroupEstimator):
+    elif isinstance(estimator, estimators.GroupEstimator):
         advantages, returns = of_groups(trajectories, estimator, given, with_scores), of_turns
     else:
         advantages, returns = of_turns, of_turns

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.packing.credit.credit_loops import Given, Rows, clipped
 from trajpack import Trajectory
-from trajpack.packing.credit import group_estimators
+from trajpack.packing.credit import estimators
 
 
 def turn_returns_of(trajectory: Trajectory) -> list[float]:
@@ -41,7 +41,7 @@ def centred(score: float, scores: Sequence[float], divisor: float = 1.0) -> floa
     return 0.0 if len(set(scores)) == 1 else (score - float(np.mean(scores))) / divisor
 
 
-def grpo_of(rule: group_estimators.GRPO, score: float, scores: Sequence[float]) -> float:
+def grpo_of(rule: estimators.GRPO, score: float, scores: Sequence[float]) -> float:
     """Return what a score exceeds the mean of all or of the others by, scaled."""
     if len(set(scores)) == 1:
         return 0.0
@@ -61,7 +61,7 @@ def grpo_of(rule: group_estimators.GRPO, score: float, scores: Sequence[float]) 
     return above / ((squares / (len(scores) - rule.ddof)) ** 0.5 + rule.eps)
 
 
-def max_rl_of(rule: group_estimators.MaxRL, score: float, scores: Sequence[float]) -> float:
+def max_rl_of(rule: estimators.MaxRL, score: float, scores: Sequence[float]) -> float:
     """Return what a score exceeds the mean by, in shares of the mean."""
     mean = float(np.mean(scores))
     if rule.scale == "signed_mean":
@@ -85,19 +85,19 @@ def opo_of(score: float, scores: Sequence[float], lengths: Sequence[int]) -> flo
 
 
 GROUP_RULES: dict[type, Callable[..., float]] = {
-    group_estimators.GRPO: lambda e, s, all_, _: grpo_of(e, s, all_),
-    group_estimators.GiGPO: lambda e, s, all_, _: (
+    estimators.GRPO: lambda e, s, all_, _: grpo_of(e, s, all_),
+    estimators.GiGPO: lambda e, s, all_, _: (
         centred(s, all_, deviation(all_) + e.eps) if e.scale == "std" else centred(s, all_)
     ),
-    group_estimators.DrGRPO: lambda _, s, all_, __: centred(s, all_),
-    group_estimators.RLOO: lambda _, s, all_, __: (
+    estimators.DrGRPO: lambda _, s, all_, __: centred(s, all_),
+    estimators.RLOO: lambda _, s, all_, __: (
         0.0 if len(set(all_)) == 1 else s - (sum(all_) - s) / (len(all_) - 1)
     ),
-    group_estimators.OPO: lambda _, s, all_, lengths: opo_of(s, all_, lengths),
-    group_estimators.ReinforcePlusPlusBaseline: lambda _, s, all_, __: centred(s, all_),
-    group_estimators.MaxRL: lambda e, s, all_, _: max_rl_of(e, s, all_),
-    group_estimators.GPG: lambda _, s, all_, __: centred(s, all_),
-    group_estimators.PassAtK: lambda e, s, all_, _: best_of(s, all_, e.scale, e.eps),
+    estimators.OPO: lambda _, s, all_, lengths: opo_of(s, all_, lengths),
+    estimators.ReinforcePlusPlusBaseline: lambda _, s, all_, __: centred(s, all_),
+    estimators.MaxRL: lambda e, s, all_, _: max_rl_of(e, s, all_),
+    estimators.GPG: lambda _, s, all_, __: centred(s, all_),
+    estimators.PassAtK: lambda e, s, all_, _: best_of(s, all_, e.scale, e.eps),
 }
 
 
@@ -140,7 +140,7 @@ def episodes_of(
         return GROUP_RULES[type(estimator)](estimator, scores[index], among, sizes)
 
     advantages = in_groups(keys, valid, of)
-    if isinstance(estimator, group_estimators.GPG):
+    if isinstance(estimator, estimators.GPG):
         counted = [score for score, counts in zip(scores, valid, strict=True) if counts]
         alpha = len(counted) / max(1, sum(score != 0 for score in counted))
         advantages = [alpha * advantage for advantage in advantages]
@@ -179,7 +179,7 @@ def of_groups(
     """Return advantages, not whitened, of what all trajectories generated."""
     episodes = episodes_of(trajectories, estimator, given.scores if with_scores else None)
     rows: Rows = [[e] * len(t.turns) for e, t in zip(episodes, trajectories, strict=True)]
-    if isinstance(estimator, group_estimators.GiGPO):
+    if isinstance(estimator, estimators.GiGPO):
         steps = iter(step_advantages_of(trajectories, estimator, given.state_ids))
         rows = [[e + estimator.step_weight * next(steps) for e in row] for row in rows]
     return spread(trajectories, rows)

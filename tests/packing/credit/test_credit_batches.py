@@ -28,7 +28,7 @@ from trajpack import (
     pack_resident,
 )
 from trajpack.packing.credit import estimators
-from trajpack.packing.credit.inputs import chunks_of, num_groups_of
+from trajpack.packing.credit.advantages import chunks_of, num_groups_of
 from trajpack.testing import assert_batches_equal, assert_same_bits
 
 

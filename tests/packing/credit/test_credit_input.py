@@ -20,8 +20,7 @@ from trajpack import (
     VTrace,
     pack,
 )
-from trajpack.packing.credit.estimators import ReinforcePlusPlus, TokenEstimator
-from trajpack.packing.credit.group_estimators import GroupEstimator
+from trajpack.packing.credit.estimators import GroupEstimator, ReinforcePlusPlus, TokenEstimator
 
 KL = KLPenalty(0.1)
 TOKENS = torch.zeros(5)

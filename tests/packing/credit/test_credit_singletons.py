@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trajpack import GAE, GRPO, PackedBatch, StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.packing.credit.group_estimators import GiGPO, GroupEstimator
+from trajpack.packing.credit.estimators import GiGPO, GroupEstimator
 
 
 def trajectory(name: str, **options: Any) -> Trajectory:

@@ -19,13 +19,11 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import FLOAT32_MAX, INT32_MAX, shown
 from trajpack.packing.layout import LAYOUTS, number_groups
 from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.turn_fields import TURN_FIELDS
 
 TURN_DTYPES = {
-    "turn_rewards": torch.float64,
+    **{field.name: field.dtype for field in TURN_FIELDS},
     "turn_returns": torch.float32,
-    "turn_truncated": torch.bool,
-    "turn_version_start": torch.int32,
-    "turn_version_end": torch.int32,
     "turn_sequence": torch.int32,
     "turn_spans": torch.int32,
     "turn_begin": torch.int32,

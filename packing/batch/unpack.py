@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 
@@ -58,11 +59,8 @@ def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: i
         prompt_ids=ids[start:begin],
         completion_ids=ids[begin:end],
         completion_logprobs=host["rollout_logprobs"][begin:end],
-        reward=float(host["turn_rewards"][turn]),
-        truncated=bool(host["turn_truncated"][turn]),
-        version_start=int(host["turn_version_start"][turn]),
-        version_end=int(host["turn_version_end"][turn]),
         version_spans=_spans(host["policy_versions"][begin:end]),
+        **{field.attribute: host[field.name][turn].item() for field in TURN_FIELDS},
     )
 
 

@@ -85,7 +85,7 @@ class Intake:
     """Prompt tokens of each turn."""
     turn_size: list[int] = field(default_factory=list)
     """Completion tokens of each turn."""
-    rewards: list[float] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
     version_start: list[int] = field(default_factory=list)
     version_end: list[int] = field(default_factory=list)
@@ -403,7 +403,7 @@ def take_numbers(intake: Intake, turn: Turn, begin: int, size: int) -> None:
     intake.version_end.append(end)
     intake.turn_begin.append(begin)
     intake.turn_size.append(size)
-    intake.rewards.append(reward)
+    intake.reward.append(reward)
     intake.truncated.append(bool(truncated))
 
 

@@ -21,6 +21,7 @@ from trajpack.packing.buffer.writing import returns_of_turns, table_rows, turn_t
 from trajpack.packing.conversion import INT32_MAX, as_integer
 from trajpack.packing.layout import Layout, check_layout
 from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.turn_fields import TURN_FIELDS
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.buffer import TrajectoryBuffer
@@ -232,10 +233,8 @@ class StaticBatch:
         tables["cu_seqlens"][counts.sequences + 1 :] = self.capacity
         tables["cu_turns"][counts.trajectories + 1 :] = self.max_turns
         tables["turn_discounts"][counts.trajectories :] = 0
-        tables["turn_rewards"][turns:] = 0
-        tables["turn_truncated"][turns:] = False
-        tables["turn_version_start"][turns:] = -1
-        tables["turn_version_end"][turns:] = -1
+        for field in TURN_FIELDS:
+            tables[field.name][turns:] = field.padding
         tables["turn_sequence"][turns:] = counts.sequences
         tables["turn_spans"][turns:] = counts.tokens
         tables["turn_begin"][turns:] = counts.tokens

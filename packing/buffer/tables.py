@@ -21,22 +21,20 @@ from trajpack.packing.layout import (
     number_groups,
 )
 from trajpack.packing.token_fields import TokenField
+from trajpack.packing.turn_fields import TURN_FIELDS
 
 I32, F64 = np.dtype(np.int32), np.dtype(np.float64)
 COLUMNS = {
     "runs": Column(I32, RUN_WIDTH),
     "turn_spans": Column(I32, 2),
-    "turn_rewards": Column(F64),
     "turn_discounts": Column(F64),
     "cu_turns": Column(I32),
     "cu_seqlens": Column(I32),
     "turn_sequence": Column(I32),
-    "turn_version_start": Column(I32),
-    "turn_version_end": Column(I32),
     "turn_begin": Column(I32),
     "cu_generated": Column(I32),
     "group_ids": Column(I32),
-    "turn_truncated": Column(np.dtype(np.bool_)),
+    **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
 """What goes to the device beside the stream. Every table has a row more than things in it."""
 
@@ -141,13 +139,8 @@ class BatchTables:
         tables["cu_turns"][counts.trajectories + 1 : trajectories + 1] = ends
         generated = counts.generated + np.cumsum(intake.turn_size)
         tables["cu_generated"][counts.turns + 1 : turns + 1] = generated
-        for name, values in (
-            ("turn_rewards", intake.rewards),
-            ("turn_version_start", intake.version_start),
-            ("turn_version_end", intake.version_end),
-            ("turn_truncated", intake.truncated),
-        ):
-            tables[name][counts.turns : turns] = values
+        for field in TURN_FIELDS:
+            tables[field.name][counts.turns : turns] = getattr(intake, field.attribute)
         return counts._replace(
             trajectories=trajectories,
             turns=turns,

@@ -16,12 +16,10 @@ from trajpack.kernels.fields.host_memory import HostMemory
 from trajpack.packing.buffer.staging import Arena
 from trajpack.packing.buffer.tables import Counts
 from trajpack.packing.token_fields import TokenField
+from trajpack.packing.turn_fields import TURN_FIELDS
 
 TURN_TABLES = (
-    "turn_rewards",
-    "turn_truncated",
-    "turn_version_start",
-    "turn_version_end",
+    *(field.name for field in TURN_FIELDS),
     "turn_sequence",
     "turn_spans",
     "turn_begin",

@@ -101,7 +101,7 @@ def row_of_episode(
         num_turns=intake.num_turns,
         chain_sizes=intake.chain_sizes,
         turns=list(turns),
-        rewards=intake.rewards,
+        rewards=intake.reward,
         spans=[span for of_turn in spans for span in of_turn],
         token_ids=ids,
         logprobs=logprobs,

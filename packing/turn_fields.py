@@ -1,0 +1,36 @@
+"""Fields of a turn that are one number each: declared once, for every table that has them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class TurnField(NamedTuple):
+    """A number of each turn."""
+
+    attribute: str
+    """Attribute of `Turn`, and list of the validated turns."""
+    name: str
+    """Attribute of `PackedBatch`: a tensor ``[turns]``."""
+    dtype: torch.dtype
+    """Dtype of the tensor."""
+    padding: float
+    """Value of the padding turns of a `StaticBatch`."""
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.generic]:
+        """Dtype of the tensor's table on the host."""
+        return torch.empty(0, dtype=self.dtype).numpy().dtype
+
+
+TURN_FIELDS = (
+    TurnField("reward", "turn_rewards", torch.float64, 0.0),
+    TurnField("truncated", "turn_truncated", torch.bool, False),
+    TurnField("version_start", "turn_version_start", torch.int32, -1),
+    TurnField("version_end", "turn_version_end", torch.int32, -1),
+)
+"""Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, static
+batches, batch files and `unpack` loop over this table."""

@@ -12,9 +12,13 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from tests.support.interpreter import wrapping
-from trajpack.kernels.scan.discounted_returns_steps_triton import compose
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+
+
+@triton.jit
+def compose(first_gain, first_sum, second_gain, second_sum):
+    return first_gain * second_gain, second_gain * first_sum + second_sum
 
 
 @triton.jit

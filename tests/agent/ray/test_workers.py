@@ -49,7 +49,7 @@ OPTIONS = WorkerOptions(concurrency=4, num_cpus=0.1, heartbeat_s=0.2, hang_timeo
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> MakeScripted:
     folder = tmp_path_factory.mktemp("workers")
     (folder / "notes").touch()
-    return MakeScripted(folder / "notes", 0.03, folder / "stillborn", load_s=0.1)
+    return MakeScripted(folder / "notes", 0.15, folder / "stillborn", load_s=0.1)
 
 
 @pytest.fixture(scope="module")

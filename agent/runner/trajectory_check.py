@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trajpack.packing.buffer.chains import Intake, checked_labels, placed, take_numbers
+from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
 from trajpack.packing.conversion import as_ids, as_logprobs
 from trajpack.packing.types import Trajectory, Turn
 
@@ -81,4 +81,4 @@ def _check_turn(turn: Any) -> None:
             f"completion_logprobs must have one entry per completion token, got {num_logprobs} "
             f"for {num_completion} token(s)"
         )
-    take_numbers(Intake(()), turn, num_prompt, num_completion)
+    take_numbers(ValidatedTurns(()), turn, num_prompt, num_completion)

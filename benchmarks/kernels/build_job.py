@@ -36,7 +36,7 @@ def held(trajectories, fields=()):
     """Fill a buffer; return its arena and how much is in it, in the turns layout."""
     buffer = TrajectoryBuffer(device="cpu", fields=fields)
     fill(buffer, trajectories)
-    state = buffer._store.settle("turns")
+    state = buffer._store.update_tables("turns")
     return buffer._store.staging.send(state.num_words), state.settled
 
 

@@ -146,12 +146,12 @@ class PackedBatch(LabelMethods):
     """Names of the metrics."""
 
     @classmethod
-    def deferred(
+    def with_lazy_columns(
         cls, ready: Mapping[str, Any], later: Mapping[str, Callable[[], Any]]
     ) -> PackedBatch:
-        """Make a batch of which some fields are made only when they are first asked for.
+        """Make a batch whose fields in ``later`` are computed at first access.
 
-        For the host's sake: a pack shall cost it the same at any size.
+        So a pack costs the host the same at any size.
         """
         batch = object.__new__(cls)
         batch.__dict__.update(ready, _later=dict(later))

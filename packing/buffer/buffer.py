@@ -182,7 +182,7 @@ class TrajectoryBuffer:
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
-        state = self._store.settle(layout)
+        state = self._store.update_tables(layout)
         with self._store.staging.on_device():
             arena = self._store.staging.send(state.num_words)
             counts, memory = state.settled, self._memory
@@ -192,7 +192,7 @@ class TrajectoryBuffer:
         if self.device.type == "cpu":  # the buffer's memory is written again
             ready |= {name: table().clone() for name, table in later.items()}
             later = {}
-        return PackedBatch.deferred(ready, later | self._store.host_columns())
+        return PackedBatch.with_lazy_columns(ready, later | self._store.host_columns())
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories into the memory of ``static``: `StaticBatch.fill` and `run`.

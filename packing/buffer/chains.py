@@ -1,4 +1,4 @@
-"""Chains: the fewest token streams that hold a trajectory, each token once."""
+"""Validation of trajectories, and their split into chains that store each token once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from trajpack.packing.token_fields import Bytes, TokenField, rows_of_turn
 from trajpack.packing.types import Trajectory, Turn
 
 TINY = 256
-"""Numbers below which a list is worth joining with the next, before both are converted."""
+"""Lists of fewer numbers are concatenated before their conversion."""
 
 VersionRun = tuple[int, int, int]
 ID_FIELDS = ("prompt_ids", "completion_ids")
 
 
-class Labels(NamedTuple):
-    """What stays on the host of a trajectory."""
+class TrajectoryLabels(NamedTuple):
+    """Strings and scalars of a trajectory that stay on the host."""
 
     id: str
     group: str | None
@@ -45,15 +45,15 @@ class Labels(NamedTuple):
     turn_discount: float
 
 
-class Tip(NamedTuple):
-    """The last turn of a chain: its prompt and completion are the chain."""
+class ChainEnd(NamedTuple):
+    """Last turn of a chain; its prompt and completion are the whole chain."""
 
     prompt: Any
-    """Bytes of int32; the array or the list it came in where no other turn is compared with it."""
+    """int32 bytes, or the given array or list where no other turn is compared with it."""
     completion: Any
     rows: Sequence[Bytes]
     turn: int
-    """Index of the turn in the intake."""
+    """Index of the turn in `ValidatedTurns`."""
 
     def arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return prompt and completion, where they are bytes, as arrays."""
@@ -61,11 +61,11 @@ class Tip(NamedTuple):
 
 
 @dataclass
-class Intake:
-    """Trajectories on their way into a buffer, column by column, in the order they came."""
+class ValidatedTurns:
+    """Validated trajectories as columns, ready to copy into a buffer."""
 
     fields: tuple[TokenField, ...]
-    labels: list[Labels] = field(default_factory=list)
+    labels: list[TrajectoryLabels] = field(default_factory=list)
     num_turns: list[int] = field(default_factory=list)
     """Turns of each trajectory."""
     chain_sizes: list[int] = field(default_factory=list)
@@ -73,12 +73,12 @@ class Intake:
     last_turns: list[int] = field(default_factory=list)
     """Last turn of each chain."""
     ids: list[Any] = field(default_factory=list)
-    """int32 arrays: prompt and completion of the last turn of each chain. That of a trajectory's
-    only turn may be the caller's array."""
+    """int32 arrays: prompt and completion of the last turn of each chain. For a trajectory with one
+    turn they may be the caller's arrays."""
     logprobs: list[Any] = field(default_factory=list)
-    """float32 arrays: log-probabilities of each turn. They may be the caller's."""
+    """float32 arrays: log-probabilities of each turn; may be the caller's arrays."""
     rows: list[list[Bytes]] = field(default_factory=list)
-    """Of each declared field: rows of each turn, or in pieces of each chain."""
+    """Rows of each declared field: of each turn, or of each chain in pieces."""
     turn_chain: list[int] = field(default_factory=list)
     """Chain of each turn."""
     turn_begin: list[int] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Intake:
     version_start: list[int] = field(default_factory=list)
     version_end: list[int] = field(default_factory=list)
     version_runs: dict[int, Sequence[VersionRun]] = field(default_factory=dict)
-    """Of the turns that more than one version sampled."""
+    """Version runs of turns with several versions, by turn."""
     has_lists: bool = False
-    """Whether lists are among `ids` and `logprobs`, until `take_in` returns."""
+    """Whether lists are among `ids` and `logprobs`, until `validate_turns` returns."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +112,9 @@ class Intake:
         return [count for turn in self.last_turns for count in (begin[turn], size[turn])]
 
 
-def take_in(trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...]) -> Intake:
+def validate_turns(
+    trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...]
+) -> ValidatedTurns:
     """Convert trajectories, check all but single ids and log-probabilities, and find the chains.
 
     `copy_numbers` checks those in bulk, where they are stored. Each number of the caller's is read
@@ -126,7 +128,7 @@ def take_in(trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...]) 
     Cost: the prompt of each turn is copied and compared once, at memory speed, with a chain it may
     extend; not so the prompt of a trajectory's only turn.
     """
-    intake = Intake(fields, rows=[[] for _ in fields])
+    intake = ValidatedTurns(fields, rows=[[] for _ in fields])
     for trajectory in trajectories:
         _take_trajectory(intake, trajectory)
     if intake.has_lists:
@@ -135,14 +137,14 @@ def take_in(trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...]) 
     return intake
 
 
-def _take_trajectory(intake: Intake, trajectory: Trajectory) -> None:
+def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
     """Check one trajectory and append it to the columns."""
     turn_index = -1
     try:
         intake.labels.append(checked_labels(trajectory))
         turns = tuple(trajectory.turns)
         alone = len(turns) == 1
-        tips: list[Tip] = []
+        tips: list[ChainEnd] = []
         for turn_index, turn in enumerate(turns):  # noqa: B007 - for the error
             _take_turn(intake, tips, turn, alone=alone)
         if turn_index < 0:
@@ -165,7 +167,7 @@ def _take_trajectory(intake: Intake, trajectory: Trajectory) -> None:
 
 
 def copy_numbers(
-    intake: Intake, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+    intake: ValidatedTurns, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
 ) -> None:
     """Write the token ids and log-probabilities of an intake to where they are stored.
 
@@ -173,7 +175,7 @@ def copy_numbers(
     lets go of those.
 
     Args:
-        intake: From `take_in`; it is used once.
+        intake: From `validate_turns`; it is used once.
         ids: ``[intake.num_tokens]``.
         logprobs: ``[intake.num_generated]``.
 
@@ -208,7 +210,7 @@ def _all_finite(values: npt.NDArray[np.float32]) -> bool:
         return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
-def _as_arrays(intake: Intake, typecode: Typecode, pieces: Sequence[Any]) -> list[Any]:
+def _as_arrays(intake: ValidatedTurns, typecode: Typecode, pieces: Sequence[Any]) -> list[Any]:
     """Return pieces as arrays: lists are converted, tiny ones that follow each other in one go.
 
     Raises:
@@ -239,7 +241,7 @@ def _as_arrays(intake: Intake, typecode: Typecode, pieces: Sequence[Any]) -> lis
 
 
 def _packed(
-    intake: Intake, typecode: Typecode, piece: int, *, numbers: list[Any]
+    intake: ValidatedTurns, typecode: Typecode, piece: int, *, numbers: list[Any]
 ) -> npt.NDArray[Any]:
     """Convert the numbers that ``piece`` begins with."""
     try:
@@ -250,7 +252,7 @@ def _packed(
         raise not_packed(where, refused, typecode) from error.__cause__
 
 
-def _changed(intake: Intake, typecode: Typecode, piece: int) -> ValueError:
+def _changed(intake: ValidatedTurns, typecode: Typecode, piece: int) -> ValueError:
     """Say that a piece has not the length any more that was checked."""
     if typecode == "f":
         turn, name = piece, "completion_logprobs"
@@ -259,12 +261,14 @@ def _changed(intake: Intake, typecode: Typecode, piece: int) -> ValueError:
     return ValueError(f"{_labelled(intake, turn)}: {name} changed while it was read")
 
 
-def _located(intake: Intake, typecode: Typecode, piece: int, *, index: int) -> tuple[str, int]:
+def _located(
+    intake: ValidatedTurns, typecode: Typecode, piece: int, *, index: int
+) -> tuple[str, int]:
     """Return the trajectory, turn and field of a number, and its index there.
 
     Args:
         intake: With all turns.
-        typecode: Of the pieces of `Intake.ids` or of `Intake.logprobs`.
+        typecode: Of the pieces of `ValidatedTurns.ids` or of `ValidatedTurns.logprobs`.
         piece: One of them.
         index: Of the number, counted from the beginning of that piece.
     """
@@ -285,7 +289,7 @@ def _located(intake: Intake, typecode: Typecode, piece: int, *, index: int) -> t
     return name, place - begin if is_completion else place
 
 
-def _labelled(intake: Intake, turn: int) -> str:
+def _labelled(intake: ValidatedTurns, turn: int) -> str:
     """Return what an error says of a turn, an index of the intake's."""
     trajectory = 0
     while turn >= intake.num_turns[trajectory]:
@@ -307,7 +311,7 @@ def placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueEr
     return kind(f"trajectory {name!r}{turn}: {error}")
 
 
-def checked_labels(trajectory: Trajectory) -> Labels:
+def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
     """Check all of a trajectory but its turns."""
     if not isinstance(trajectory, Trajectory):
         raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
@@ -328,7 +332,7 @@ def checked_labels(trajectory: Trajectory) -> Labels:
     discount = trajectory.turn_discount
     if type(discount) is not float or not -FLOAT32_MAX <= discount <= FLOAT32_MAX:
         discount = _as_number("turn_discount", discount)
-    return Labels(name, group, task_id, birth_time_ms, discount)
+    return TrajectoryLabels(name, group, task_id, birth_time_ms, discount)
 
 
 def _as_number(name: str, value: Any) -> float:
@@ -338,7 +342,7 @@ def _as_number(name: str, value: Any) -> float:
     return as_number(name, value)
 
 
-def _take_turn(intake: Intake, tips: list[Tip], turn: Turn, *, alone: bool) -> None:
+def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alone: bool) -> None:
     """Check one turn, append it to the columns, and extend or open its chain in ``tips``."""
     if not isinstance(turn, Turn):
         raise TypeError(f"expected a Turn, got {type(turn).__name__}")
@@ -366,7 +370,7 @@ def _take_turn(intake: Intake, tips: list[Tip], turn: Turn, *, alone: bool) -> N
     given = turn.fields
     if intake.fields or given:
         rows = rows_of_turn(intake.fields, given, (begin, size), compared=not alone)
-    tip = Tip(prompt, completion, rows, len(intake.turn_size))
+    tip = ChainEnd(prompt, completion, rows, len(intake.turn_size))
     take_numbers(intake, turn, begin, size)
     chain = _longest_prefix(tips, tip, intake.fields) if tips else None
     if chain is None:
@@ -381,8 +385,8 @@ def _take_turn(intake: Intake, tips: list[Tip], turn: Turn, *, alone: bool) -> N
     intake.turn_chain.append(len(intake.chain_sizes) + chain)
 
 
-def take_numbers(intake: Intake, turn: Turn, begin: int, size: int) -> None:
-    """Check what a turn says of itself and append it to the columns.
+def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> None:
+    """Validate the scalars of a turn and append them to the columns.
 
     Raises:
         TypeError: If a value is of the wrong kind.
@@ -407,7 +411,9 @@ def take_numbers(intake: Intake, turn: Turn, begin: int, size: int) -> None:
     intake.truncated.append(bool(truncated))
 
 
-def _longest_prefix(tips: Sequence[Tip], turn: Tip, fields: Sequence[TokenField]) -> int | None:
+def _longest_prefix(
+    tips: Sequence[ChainEnd], turn: ChainEnd, fields: Sequence[TokenField]
+) -> int | None:
     """Return the chain to extend, trying the longest first and the latest of equal length."""
     if len(tips) == 1:
         return 0 if _is_prefix(tips[0], turn, fields) else None
@@ -418,7 +424,7 @@ def _longest_prefix(tips: Sequence[Tip], turn: Tip, fields: Sequence[TokenField]
     return None
 
 
-def _is_prefix(tip: Tip, turn: Tip, fields: Sequence[TokenField]) -> bool:
+def _is_prefix(tip: ChainEnd, turn: ChainEnd, fields: Sequence[TokenField]) -> bool:
     prompt: bytes = turn.prompt
     # most prompts that diverge do so in the completion: no need to read on
     if not prompt.startswith(tip.completion, len(tip.prompt)) or not prompt.startswith(tip.prompt):
@@ -430,7 +436,7 @@ def _is_prefix(tip: Tip, turn: Tip, fields: Sequence[TokenField]) -> bool:
     )
 
 
-def named(labels: Sequence[Labels]) -> str:
-    """Return what an error says of all trajectories of a call."""
+def named(labels: Sequence[TrajectoryLabels]) -> str:
+    """Return the name of a call's trajectories for an error message."""
     first = f"trajectory {labels[0].id!r}"
     return first if len(labels) == 1 else f"{first} with {len(labels) - 1} more"

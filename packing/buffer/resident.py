@@ -18,10 +18,10 @@ from trajpack.kernels.fields.gather_words import (
 )
 from trajpack.kernels.fields.pieces import PIECE_WIDTH
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.chains import Intake, checked_labels, placed, take_numbers
-from trajpack.packing.buffer.staging import Arena, Staging
+from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
+from trajpack.packing.buffer.staging import DeviceRegion, Staging
 from trajpack.packing.buffer.store import host_columns
-from trajpack.packing.buffer.tables import BatchTables, Block, Counts, columns_for
+from trajpack.packing.buffer.tables import BatchTables, Counts, StoredTurns, columns_for
 from trajpack.packing.buffer.writing import turn_tables, write_batch
 from trajpack.packing.conversion import check_memory, several, shown
 from trajpack.packing.layout import Layout, check_layout
@@ -85,7 +85,7 @@ def pack_resident(
 
     counts = Counts()
     if given:
-        counts = tables.absorb(Block(intake, 0, num_ids, ()), counts, room)
+        counts = tables.append_rows(StoredTurns(intake, 0, num_ids, ()), counts, room)
     counts = tables.arrange(layout, counts, Counts(), room)
     with staging.on_device():
         arena = staging.send(2 * addresses.size)
@@ -93,10 +93,12 @@ def pack_resident(
         written = write_batch(arena, words, counts, (), chosen)
     ready = written | {"layout": layout, "num_generated": intake.num_generated}
     host = host_columns(intake.labels, tables, counts)
-    return PackedBatch.deferred(ready, turn_tables(arena, counts) | host)
+    return PackedBatch.with_lazy_columns(ready, turn_tables(arena, counts) | host)
 
 
-def _words(arena: Arena, pieces: Sequence[torch.Tensor], num_words: int, impl: str) -> torch.Tensor:
+def _words(
+    arena: DeviceRegion, pieces: Sequence[torch.Tensor], num_words: int, impl: str
+) -> torch.Tensor:
     """Gather the pieces into one stream, through the table at the head of the arena's."""
     if not arena.stream.shape[0]:
         return gather_words(pieces, "torch").to(arena.words.device)
@@ -107,9 +109,9 @@ def _words(arena: Arena, pieces: Sequence[torch.Tensor], num_words: int, impl: s
 
 def _take_in(
     trajectories: Sequence[Trajectory], layout: Layout
-) -> tuple[Intake, list[torch.Tensor]]:
+) -> tuple[ValidatedTurns, list[torch.Tensor]]:
     """Check all but the values; return the columns, and the tensors in the stream's order."""
-    intake = Intake(())
+    intake = ValidatedTurns(())
     ids: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     for trajectory in trajectories:

@@ -1,4 +1,4 @@
-"""Host memory that leaves for the device in one copy: the tables of a batch, then its stream."""
+"""Staging memory: the tables of a batch and its token stream, sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy.typing as npt
 import torch
 
 ALIGNMENT = 16
-"""Rows to a multiple of which tables are made: then each begins at a multiple of 16 bytes,
-what the kernels are compiled for."""
+"""Tables have a multiple of 16 rows, so that each begins at a multiple of 16 bytes, which the
+kernels are compiled for."""
 
 
 class Column(NamedTuple):
-    """A table: what one of its rows holds."""
+    """Dtype and width of one table."""
 
     dtype: np.dtype[Any]
     width: int | None = None
-    """Entries of a row; a number and not an array of one where it is ``None``."""
+    """Entries of a row; a row is a scalar if ``None``."""
 
 
-class Region:
-    """int32 words: the tables at the front, room for a number of rows in each, then the stream."""
+class HostRegion:
+    """int32 words on the host: tables with the same number of rows, then the stream."""
 
     def __init__(self, columns: Mapping[str, Column], words: torch.Tensor, num_rows: int) -> None:
         self.words = words
         self.copies: list[torch.cuda.Event] = []
-        """Events behind copies that read the words: waited for before the words are written."""
+        """Events behind copies that read the words; a write waits for them."""
         self.replays: list[torch.cuda.Event] = []
-        """Events behind the copies of captured graphs, recorded anew by every replay: waited for
-        like the others, and kept."""
+        """Events behind the copies of captured graphs, which each replay records; a write waits for
+        them."""
         self.captured = False
-        """Whether a captured graph expects the words to stay as they are."""
+        """Whether a captured graph reads the words; they must not change."""
         self.partition(columns, num_rows)
 
     def partition(self, columns: Mapping[str, Column], num_rows: int) -> None:
-        """Make room for ``num_rows`` rows in each table, a multiple of 16, and forget all."""
+        """Divide the words into tables of ``num_rows`` rows (a multiple of 16) and the stream."""
         memory = self.words.numpy()
         self.num_rows = num_rows
         self.tables: dict[str, npt.NDArray[Any]] = {}
@@ -54,8 +54,8 @@ class Region:
         self.stream: npt.NDArray[np.int32] = memory[begin:]
 
 
-class Arena(NamedTuple):
-    """A region's words where the kernels read them."""
+class DeviceRegion(NamedTuple):
+    """Words of a region on the device, as the kernels read them."""
 
     words: torch.Tensor
     begin: int
@@ -64,14 +64,14 @@ class Arena(NamedTuple):
 
     @property
     def stream(self) -> torch.Tensor:
-        """The stream."""
+        """The token stream, int32."""
         return self.words[self.begin :]
 
     def table(self, name: str, num_rows: int) -> torch.Tensor:
-        """Return a table as a tensor over the arena's memory, though not as a view of it.
+        """Return a table as a tensor over the region's memory that is no view of it.
 
-        Views share a version counter, and writing to one table would then invalidate what
-        autograd saved of another.
+        Views share a version counter: a write to one table would invalidate tensors of other
+        tables that autograd saved.
         """
         dtype, width = self.columns[name]
         place = 4 * self.offsets[name] // dtype.itemsize
@@ -100,8 +100,8 @@ class Staging:
         self._columns = columns
         self._row_words = sum(c.dtype.itemsize * (c.width or 1) for c in columns.values()) / 4
         self._region = self._allocate(ALIGNMENT, num_words)
-        self._spare: Region | None = None
-        self._captured: list[Region] = []
+        self._spare: HostRegion | None = None
+        self._captured: list[HostRegion] = []
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -154,7 +154,7 @@ class Staging:
         if fits and not fitting <= self._region.num_rows <= 2 * fitting:
             self._region.partition(self._columns, fitting)
 
-    def send(self, num_words: int) -> Arena:
+    def send(self, num_words: int) -> DeviceRegion:
         """Bring tables and stream to the device in one copy.
 
         On the host nothing is copied: the arena is the region itself, until the next write.
@@ -162,7 +162,7 @@ class Staging:
         region = self._region
         words = region.words[: region.begin + num_words]
         if self.device.type == "cpu":
-            return Arena(words, region.begin, self._columns, region.offsets)
+            return DeviceRegion(words, region.begin, self._columns, region.offsets)
         arena = words.to(self.device, non_blocking=True)
         if self.device.type == "cuda":
             if not torch.cuda.is_current_stream_capturing():
@@ -170,9 +170,9 @@ class Staging:
             elif not region.captured:
                 region.captured = True
                 self._captured.append(region)
-        return Arena(arena, region.begin, self._columns, region.offsets)
+        return DeviceRegion(arena, region.begin, self._columns, region.offsets)
 
-    def send_again(self, arena: Arena) -> None:
+    def send_again(self, arena: DeviceRegion) -> None:
         """Bring the region to the memory of an arena that is no longer the region itself.
 
         A graph that captured this copies what the region holds when it is replayed. The event
@@ -200,7 +200,7 @@ class Staging:
         else:
             region.copies = [*(copy for copy in region.copies if not copy.query()), event]
 
-    def _wait(self, region: Region) -> None:
+    def _wait(self, region: HostRegion) -> None:
         if region.copies or region.replays:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -211,14 +211,14 @@ class Staging:
                 event.synchronize()
             region.copies = []
 
-    def _allocate(self, num_rows: int, num_words: int) -> Region:
+    def _allocate(self, num_rows: int, num_words: int) -> HostRegion:
         size = int(num_rows * self._row_words) + num_words
         if self.device.type == "cuda":
             # named, since torch's default device may be another, and only the host has pages to pin
             words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
         else:
             words = torch.from_numpy(np.empty(size, np.int32))
-        return Region(self._columns, words, num_rows)
+        return HostRegion(self._columns, words, num_rows)
 
 
 def _aligned(num_rows: int) -> int:

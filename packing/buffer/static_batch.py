@@ -125,7 +125,9 @@ class StaticBatch:
             "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
             "token_fields": self.fields,
         }
-        return PackedBatch.deferred(ready, turn_tables(self._arena, self._counts) | self._host)
+        return PackedBatch.with_lazy_columns(
+            ready, turn_tables(self._arena, self._counts) | self._host
+        )
 
     def fill(self, buffer: TrajectoryBuffer, layout: Layout = "merged") -> None:
         """Write what a buffer holds into the host memory that `run` copies from.
@@ -146,7 +148,7 @@ class StaticBatch:
                 f"fields must be those of the static batch, {[f.name for f in self.fields]}, "
                 f"the buffer has {[f.name for f in buffer.fields]}"
             )
-        state = buffer._store.settle(layout)
+        state = buffer._store.update_tables(layout)
         self._check_room(state)
         self._staging.reserve(0, 0, words_used=0)  # waits
         source = buffer._store.staging
@@ -222,7 +224,7 @@ class StaticBatch:
                 raise ValueError(f"the batch needs {name} {needed}, the static batch has {room}")
 
     def _pad_tables(self, counts: Counts) -> None:
-        """Let the rest of every table say that nothing is there."""
+        """Fill the unused rows of every table with padding."""
         tables, spans, turns = self._staging.tables, counts.spans, counts.turns
         runs = tables["runs"]
         runs[spans] = 0

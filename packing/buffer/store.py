@@ -1,4 +1,4 @@
-"""What a buffer holds: a stream of words, its tables, and the labels of its trajectories."""
+"""Content of a buffer: token stream, tables and labels."""
 
 from __future__ import annotations
 
@@ -10,38 +10,44 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.buffer.chains import Intake, Labels, copy_numbers, named, take_in
+from trajpack.packing.buffer.chains import (
+    TrajectoryLabels,
+    ValidatedTurns,
+    copy_numbers,
+    named,
+    validate_turns,
+)
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.tables import BatchTables, Block, Counts, columns_for
+from trajpack.packing.buffer.tables import BatchTables, Counts, StoredTurns, columns_for
 from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.types import Trajectory
 
 SETTLED = 64
-"""Turns that may wait until their tables are worked out: as many as cost what a call does."""
+"""Turns that may wait for a table update; their update costs as much as a call."""
 
 
 class State(NamedTuple):
-    """What a buffer holds; replaced as a whole, so that a call counts or does not."""
+    """Counts of a buffer; replaced as a whole at the end of a call, so that calls are atomic."""
 
     num_words: int = 0
     num_tokens: int = 0
     num_turns: int = 0
     num_generated: int = 0
     num_trajectories: int = 0
-    waiting: tuple[Block, ...] = ()
-    """What came in and is not in the tables yet."""
+    waiting: tuple[StoredTurns, ...] = ()
+    """Stored turns that are not in the tables yet."""
     settled: Counts = Counts()
-    """What is in the tables."""
+    """Counts of the tables."""
     layout: Layout = "merged"
     """Layout of the tables."""
     arranged: bool = False
-    """Whether the tables of that layout are whole."""
+    """Whether the tables of that layout are complete."""
 
 
 class Store:
-    """Takes trajectories in, all of a call or nothing of it, and keeps the tables of one layout."""
+    """Stores the trajectories of a call, all or none, and keeps the tables of one layout."""
 
     def __init__(
         self, device: torch.device, capacity: int | None, fields: tuple[TokenField, ...]
@@ -51,12 +57,12 @@ class Store:
         num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
         self.staging = Staging(device, columns_for(fields), num_words)
         self.tables = BatchTables(fields)
-        self.labels: list[Labels] = []
+        self.labels: list[TrajectoryLabels] = []
         self.state = State()
 
     def extend(self, given: Sequence[Trajectory]) -> None:
         """Check and store trajectories; see `TrajectoryBuffer.extend`."""
-        intake = take_in(given, self.fields)
+        intake = validate_turns(given, self.fields)
         state = self.state
         num_new = intake.num_tokens
         if self.capacity is not None and state.num_tokens + num_new > self.capacity:
@@ -76,15 +82,15 @@ class Store:
         )
         if new.num_turns - state.settled.turns >= SETTLED:
             with suppress(ValueError):  # too long for this layout: a pack says so, or takes another
-                new = self._settled(new)
+                new = self._updated(new)
         self.labels[state.num_trajectories :] = intake.labels
         self.state = new
 
-    def settle(self, layout: Layout) -> State:
+    def update_tables(self, layout: Layout) -> State:
         """Bring the tables up to date, for ``layout``."""
-        if layout != self.state.layout:  # whose tables are written over, whatever happens then
+        if layout != self.state.layout:  # the tables will be overwritten
             self.state = self.state._replace(layout=layout, arranged=False)
-        self.state = self._settled(self.state)
+        self.state = self._updated(self.state)
         return self.state
 
     def clear(self) -> None:
@@ -96,11 +102,11 @@ class Store:
         self.staging.clear(rows)
 
     def host_columns(self) -> dict[str, Callable[[], Any]]:
-        """Return what makes the host values of a batch, when they are first asked for."""
+        """Return functions that compute the host values of a batch at first access."""
         return host_columns(self.labels, self.tables, self.state.settled)
 
-    def _write(self, intake: Intake) -> tuple[Block, int]:
-        """Write a block behind the stream; return where it lies and where it ends."""
+    def _write(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
+        """Append turns to the stream; return their positions and the new end."""
         used = self.state.num_words
         logprobs = used + intake.num_tokens
         end = logprobs + intake.num_generated
@@ -120,9 +126,9 @@ class Store:
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
         intake.rows = []  # the caller's arrays are not held
-        return Block(intake, used, logprobs, tuple(rows)), end
+        return StoredTurns(intake, used, logprobs, tuple(rows)), end
 
-    def _settled(self, state: State) -> State:
+    def _updated(self, state: State) -> State:
         """Bring the tables up to date, and return the state that says so."""
 
         def room(rows: int) -> Mapping[str, npt.NDArray[Any]]:
@@ -133,16 +139,16 @@ class Store:
         if state.arranged and not state.waiting:
             return state
         for block in state.waiting:
-            counts = self.tables.absorb(block, counts, room)
+            counts = self.tables.append_rows(block, counts, room)
         before = state.settled if state.arranged else Counts()
         counts = self.tables.arrange(state.layout, counts, before, room)
         return state._replace(settled=counts, waiting=(), arranged=True)
 
 
 def host_columns(
-    labels: Sequence[Labels], tables: BatchTables, counts: Counts
+    labels: Sequence[TrajectoryLabels], tables: BatchTables, counts: Counts
 ) -> dict[str, Callable[[], Any]]:
-    """Return what makes the host values of a batch, when they are first asked for."""
+    """Return functions that compute the host values of a batch at first access."""
     count = counts.trajectories
     seqlens = tables.seqlens[: counts.sequences]
     discounts = tables.discounts[:count]

@@ -1,4 +1,4 @@
-"""The tables of a batch, worked out as trajectories come in, so that packing only sends them."""
+"""Tables of a batch, updated with each call of `extend`, so that `pack` only sends them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.kernels.runs import RUN_WIDTH, Run
-from trajpack.packing.buffer.chains import Intake
+from trajpack.packing.buffer.chains import ValidatedTurns
 from trajpack.packing.buffer.staging import Column
 from trajpack.packing.layout import (
     SPAN_COLUMNS,
@@ -36,7 +36,7 @@ COLUMNS = {
     "group_ids": Column(I32),
     **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
-"""What goes to the device beside the stream. Every table has a row more than things in it."""
+"""Tables that are sent with the stream. Each has one row more than entries."""
 
 
 def columns_for(fields: Sequence[TokenField]) -> dict[str, Column]:
@@ -45,10 +45,10 @@ def columns_for(fields: Sequence[TokenField]) -> dict[str, Column]:
     return sources | COLUMNS
 
 
-class Block(NamedTuple):
-    """What one call brought in, and where the stream holds it."""
+class StoredTurns(NamedTuple):
+    """Validated turns of one call, and their positions in the stream."""
 
-    intake: Intake
+    intake: ValidatedTurns
     ids: int
     """Word of its first token."""
     logprobs: int
@@ -57,12 +57,12 @@ class Block(NamedTuple):
     """Byte of the first row of each extra field."""
 
 
-Room: TypeAlias = Callable[[int], Mapping[str, npt.NDArray[Any]]]
-"""Makes room for so many rows in every table, and returns the tables."""
+ReserveRows: TypeAlias = Callable[[int], Mapping[str, npt.NDArray[Any]]]
+"""Reserves a number of rows in every table and returns the tables."""
 
 
 class Counts(NamedTuple):
-    """How far the tables reach."""
+    """Number of entries in the tables."""
 
     trajectories: int = 0
     turns: int = 0
@@ -72,24 +72,24 @@ class Counts(NamedTuple):
     """Turns of the longest trajectory."""
     sequences: int = 0
     tokens: int = 0
-    """Of the layout that is worked out."""
+    """Tokens of the current layout."""
     generated: int = 0
     groups: int = 0
-    """Distinct groups; a trajectory without one is its own."""
+    """Distinct groups; a trajectory without a group counts as one."""
 
 
 class GrowingArray:
-    """Rows that are written behind each other; memory doubles as needed."""
+    """Array with appended rows; its memory doubles when full."""
 
     def __init__(self, dtype: npt.DTypeLike, width: int | None = None) -> None:
         self._rows = np.empty((0,) if width is None else (0, width), dtype)
 
     def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
-        """Return a view; a later write may leave it behind."""
+        """Return a view, which a later write may replace."""
         return self._rows[rows]
 
     def write(self, begin: int, block: npt.NDArray[Any]) -> None:
-        """Put ``block`` behind the first ``begin`` rows."""
+        """Write ``block`` after the first ``begin`` rows."""
         end = begin + len(block)
         if end > len(self._rows):
             shape = (max(end, 2 * len(self._rows)), *self._rows.shape[1:])
@@ -102,8 +102,8 @@ class GrowingArray:
 class BatchTables:
     """Fills the tables of a staging region, for one layout at a time.
 
-    Everything is written behind what was there, and nothing counts until the counts that come
-    back are kept: a call that fails leaves nothing behind.
+    Rows are appended. They count when the caller keeps the returned counts, so a call that fails
+    has no effect.
     """
 
     def __init__(self, fields: tuple[TokenField, ...]) -> None:
@@ -113,13 +113,13 @@ class BatchTables:
         self.forget_host()
 
     def forget_host(self) -> None:
-        """Begin anew what batches keep a view of on the host."""
+        """Replace the arrays that batches have views of."""
         self.seqlens = GrowingArray(np.int32)
         self.discounts = GrowingArray(np.float64)
         self._groups: dict[str, int] = {}
 
-    def absorb(self, block: Block, counts: Counts, room: Room) -> Counts:
-        """Write what came in, turn by turn, and return how far the tables reach then."""
+    def append_rows(self, block: StoredTurns, counts: Counts, room: ReserveRows) -> Counts:
+        """Append the rows of stored turns and return the new counts."""
         intake = block.intake
         group_ids, groups = number_groups(
             (labels.group for labels in intake.labels), self._groups, counts.groups
@@ -151,8 +151,8 @@ class BatchTables:
             groups=groups,
         )
 
-    def arrange(self, layout: Layout, counts: Counts, before: Counts, room: Room) -> Counts:
-        """Work the layout of what came in after ``before`` out, or of all if that is nothing."""
+    def arrange(self, layout: Layout, counts: Counts, before: Counts, room: ReserveRows) -> Counts:
+        """Compute run table and boundaries of the turns after ``before``."""
         spans = Spans(*self._spans[before.spans : counts.spans].T)
         done = arrange(layout, spans, Origin(before.tokens, before.turns))
         tables = room(counts.spans + 1)
@@ -174,8 +174,8 @@ class BatchTables:
             self._write_sources(sources, self._rows[before.spans : counts.spans], done)
         return counts._replace(sequences=sequences, tokens=done.num_tokens)
 
-    def _spans_of(self, block: Block, counts: Counts) -> npt.NDArray[np.int64]:
-        """Return the rows of `Spans` for what came in; write where extra fields have theirs."""
+    def _spans_of(self, block: StoredTurns, counts: Counts) -> npt.NDArray[np.int64]:
+        """Return the rows of `Spans` of stored turns; write the positions of extra fields' rows."""
         intake = block.intake
         chain = np.array(intake.turn_chain, np.int64)
         begin = np.array(intake.turn_begin, np.int64)
@@ -211,9 +211,9 @@ class BatchTables:
         )
 
     def _row_places(
-        self, block: Block, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
+        self, block: StoredTurns, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return the byte of each span's first row, or of its chain's, in each extra field."""
+        """Return the byte of the first row of each span, or of its chain, in each extra field."""
         places = np.empty((len(tokens), len(self._fields)), np.int64)
         for number, field in enumerate(self._fields):
             rows = trained if field.generated_only else tokens
@@ -223,7 +223,7 @@ class BatchTables:
     def _write_sources(
         self, table: npt.NDArray[np.int64], places: npt.NDArray[np.int64], done: Arrangement
     ) -> None:
-        """Say where each run has its rows: of its first token, or of its first generated one."""
+        """Write the byte of each run's first row: of its first token or first generated token."""
         for number, field in enumerate(self._fields):
             skipped = 0 if field.generated_only else done.runs[:, Run.POSITION].astype(np.int64)
             table[:, number] = places[done.order, number] + skipped * field.row_bytes

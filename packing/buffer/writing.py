@@ -1,4 +1,4 @@
-"""From an arena to a batch: the launches of a pack."""
+"""Kernel launches of a pack: from staged tables to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.fields.build import build, build_into
 from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.fields.host_memory import HostMemory
-from trajpack.packing.buffer.staging import Arena
+from trajpack.packing.buffer.staging import DeviceRegion
 from trajpack.packing.buffer.tables import Counts
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
@@ -26,7 +26,7 @@ TURN_TABLES = (
 )
 
 
-def returns_of_turns(arena: Arena, counts: Counts, impl: Impl) -> torch.Tensor:
+def returns_of_turns(arena: DeviceRegion, counts: Counts, impl: Impl) -> torch.Tensor:
     """Discount the turns' rewards backward over their trajectories."""
     return discounted_returns(
         arena.table("turn_rewards", counts.turns),
@@ -38,14 +38,14 @@ def returns_of_turns(arena: Arena, counts: Counts, impl: Impl) -> torch.Tensor:
 
 
 def write_batch(
-    arena: Arena,
+    arena: DeviceRegion,
     words: torch.Tensor,
     counts: Counts,
     fields: Sequence[TokenField],
     impl: Impl,
     memory: HostMemory | None = None,
 ) -> dict[str, Any]:
-    """Launch what writes a batch from its tables and the stream ``words``.
+    """Launch the kernels that write a batch from its tables and the stream ``words``.
 
     Returns its tensors over tokens, on the host in ``memory``, and the turns' returns.
     """
@@ -71,7 +71,7 @@ def write_batch(
 
 
 def table_rows(counts: Counts) -> dict[str, int]:
-    """Return how many rows the batch's tensors over turns, boundaries and groups have."""
+    """Return the number of rows of the batch's tensors over turns, boundaries and groups."""
     return dict.fromkeys(TURN_TABLES, counts.turns) | {
         "cu_generated": counts.turns + 1,
         "cu_turns": counts.trajectories + 1,
@@ -80,6 +80,6 @@ def table_rows(counts: Counts) -> dict[str, int]:
     }
 
 
-def turn_tables(arena: Arena, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what makes the batch's tensors over turns, boundaries and groups out of an arena."""
+def turn_tables(arena: DeviceRegion, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that make the batch's tensors over turns, boundaries and groups."""
     return {name: partial(arena.table, name, rows) for name, rows in table_rows(counts).items()}

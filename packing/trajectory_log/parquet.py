@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trajpack.packing.buffer.chains import Labels
+from trajpack.packing.buffer.chains import TrajectoryLabels
 from trajpack.packing.durable_files import replacing
 from trajpack.packing.optional import require
 from trajpack.packing.token_fields import TokenField, check_fields
@@ -316,7 +316,7 @@ def _row(table: pa.Table, index: int, num_fields: int) -> EpisodeRow:
     return EpisodeRow(
         decoded_text(value["episode"]),
         None if value["error"] is None else decoded_text(value["error"]),
-        labels=[Labels(*one) for one in labels],
+        labels=[TrajectoryLabels(*one) for one in labels],
         num_turns=value["num_turns"],
         chain_sizes=value["chain_size"],
         turns=list(zip(*(value[f"turn_{name}"] for name in TURN_COLUMNS), strict=True)),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.buffer.chains import Labels, copy_numbers, take_in
+from trajpack.packing.buffer.chains import TrajectoryLabels, copy_numbers, validate_turns
 from trajpack.packing.conversion import FLOAT32_MAX, as_version_runs
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.trajectory_log.options import DamagedLogError
@@ -51,8 +51,8 @@ class EpisodeRow:
     """Name of the episode."""
     error: str | None
     """Reason of its failure, or ``None``."""
-    labels: Sequence[Labels]
-    """Labels of each trajectory."""
+    labels: Sequence[TrajectoryLabels]
+    """TrajectoryLabels of each trajectory."""
     num_turns: Sequence[int]
     """Number of turns of each trajectory."""
     chain_sizes: Sequence[int]
@@ -86,7 +86,7 @@ def row_of_episode(
 
     Cost: as `TrajectoryBuffer.extend`.
     """
-    intake = take_in(trajectories, fields)
+    intake = validate_turns(trajectories, fields)
     ids, logprobs = np.empty(intake.num_tokens, I32), np.empty(intake.num_generated, F32)
     copy_numbers(intake, ids, logprobs)
     spans = [intake.version_runs.get(turn, ()) for turn in range(len(intake.turn_size))]
@@ -342,7 +342,7 @@ def _texts(raw: bytes, sizes: Sequence[int]) -> list[str | None]:
 
 def _labels(
     trajectories: Sequence[Sequence[int]], texts: Sequence[str | None], discounts: Sequence[float]
-) -> list[Labels]:
+) -> list[TrajectoryLabels]:
     labels = []
     for (_, has_task, task_id, has_birth, birth), name, group, discount in zip(
         trajectories, texts[::2], texts[1::2], discounts, strict=True
@@ -350,7 +350,7 @@ def _labels(
         if name is None or not 0 <= has_task <= 1 or not 0 <= has_birth <= 1:
             raise ValueError("a trajectory has impossible labels")
         task, moment = (task_id if has_task else None), (birth if has_birth else None)
-        labels.append(Labels(name, group, task, moment, discount))
+        labels.append(TrajectoryLabels(name, group, task, moment, discount))
     return labels
 
 

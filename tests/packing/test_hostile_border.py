@@ -19,7 +19,7 @@ import torch
 
 from tests.packing.batch.batch_files import seeded
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.packing.buffer.chains import copy_numbers, take_in
+from trajpack.packing.buffer.chains import copy_numbers, validate_turns
 from trajpack.testing import assert_batches_equal
 
 GOOD = Turn([1, 2], [3, 4], [-0.5, -0.25])
@@ -564,7 +564,7 @@ def test_an_array_that_changes_its_length_is_refused() -> None:
     """Where it is copied: another thread may come between the check of its length and this."""
     for change in ("shape", "dtype"):
         ids = np.array([1, 2, 3, 4], np.int32)
-        intake = take_in([Trajectory("a", [Turn(ids, [2], [0.0])])], ())
+        intake = validate_turns([Trajectory("a", [Turn(ids, [2], [0.0])])], ())
         if change == "shape":
             ids.resize(3, refcheck=False)
         else:

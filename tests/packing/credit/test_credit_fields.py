@@ -36,9 +36,9 @@ def test_credit_is_none_until_it_is_assigned():
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 def test_credit_goes_wherever_a_batch_goes(tmp_path, layout):
-    deferred = pack(some_trajectories(), layout=layout)
-    batch = with_credit(deferred)
-    assert deferred.advantages is None
+    with_lazy_columns = pack(some_trajectories(), layout=layout)
+    batch = with_credit(with_lazy_columns)
+    assert with_lazy_columns.advantages is None
     assert list(batch.tensors())[-2:] == ["advantages", "metrics"]
     batch.save(tmp_path / "batch.safetensors")
     for copied in (

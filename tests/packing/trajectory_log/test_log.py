@@ -341,13 +341,13 @@ def test_an_array_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
     with TrajectoryLog.open(tmp_path) as log:
         for message, (array, value) in changes.items():
 
-            def take_in(*values, take=log_rows.take_in, array=array, value=value):
+            def validate_turns(*values, take=log_rows.validate_turns, array=array, value=value):
                 intake = take(*values)
                 array[1] = value
                 return intake
 
             with monkeypatch.context() as patched:
-                patched.setattr(log_rows, "take_in", take_in)
+                patched.setattr(log_rows, "validate_turns", validate_turns)
                 with pytest.raises(ValueError, match=f"^trajectory 'a', turn 0: {message}$"):
                     log.append("a", [Trajectory("a", [Turn([1], ids, logprobs)])])
             ids[1], logprobs[1] = 6, 0

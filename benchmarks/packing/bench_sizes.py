@@ -43,7 +43,7 @@ def sent_bytes(trajectories, layout="turns"):
     """
     buffer = filled(trajectories)
     store = buffer._store
-    words = store.staging.send(store.settle(layout).num_words).words
+    words = store.staging.send(store.update_tables(layout).num_words).words
     assert words.nbytes >= buffer.num_bytes
     return words.nbytes
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Where a position lies among ascending boundaries: what every flat output tile asks first."""
+"""Search of a position among ascending boundaries, by which a tile of tokens finds its segments."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class Spans:
     version: Ints
     """Policy version that sampled it."""
     logprob: Ints
-    """Where its log-probabilities begin in the word stream."""
+    """Position of its first log-probability in the word stream."""
     source: Ints
-    """Where its chain's tokens begin in the word stream."""
+    """Position of its chain's first token in the word stream."""
 
     def __getitem__(self, order: Ints | slice) -> Spans:
         return Spans(*(getattr(self, column)[order] for column in SPAN_COLUMNS))
@@ -47,7 +47,7 @@ SPAN_COLUMNS = ("turn", "chain", "begin", "end", "version", "logprob", "source")
 
 
 class Origin(NamedTuple):
-    """Where a layout goes on: what the spans before took."""
+    """Tokens and turns of the spans before."""
 
     num_tokens: int = 0
     num_turns: int = 0
@@ -55,7 +55,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout worked out for some spans, on the host."""
+    """Layout of some spans, computed on the host."""
 
     order: Ints
     """Span of each run."""
@@ -64,7 +64,7 @@ class Arrangement:
     starts: npt.NDArray[np.int32]
     """First token of each sequence."""
     num_tokens: int
-    """Where the last sequence ends."""
+    """End of the last sequence."""
     turn_sequence: npt.NDArray[np.int32]
     """``[turns]`` sequence that holds each turn's completion."""
     turn_spans: npt.NDArray[np.int32]

@@ -65,12 +65,12 @@ class TokenField:
     name: str
     """Key in `Turn.fields` and in `PackedBatch.fields`."""
     dtype: torch.dtype
-    """Of the packed field. Rows given in another dtype are converted, and refused where an
-    integer or a bool would change."""
+    """Dtype of the packed field. Rows of another dtype are converted; a conversion that changes an
+    integer or a bool is refused."""
     shape: tuple[int, ...] = ()
     """Shape of a token's row: ``(layers, k)`` for routed experts, ``()`` for a number."""
     fill: float | int | bool = 0
-    """What tokens without a row hold: padding, and prompt tokens where ``generated_only``."""
+    """Value of tokens without a row: padding, and prompt tokens if ``generated_only``."""
     generated_only: bool = True
     """Whether a turn brings rows for its completion alone, or for its prompt and completion.
     In the latter case a turn extends a chain only if these rows agree too."""
@@ -101,7 +101,7 @@ class TokenField:
 
     @property
     def layout(self) -> FieldLayout:
-        """What the kernels know of it."""
+        """Layout of the field for the kernels."""
         layout: FieldLayout = self._layout  # type: ignore[attr-defined]
         return layout
 

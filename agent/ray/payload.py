@@ -14,8 +14,8 @@ from trajpack.packing.conversion import as_ids, as_logprobs, host_tensor
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
 _COLUMNS = 7
-"""Of the table of turns: where its stream begins, tokens of its prompt and completion, whether it
-was cut off, first and last version, and its version spans, -1 of them where it has none."""
+"""Columns of the table of turns: first token of its stream, prompt tokens, completion tokens,
+truncation, first and last version, and number of version spans (-1 for ``None``)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrajectoryArrays:
     spans: npt.NDArray[np.int64]
     """``[spans, 3]``: version spans of the turns that have them."""
     heads: tuple[tuple[Any, ...], ...]
-    """Of each trajectory: all but its turns, and their number."""
+    """Labels and number of turns of each trajectory."""
     fields: Mapping[int, Mapping[str, tuple[str, Any]]] = field(default_factory=dict)
     """Rows of fields of a caller's own, by turn and name: their dtype, and an array."""
 
@@ -104,7 +104,7 @@ class TrajectoryArrays:
 
     @property
     def num_bytes(self) -> int:
-        """Of the flat arrays, without the fields of a caller's own."""
+        """Bytes of the flat arrays, without extra fields."""
         arrays = (self.tokens, self.logprobs, self.turns, self.rewards, self.spans)
         return sum(array.nbytes for array in arrays)
 

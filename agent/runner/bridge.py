@@ -88,7 +88,7 @@ class Attempt:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it waits for its agent alone: not for engine, environment or gate."""
+        """Whether the attempt waits only for its agent: not for engine, environment or gate."""
         return not self._tasks and not self.num_waits
 
     def send(self, observation: Observation) -> None:

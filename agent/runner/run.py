@@ -122,9 +122,9 @@ class EpisodeState:
     attempts: int = 0
     """Number of attempts so far."""
     has_place: bool = False
-    """Whether it holds a place in the room."""
+    """Whether the episode counts towards the limit of unfinished episodes."""
     has_slot: bool = False
-    """Whether it holds a slot."""
+    """Whether the episode holds a slot of the running attempts."""
 
     @property
     def qid(self) -> str:

@@ -39,11 +39,11 @@ class Server:
     num_episodes: int = 0
     """Number of open episodes whose prefix is in its cache."""
     is_healthy: bool = False
-    """Whether it is in rotation."""
+    """Whether the server is in rotation."""
     is_behind: bool = False
     """Whether its weights are not the engine's; cleared by the next weight update."""
     is_paused: bool = False
-    """Whether it may have been paused and not resumed."""
+    """Whether a pause may still be in effect."""
     told_version: int | None = None
     """Version that it last acknowledged; None if it has no such endpoint."""
     num_failures: int = 0

@@ -91,10 +91,10 @@ class Correction:
     level: Level = "token"
     """``"token"``: each token has its own ratio. ``"segment"``: all tokens of a segment (a turn,
     a sequence) have the product of their ratios. ``"geometric"``: they have its n-th root for n
-    generated tokens. ``"none"``: the weight is 1, and only ``rejection`` has a say."""
+    generated tokens. ``"none"``: the weight is 1; only ``rejection`` applies."""
     outside: Outside = "truncate"
-    """What happens outside ``[low, high]``. ``"truncate"``: the nearer bound takes the ratio's
-    place. ``"mask"``: the weight is 0. ``"keep"``: nothing."""
+    """Treatment of ratios outside ``[low, high]``. ``"truncate"``: replaced by the nearer bound.
+    ``"mask"``: weight 0. ``"keep"``: unchanged."""
     low: float = 0.0
     """Lower end of the window."""
     high: float = math.inf
@@ -103,7 +103,7 @@ class Correction:
     """Whether weights, once bounded and before ``rejection``, are divided by their mean: over
     generated tokens, or over segments where the level is that of segments."""
     rejection: Rejection | None = None
-    """What is dropped on top of that."""
+    """Additional rejection of tokens or segments."""
 
     def __post_init__(self) -> None:
         _check_choice("Correction", "level", self.level, get_args(Level))

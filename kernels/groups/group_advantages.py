@@ -23,21 +23,21 @@ class Rule(NamedTuple):
 
 
 class GroupSums(NamedTuple):
-    """What is summed of each group's counted members: float64 ``[num_groups]``."""
+    """Statistics of the counted members of each group: float64 ``[num_groups]``."""
 
     size: torch.Tensor
-    """Counted members."""
+    """Number of counted members."""
     low: torch.Tensor
-    """The lowest score; what scores exceed it by is summed, not they, to lose no digits."""
+    """Lowest score. Sums use ``score - low`` to avoid cancellation."""
     high: torch.Tensor
     second: torch.Tensor
-    """The second highest score, which is the highest again where two members have that."""
+    """Second highest score, equal to ``high`` where two members have it."""
     total: torch.Tensor
     square: torch.Tensor
     weight: torch.Tensor
-    """Of the lengths, where the baseline asks for them."""
+    """Sum of the lengths, if the baseline needs them."""
     weighted: torch.Tensor
-    """Of the lengths times what the scores exceed the lowest by."""
+    """Sum of length times ``score - low``."""
     above: torch.Tensor
     """For the deviation of the others: Σ(score - mean)² of all but one member that has the lowest
     score."""

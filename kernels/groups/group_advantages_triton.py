@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 GROUPS = 16
 GROUPS_OF_OTHERS = 8
-"""Where each member is divided by the deviation of its others: eight terms of a group are at hand
-when advantages are written, and those of 16 groups spill."""
+"""Groups of a program if each member is divided by the deviation of the other members: it keeps
+eight terms of a group in registers, and those of 16 groups spill."""
 CHUNK = 1024
-"""Ids that a program looks at before it looks closer."""
+"""Ids that a program tests at once for members of its groups."""
 
 
 @triton.jit

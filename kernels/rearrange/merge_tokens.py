@@ -29,12 +29,12 @@ def merge_tokens(
         inverse: Segments of ``rows``: where each stretch of it comes from, were the result given.
             Each token is taken at most once.
         num_tokens: Tokens of the result.
-        fill: What tokens of the result hold that none is taken for.
+        fill: Value of tokens of the result that have no source.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
 
     Returns:
-        ``[num_tokens, *rest]``. Differentiable with respect to ``rows``, again and again; tokens
-        that are taken nowhere have a gradient of 0.
+        ``[num_tokens, *rest]``. Differentiable any number of times with respect to ``rows``;
+        tokens that are not used have a gradient of 0.
 
     Raises:
         TypeError, ValueError: As `trajpack.kernels.select_tokens`.

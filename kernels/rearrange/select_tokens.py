@@ -33,7 +33,7 @@ class Segment(IntEnum):
 
 
 class SelectedTokens(NamedTuple):
-    """What `select_tokens` returns."""
+    """Result of `select_tokens`."""
 
     rows: list[torch.Tensor]
     """``[num_tokens, *rest]`` for each source, of its dtype."""

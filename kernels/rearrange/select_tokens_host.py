@@ -25,15 +25,15 @@ MANY = 64
 
 
 class Copies(NamedTuple):
-    """Where tokens come from: stretches, or an index where those are short."""
+    """Sources of the tokens: slices, or an index where slices would be short."""
 
     stretches: list[tuple[slice, slice]]
-    """Of the result, and of the source."""
+    """Slice of the result and slice of the source."""
     padding: list[slice]
     places: Ints | None
-    """Source of each token; any where it is padding."""
+    """Source of each token; arbitrary for padding."""
     is_padding: npt.NDArray[np.bool_] | None
-    """Where there is an index and padding."""
+    """Padding tokens, if there is an index and padding."""
 
 
 class HostSources:

@@ -117,7 +117,7 @@ class PackedBatch(LabelMethods):
     fields: Mapping[str, torch.Tensor]
     """``[tokens, *shape]`` each: the extra fields, by name."""
     token_fields: tuple[TokenField, ...]
-    """What the extra fields are, as declared at the buffer."""
+    """Declarations of the extra fields."""
 
     layout: Layout
     """``"merged"`` or ``"turns"``."""
@@ -163,7 +163,7 @@ class PackedBatch(LabelMethods):
             make = self.__dict__.get("_later", {}).get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            with torch.inference_mode(False):  # whoever asks first, a trainer may ask later
+            with torch.inference_mode(False):  # the tensors may be needed for training later
                 return self.__dict__.setdefault(name, make())
 
     @property
@@ -183,7 +183,7 @@ class PackedBatch(LabelMethods):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """Device of the tensors."""
         return self.input_ids.device
 
     def __len__(self) -> int:
@@ -805,7 +805,7 @@ class PackedBatch(LabelMethods):
 
     @property
     def is_padded(self) -> bool:
-        """Whether it is of the size of a `StaticBatch`, with a sequence for the padding."""
+        """Whether the batch has the size of a `StaticBatch`, with a padding sequence."""
         return self.cu_seqlens.shape[0] > self.num_turns + 1  # which are no fewer than sequences
 
     def check_unpadded(self) -> None:

@@ -31,7 +31,7 @@ TURN_DTYPES = {
 BOUNDS = ("cu_seqlens", "cu_turns", "cu_generated")
 TABLES = TURN_DTYPES | dict.fromkeys((*BOUNDS, "group_ids"), torch.int32)
 LATER_DTYPES = {"advantages": torch.float32, "metrics": torch.float64}
-"""Of tensors that a batch may lack."""
+"""Dtypes of optional tensors."""
 DTYPES = FIELD_DTYPES | TABLES | LATER_DTYPES
 LABELS: dict[str, tuple[type, ...]] = {
     "ids": (str,),
@@ -54,7 +54,7 @@ REMEDIES = {
     "loss_mask": "narrow it after the batch is loaded, or weigh the loss (`loss_weights`) instead",
     "turn_returns": "pack trajectories with other rewards",
 }
-"""What can be done where a caller has changed a tensor."""
+"""Remedies, by the field that a caller changed."""
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -68,7 +68,7 @@ class InconsistentBatch(ValueError):
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.remedy = remedy
-        """What the maker of the batch can do about it."""
+        """Advice to the caller; may be empty."""
 
 
 class Described(NamedTuple):

@@ -63,9 +63,9 @@ CODES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
-"""What the format calls dtypes."""
+"""Names of dtypes in the format."""
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors writes and reads at most."""
+"""Maximum size of a safetensors header, bytes."""
 MAX_DIMENSIONS = 64
 MAX_REASON = 1000
 """Characters that an error says of a file."""

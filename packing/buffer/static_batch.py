@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StaticBatch:
-    """Memory for batches of up to so many tokens and turns, written again and again.
+    """Reusable memory for batches of limited numbers of tokens and turns.
 
     Every tensor has the size of the capacity, whatever a batch holds. Tokens behind the last
     are padding: a sequence of their own, of token id 0, with ``loss_mask`` False; the sequences

@@ -171,12 +171,12 @@ METRICS = (
     "advantage_min",
     "advantage_max",
 )
-"""What `PackedBatch.metrics` has after `with_advantages`: of the advantages of tokens that count,
-before they are whitened. The first three of several batches can be merged, by Chan's formula."""
+"""Names of `PackedBatch.metrics` after `with_advantages`: statistics of the counted tokens'
+advantages before whitening. The first three of several batches can be merged, by Chan's formula."""
 
 
 class Credit(NamedTuple):
-    """What an estimator gives."""
+    """Result of an estimator."""
 
     advantages: torch.Tensor
     returns: torch.Tensor
@@ -185,7 +185,7 @@ class Credit(NamedTuple):
 
 AllReduce = Callable[[torch.Tensor], object]
 BASES = (estimators.Estimator, estimators.TokenEstimator, estimators.GroupEstimator)
-"""What estimators have in common, and no estimators themselves."""
+"""Base classes, which are no estimators themselves."""
 
 
 def with_advantages(
@@ -404,7 +404,7 @@ def _step_advantages(
 
 
 def _members(batch: PackedBatch, impl: str, clip: float = float("inf")) -> Scores:
-    """Return what trajectories have as a whole; those cut off are not valid."""
+    """Return scores and lengths of the trajectories; truncated ones are not valid."""
     return scores_of_trajectories(
         batch.turn_rewards,
         batch.turn_truncated,

@@ -12,12 +12,12 @@ from trajpack.kernels.scan.observations import OBSERVATIONS, Observation
 from trajpack.kernels.validation import check_choice, check_number
 
 Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
-"""What a trajectory is whose last turn was cut off:
+"""Treatment of a trajectory whose last turn was truncated:
 
-- ``"keep"``: one like all others.
-- ``"mask"``: none; its advantages are 0, and it counts in no statistics. Its returns stay, for a
-  critic; `PackedBatch.loss_weights` can leave its tokens out of a loss.
-- ``"bootstrap"``: one that goes on: the value behind its last token is ``bootstrap``.
+- ``"keep"``: as any other.
+- ``"mask"``: its advantages are 0 and it is in no statistics. Its returns stay, for a critic;
+  `PackedBatch.loss_weights` can exclude its tokens from a loss.
+- ``"bootstrap"``: the value after its last token is ``bootstrap``.
 """
 
 
@@ -56,10 +56,10 @@ class KLPenalty:
 
 @dataclass(frozen=True)
 class Estimator:
-    """What all estimators have.
+    """Base class of all estimators.
 
     Args:
-        truncated: What a trajectory is whose last turn was cut off.
+        truncated: Treatment of a trajectory whose last turn was truncated.
         reward_clip: Rewards are first brought within ``[-reward_clip, reward_clip]``: a turn's, or
             the score of a trajectory where the estimator compares trajectories.
     """
@@ -89,7 +89,7 @@ class Estimator:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in error messages."""
         return type(self).__name__
 
     @property
@@ -100,10 +100,10 @@ class Estimator:
 
 @dataclass(frozen=True)
 class TokenEstimator(Estimator):
-    """What estimators have that walk the tokens of a trajectory from its end.
+    """Base class of estimators that scan the tokens of a trajectory from its end.
 
-    A turn's reward stands on its last generated token; what a turn without tokens was rewarded
-    stands on the last token generated before it. The walk goes through all turns of a trajectory
+    A turn's reward is at its last generated token; the reward of a turn without tokens is at the
+    last token generated before it. The walk goes through all turns of a trajectory
     in order, so that both layouts give a token the same value. `Trajectory.turn_discount` has no
     part in it: ``gamma`` discounts.
 
@@ -245,7 +245,7 @@ def _check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> N
 
 @dataclass(frozen=True)
 class GroupEstimator(Estimator):
-    """What estimators have that compare the trajectories of a group.
+    """Base class of estimators that compare the trajectories of a group.
 
     A trajectory's score is the sum of its turns' rewards, undiscounted; each of its generated
     tokens is given the trajectory's advantage. Its group is `Trajectory.group`; without one it is

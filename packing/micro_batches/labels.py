@@ -24,7 +24,7 @@ class LabelMethods:
 
     @property
     def _boundaries(self) -> torch.Tensor:
-        """Of sequences in memory, padding included."""
+        """Boundaries of sequences in memory, padding included."""
         bounds: torch.Tensor = getattr(self, "cu_seqlens_padded", self._tokens.cu_seqlens)
         return bounds
 

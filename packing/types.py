@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from trajpack.packing.conversion import merge_spans, several
 from trajpack.packing.equality import read_once, same_rows, same_values
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+Layout: TypeAlias = Literal["merged", "turns"]
+"""Unit of a sequence of a packed batch: a chain (``"merged"``) or a turn (``"turns"``)."""
+LAYOUTS = ("merged", "turns")
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
 
 

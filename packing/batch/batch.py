@@ -15,7 +15,6 @@ import torch
 
 from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.packing.conversion import check_memory
-from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import (
     Lengths,
@@ -28,7 +27,7 @@ from trajpack.packing.micro_batches.cutting import (
 from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Layout, Trajectory
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
@@ -826,3 +825,31 @@ class PackedBatch(LabelMethods):
             return ""
         low, high = int(self.turn_version_start[known].min()), int(self.turn_version_end.max())
         return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"
+
+
+def number_groups(
+    groups: Iterable[str | None], known: dict[str, int], num_groups: int
+) -> tuple[list[int], int]:
+    """Number groups in order of first appearance; ``None`` is always a group of its own.
+
+    Args:
+        groups: Group of each trajectory.
+        known: Number of each group named before. Groups that are new are added, and what a call
+            added that did not count, at its end, is removed first.
+        num_groups: Groups before.
+
+    Returns:
+        The number of each trajectory's group, and how many groups there are then.
+
+    Example:
+        >>> number_groups(["b", None, "a", "b", None], {}, 0)
+        ([0, 1, 2, 0, 3], 4)
+    """
+    while known and next(reversed(known.values())) >= num_groups:
+        known.popitem()
+    numbers = []
+    for group in groups:
+        number = num_groups if group is None else known.setdefault(group, num_groups)
+        num_groups += number == num_groups
+        numbers.append(number)
+    return numbers, num_groups

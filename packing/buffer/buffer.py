@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
+from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl, resolve_impl
+from trajpack.kernels.fields.build import build, build_into
+from trajpack.kernels.fields.gather_fields import gather_fields
 from trajpack.kernels.fields.host_memory import HostMemory
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.store import Store
-from trajpack.packing.buffer.writing import turn_tables, write_batch
-from trajpack.packing.conversion import as_integer, several
-from trajpack.packing.layout import Layout, check_layout
+from trajpack.packing.buffer.chains import (
+    TrajectoryLabels,
+    ValidatedTurns,
+    copy_numbers,
+    named,
+    validate_turns,
+)
+from trajpack.packing.buffer.staging import DeviceRegion, Staging
+from trajpack.packing.buffer.tables import (
+    BatchTables,
+    Counts,
+    StoredTurns,
+    check_layout,
+    columns_for,
+)
+from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Trajectory
+from trajpack.packing.turn_fields import TURN_FIELDS
+from trajpack.packing.types import Layout, Trajectory
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
+
+MOST_WAITING = 64
+"""Turns that may wait for a table update; their update costs as much as a call."""
 
 
 def pack(
@@ -62,6 +84,24 @@ def pack(
     return buffer.pack(layout=layout, impl=impl)
 
 
+class State(NamedTuple):
+    """Counts of a buffer; replaced as a whole at the end of a call, so that calls are atomic."""
+
+    num_words: int = 0
+    num_tokens: int = 0
+    num_turns: int = 0
+    num_generated: int = 0
+    num_trajectories: int = 0
+    waiting: tuple[StoredTurns, ...] = ()
+    """Stored turns that are not in the tables yet."""
+    counts: Counts = Counts()
+    """Entries of the tables."""
+    layout: Layout = "merged"
+    """Layout of the tables."""
+    arranged: bool = False
+    """Whether the tables of that layout are complete."""
+
+
 class TrajectoryBuffer:
     """Collects trajectories on the host and packs them for a device.
 
@@ -95,12 +135,16 @@ class TrajectoryBuffer:
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.capacity = capacity
         self.fields = check_fields(fields)
-        self._store = Store(self.device, capacity, self.fields)
+        num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
+        self._staging = Staging(self.device, columns_for(self.fields), num_words)
+        self._tables = BatchTables(self.fields)
+        self._labels: list[TrajectoryLabels] = []
+        self._state = State()
         self._memory = HostMemory() if self.device.type == "cpu" else None
 
     def __len__(self) -> int:
         """Trajectories it holds."""
-        return self._store.state.num_trajectories
+        return self._state.num_trajectories
 
     def __repr__(self) -> str:
         limit = "" if self.capacity is None else f" of {self.capacity:,}"
@@ -112,17 +156,17 @@ class TrajectoryBuffer:
     @property
     def num_tokens(self) -> int:
         """Tokens it stores, each counted once."""
-        return self._store.state.num_tokens
+        return self._state.num_tokens
 
     @property
     def num_turns(self) -> int:
         """Turns of all its trajectories."""
-        return self._store.state.num_turns
+        return self._state.num_turns
 
     @property
     def num_bytes(self) -> int:
         """Bytes its stream takes: 4 a token, 4 more a generated token, and the extra fields."""
-        return 4 * self._store.state.num_words
+        return 4 * self._state.num_words
 
     def add(self, trajectory: Trajectory) -> None:
         """Check a trajectory and store what is new in each of its turns: `extend` by one."""
@@ -152,12 +196,37 @@ class TrajectoryBuffer:
             `clear`, waits for that pack's copy.
         """
         given = several("trajectories must be several of Trajectory", trajectories)
-        if given:
-            self._store.extend(given)
+        if not given:
+            return
+        intake, state = validate_turns(given, self.fields), self._state
+        if self.capacity is not None and state.num_tokens + intake.num_tokens > self.capacity:
+            raise ValueError(
+                f"{named(intake.labels)} needs {intake.num_tokens} tokens, but "
+                f"{self.capacity - state.num_tokens} of the buffer's {self.capacity} are left; "
+                "pack and clear it, or give it more capacity"
+            )
+        stored, num_words = self._append(intake)
+        new = state._replace(
+            num_words=num_words,
+            num_tokens=state.num_tokens + intake.num_tokens,
+            num_turns=state.num_turns + len(intake.turn_size),
+            num_generated=state.num_generated + intake.num_generated,
+            num_trajectories=state.num_trajectories + len(intake.labels),
+            waiting=(*state.waiting, stored),
+        )
+        if new.num_turns - state.counts.turns >= MOST_WAITING:
+            with suppress(ValueError):  # too long in this layout: `pack` raises it
+                new = self._with_tables(new)
+        self._labels[state.num_trajectories :] = intake.labels
+        self._state = new
 
     def clear(self) -> None:
         """Forget every trajectory and keep the memory. Batches already packed stay valid."""
-        self._store.clear()
+        rows = self._state.counts.spans + 1
+        self._labels = []  # a new list: batches still read the old one
+        self._tables.forget_host()
+        self._state = State(layout=self._state.layout)
+        self._staging.clear(rows)
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
         """Write all trajectories as one batch. The buffer keeps its content.
@@ -182,17 +251,19 @@ class TrajectoryBuffer:
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
-        state = self._store.update_tables(layout)
-        with self._store.staging.on_device():
-            arena = self._store.staging.send(state.num_words)
-            counts, memory = state.settled, self._memory
-            written = write_batch(arena, arena.stream, counts, self.fields, chosen, memory)
-        ready = written | {"layout": layout, "num_generated": state.num_generated}
-        later = turn_tables(arena, state.settled)
+        state = self._arrange(layout)
+        counts, memory = state.counts, self._memory
+        with self._staging.on_device():
+            region = self._staging.send(state.num_words)
+            ready = write_batch(region, region.stream, counts, self.fields, chosen, memory)
+        ready |= {"layout": layout, "num_generated": state.num_generated}
+        tables = turn_tables(region, counts)
+        host = host_columns(self._labels, self._tables, counts)
         if self.device.type == "cpu":  # the buffer's memory is written again
-            ready |= {name: table().clone() for name, table in later.items()}
-            later = {}
-        return PackedBatch.with_lazy_columns(ready, later | self._store.host_columns())
+            return PackedBatch.with_lazy_columns(
+                ready | {name: table().clone() for name, table in tables.items()}, host
+            )
+        return PackedBatch.with_lazy_columns(ready, tables | host)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories into the memory of ``static``: `StaticBatch.fill` and `run`.
@@ -204,3 +275,120 @@ class TrajectoryBuffer:
         """
         static.fill(self, layout)
         return static.run()
+
+    def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
+        """Append turns to the stream; return their positions and the new end."""
+        used = self._state.num_words
+        logprobs = used + intake.num_tokens
+        end = logprobs + intake.num_generated
+        rows = []
+        for pieces in intake.rows:
+            begin = -(-end // 4) * 4  # at a multiple of 16 bytes
+            rows.append(4 * begin)
+            end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
+        if end > INT32_MAX:
+            raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
+        self._staging.reserve(end, 0, words_used=used)
+        stream = self._staging.region.stream
+        floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
+        copy_numbers(intake, stream[used:logprobs], floats)
+        for begin, pieces in zip(rows, intake.rows, strict=True):
+            flat = [piece.reshape(-1) for piece in pieces]
+            size = sum(piece.size for piece in flat)
+            np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
+        intake.rows = []  # the caller's arrays are not held
+        return StoredTurns(intake, used, logprobs, tuple(rows)), end
+
+    def _arrange(self, layout: Layout) -> State:
+        """Bring the tables up to date for ``layout``."""
+        if layout != self._state.layout:  # the tables will be overwritten
+            self._state = self._state._replace(layout=layout, arranged=False)
+        self._state = self._with_tables(self._state)
+        return self._state
+
+    def _with_tables(self, state: State) -> State:
+        """Write the tables of the turns in ``state``, and return the state that counts them."""
+        if state.arranged and not state.waiting:
+            return state
+        reserve = partial(self._staging.reserve, 0, words_used=state.num_words)
+        counts, before = state.counts, state.counts if state.arranged else Counts()
+        for stored in state.waiting:
+            counts = self._tables.append_rows(stored, counts, reserve)
+        counts = self._tables.arrange(state.layout, counts, before, reserve=reserve)
+        return state._replace(counts=counts, waiting=(), arranged=True)
+
+
+def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.Tensor:
+    """Discount the turns' rewards backward over their trajectories."""
+    return discounted_returns(
+        region.table("turn_rewards", counts.turns),
+        region.table("cu_turns", counts.trajectories + 1),
+        region.table("turn_discounts", counts.trajectories),
+        impl,
+        max_seqlen=counts.most_turns,
+    )
+
+
+def write_batch(
+    region: DeviceRegion,
+    words: torch.Tensor,
+    counts: Counts,
+    fields: Sequence[TokenField],
+    impl: Impl,
+    memory: HostMemory | None = None,
+) -> dict[str, Any]:
+    """Launch the kernels that write a batch from its tables and the stream ``words``.
+
+    Returns its tensors over tokens, on the host in ``memory``, and the turns' returns.
+    """
+    returns = returns_of_turns(region, counts, impl)
+    runs = region.table("runs", counts.spans + 1)
+    if memory is not None and impl == "torch":
+        built = memory.fields(counts.tokens)
+        build_into(built, words, runs, returns, impl)
+    else:
+        built = build(words, runs, returns, counts.tokens, impl)
+    extra = {}
+    if fields:
+        sources = region.table("field_sources", counts.spans + 1)
+        layouts = [field.layout for field in fields]
+        gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
+        extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
+    return {
+        **built._asdict(),
+        "turn_returns": returns,
+        "fields": extra,
+        "token_fields": tuple(fields),
+    }
+
+
+def table_rows(counts: Counts) -> dict[str, int]:
+    """Return the number of rows of the batch's tensors over turns, boundaries and groups."""
+    per_turn = [*(field.name for field in TURN_FIELDS), "turn_sequence", "turn_spans", "turn_begin"]
+    return dict.fromkeys(per_turn, counts.turns) | {
+        "cu_generated": counts.turns + 1,
+        "cu_turns": counts.trajectories + 1,
+        "cu_seqlens": counts.sequences + 1,
+        "group_ids": counts.trajectories,
+    }
+
+
+def turn_tables(region: DeviceRegion, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that make the batch's tensors over turns, boundaries and groups."""
+    return {name: partial(region.table, name, rows) for name, rows in table_rows(counts).items()}
+
+
+def host_columns(
+    labels: Sequence[TrajectoryLabels], tables: BatchTables, counts: Counts
+) -> dict[str, Callable[[], Any]]:
+    """Return functions that compute the host values of a batch at first access."""
+    count, seqlens = counts.trajectories, tables.seqlens[: counts.sequences]
+    return {
+        "seqlens": lambda: tuple(seqlens.tolist()),
+        "num_groups": lambda: counts.groups,
+        "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),
+        "ids": lambda: tuple(label.id for label in labels[:count]),
+        "groups": lambda: tuple(label.group for label in labels[:count]),
+        "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
+        "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
+    }

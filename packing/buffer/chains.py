@@ -55,10 +55,6 @@ class ChainEnd(NamedTuple):
     turn: int
     """Index of the turn in `ValidatedTurns`."""
 
-    def arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return prompt and completion, where they are bytes, as arrays."""
-        return np.frombuffer(self.prompt, INT32), np.frombuffer(self.completion or b"", INT32)
-
 
 @dataclass
 class ValidatedTurns:
@@ -160,7 +156,8 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
     for tip in tips:
         intake.chain_sizes.append(intake.turn_begin[tip.turn] + intake.turn_size[tip.turn])
         intake.last_turns.append(tip.turn)
-        intake.ids += (tip.prompt, tip.completion) if alone else tip.arrays()
+        ids = tip.prompt, tip.completion
+        intake.ids += ids if alone else [np.frombuffer(part or b"", INT32) for part in ids]
     for number, spec in enumerate(intake.fields):
         if not spec.generated_only:
             intake.rows[number].extend(tip.rows[number] for tip in tips)
@@ -198,16 +195,13 @@ def copy_numbers(
         place = int((ids < 0).argmax())
         where, index = _located(intake, "i", 0, index=place)
         raise ValueError(f"{where} must be 0 or more, got {ids[place]} at index {index}")
-    if not _all_finite(logprobs):
+    with np.errstate(all="ignore"):
+        # a sum is cheaper than a look at each; it may overflow though all are finite
+        all_finite = np.isfinite(logprobs.sum()) or np.isfinite(logprobs).all()
+    if not all_finite:
         place = int(np.isfinite(logprobs).argmin())
         where, index = _located(intake, "f", 0, index=place)
         raise ValueError(f"{where} must be finite float32, got {logprobs[place]} at index {index}")
-
-
-def _all_finite(values: npt.NDArray[np.float32]) -> bool:
-    with np.errstate(all="ignore"):
-        # a sum is cheaper than a look at each; it may pass float32 though all are finite
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
 
 
 def _as_arrays(intake: ValidatedTurns, typecode: Typecode, pieces: Sequence[Any]) -> list[Any]:
@@ -415,25 +409,20 @@ def _longest_prefix(
     tips: Sequence[ChainEnd], turn: ChainEnd, fields: Sequence[TokenField]
 ) -> int | None:
     """Return the chain to extend, trying the longest first and the latest of equal length."""
-    if len(tips) == 1:
-        return 0 if _is_prefix(tips[0], turn, fields) else None
+    prompt: bytes = turn.prompt
     sizes = [len(tip.prompt) + len(tip.completion) for tip in tips]
     for chain in sorted(range(len(tips)), key=lambda chain: (-sizes[chain], -chain)):
-        if _is_prefix(tips[chain], turn, fields):
+        tip = tips[chain]
+        # the completion first: most prompts that diverge do so there
+        if not prompt.startswith(tip.completion, len(tip.prompt)):
+            continue
+        end = sizes[chain] // INT32.itemsize
+        if prompt.startswith(tip.prompt) and all(
+            spec.generated_only or np.array_equal(mine, theirs[:end])
+            for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
+        ):
             return chain
     return None
-
-
-def _is_prefix(tip: ChainEnd, turn: ChainEnd, fields: Sequence[TokenField]) -> bool:
-    prompt: bytes = turn.prompt
-    # most prompts that diverge do so in the completion: no need to read on
-    if not prompt.startswith(tip.completion, len(tip.prompt)) or not prompt.startswith(tip.prompt):
-        return False
-    end = (len(tip.prompt) + len(tip.completion)) // INT32.itemsize
-    return all(
-        spec.generated_only or np.array_equal(mine, theirs[:end])
-        for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
-    )
 
 
 def named(labels: Sequence[TrajectoryLabels]) -> str:

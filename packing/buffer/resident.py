@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
@@ -18,14 +18,18 @@ from trajpack.kernels.fields.gather_words import (
 )
 from trajpack.kernels.fields.pieces import PIECE_WIDTH
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.buffer import host_columns, turn_tables, write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
-from trajpack.packing.buffer.store import host_columns
-from trajpack.packing.buffer.tables import BatchTables, Counts, StoredTurns, columns_for
-from trajpack.packing.buffer.writing import turn_tables, write_batch
+from trajpack.packing.buffer.tables import (
+    BatchTables,
+    Counts,
+    StoredTurns,
+    check_layout,
+    columns_for,
+)
 from trajpack.packing.conversion import check_memory, several, shown
-from trajpack.packing.layout import Layout, check_layout
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Layout, Trajectory, Turn
 
 
 def pack_resident(
@@ -72,23 +76,20 @@ def pack_resident(
     num_words = num_ids + intake.num_generated
     if num_words > MAX_WORDS:
         raise ValueError(f"a batch holds at most {MAX_WORDS} words, this one needs {num_words}")
-    tables = BatchTables(())
+    tables = BatchTables()
     on_device = chosen == "triton" or device.type == "meta"
     addresses = piece_table(pieces) if on_device and pieces else np.zeros((0, PIECE_WIDTH))
     staging = Staging(device, columns_for(()))
-    staging.reserve(2 * addresses.size, len(intake.turn_size) + 1, words_used=0)
-    staging.stream[: 2 * addresses.size].view(np.int64)[:] = addresses.reshape(-1)
-
-    def room(rows: int) -> Mapping[str, npt.NDArray[Any]]:
-        staging.reserve(0, rows, words_used=2 * addresses.size)
-        return staging.tables
-
+    table_words = 2 * addresses.size
+    staging.reserve(table_words, len(intake.turn_size) + 1, words_used=0)
+    staging.region.stream[:table_words].view(np.int64)[:] = addresses.reshape(-1)
+    reserve = partial(staging.reserve, 0, words_used=table_words)
     counts = Counts()
     if given:
-        counts = tables.append_rows(StoredTurns(intake, 0, num_ids, ()), counts, room)
-    counts = tables.arrange(layout, counts, Counts(), room)
+        counts = tables.append_rows(StoredTurns(intake, 0, num_ids, ()), counts, reserve)
+    counts = tables.arrange(layout, counts, Counts(), reserve=reserve)
     with staging.on_device():
-        arena = staging.send(2 * addresses.size)
+        arena = staging.send(table_words)
         words = _words(arena, pieces, num_words, chosen)
         written = write_batch(arena, words, counts, (), chosen)
     ready = written | {"layout": layout, "num_generated": intake.num_generated}

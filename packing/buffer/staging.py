@@ -58,9 +58,12 @@ class DeviceRegion(NamedTuple):
     """Words of a region on the device, as the kernels read them."""
 
     words: torch.Tensor
+    """int32 ``[words]``: the tables, then the stream."""
     begin: int
+    """First word of the stream."""
     columns: Mapping[str, Column]
     offsets: Mapping[str, int]
+    """First word of each table."""
 
     @property
     def stream(self) -> torch.Tensor:
@@ -99,7 +102,7 @@ class Staging:
         self.device = device
         self._columns = columns
         self._row_words = sum(c.dtype.itemsize * (c.width or 1) for c in columns.values()) / 4
-        self._region = self._allocate(ALIGNMENT, num_words)
+        self.region = self._allocate(ALIGNMENT, num_words)
         self._spare: HostRegion | None = None
         self._captured: list[HostRegion] = []
 
@@ -109,26 +112,18 @@ class Staging:
             "send trajectories or packed batches"
         )
 
-    @property
-    def stream(self) -> npt.NDArray[np.int32]:
-        """The stream, all of its room."""
-        return self._region.stream
+    def reserve(
+        self, num_words: int, num_rows: int, words_used: int
+    ) -> Mapping[str, npt.NDArray[Any]]:
+        """Wait until the region may be written, grow it if it is too small, return its tables.
 
-    @property
-    def tables(self) -> Mapping[str, npt.NDArray[Any]]:
-        """The tables, all of their room."""
-        return self._region.tables
-
-    def reserve(self, num_words: int, num_rows: int, words_used: int) -> None:
-        """Wait until the region may be written, and make room for so much.
-
-        The tables and the first ``words_used`` words of the stream stay.
+        The tables and the first ``words_used`` words of the stream keep their values.
         """
-        region = self._region
+        region = self.region
         self._wait(region)
         fits = num_words <= len(region.stream) and num_rows <= region.num_rows
         if fits and not region.captured:
-            return
+            return region.tables
         rows = region.num_rows
         if num_rows > rows:
             rows = _aligned(max(num_rows, 2 * rows))
@@ -139,27 +134,28 @@ class Staging:
         larger.stream[:words_used] = region.stream[:words_used]
         for name, table in region.tables.items():
             larger.tables[name][: len(table)] = table
-        self._region = larger
+        self.region = larger
+        return larger.tables
 
     def clear(self, rows_used: int) -> None:
         """Forget everything and keep the memory. A region in flight makes way for the other."""
-        region, spare = self._region, self._spare
+        region, spare = self.region, self._spare
         if region.copies or region.captured:
             if spare is None or len(spare.words) < len(region.words):
                 spare = self._allocate(region.num_rows, len(region.stream))
-            self._region = spare
+            self.region = spare
             self._spare = None if region.captured else region
         fitting = _aligned(max(rows_used + rows_used // 4, ALIGNMENT))
-        fits = fitting * self._row_words <= len(self._region.words)
-        if fits and not fitting <= self._region.num_rows <= 2 * fitting:
-            self._region.partition(self._columns, fitting)
+        fits = fitting * self._row_words <= len(self.region.words)
+        if fits and not fitting <= self.region.num_rows <= 2 * fitting:
+            self.region.partition(self._columns, fitting)
 
     def send(self, num_words: int) -> DeviceRegion:
         """Bring tables and stream to the device in one copy.
 
         On the host nothing is copied: the arena is the region itself, until the next write.
         """
-        region = self._region
+        region = self.region
         words = region.words[: region.begin + num_words]
         if self.device.type == "cpu":
             return DeviceRegion(words, region.begin, self._columns, region.offsets)
@@ -182,7 +178,7 @@ class Staging:
             RuntimeError: By torch, while a graph is captured on ROCm, where that torch has no such
                 nodes.
         """
-        arena.words.copy_(self._region.words[: arena.words.shape[0]], non_blocking=True)
+        arena.words.copy_(self.region.words[: arena.words.shape[0]], non_blocking=True)
         if self.device.type == "cuda":
             self._remember_copy()
 
@@ -192,7 +188,7 @@ class Staging:
 
     def _remember_copy(self) -> None:
         """Record an event behind a copy of the region, for `_wait`."""
-        region, in_graph = self._region, torch.cuda.is_current_stream_capturing()
+        region, in_graph = self.region, torch.cuda.is_current_stream_capturing()
         event = torch.cuda.Event(external=in_graph)  # external: each replay records it
         event.record(torch.cuda.current_stream(self.device))
         if in_graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,19 @@ from trajpack.kernels.fields.build import build_into, empty_fields
 from trajpack.kernels.fields.gather_fields import empty_rows, gather_fields_into
 from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.buffer import (
+    TrajectoryBuffer,
+    host_columns,
+    returns_of_turns,
+    table_rows,
+    turn_tables,
+)
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.store import State
-from trajpack.packing.buffer.tables import Counts, columns_for
-from trajpack.packing.buffer.writing import returns_of_turns, table_rows, turn_tables
+from trajpack.packing.buffer.tables import Counts, check_layout, columns_for
 from trajpack.packing.conversion import INT32_MAX, as_integer
-from trajpack.packing.layout import Layout, check_layout
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.turn_fields import TURN_FIELDS
-
-if TYPE_CHECKING:
-    from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.types import Layout
 
 
 class StaticBatch:
@@ -148,17 +150,18 @@ class StaticBatch:
                 f"fields must be those of the static batch, {[f.name for f in self.fields]}, "
                 f"the buffer has {[f.name for f in buffer.fields]}"
             )
-        state = buffer._store.update_tables(layout)
-        self._check_room(state)
-        self._staging.reserve(0, 0, words_used=0)  # waits
-        source = buffer._store.staging
-        self._staging.stream[: state.num_words] = source.stream[: state.num_words]
+        state = buffer._arrange(layout)
+        counts = state.counts
+        self._check_room(counts)
+        tables = self._staging.reserve(0, 0, words_used=0)  # waits
+        source = buffer._staging.region
+        self._staging.region.stream[: state.num_words] = source.stream[: state.num_words]
         for name, table in source.tables.items():
-            self._staging.tables[name][: state.settled.spans + 1] = table[: state.settled.spans + 1]
-        self._pad_tables(state.settled)
-        self._filled = state.settled
-        self._host = dict(buffer._store.host_columns())
-        seqlens = np.diff(self._staging.tables["cu_seqlens"][: self.max_turns + 2])
+            tables[name][: counts.spans + 1] = table[: counts.spans + 1]
+        self._pad_tables(counts)
+        self._filled = counts
+        self._host = host_columns(buffer._labels, buffer._tables, counts)
+        seqlens = np.diff(tables["cu_seqlens"][: self.max_turns + 2])
         self._host["seqlens"] = lambda: tuple(seqlens.tolist())
         self._host |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
 
@@ -213,8 +216,7 @@ class StaticBatch:
             seqlens=batch.seqlens[: counts.sequences],
         )
 
-    def _check_room(self, state: State) -> None:
-        counts = state.settled
+    def _check_room(self, counts: Counts) -> None:
         for name, needed, room in (
             ("capacity", counts.tokens, self.capacity),
             ("max_turns", counts.turns, self.max_turns),
@@ -225,7 +227,7 @@ class StaticBatch:
 
     def _pad_tables(self, counts: Counts) -> None:
         """Fill the unused rows of every table with padding."""
-        tables, spans, turns = self._staging.tables, counts.spans, counts.turns
+        tables, spans, turns = self._staging.region.tables, counts.spans, counts.turns
         runs = tables["runs"]
         runs[spans] = 0
         runs[spans, [Run.START, Run.SOURCE, Run.GENERATED]] = counts.tokens, -1, INT32_MAX

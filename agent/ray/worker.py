@@ -118,45 +118,18 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True)
-class EpisodeReply:
-    """The result of one episode, as a worker sends it."""
-
-    arrays: TrajectoryArrays | None = None
-    """Trajectories of the episode; None if it failed."""
-    error: EpisodeError | None = None
-    """Error of a failed episode."""
-
-
-@dataclass(frozen=True)
 class WorkerStatus:
     """Process and weights of a serving worker."""
 
     pid: int
-    """Process id."""
     node: str
     """Ray's id of the node."""
     version: int
     """Policy version of the worker's weights."""
 
 
-@dataclass(frozen=True)
-class WorkerPulse:
-    """The reply to a ping."""
-
-    version: int
-    """Policy version of the worker's weights."""
-    warnings: tuple[str, ...]
-    """Warnings of the watchdog since the last ping."""
-
-
 class RolloutWorker:
-    """The actor: an engine, an agent and an environment on one event loop.
-
-    Args:
-        make_worker: Makes engine, agent and environment.
-        number: Number of the worker, from 0.
-        options: Options of the workers.
-    """
+    """The actor: an engine, an agent and an environment on one event loop."""
 
     def __init__(self, make_worker: MakeWorker, number: int, options: WorkerOptions) -> None:
         torch.set_num_threads(options.num_threads)
@@ -212,18 +185,20 @@ class RolloutWorker:
             raise RuntimeError(f"the engine has version {version} after loading {weights.version}")
         return version
 
-    async def ping(self) -> WorkerPulse:
-        """Return version and new warnings; a reply proves that the event loop runs."""
-        told, self._warnings = tuple(self._warnings), []
-        return WorkerPulse(self._required().engine.version, told)
+    async def ping(self) -> tuple[int, list[str]]:
+        """Return the policy version and new warnings; a reply proves that the event loop runs."""
+        found, self._warnings = self._warnings, []
+        return self._required().engine.version, found
 
     def _warn(self, text: str) -> None:
         """Log a warning here, and keep it for the next `ping`."""
         _logger.warning("%s", one_line(text, 2000))
         self._warnings.append(text)
 
-    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> EpisodeReply:
-        """Run the episode ``prompt.id``; its error, if any, is in the reply.
+    async def roll_out(
+        self, prompt: Prompt, patience: Patience | None = None
+    ) -> TrajectoryArrays | EpisodeError:
+        """Run the episode ``prompt.id``, and return its trajectories or its error.
 
         Args:
             prompt: Prompt of the episode.
@@ -234,9 +209,9 @@ class RolloutWorker:
             context.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
-            return EpisodeReply(TrajectoryArrays.of(await attempt_episode(context, prompt, group)))
+            return TrajectoryArrays.of(await attempt_episode(context, prompt, group))
         except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
-            return EpisodeReply(error=portable(error, prompt.id))
+            return portable(error, prompt.id)
 
     async def stop(self) -> None:
         """Leave the worker's context."""

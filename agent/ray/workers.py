@@ -13,17 +13,16 @@ from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
 from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError, reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.agent.ray.worker import (
-    EpisodeReply,
     MakeWorker,
     RolloutWorker,
     Weights,
     WorkerOptions,
-    WorkerPulse,
     WorkerStatus,
 )
 from trajpack.agent.runner.bridge import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.agent.runner.watchdog import Patience
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory
@@ -78,9 +77,7 @@ class RolloutWorkers:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         require("anyio", "ray")
         self.options = options or WorkerOptions()
-        """Options of the workers."""
         self.num_workers = num_workers
-        """Number of workers."""
         self.agent = _RemoteAgent(self)
         """Agent of a runner whose episodes run on the workers."""
         self.num_lost = 0
@@ -247,7 +244,9 @@ class RolloutWorkers:
             worker = await self._take_slot(prompt.id)
             self.num_redone += attempt > 0
             try:
-                reply: EpisodeReply = await worker.call("roll_out", prompt, patience)
+                reply: TrajectoryArrays | EpisodeError = await worker.call(
+                    "roll_out", prompt, patience
+                )
             except WorkerLostError as error:
                 lost = str(error)
                 continue
@@ -256,18 +255,17 @@ class RolloutWorkers:
             finally:
                 worker.num_running -= 1
                 self._slots.release()
-            if isinstance(reply.error, EngineEndedError):
-                lost = reply.error.reason
+            if isinstance(reply, EngineEndedError):
+                lost = reply.reason
                 worker.lose(f"its engine has ended: {lost}")
                 continue
             worker.num_finished += 1
-            if reply.error is not None:
-                raise reply.error
-            assert reply.arrays is not None
-            self.num_turns += len(reply.arrays.turns)
-            self.num_tokens += len(reply.arrays.logprobs)
+            if isinstance(reply, EpisodeError):
+                raise reply
+            self.num_turns += len(reply.turns)
+            self.num_tokens += len(reply.logprobs)
             # A view would keep the object store's memory as long as the trajectory.
-            return reply.arrays.copied().trajectories()
+            return reply.copied().trajectories()
         num_lost = self.options.max_redos + 1
         raise ServerUnavailableError(prompt.id, f"{num_lost} workers were lost, the last: {lost}")
 
@@ -313,7 +311,10 @@ class RolloutWorkers:
                 raise
             except Exception as error:  # noqa: BLE001 - a new worker follows any error
                 if not (started.done() or worker.has_died):  # `__aenter__` raises it
-                    return started.set_exception(await self._with_resources(error))
+                    if isinstance(error, WorkerLostError):  # a time-out
+                        _, resources = await run_to_end(self._resources)
+                        error = WorkerLostError(f"{error}; {resources}")
+                    return started.set_exception(error)
                 worker.lose(describe_exception(error))
                 self.num_lost += 1
                 self._last_lost = lost = worker.lost.result()
@@ -356,9 +357,8 @@ class RolloutWorkers:
             await asyncio.wait(events, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if worker.lost.done():
                 raise WorkerLostError(worker.lost.result())
-            pulse: WorkerPulse = await worker.call("ping", timeout_s=options.hang_timeout_s)
-            worker.version = pulse.version
-            for text in pulse.warnings:
+            worker.version, found = await worker.call("ping", timeout_s=options.hang_timeout_s)
+            for text in found:
                 number, pid = worker.number, worker.status.pid
                 _logger.warning("rollout worker %d (pid %d): %s", number, pid, one_line(text, 2000))
 
@@ -371,13 +371,6 @@ class RolloutWorkers:
         self._num_kept -= 1
         if not self._num_kept:
             self._finish(End(f"no rollout worker is left, the last was lost: {self._last_lost}"))
-
-    async def _with_resources(self, error: Exception) -> Exception:
-        """Return an error of a worker's start; a time-out names the cluster's resources."""
-        if not isinstance(error, WorkerLostError):
-            return error
-        _, resources = await run_to_end(self._resources)
-        return WorkerLostError(f"{error}; {resources}")
 
     def _resources(self) -> tuple[bool, str]:
         """Return whether the cluster can ever hold the workers, and what they and it have."""
@@ -397,13 +390,7 @@ class RolloutWorkers:
 
 
 class _Worker:
-    """One actor from its start to its loss or end.
-
-    Args:
-        make_worker: Makes engine, agent and environment.
-        number: Number of the worker, from 0.
-        options: Options of the workers.
-    """
+    """One actor from its start to its loss or end."""
 
     def __init__(self, make_worker: MakeWorker, number: int, options: WorkerOptions) -> None:
         import ray
@@ -419,7 +406,6 @@ class _Worker:
         self._concurrency = options.concurrency
         self._calls: set[asyncio.Future[Any]] = set()
         self.number = number
-        """Number of the worker, from 0."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done with the reason once the worker is lost."""
         self.status: WorkerStatus | None = None
@@ -427,9 +413,7 @@ class _Worker:
         self.version = -1
         """Last known version of its weights; -1 before the start."""
         self.num_running = 0
-        """Episodes that run on it."""
         self.num_finished = 0
-        """Episodes that ended on it."""
         self.has_died = False
         """Whether its process or node ended."""
 
@@ -515,7 +499,7 @@ class _RemoteAgent:
         obs_queue: asyncio.Queue[Observation],
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
-        """Run the episode on a worker; environment and queues of this process are unused."""
+        """Run the episode on a worker, without the environment and queues of this process."""
         patience = obs_queue.patience if isinstance(obs_queue, RequestQueue) else None
         return await self._workers.roll_out(prompt, patience)
 

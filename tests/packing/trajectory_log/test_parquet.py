@@ -54,7 +54,7 @@ def assert_converted(folder, names=NAMES):
         if one.error is not None:
             assert one.error == ERRORS[one.episode, 2]
             continue
-        originals = trajectories(one.episode)
+        originals = [] if one.episode == "new" else trajectories(one.episode)
         assert list(one.trajectories) == originals
         for layout in ("merged", "turns"):
             expected = pack(originals, layout, "cpu", fields=FIELDS)
@@ -79,24 +79,13 @@ def test_a_log_is_converted_by_its_next_writer_and_its_files_stay(old):
     with TrajectoryLog.open(old, fields=FIELDS) as log:
         assert (log.failed, log.finished) == ({"lost"}, {*NAMES} - {"lost"})
         assert (log.num_trajectories, log.num_turns) == (7, 11)
-        log.append("new", trajectories("a"))
+    assert_converted(old)
     for name, content in before.items():
         assert (old / name).read_bytes() == content
-    assert_converted_with_new(old)
-    for name in before:
         (old / name).unlink()
-    assert_converted_with_new(old)
-
-
-def assert_converted_with_new(folder):
-    replayed = read(folder)
-    assert [one.episode for one in replayed] == [*NAMES, "new"]
-    assert list(replayed[-1].trajectories) == trajectories("a")
-
-
-def test_a_log_is_converted_bit_for_bit(old):
-    convert(old)
-    assert_converted(old)
+    with TrajectoryLog.open(old, fields=FIELDS) as log:
+        log.append("new", [])
+    assert_converted(old, [*NAMES, "new"])
 
 
 def test_the_fields_are_those_of_the_old_log(old):
@@ -117,22 +106,18 @@ def test_a_log_that_is_written_by_an_earlier_release_is_not_converted(old):
 
 
 @pytest.mark.parametrize("line", range(1, 1 + len(SEGMENTS)))
-@pytest.mark.parametrize("change", ["flip", "cut", "lose"])
+@pytest.mark.parametrize("change", ["flip", "cut", "lose", "lose all"])
 def test_a_segment_whose_line_is_lost_says_itself_what_it_holds(old, line, change):
     lines = manifest(old)
     if change == "flip":
         lines[line] = lines[line][:-20] + bytes([lines[line][-20] ^ 1]) + lines[line][-19:]
     elif change == "lose":
         del lines[line]
+    elif change == "lose all":
+        del lines[1:]
     else:
         lines = [*lines[:line], lines[line][:-7]]
     (old / "manifest.jsonl").write_bytes(b"".join(lines))
-    convert(old)
-    assert_converted(old)
-
-
-def test_a_manifest_without_lines_is_enough(old):
-    (old / "manifest.jsonl").write_bytes(manifest(old)[0])
     convert(old)
     assert_converted(old)
 
@@ -292,19 +277,13 @@ def with_column(folder, name, values, kind=None, nullable=False):
 
 
 WRONG_VALUES = [
-    ("turn_chain", [-1, 0, 1]), ("turn_chain", [5, 0, 1]), ("turn_chain", [1, 0, 0]),
-    ("turn_begin", [-2, 6, 1]), ("turn_begin", [100, 6, 1]), ("turn_begin", [0, 6, 1]),
-    ("turn_size", [-1, 1, 1]), ("turn_size", [2**31 - 1, 1, 1]), ("num_turns", [2, 2]),
-    ("num_turns", [0, 3]), ("num_turns", [-1, 4]), ("num_turns", [1]), ("chain_size", [-7, 2]),
-    ("chain_size", [2**31 - 1, 2]), ("chain_size", []), ("token_ids", []),
-    ("token_ids", [-1] * 9), ("rollout_logprobs", [float("nan")] * 4), ("rollout_logprobs", []),
-    ("turn_num_spans", [-1, 0, 0]), ("turn_num_spans", [2**31 - 1, 0, 0]), ("span_version", [1]),
-    ("turn_reward", [float("nan")] * 3), ("turn_reward", [1e300] * 3), ("turn_reward", []),
-    ("turn_discount", [1.0]), ("turn_discount", [float("inf")] * 2), ("trajectory_id", []),
+    ("turn_chain", [-1, 0, 1]), ("turn_size", [-1, 1, 1]), ("num_turns", [1]), ("chain_size", []),
+    ("token_ids", []), ("rollout_logprobs", []), ("span_version", [1]), ("turn_reward", []),
+    ("turn_reward", [float("nan")] * 3), ("turn_discount", [1.0]), ("trajectory_id", []),
     ("trajectory_id", [b"\xff\xfe", b"b"]), ("trajectory_id", [None, b"b"]),
-    ("group", [b"\xff", None]), ("turn_version_start", [-5, 0, 0]),
-    ("turn_version_start", [5, 0, 0]), ("task_id", [1]), ("turn_truncated", [True]),
+    ("group", [b"\xff", None]), ("task_id", [1]), ("turn_truncated", [True]),
 ]  # fmt: skip
+"""Lists that differ in length, texts that are none, and some numbers that a record has wrong."""
 
 
 @pytest.mark.parametrize(("name", "values"), WRONG_VALUES, ids=str)

@@ -92,7 +92,7 @@ def test_killed_at_random_moments_it_keeps_all_that_was_flushed(memory_path, vic
     """A reader looks on in between, as often as there is time for it."""
     rng = random.Random(6)
     folder, flushed, num_flushes, num_passes = memory_path / "first", 0, 0, 0
-    for kill in range(tries(1590)):
+    for kill in range(tries(1000)):
         victims.start(folder, kill, episodes=EPISODES)
         for _ in range(rng.randrange(4)):
             flushed = int(victims.expect("opened", "flushed", "closed"))
@@ -139,23 +139,6 @@ def test_killed_before_any_of_its_steps_it_keeps_all_that_was_flushed(memory_pat
         assert_holds(folder, range(6))
         assert not list(folder.glob("*.tmp"))
     assert 0 < ended < steps / 2  # else there are more steps than were tried, or hardly any
-
-
-@pytest.mark.attack
-def test_a_second_writer_is_refused_while_one_writes(memory_path, victims, tries):
-    flushed = 0
-    for seed in range(tries(43)):
-        victims.start(memory_path, seed, episodes=10_000)
-        victims.expect("opened")
-        for _ in range(seed % 3):
-            flushed = int(victims.expect("flushed"))
-            with pytest.raises(LogInUseError, match=f"process {victims.number} "):
-                TrajectoryLog.open(memory_path)
-        with pytest.raises(LogInUseError, match=f"process {victims.number} "):
-            TrajectoryLog.open(memory_path)
-        flushed = max(flushed, victims.kill())
-        flushed = assert_lost_nothing(memory_path, flushed)
-    assert flushed > 0
 
 
 def test_a_log_has_one_writer_until_that_is_dead(tmp_path, victims):

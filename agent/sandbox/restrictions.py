@@ -88,8 +88,9 @@ def system_call_filter(machine: str, *, with_threads: bool = True) -> bytes:
         if number != "-":
             program += [(_IF_EQUAL, 0, 1, int(number)), (_RETURN, 0, 0, _ALLOW)]
     for name, (*numbers, rule) in _RULES.items():
-        if numbers[column] is not None and (with_threads or name != "clone"):
-            program += [(_IF_EQUAL, 0, len(rule), numbers[column]), *rule]
+        checked_number = numbers[column]
+        if checked_number is not None and (with_threads or name != "clone"):
+            program += [(_IF_EQUAL, 0, len(rule), checked_number), *rule]
     # ENOSYS makes a C library fall back to the calls of older kernels.
     program += [(_IF_AT_LEAST, 0, 1, _NEWER), _fail(_ENOSYS), _fail(_EPERM)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -75,11 +75,7 @@ async def update_weights(engine: Any, state_dict: dict[str, Any], version: int) 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of rollout workers.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
+    """Options of rollout workers; a value out of range is a `ValueError`."""
 
     concurrency: int = 16
     """Maximum number of running episodes on one worker."""
@@ -166,7 +162,7 @@ class RolloutWorker:
             await self._stopped.wait()
 
     async def set_weights(self, weights: Weights | None) -> int:
-        """Load weights that are newer than the engine's; return the engine's version then."""
+        """Load weights if they are newer than the engine's; return the engine's version."""
         context = self._required()
         if weights is None or weights.version <= context.engine.version:
             return context.engine.version
@@ -191,18 +187,15 @@ class RolloutWorker:
         return self._required().engine.version, found
 
     def _warn(self, text: str) -> None:
-        """Log a warning here, and keep it for the next `ping`."""
         _logger.warning("%s", one_line(text, 2000))
         self._warnings.append(text)
 
     async def roll_out(
         self, prompt: Prompt, patience: Patience | None = None
     ) -> TrajectoryArrays | EpisodeError:
-        """Run the episode ``prompt.id``, and return its trajectories or its error.
+        """Run the episode ``prompt.id`` and return its trajectories, or its error.
 
-        Args:
-            prompt: Prompt of the episode.
-            patience: Patience of the watchdog in the coordinator's run; None changes nothing.
+        ``patience`` is that of the watchdog in the coordinator's run; None changes nothing.
         """
         context = self._required()
         if patience is not None:
@@ -226,7 +219,7 @@ class RolloutWorker:
 
 
 def portable(error: Exception, qid: str) -> EpisodeError:
-    """Return an error that any process can unpickle, of the nearest class of `agent.errors`.
+    """Return an error of the nearest class of `agent.errors`, which any process can unpickle.
 
     Example:
         >>> portable(KeyError("answer"), "q0@1")

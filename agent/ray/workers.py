@@ -132,21 +132,12 @@ class RolloutWorkers:
         raise RuntimeError("RolloutWorkers take no requests: use workers.runner(...)")
 
     def check_serving(self) -> None:
-        """Raise unless the workers were entered and not left.
-
-        Raises:
-            RuntimeError: If they have not been entered, were left, or were entered in another
-                event loop.
-        """
+        """Raise a `RuntimeError` unless the workers are entered, in this event loop."""
         left = self._end if self._end is not None and self._end.has_left else None
         check_entered(self, left, self._keepers[0].get_loop() if self._keepers else None)
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        """Return a queue that stays empty.
-
-        Raises:
-            ValueError: If an episode of that name is open.
-        """
+        """Return a queue that stays empty; a `ValueError` if an episode of that name is open."""
         if qid in self._open:
             raise ValueError(f"episode {qid!r} is open already")
         return self._open.setdefault(qid, asyncio.Queue())
@@ -162,11 +153,8 @@ class RolloutWorkers:
         published before entering are loaded at the start of each worker; without any, a worker
         has those of ``make_worker``, as version 0.
 
-        Args:
-            weights: Weights of a higher version than the last.
-
         Raises:
-            ValueError: If the version is not higher.
+            ValueError: If the version is not higher than the last.
 
         Cost: one copy into the object store, for any number of workers.
         """
@@ -218,11 +206,9 @@ class RolloutWorkers:
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     def runner(self, **options: Any) -> RolloutRunner:
-        """Return a runner whose episodes run on these workers.
+        """Return a `RolloutRunner` with these options, whose episodes run on these workers.
 
-        Args:
-            **options: Arguments of `RolloutRunner` other than engine, agent and environment;
-                ``concurrency`` is that of all workers unless given.
+        ``concurrency`` is that of all workers unless given.
         """
         options = {"concurrency": self.concurrency} | options
         return RolloutRunner(self, self.agent, _RemoteEnvironment(), **options)
@@ -272,10 +258,8 @@ class RolloutWorkers:
     async def _take_slot(self, qid: str) -> _Worker:
         """Wait, in order of arrival, for a place on the worker with the most free ones.
 
-        Lost workers leave slots without a place behind; they are dropped here.
-
-        Raises:
-            EngineEndedError: If no worker is left.
+        Slots of lost workers have no place; they are dropped here. If no worker is left, an
+        `EngineEndedError` is raised.
         """
         while True:
             if self._end is None:
@@ -428,13 +412,10 @@ class _Worker:
             self.lost.set_result(reason)
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the actor and return its result.
+        """Call a method of the actor and return its result, or raise its exception.
 
-        Cancelling the wait cancels the call on the worker.
-
-        Raises:
-            WorkerLostError: If the worker is lost before it replies, or does not reply in time.
-            Exception: As the method raises.
+        Cancelling the wait cancels the call on the worker. If the worker is lost before it
+        replies, or does not reply in time, a `WorkerLostError` is raised.
         """
         import ray
 

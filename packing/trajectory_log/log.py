@@ -208,12 +208,12 @@ class TrajectoryLog:
 
     @property
     def num_trajectories(self) -> int:
-        """Number of trajectories."""
+        """Number of trajectories, durable or not."""
         return self._index.num_trajectories
 
     @property
     def num_turns(self) -> int:
-        """Number of turns."""
+        """Number of turns, durable or not."""
         return self._index.num_turns
 
     @property
@@ -238,11 +238,11 @@ class TrajectoryLog:
 
         Raises:
             TypeError: If a value is of the wrong kind.
-            ValueError: If the episode is in the log already and did not fail, if one that
-                failed comes with trajectories, if a trajectory is not what a buffer with the
-                log's fields takes, or if the log is closed or opened for reading.
-            OSError: If earlier episodes could not be written, as on a full disk. The episode is
-                not kept then; earlier ones are, and are tried again.
+            ValueError: If the episode has succeeded before, if it failed and has trajectories, if
+                a buffer with the log's fields would refuse one, or if the log is closed or
+                opened for reading.
+            OSError: If earlier episodes could not be written, as on a full disk. They are kept
+                and tried again; this one is not kept.
 
         Cost: that of `TrajectoryBuffer.extend`; no disk access. Waits for the disk above
             `LogOptions.max_pending_bytes`.
@@ -260,7 +260,6 @@ class TrajectoryLog:
             raise ValueError(
                 f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
             )
-        self._index.check_new(name)  # and again when it is added: another thread may be faster
         record = Record(name, error, TrajectoryArrays.of(given, self.fields))
         content = encoded(record)
         writer.append(name, Entry.of(record, content), content)
@@ -334,9 +333,8 @@ class TrajectoryLog:
             compression_level: Level of zstd, 1 to 22.
 
         Raises:
-            DamagedLogError: As `replay`.
+            DamagedLogError, OSError: As `replay`, or if the file cannot be written.
             ImportError: If pyarrow is missing: the extra ``[log]``.
-            OSError: If the log cannot be read, or the file not be written.
             ValueError: If ``compression_level`` is out of range.
 
         Cost: memory for some megabytes of episodes; about 200 ns a token.

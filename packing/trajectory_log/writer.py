@@ -104,12 +104,6 @@ class EpisodeIndex:
                 outcomes[name] = one.entry.failed
         return frozenset(name for name, outcome in outcomes.items() if outcome == failed)
 
-    def check_new(self, name: str) -> None:
-        """Raise a `ValueError` if an episode has succeeded before."""
-        waiting, written = self.pending.get(name), self._written.get(name)
-        if (waiting and not waiting.entry.failed) or (written and not written.failed):
-            raise _known(name)
-
     def take(self, episode: PendingEpisode) -> None:
         """Add a pending episode, unless it has succeeded before or the log is closed."""
         name, entry = episode.name, episode.entry
@@ -129,7 +123,9 @@ class EpisodeIndex:
                 self.num_pending_bytes += entry.num_bytes
                 self.pending[name] = episode
                 return
-        raise _known(name) if is_known else self.closed_error()
+        if is_known:
+            raise ValueError(f"episode {name!r} is in the log already")
+        raise self.closed_error()
 
     def move(self, batch: Sequence[PendingEpisode], entries: Sequence[Entry]) -> None:
         """Mark episodes as written, with their rows; idempotent.
@@ -186,20 +182,16 @@ class EpisodeIndex:
         self.num_tokens += sign * entry.num_tokens
 
 
-def _known(name: str) -> ValueError:
-    return ValueError(f"episode {name!r} is in the log already")
-
-
 Reply: TypeAlias = "SimpleQueue[Exception | None]"
 
 
 class LogWriter:
-    """Holds pending episodes, and a thread that writes them.
+    """The thread that writes pending episodes.
 
     Signal handlers run in the main thread, between any two steps, and may raise there. So one
-    step adds an episode to the index; the thread does all else; and a caller waits on a queue of
-    its own, which it may leave at any moment. An episode is pending until its transaction is
-    complete: a failure loses nothing.
+    step adds an episode to the index, the thread does the rest, and each caller waits on its own
+    queue, which it may leave at any moment. An episode is pending until its transaction is
+    complete, so that a failure loses none.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Files that changed: an error names the log, or all that was not hit is still there."""
+"""Changed files of a log: an error with its name, or all undamaged episodes."""
 
 import os
 import random
@@ -240,7 +240,7 @@ FILE_CHANGES = (
         ("small", assert_append_keeps, FILE_CHANGES, 612),
     ],
 )
-def test_a_changed_file_is_named_and_made_no_worse(
+def test_a_changed_file_is_an_error_with_its_name_or_is_read_right(
     request, memory_path, tries, shape, check, changes, full
 ):
     source = request.getfixturevalue(shape)
@@ -315,7 +315,7 @@ def damage_content(folder, number):
 
 
 @pytest.mark.parametrize("mode", ["read", "append"])
-def test_an_episode_that_is_damaged_is_as_if_it_had_never_been_logged(tmp_path, mode):
+def test_a_damaged_episode_is_skipped_and_can_be_appended_again(tmp_path, mode):
     write(tmp_path, [0, 1], [2, 3])
     damage_content(tmp_path, 1)
     with TrajectoryLog.open(tmp_path, mode=mode) as log:
@@ -340,7 +340,7 @@ def test_an_episode_that_is_damaged_is_as_if_it_had_never_been_logged(tmp_path, 
             assert (len(log), log.num_trajectories) == (4, 4)
 
 
-def test_damage_that_happens_to_an_open_log_is_skipped_when_it_is_read(tmp_path):
+def test_damage_of_an_open_log_is_skipped_by_replay(tmp_path):
     write(tmp_path, [0, 1, 2])
     with TrajectoryLog.open(tmp_path, options=SKIP) as log:
         damage_content(tmp_path, 1)
@@ -352,7 +352,7 @@ def test_damage_that_happens_to_an_open_log_is_skipped_when_it_is_read(tmp_path)
         assert [one.episode for one in read(tmp_path, damaged="skip")] == ["e0", "e2", "e1"]
 
 
-def test_where_a_success_is_damaged_the_failure_before_it_counts(tmp_path):
+def test_a_failure_counts_if_the_later_success_is_damaged(tmp_path):
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         log.append("late", [], error="timeout")
         log.flush()
@@ -397,14 +397,14 @@ def test_where_a_success_is_damaged_the_failure_before_it_counts(tmp_path):
         "PRAGMA application_id = 1",
     ],
 )
-def test_tables_that_contradict_each_other_are_damage(tmp_path, statement, options):
+def test_inconsistent_tables_are_damage(tmp_path, statement, options):
     write(tmp_path, [0, 1, 2])
     with database(tmp_path) as db:
         db.execute(statement)
     assert_refused(tmp_path, r"log\.sqlite", options=options)
 
 
-def test_a_content_that_is_missing_or_another_ones_is_damage(tmp_path):
+def test_a_missing_or_swapped_content_is_damage(tmp_path):
     for statement in (
         "DELETE FROM contents_1 WHERE number = 1",
         "UPDATE contents_1 SET content = 'text' WHERE number = 1",
@@ -434,7 +434,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i FROM n) SELECT i 
 
 
 @pytest.mark.timeout(60)
-def test_a_table_that_never_ends_is_not_read(tmp_path):
+def test_an_endless_view_in_place_of_a_table_is_refused(tmp_path):
     for table, column in (("log", "described"), ("episodes", "number"), ("contents_1", "content")):
         for version in (2, 3):
             folder = tmp_path / f"{table}-{version}"
@@ -447,7 +447,7 @@ def test_a_table_that_never_ends_is_not_read(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path):
+def test_a_tree_that_repeats_a_page_is_refused(deep, tmp_path):
     """Or else some pages hold a billion rows."""
     folder = shutil.copytree(deep, tmp_path / "log")
     content = bytearray((folder / "log.sqlite").read_bytes())
@@ -465,7 +465,7 @@ def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path
     assert_refused(folder, r"log\.sqlite is damaged")
 
 
-def test_a_content_that_is_longer_than_its_row_says_is_not_read(tmp_path):
+def test_a_content_longer_than_its_entry_is_not_read(tmp_path):
     write(tmp_path, [0, 1])
     with database(tmp_path) as db:
         db.execute("UPDATE contents_1 SET content = zeroblob(100000000) WHERE number = 1")
@@ -534,7 +534,7 @@ def test_a_log_in_another_journal_mode_is_read_and_brought_back(tmp_path):
     assert [one.episode for one in read(tmp_path)] == ["e0", "WAL", "DELETE", "PERSIST"]
 
 
-def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
+def test_a_folder_with_other_files_does_not_become_a_log(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} holds no trajectory log")):
         TrajectoryLog.open(tmp_path, mode="read")
     (tmp_path / "thesis.txt").touch()
@@ -547,7 +547,7 @@ def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
             LogOptions(**{name: value})
 
 
-def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
+def test_an_interrupted_creation_is_repeated(tmp_path):
     for left in ("log.sqlite.tmp", "writer.lock"):
         (tmp_path / left).write_bytes(b"left")
     write(tmp_path, [0])
@@ -557,9 +557,7 @@ def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
 
 @pytest.mark.attack
 @pytest.mark.parametrize("change", ["flip", "blank"])
-def test_a_damaged_log_is_salvaged_but_for_the_pages_that_were_hit(
-    deep, memory_path, tries, change
-):
+def test_salvage_loses_only_the_damaged_pages(deep, memory_path, tries, change):
     content, originals = (deep / "log.sqlite").read_bytes(), held_by(deep)
     for seed in range(tries(50)):
         rng, new = random.Random(seed), memory_path / "new"
@@ -579,7 +577,7 @@ def test_a_damaged_log_is_salvaged_but_for_the_pages_that_were_hit(
             shutil.rmtree(new)
 
 
-def test_a_log_is_salvaged_into_a_folder_of_its_own(small, tmp_path):
+def test_salvage_writes_a_new_folder(small, tmp_path):
     TrajectoryLog.salvage(small, tmp_path / "new")
     assert held_by(tmp_path / "new") == held_by(small)
     with pytest.raises(ValueError, match="neither empty nor a trajectory log"):

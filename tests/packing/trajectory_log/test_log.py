@@ -47,7 +47,7 @@ def through(folder, trajectories, fields=()):
 
 
 @given(st.lists(trajectory_lists(2), max_size=3))
-def test_a_log_gives_back_what_it_was_given(tmp_path_factory, episodes):
+def test_replay_returns_the_appended_episodes(tmp_path_factory, episodes):
     folder = tmp_path_factory.mktemp("log")
     options = LogOptions(segment_episodes=2, flush_seconds=3600)
     with TrajectoryLog.open(folder, options=options) as log:
@@ -149,7 +149,7 @@ def test_an_episode_is_logged_once_unless_it_failed(tmp_path):
     assert replayed == [("lost", "no\ud800t", 0), ("e1", None, 1), ("late", None, 1)]
 
 
-def test_what_is_refused_leaves_nothing(tmp_path):
+def test_a_refused_episode_leaves_no_trace(tmp_path):
     good, bad = episode(0), Trajectory("b", [turn(), Turn([1], [2], [float("nan")])])
     negative = Trajectory("c", [Turn([1], [-2], [0.0])])
     with TrajectoryLog.open(tmp_path) as log:
@@ -211,7 +211,7 @@ def test_transactions_keep_to_their_limits(tmp_path, monkeypatch):
         assert_holds(tmp_path / str(most), range(5))
 
 
-def test_what_is_counted_is_right_while_a_thread_writes(tmp_path):
+def test_counts_are_right_while_a_thread_writes(tmp_path):
     options = LogOptions(segment_episodes=2, flush_seconds=0.001)
     with TrajectoryLog.open(tmp_path, options=options) as log:
         for number in range(60):
@@ -224,7 +224,7 @@ def test_what_is_counted_is_right_while_a_thread_writes(tmp_path):
                 assert not log.failed
 
 
-def test_of_two_that_append_an_episode_at_once_one_is_refused(tmp_path):
+def test_one_of_two_concurrent_appends_of_an_episode_is_refused(tmp_path):
     class Rival(list):
         def __iter__(self):
             if "x" not in log:
@@ -237,7 +237,7 @@ def test_of_two_that_append_an_episode_at_once_one_is_refused(tmp_path):
         assert (len(log), log.num_trajectories, log.num_pending) == (1, 1, 1)
 
 
-def test_a_log_is_closed_once_and_then_takes_nothing(tmp_path):
+def test_a_closed_log_refuses_episodes(tmp_path):
     log = TrajectoryLog.open(tmp_path)
     log.append("e0", [episode(0)])
     log.close()
@@ -265,7 +265,7 @@ def test_a_subclass_of_str_is_taken_for_its_text(tmp_path):
     assert (other.episode, other.error) == ("e1", "why")
 
 
-def test_a_failure_that_still_waits_is_replaced_by_a_success(tmp_path):
+def test_a_pending_failure_is_replaced_by_a_success(tmp_path):
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         log.append("late", [], error="timeout")
         log.append("e0", [episode(0)])
@@ -278,7 +278,7 @@ def test_a_failure_that_still_waits_is_replaced_by_a_success(tmp_path):
     assert [one.episode for one in read(tmp_path)] == ["e0", "late"]
 
 
-def test_an_episode_that_a_file_cannot_hold_is_refused_and_harms_no_other(tmp_path, monkeypatch):
+def test_an_episode_that_is_too_large_is_refused_alone(tmp_path, monkeypatch):
     """Its ids and groups count, which many trajectories may share in memory."""
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         log.append("good", [episode(0)])
@@ -306,7 +306,7 @@ def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" s of the processor") == 4
 
 
-def test_a_log_that_is_forgotten_is_closed(tmp_path):
+def test_a_log_without_references_is_closed(tmp_path):
     TrajectoryLog.open(tmp_path, options=BY_HAND).append("e0", [episode(0)])
     assert_holds(tmp_path, [0])
 

@@ -1,4 +1,4 @@
-"""A writer stays with the log that it opened, wherever its process and its folder go."""
+"""Logs that are moved, replaced, linked, or have lost their lock."""
 
 import errno
 import os
@@ -94,7 +94,7 @@ def remove_the_file(folder):
     [(begin_anew, 3), (make_a_folder, None), (copy, 2), (copy_an_older_one, 1),
      (replace_the_file, 1), (remove_the_file, None)],
 )  # fmt: skip
-def test_a_log_that_was_moved_or_replaced_is_neither_followed_nor_made_anew(tmp_path, change, left):
+def test_a_moved_or_replaced_log_is_an_error_and_stays_unchanged(tmp_path, change, left):
     folder = tmp_path / "log"
     write(folder, [0])
     shutil.copytree(folder, tmp_path / "older")
@@ -112,7 +112,7 @@ def test_a_log_that_was_moved_or_replaced_is_neither_followed_nor_made_anew(tmp_
             TrajectoryLog.open(folder)
 
 
-def test_a_log_is_left_alone_by_a_writer_of_the_folder_before_it(tmp_path):
+def test_the_writer_of_a_moved_folder_does_not_change_the_new_log(tmp_path):
     old = TrajectoryLog.open(tmp_path / "log", options=BY_HAND)
     append(old, 0)
     old.flush()
@@ -135,7 +135,7 @@ def test_the_folder_of_a_log_that_was_moved_away_is_not_made_again(tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-def test_a_reader_of_a_log_that_was_replaced_says_so(tmp_path):
+def test_a_reader_of_a_replaced_log_raises(tmp_path):
     write(tmp_path / "log", range(2))
     reader = TrajectoryLog.open(tmp_path / "log", mode="read")
     (tmp_path / "log").rename(tmp_path / "log.1")
@@ -176,7 +176,7 @@ def test_of_two_writers_after_a_lock_was_removed_one_is_refused(tmp_path):
     assert [one.episode for one in read(tmp_path)] == ["e0", "e1", "e3", "e4"]
 
 
-def test_two_writers_whose_locks_fail_them_do_not_harm_each_other(tmp_path, monkeypatch):
+def test_two_writers_without_locks_do_no_harm(tmp_path, monkeypatch):
     """As on a file system without locks: SQLite's own, and the rows' numbers, are left."""
     first = TrajectoryLog.open(tmp_path, options=BY_HAND)
     monkeypatch.setattr(first._writer._lock, "check", lambda: None)
@@ -209,7 +209,7 @@ def test_two_writers_whose_locks_fail_them_do_not_harm_each_other(tmp_path, monk
             continue
 
 
-def test_a_path_may_hold_characters_that_an_address_may_not(tmp_path):
+def test_a_path_may_hold_characters_that_are_special_in_urls(tmp_path):
     folder = tmp_path / "a?b#c%41 ü;mode=ro&\udcff'"
     write(folder, [0], [1])
     assert_holds(folder, range(2))
@@ -227,7 +227,7 @@ def test_a_link_to_a_log_is_the_log(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "link to nothing", "device"])
-def test_a_name_that_is_no_file_is_refused(tmp_path, kind):
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path, kind):
     path = tmp_path / "log.sqlite"
     if kind == "folder":
         path.mkdir()

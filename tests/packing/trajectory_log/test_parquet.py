@@ -107,7 +107,7 @@ def test_a_log_that_is_written_by_an_earlier_release_is_not_converted(old):
 
 @pytest.mark.parametrize("line", range(1, 1 + len(SEGMENTS)))
 @pytest.mark.parametrize("change", ["flip", "cut", "lose", "lose all"])
-def test_a_segment_whose_line_is_lost_says_itself_what_it_holds(old, line, change):
+def test_a_segment_without_its_line_of_the_manifest_is_read(old, line, change):
     lines = manifest(old)
     if change == "flip":
         lines[line] = lines[line][:-20] + bytes([lines[line][-20] ^ 1]) + lines[line][-19:]
@@ -131,7 +131,7 @@ def test_a_manifest_without_its_first_line_is_damage(old):
 
 @pytest.mark.parametrize("number", range(len(SEGMENTS)))
 @pytest.mark.parametrize("change", ["missing", "flipped", "cut", "longer", "of another"])
-def test_a_segment_that_is_not_what_was_written_is_damage_or_skipped(old, number, change):
+def test_a_changed_segment_is_damage_or_skipped(old, number, change):
     path = segment(old, number)
     content = path.read_bytes()
     if change == "missing":
@@ -152,7 +152,7 @@ def test_a_segment_that_is_not_what_was_written_is_damage_or_skipped(old, number
     )
 
 
-def test_a_segment_that_no_line_names_nor_is_there_is_missed_where_another_follows(old):
+def test_a_gap_in_the_numbers_of_segments_is_damage(old):
     lines = manifest(old)
     (old / "manifest.jsonl").write_bytes(b"".join(lines[:2]))
     segment(old, 1).unlink()
@@ -185,13 +185,13 @@ def said_of(folder, number, **changes):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_line_with_a_right_checksum_that_makes_no_sense_is_damage(old, changes):
+def test_an_impossible_line_with_a_right_checksum_is_damage(old, changes):
     said_of(old, 1, **changes)
     assert_refused(old, "manifest|segment-0")
 
 
 @pytest.mark.timeout(60)
-def test_a_number_beyond_all_segments_is_skipped_at_once(old):
+def test_a_huge_number_of_a_segment_costs_no_time(old):
     said_of(old, 4, segment=10**15)
     shutil.copy(segment(old, 3), segment(old, 10**14))
     with pytest.warns(UserWarning, match=r"00000004\.parquet is missing"):
@@ -199,7 +199,7 @@ def test_a_number_beyond_all_segments_is_skipped_at_once(old):
     assert {one.episode for one in read(old)} == {*NAMES}
 
 
-def test_a_header_with_a_right_checksum_that_makes_no_sense_is_damage(old):
+def test_an_impossible_header_with_a_right_checksum_is_damage(old):
     fields = json.loads(manifest(old)[0])["fields"]
     for changes in (
         {"format": "other"}, {"schema_version": 2}, {"schema_version": "1"}, {"fields": None},
@@ -318,7 +318,7 @@ def test_columns_of_other_types_are_damage(plain):
     assert_refused(plain, r"00000000\.parquet is not a readable segment")
 
 
-def test_a_small_segment_that_would_take_much_memory_is_refused(plain, monkeypatch):
+def test_a_small_segment_that_expands_to_much_memory_is_refused(plain, monkeypatch):
     taken = []
     read_table = parquet.ParquetFile.read
     monkeypatch.setattr(
@@ -355,7 +355,7 @@ def test_too_little_memory_is_no_damage(old, monkeypatch):
     assert not (old / "log.sqlite").exists()
 
 
-def test_a_conversion_that_was_interrupted_begins_anew(old, monkeypatch):
+def test_an_interrupted_conversion_is_repeated(old, monkeypatch):
     def fail(*_):
         raise OSError("power")
 
@@ -369,7 +369,7 @@ def test_a_conversion_that_was_interrupted_begins_anew(old, monkeypatch):
     assert_converted(old)
 
 
-def test_a_log_is_exported_as_parquet(tmp_path):
+def test_export_as_parquet(tmp_path):
     field = TokenField("v", torch.float32)
     spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)]
     one = Turn([1, 2], [3, 4], [-0.5, -1.0], 0.25, True, 1, 2, spans, {"v": [0.5, 1.5]})

@@ -1,4 +1,4 @@
-"""Memory for fields on the host that is used again once nobody holds what was written there."""
+"""Host memory for fields, used again once the batch that was written there is gone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from trajpack.kernels.fields.build import FIELD_DTYPES, NUMPY_DTYPES, TokenField
 from trajpack.kernels.runs import TILE
 
 SLACK = 1.25
-"""Room that fresh memory has beyond what is asked for, so that a longer batch fits too."""
+"""Size of fresh memory over what is asked for, so that a longer batch fits too."""
 MOST = 2
-"""Times what is asked for that memory may have: what is written to a file by its storage, as
-torch does with tensors, is never much larger than the batch."""
+"""Most that memory may exceed what is asked for: torch saves a tensor with its whole storage."""
 
 _held_by_a_list = [np.empty(0)]
 ALONE = sys.getrefcount(_held_by_a_list[0])
@@ -23,11 +22,10 @@ ALONE = sys.getrefcount(_held_by_a_list[0])
 
 
 class HostMemory:
-    """Lends memory for a batch's fields, and lends it again when the batch is gone.
+    """Memory for a batch's fields that is reused when the batch is gone.
 
-    The first touch of fresh memory costs more than writing it. A tensor made here keeps its
-    array alive, as do its views and whatever numpy makes of it; when the last of them is gone,
-    nothing but this object refers to the array, and the next batch may have it.
+    The first touch of fresh memory costs more than writing it. A tensor made here, its views and
+    their numpy arrays all hold a reference to the tensor's array; without one the array is free.
     """
 
     def __init__(self) -> None:
@@ -51,7 +49,7 @@ class HostMemory:
             chosen = arrays[min(fitting, key=lambda i: arrays[i].size)]
         else:
             chosen = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
-        # of what nobody holds, one more is kept; a peak does not stay
+        # one more free array is kept; the memory of a peak is released
         spared = [arrays[i] for i in free if arrays[i] is not chosen][:1]
         held = [arrays[i] for i in range(len(arrays)) if i not in free]
         self._lent[name] = [*held, *spared, chosen]

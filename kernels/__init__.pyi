@@ -32,8 +32,8 @@ from trajpack.kernels.groups.group_recipes import (
     opo as opo,
     reinforce_plus_plus_baseline as reinforce_plus_plus_baseline,
     rloo as rloo,
+    step_advantages as step_advantages,
 )
-from trajpack.kernels.groups.step_groups import step_advantages as step_advantages
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
     context_parallel_order as context_parallel_order,

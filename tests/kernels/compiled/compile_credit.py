@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.credit.scores_triton import scores_forward
-from trajpack.kernels.credit.spread import Turns
-from trajpack.kernels.credit.spread_triton import spread_forward
+from trajpack.kernels.credit.turns import Turns
+from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan, ScanChunks

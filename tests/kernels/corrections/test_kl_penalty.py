@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS, kl_penalty
+from trajpack.kernels.corrections.penalties import KL_ESTIMATORS, kl_penalty
 from trajpack.testing import assert_same_bits
 
 INF = math.inf
@@ -130,9 +130,14 @@ X = torch.zeros(3)
         (ValueError, r"ref_logprobs must have 1 dim.*\[1, 3\]", (X, X[None]), {}),
         (ValueError, r"each of 3 token\(s\), got shape \[2\]", (X, X[:2]), {}),
         (ValueError, "ref_logprobs is on meta but", (X, X.to("meta")), {}),
-        (ValueError, "must be 'k1', 'k2' or 'k3', got 'k4'", (X, X), {"estimator": "k4"}),
-        (TypeError, "clamp must be a number or None, got '1'", (X, X), {"clamp": "1"}),
-        (TypeError, "clamp must be a number or None, got True", (X, X), {"clamp": True}),
+        (
+            ValueError,
+            "estimator must be one of 'k1', 'k2', 'k3', got 'k4'",
+            (X, X),
+            {"estimator": "k4"},
+        ),
+        (TypeError, "clamp must be a number, got '1'", (X, X), {"clamp": "1"}),
+        (TypeError, "clamp must be a number, got True", (X, X), {"clamp": True}),
         (ValueError, "clamp must be above 0, got 0", (X, X), {"clamp": 0}),
         (ValueError, "clamp must be above 0, got nan", (X, X), {"clamp": math.nan}),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajpack.kernels.corrections.reward_shaping import overlong_penalty
+from trajpack.kernels.corrections.penalties import overlong_penalty
 
 
 def penalty(length: int, max_length: int, buffer: int, factor: float) -> float:

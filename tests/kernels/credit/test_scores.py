@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
-from trajpack.kernels.credit.scores import scores_of_trajectories
+from trajpack.kernels.credit.turns import scores_of_trajectories
 from trajpack.testing import assert_same_bits, boundaries
 
 BLOCK = block_shape("scores_kernel", DEFAULT).block

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.credit.spread import (
+from trajpack.kernels.credit.turns import (
     Turns,
     finish_spread,
     spread_of_trajectories,
@@ -166,9 +166,8 @@ def test_the_ops_are_registered_right(impl: str) -> None:
         torch.library.opcheck(
             torch.ops.trajpack.spread, (*turns, *inputs, 0.5, impl), test_utils=tests
         )
-    if impl == "triton":
-        spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
-        mask = turns.turn_ids >= 0
-        for whitening in (None, 0, 1):
-            inputs_of_finish = spread.rows, mask, spread.partials, whitening
-            torch.library.opcheck(torch.ops.trajpack.finish_spread, inputs_of_finish)
+    spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
+    mask = turns.turn_ids >= 0
+    for whitening in (None, 0, 1):
+        inputs_of_finish = spread.rows, mask, spread.partials, whitening, impl
+        torch.library.opcheck(torch.ops.trajpack.finish_spread, inputs_of_finish)

@@ -19,8 +19,7 @@ from tests.kernels.credit.token_loops import (
     plain_gae,
     small_blocks,
 )
-from trajpack.kernels.credit.gae import gae
-from trajpack.kernels.credit.turn_gae import turn_gae
+from trajpack.kernels.credit.gae import gae, turn_gae
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -1,4 +1,4 @@
-"""Fields of a turn that are one number each: declared once, for every table that has them."""
+"""`TURN_FIELDS`: the table of the per-turn fields."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from tests.packing.credit.credit_cases import (
     generated,
     given_beside,
     laid_out,
+    new_context,
     some_trajectories,
 )
-from tests.packing.credit.credit_loops import new_context
 from trajpack import StaticBatch, TrajectoryBuffer, pack
 from trajpack.kernels import Correction, Rejection
 from trajpack.kernels.corrections.importance_weights import IMPORTANCE_METRICS

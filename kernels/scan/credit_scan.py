@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.corrections.kl_penalty import estimate
+from trajpack.kernels.corrections.penalties import estimate
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, check_scan_inputs, split_rate

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.packing.credit.credit_cases import generated, given_beside, inputs_of, some_trajectories
-from tests.packing.credit.credit_loops import steps_of
+from tests.packing.credit.credit_oracle import steps_of
 from trajpack import (
     GAE,
     GRPO,

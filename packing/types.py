@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import merge_spans, several
-from trajpack.packing.equality import read_once, same_rows, same_values
+from trajpack.packing.conversion import several
+from trajpack.packing.equality import same_turns
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 Layout: TypeAlias = Literal["merged", "turns"]
@@ -66,32 +65,9 @@ class Turn:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
-        if self is other:
-            return True
-        try:
-            return (
-                self._scalars() == other._scalars()
-                and same_values(self.prompt_ids, other.prompt_ids)
-                and same_values(self.completion_ids, other.completion_ids)
-                and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
-                and self._same_fields(other)
-            )
-        except MemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - raised by a container of the caller
-            return False  # invalid values cannot be compared
+        return self is other or same_turns(self, other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _same_fields(self, other: Turn) -> bool:
-        mine, theirs = self.fields or {}, other.fields or {}
-        return set(mine) == set(theirs) and all(same_rows(mine[n], theirs[n]) for n in mine)
-
-    def _scalars(self) -> tuple[Any, ...]:
-        start, end = operator.index(self.version_start), operator.index(self.version_end)
-        given = () if self.version_spans is None else read_once(self.version_spans)
-        spans = [tuple(map(operator.index, span)) for span in given]
-        return float(self.reward), bool(self.truncated), merge_spans(spans, start, end)
 
 
 @dataclass(frozen=True)

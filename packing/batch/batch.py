@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
-    from trajpack.kernels.rearrange.token_rows import Number
+    from trajpack.kernels.rearrange.segments import Number
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
     from trajpack.packing.plan.plan import Plan

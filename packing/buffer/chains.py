@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajpack.packing.conversion import (
     FLOAT32_MAX,
@@ -26,6 +27,7 @@ from trajpack.packing.conversion import (
     shown,
 )
 from trajpack.packing.token_fields import Bytes, TokenField, rows_of_turn
+from trajpack.packing.turn_fields import TURN_FIELDS, TurnField
 from trajpack.packing.types import Trajectory, Turn
 
 TINY = 256
@@ -33,6 +35,9 @@ TINY = 256
 
 VersionRun = tuple[int, int, int]
 ID_FIELDS = ("prompt_ids", "completion_ids")
+_CHECKED = {"reward", "truncated", "version_start", "version_end"}
+_PLAIN_FIELDS = [one for one in TURN_FIELDS if one.attribute not in _CHECKED]
+"""Numbers of a turn that `take_numbers` has no rule of their own for."""
 
 
 class TrajectoryLabels(NamedTuple):
@@ -81,10 +86,10 @@ class ValidatedTurns:
     """Prompt tokens of each turn."""
     turn_size: list[int] = field(default_factory=list)
     """Completion tokens of each turn."""
-    reward: list[float] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
-    version_start: list[int] = field(default_factory=list)
-    version_end: list[int] = field(default_factory=list)
+    numbers: dict[str, list[Any]] = field(
+        default_factory=lambda: {one.attribute: [] for one in TURN_FIELDS}
+    )
+    """`TURN_FIELDS` of each turn, by attribute."""
     version_runs: dict[int, Sequence[VersionRun]] = field(default_factory=dict)
     """Version runs of turns with several versions, by turn."""
     has_lists: bool = False
@@ -394,12 +399,30 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
         runs, start, end = as_version_runs("", spans, start, end, size)
         if len(runs) > 1 or runs[0][0] != start:
             intake.version_runs[len(intake.turn_size)] = runs
-    intake.version_start.append(start)
-    intake.version_end.append(end)
     intake.turn_begin.append(begin)
     intake.turn_size.append(size)
-    intake.reward.append(reward)
-    intake.truncated.append(bool(truncated))
+    numbers = intake.numbers
+    numbers["reward"].append(reward)
+    numbers["truncated"].append(bool(truncated))
+    numbers["version_start"].append(start)
+    numbers["version_end"].append(end)
+    for one in _PLAIN_FIELDS:
+        numbers[one.attribute].append(_checked_number(one, getattr(turn, one.attribute)))
+
+
+def _checked_number(field: TurnField, value: Any) -> float:
+    """Check a number of a turn by its dtype alone."""
+    name = field.attribute
+    if field.dtype == torch.bool:
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        return bool(value)
+    if field.dtype.is_floating_point:
+        return _as_number(name, value)
+    number = as_integer(name, value)
+    if not -INT32_MAX <= number <= INT32_MAX:
+        raise ValueError(f"{name} must fit int32, got {number}")
+    return number
 
 
 def _longest_prefix(

@@ -15,7 +15,7 @@ from trajpack.kernels import (
     importance_weights,
 )
 
-NUM = 300
+NUM = 100
 
 
 def rows_of(rng):

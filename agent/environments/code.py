@@ -29,10 +29,7 @@ _FENCE = "```"
 
 @dataclass(frozen=True)
 class InputCase:
-    """A case that compares standard output.
-
-    Trailing spaces of lines and trailing empty lines are ignored.
-    """
+    """A case that compares standard output, without trailing spaces and empty lines."""
 
     stdin: str
     """Standard input of the program."""
@@ -41,7 +38,11 @@ class InputCase:
 
     def is_met_by(self, output: bytes) -> bool:
         """Return whether ``output`` equals the expected standard output."""
-        return _lines(output) == _lines(self.stdout.encode())
+        got, expected = (
+            [line.rstrip() for line in text.rstrip().split(b"\n")]
+            for text in (output, self.stdout.encode())
+        )
+        return got == expected
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,6 @@ def _can_be_compared(value: Any, depth: int = 0) -> bool:
     return value is None or isinstance(value, int | float | complex | str | bytes)
 
 
-def _lines(output: bytes) -> list[bytes]:
-    return [line.rstrip() for line in output.rstrip().split(b"\n")]
-
-
 def _truth_of(call: ast.Call) -> str:
     if not isinstance(call.func, ast.Name):
         raise ValueError("not a call of a name")
@@ -182,17 +179,6 @@ def _value(node: ast.expr) -> Any:
             if name in _COLLECTIONS:
                 return _COLLECTIONS[name](ast.literal_eval(argument))
     return ast.literal_eval(node)
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """Outcomes of the cases of one problem for one answer."""
-
-    words: tuple[str, ...]
-
-    @property
-    def fraction_passed(self) -> float:
-        return self.words.count(_PASSED) / len(self.words)
 
 
 class CodeEnvironment:
@@ -266,12 +252,10 @@ class CodeEnvironment:
         qid, answers = action
         problem = find_by_qid(self._problems, qid, "problem")
         check_answers(qid, answers)
-        verdicts = [await self._judge(problem, answer) for answer in answers]
-        info = {
-            "fraction_passed": [verdict.fraction_passed for verdict in verdicts],
-            "outcomes": [list(verdict.words) for verdict in verdicts],
-        }
-        return None, [verdict.fraction_passed == 1 for verdict in verdicts], True, False, info
+        outcomes = [await self._judge(problem, answer) for answer in answers]
+        fractions = [words.count(_PASSED) / len(words) for words in outcomes]
+        info = {"fraction_passed": fractions, "outcomes": outcomes}
+        return None, [fraction == 1 for fraction in fractions], True, False, info
 
     async def close(self) -> None:
         """Kill running programs and wait for their end. A `step` in progress raises."""
@@ -284,19 +268,18 @@ class CodeEnvironment:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _judge(self, problem: CodeProblem, answer: str) -> _Verdict:
+    async def _judge(self, problem: CodeProblem, answer: str) -> list[str]:
+        """Return the outcome of each case."""
         code = last_code_block(answer[-_MAX_ANSWER_CHARS:])
         if code is None:
-            return _Verdict((_NO_CODE,) * len(problem.cases))
+            return [_NO_CODE] * len(problem.cases)
         program = f"{problem.setup}\n{code}\n"
-        if self._stop_at_failure:
-            words: list[str] = []
-            while len(words) < len(problem.cases) and words.count(_PASSED) == len(words):
-                words.append(await self._try(program, problem.cases[len(words)]))
-            words += [_NOT_RUN] * (len(problem.cases) - len(words))
-        else:
-            words = await asyncio.gather(*(self._try(program, case) for case in problem.cases))
-        return _Verdict(tuple(words))
+        if not self._stop_at_failure:
+            return await asyncio.gather(*(self._try(program, case) for case in problem.cases))
+        words: list[str] = []
+        while len(words) < len(problem.cases) and words.count(_PASSED) == len(words):
+            words.append(await self._try(program, problem.cases[len(words)]))
+        return words + [_NOT_RUN] * (len(problem.cases) - len(words))
 
     async def _try(self, program: str, case: InputCase | ValueCase) -> str:
         loop = asyncio.get_running_loop()

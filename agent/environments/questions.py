@@ -138,12 +138,7 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
 
 
 def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
-    """Generate questions of one reasoning-gym task; equal seeds give equal questions.
-
-    Args:
-        name: Name of the task.
-        size: Number of questions.
-        seed: Seed of reasoning-gym's generator.
+    """Generate ``size`` questions of one reasoning-gym task; equal seeds give equal questions.
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.
@@ -224,10 +219,16 @@ def _parse(line: bytes, default_id: str) -> Question:
         raise ValueError(f"expected an object, got {type(fields).__name__}")
     if "question" in fields:
         messages = _messages(fields["question"], "question")
-        solutions = _final_answer(_text(fields.get("answer"), "answer"))
+        _, mark, final = _text(fields.get("answer"), "answer").rpartition("####")
+        if not mark or not final.strip():
+            raise ValueError("answer has no final answer after '####'")
+        solutions: Sequence[str] = (final.strip(),)
     elif "prompt" in fields:
         messages = _messages(fields["prompt"], "prompt")
-        solutions = _solutions(fields.get("solutions"))
+        given = fields.get("solutions")
+        if not isinstance(given, list) or not given:
+            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
+        solutions = [_text(solution, "solutions") for solution in given]
     else:
         raise ValueError("expected 'question' and 'answer', or 'prompt' and 'solutions'")
     task_id = fields.get("task_id")
@@ -236,7 +237,7 @@ def _parse(line: bytes, default_id: str) -> Question:
     question_id = fields.get("query_id", fields.get("id", default_id))
     if isinstance(question_id, int) and not isinstance(question_id, bool):
         question_id = str(question_id)
-    return Question(_text(question_id, "id"), messages, solutions, task_id)
+    return Question(_text(question_id, "id"), messages, tuple(solutions), task_id)
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:
@@ -250,19 +251,6 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
         {key: _text(message.get(key), f"{key} in {name}") for key in ("role", "content")}
         for message in value
     )
-
-
-def _solutions(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"solutions must be a list of at least one string, got {value!r:.80}")
-    return tuple(_text(solution, "solutions") for solution in value)
-
-
-def _final_answer(answer: str) -> tuple[str, ...]:
-    _, mark, final = answer.rpartition("####")
-    if not mark or not final.strip():
-        raise ValueError("answer has no final answer after '####'")
-    return (final.strip(),)
 
 
 def _text(value: Any, name: str) -> str:

@@ -21,11 +21,11 @@ from trajpack.agent.training.grpo import (
     Training,
     check_logprobs,
     pack_episodes,
-    record_step,
+    shares,
 )
 from trajpack.agent.training.policy_trainer import StepOutcome
-from trajpack.agent.training.report import rise
 from trajpack.agent.training.settings import TrainSettings
+from trajpack.commands.train import rise
 
 torch.set_num_threads(1)
 SMALL = TrainSettings(num_steps=3, num_prompts=2, group_size=4, warm_up_steps=2)
@@ -169,11 +169,7 @@ def test_a_batch_is_credited_and_recorded_group_by_group() -> None:
     assert of_turns[-2:].tolist() == [0.0, 0.0]
     expected = pack_episodes(episodes).with_advantages(GRPO()).advantages
     assert batch.advantages.equal(expected)  # type: ignore[arg-type]
-    record = record_step(4, episodes, batch, outcome(), 2.0)
-    assert record.solved == 3 / 4
-    assert record.success == 3 / 7
-    assert record.reward == pytest.approx((0 - 3 + 1 + 1) / 4)
-    assert (record.num_generated, record.tokens_per_s) == (14, 7.0)
+    assert shares(episodes) == (3 / 7, 3 / 4, pytest.approx((0 - 3 + 1 + 1) / 4))
 
 
 def outcome(**values: Any) -> StepOutcome:

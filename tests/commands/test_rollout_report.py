@@ -5,8 +5,10 @@ from __future__ import annotations
 from trajpack import Trajectory, Turn
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout.report import RolloutOutcome, report
+from trajpack.agent.rollout.rollout import RolloutOutcome
 from trajpack.agent.runner.runner import EpisodeResult, Progress
+from trajpack.commands.rollout import report
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
 
 LAST = Progress(num_finished=3, num_tokens=5000, elapsed_s=2.0)
 
@@ -23,7 +25,8 @@ def test_the_report_compares_layouts_and_counts_failures() -> None:
             EpisodeResult(prompt, (), EpisodeError("q", "reason 6")),
         )
     )
-    buffer = outcome.fill_buffer("cpu")
+    buffer = TrajectoryBuffer()
+    buffer.extend(outcome.trajectories)
     rows = report(outcome, LAST, buffer.pack(), num_merged=buffer.num_tokens)
     named = dict(rows)
     assert named["right answers"] == "1 of 3 (33.3%)"

@@ -9,7 +9,7 @@ import pytest
 
 from trajpack.agent.training.grpo import StepRecord
 from trajpack.agent.training.policy_trainer import StepOutcome
-from trajpack.agent.training.report import report, rise, write_page
+from trajpack.commands.train import report, rise, write_page
 
 
 def record(step: int, success: float) -> StepRecord:

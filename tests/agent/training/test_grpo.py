@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -121,17 +122,12 @@ def test_a_trainer_that_disagrees_with_the_engine_is_caught(
         ("warm_up_steps", 0, "from 1 to 10,000"),
         ("capacity", 127, "from 128 to 1,000,000"),
         ("seed", -1, "from 0 to 4,294,967,295"),
+        *(("learning_rate", rate, "positive") for rate in (0.0, -1.0, math.nan, math.inf)),
     ],
 )
-def test_settings_out_of_range_are_refused(name: str, value: int, limits: str) -> None:
+def test_settings_out_of_range_are_refused(name: str, value: float, limits: str) -> None:
     with pytest.raises(SetupError, match=f"{name} must be {limits}, got {value:,}"):
         replace(SMALL, **{name: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_learning_rate_out_of_range_is_refused(rate: float) -> None:
-    with pytest.raises(SetupError, match="learning_rate must be positive"):
-        replace(SMALL, learning_rate=rate)
 
 
 def episode(prompt: str, sample: int, *rewards: float) -> EpisodeResult:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from trajpack.agent.environments.questions import check_answers, find_by_qid, unique_by_id
+from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.agent.sandbox.launcher import MAX_DEPTH, canonical
 from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
 
@@ -181,7 +181,7 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-class CodeEnvironment:
+class CodeEnvironment(JudgingEnvironment[CodeProblem]):
     r"""Judges the last fenced Python block of an answer by the cases of its problem.
 
     An action is ``(qid, answers)``, where ``qid`` is a problem's id, or one followed by ``@`` and
@@ -189,7 +189,11 @@ class CodeEnvironment:
     be closed, by `close` or ``async with``.
 
     Each case runs in a new process of a `Sandbox`. Expected results stay in this process: a program
-    cannot read them, and its output is compared, never run or parsed.
+    cannot read them, and its output is compared, never run or parsed. A cancelled step does not
+    wait for running programs.
+
+    ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
+    case: ``"passed"``, ``"wrong"``, ``"not_run"``, ``"no_code"``, or the value of an `Outcome`.
 
     Args:
         problems: All problems of the rollout.
@@ -218,7 +222,7 @@ class CodeEnvironment:
         workers = workers if workers is not None else os.cpu_count() or 1
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        self._problems = unique_by_id(problems, "problem")
+        super().__init__(problems, "problem")
         self._stop_at_failure = stop_at_failure
         self._sandbox = Sandbox(limits, allow_file_reads=allow_file_reads)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-code")
@@ -228,47 +232,20 @@ class CodeEnvironment:
         """The sandbox of the programs; `Sandbox.protections` lists its protections."""
         return self._sandbox
 
-    async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; has no effect."""
-        return None, {}
-
-    async def step(
-        self, action: tuple[str, Sequence[str]]
-    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Run the answers to one problem.
-
-        A cancelled step does not wait for running programs.
-
-        Returns:
-            ``(None, successes, True, False, info)`` with one success per answer. ``info`` has for
-            each answer ``fraction_passed`` and ``outcomes``, a word for each case: ``"passed"``,
-            ``"wrong"``, ``"not_run"``, ``"no_code"``, or the value of an `Outcome`.
-
-        Raises:
-            ValueError: If no problem has this ``qid``.
-            TypeError: If an answer is not a string.
-            SandboxError: If a program could not be run; not a verdict on the answer.
-        """
-        qid, answers = action
-        problem = find_by_qid(self._problems, qid, "problem")
-        check_answers(qid, answers)
-        outcomes = [await self._judge(problem, answer) for answer in answers]
+    async def _judge(
+        self, asked: CodeProblem, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
+        outcomes = [await self._outcomes(asked, answer) for answer in answers]
         fractions = [words.count(_PASSED) / len(words) for words in outcomes]
         info = {"fraction_passed": fractions, "outcomes": outcomes}
-        return None, [fraction == 1 for fraction in fractions], True, False, info
+        return [fraction == 1 for fraction in fractions], info
 
     async def close(self) -> None:
         """Kill running programs and wait for their end. A `step` in progress raises."""
         self._sandbox.close()
         await asyncio.to_thread(self._threads.shutdown)  # queued programs raise at once
 
-    async def __aenter__(self) -> CodeEnvironment:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def _judge(self, problem: CodeProblem, answer: str) -> list[str]:
+    async def _outcomes(self, problem: CodeProblem, answer: str) -> list[str]:
         """Return the outcome of each case."""
         code = last_code_block(answer[-_MAX_ANSWER_CHARS:])
         if code is None:

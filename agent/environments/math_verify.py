@@ -25,12 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trajpack.agent.environments import answer_worker
-from trajpack.agent.environments.questions import (
-    Question,
-    check_answers,
-    find_by_qid,
-    unique_by_id,
-)
+from trajpack.agent.environments.judging import JudgingEnvironment
+from trajpack.agent.environments.questions import Question
 from trajpack.packing.optional import require
 
 SCRIPT = Path(answer_worker.__file__)
@@ -62,7 +58,7 @@ _VERDICTS = {
 }
 
 
-class MathVerifyEnvironment:
+class MathVerifyEnvironment(JudgingEnvironment[Question]):
     r"""Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
 
     An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by
@@ -75,8 +71,9 @@ class MathVerifyEnvironment:
     evaluate their input, so they get numbers, operators and names of common functions only. Any
     other answer to their questions is right if it equals the entry's answer, and otherwise wrong.
 
-    A check that exceeds its time or memory counts as wrong. If a worker is lost for any other
-    reason, a new one repeats the check once.
+    A check that exceeds its time or memory counts as wrong; ``info`` of the step has then
+    ``timed_out`` and ``failed``, a bool per answer each. If a worker is lost for any other reason,
+    a new one repeats the check once, and the step raises if that is lost too.
 
     Args:
         questions: All questions of the rollout. No id is another id followed by ``@`` and a suffix.
@@ -107,14 +104,14 @@ class MathVerifyEnvironment:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        self._questions = unique_by_id(questions, "question")
-        for id in self._questions:
+        super().__init__(questions, "question")
+        for id in self._by_id:
             stem, mark, _ = id.rpartition("@")
-            if mark and stem in self._questions:
+            if mark and stem in self._by_id:
                 raise ValueError(
                     f"question id {id!r} might be a sample of the question with the id {stem!r}"
                 )
-        needs_gym = any(question.gym_task for question in self._questions.values())
+        needs_gym = any(question.gym_task for question in self._by_id.values())
         require("math_verify", *(["reasoning_gym"] if needs_gym else []))
         self._timeout_s = timeout_s
         self._closed = threading.Event()
@@ -126,32 +123,13 @@ class MathVerifyEnvironment:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
-    async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; has no effect."""
-        return None, {}
-
-    async def step(
-        self, action: tuple[str, Sequence[str]]
-    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Judge the answers to one question.
-
-        Returns:
-            ``(None, successes, True, False, info)`` with one success per answer. If checks
-            exceeded a limit, ``info`` has ``timed_out`` and ``failed``, a bool per answer each.
-
-        Raises:
-            ValueError: If no question has this ``qid``.
-            TypeError: If an answer is not a string.
-            RuntimeError: If the environment is closed, a worker cannot start, or two workers were
-                lost during one check; not a verdict on the answer.
-        """
-        qid, answers = action
-        question = find_by_qid(self._questions, qid, "question")
-        check_answers(qid, answers)
+    async def _judge(
+        self, asked: Question, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
         loop = asyncio.get_running_loop()
         self._refuse_if_closed()
         checks = [
-            loop.run_in_executor(self._threads, self._check, question, answer) for answer in answers
+            loop.run_in_executor(self._threads, self._check, asked, answer) for answer in answers
         ]
         try:
             verdicts = await asyncio.gather(*checks)
@@ -163,7 +141,7 @@ class MathVerifyEnvironment:
             for verdict in (_Verdict.TIMED_OUT, _Verdict.FAILED)
         }
         info = cut_short if any(map(any, cut_short.values())) else {}
-        return None, [verdict is _Verdict.RIGHT for verdict in verdicts], True, False, info
+        return [verdict is _Verdict.RIGHT for verdict in verdicts], info
 
     async def close(self) -> None:
         """Kill all workers and wait for their end. A `step` in progress raises."""
@@ -174,12 +152,6 @@ class MathVerifyEnvironment:
             await asyncio.to_thread(self._threads.shutdown)
         finally:
             self._finalizer()
-
-    async def __aenter__(self) -> MathVerifyEnvironment:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed.is_set():

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
+from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.packing.optional import require
 
 Message: TypeAlias = Mapping[str, str]
@@ -41,46 +42,6 @@ class Question:
     def text(self) -> str:
         """Contents of all messages."""
         return "\n\n".join(message["content"] for message in self.messages)
-
-
-class _HasId(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-_T = TypeVar("_T", bound=_HasId)
-
-
-def unique_by_id(given: Iterable[_T], kind: str) -> dict[str, _T]:
-    """Return questions or problems by id.
-
-    Raises:
-        ValueError: If an id appears twice.
-    """
-    by_id: dict[str, _T] = {}
-    for one in given:
-        if one.id in by_id:
-            raise ValueError(f"{kind} id {one.id!r} appears twice")
-        by_id[one.id] = one
-    return by_id
-
-
-def find_by_qid(by_id: Mapping[str, _T], qid: str, kind: str) -> _T:
-    """Return the question or problem of an episode, whose name is the id or ``id@sample``.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    found = by_id.get(qid, by_id.get(qid.rpartition("@")[0]))
-    if found is None:
-        raise ValueError(f"step: no {kind} has the id {qid!r}")
-    return found
-
-
-def check_answers(qid: str, answers: Sequence[str]) -> None:
-    """Raise TypeError unless the answers of an action are a list of strings."""
-    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
-        raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
 
 
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
@@ -163,11 +124,12 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
     ]
 
 
-class ExactAnswerEnvironment:
+class ExactAnswerEnvironment(JudgingEnvironment[Question]):
     """Judges an answer right if it equals one of the question's solutions as text.
 
-    Surrounding space is ignored. `MathVerifyEnvironment` compares answers of any form, at the cost
-    of a process; it accepts ``2+3`` as the value of ``2+3``, which a trained policy exploits.
+    Surrounding space is ignored, and ``info`` of a step is empty. `MathVerifyEnvironment` compares
+    answers of any form, at the cost of a process; it accepts ``2+3`` as the value of ``2+3``, which
+    a trained policy exploits.
 
     An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by ``@`` and
     anything without another ``@``. One environment serves any number of episodes at once.
@@ -180,32 +142,16 @@ class ExactAnswerEnvironment:
     """
 
     def __init__(self, questions: Iterable[Question]) -> None:
-        self._questions = unique_by_id(questions, "question")
-        for question in self._questions.values():
+        super().__init__(questions, "question")
+        for question in self._by_id.values():
             if not question.solutions:
                 raise ValueError(f"question {question.id!r} has no solutions to compare with")
 
-    async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; has no effect."""
-        return None, {}
-
-    async def step(
-        self, action: tuple[str, Sequence[str]]
-    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Judge the answers to one question.
-
-        Returns:
-            ``(None, successes, True, False, {})`` with one success per answer.
-
-        Raises:
-            ValueError: If no question has this ``qid``.
-            TypeError: If an answer is not a string.
-        """
-        qid, answers = action
-        question = find_by_qid(self._questions, qid, "question")
-        check_answers(qid, answers)
-        solutions = {solution.strip() for solution in question.solutions}
-        return None, [answer.strip() in solutions for answer in answers], True, False, {}
+    async def _judge(
+        self, asked: Question, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
+        solutions = {solution.strip() for solution in asked.solutions}
+        return [answer.strip() in solutions for answer in answers], {}
 
 
 def _parse(line: bytes, default_id: str) -> Question:

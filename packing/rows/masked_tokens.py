@@ -94,23 +94,10 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
         if begins.sum() == len(turn_versions):
             of_tokens = np.array([0, *turn_versions])[begins.cumsum()]
         version_range = turn_versions[0], turn_versions[-1]
-    rows = {
-        field: _field_rows(
-            f"{whose} {field}",
-            values,
-            len(ids),
-            0 if field in WHOLE_SEQUENCE_FIELDS else num_prompt,
-        )
-        for field, values in (fields or {}).items()
-    }
+    rows = _field_rows(whose, fields or {}, num_prompt, len(ids))
     of_logprobs = column("logprobs", logprobs, np.float32)
-    rewards = [0.0] * len(spans)
-    if token_rewards is not None:
-        given = column("token_rewards", token_rewards, np.float64)
-        finite = np.abs(given) <= FLOAT32_MAX
-        _check_all(f"{whose} token_rewards must be finite float32", given, finite)
-        rewards = np.add.reduceat(given, [0, *(end for _, end in spans[:-1])]).tolist()
-    rewards[-1] += as_number(f"{whose} reward", reward)
+    given = None if token_rewards is None else column("token_rewards", token_rewards, np.float64)
+    rewards = _rewards(whose, [end for _, end in spans], reward, given)
     turns = []
     for (begin, end), of_turn in zip(spans, rewards, strict=True):
         firsts = {field: 0 if field in WHOLE_SEQUENCE_FIELDS else begin for field in rows}
@@ -118,7 +105,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
             prompt_ids=ids[:begin],
             completion_ids=ids[begin:end],
             completion_logprobs=of_logprobs[begin:end],
-            reward=as_number(f"{whose} reward", of_turn),
+            reward=of_turn,
             truncated=truncated and end == spans[-1][1],
             fields={field: rows[field][first:end] for field, first in firsts.items()} or None,
             **_versions(None if of_tokens is None else of_tokens[begin:end], version_range),
@@ -146,14 +133,33 @@ def _column(
 
 
 def _field_rows(
-    name: str, rows: npt.NDArray[Any], num_tokens: int, num_prompt: int
-) -> npt.NDArray[Any]:
-    """Return rows of an extra field for all tokens; 0 at the prompt if they are of a response."""
-    if num_prompt:
-        rows = np.concatenate([np.zeros((num_prompt, *rows.shape[1:]), rows.dtype), rows])
-    if len(rows) != num_tokens:
-        raise ValueError(f"{name} must have {num_tokens} rows, one for each token, got {len(rows)}")
-    return rows
+    whose: str, fields: Mapping[str, npt.NDArray[Any]], num_prompt: int, num_tokens: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return rows of extra fields for all tokens; 0 at the prompt if they are of a response."""
+    found = {}
+    for field, given in fields.items():
+        rows = given
+        if num_prompt and field not in WHOLE_SEQUENCE_FIELDS:
+            rows = np.concatenate([np.zeros((num_prompt, *rows.shape[1:]), rows.dtype), rows])
+        if len(rows) != num_tokens:
+            raise ValueError(
+                f"{whose} {field} must have {num_tokens} rows, one for each token, got {len(rows)}"
+            )
+        found[field] = rows
+    return found
+
+
+def _rewards(
+    whose: str, ends: list[int], reward: float, given: npt.NDArray[Any] | None
+) -> list[float]:
+    """Return the reward of each turn, of those at tokens and that of the last turn."""
+    rewards = [0.0] * len(ends)
+    if given is not None:
+        finite = np.abs(given) <= FLOAT32_MAX
+        _check_all(f"{whose} token_rewards must be finite float32", given, finite)
+        rewards = np.add.reduceat(given, [0, *ends[:-1]]).tolist()
+    rewards[-1] += as_number(f"{whose} reward", reward)
+    return [as_number(f"{whose} reward", of_turn) for of_turn in rewards]
 
 
 def _check_all(rule: str, values: npt.NDArray[Any], allowed: npt.NDArray[np.bool_]) -> None:

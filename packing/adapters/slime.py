@@ -169,7 +169,7 @@ def from_samples(
     A sample is a trajectory. Without a ``loss_mask`` the response is one turn; of a sample to be
     removed (``remove_sample``) nothing is trained. The reward goes to the last turn, which is
     truncated if the sample is; groups are the ``group_index``. Versions are ``weight_versions`` if
-    these are numbers: one for each turn if there are as many, else the first and the last for all.
+    these are numbers: one for each turn if there are as many, else the least and greatest for all.
 
     Lost in the format: rewards of single turns, versions of single tokens, the common rollout of
     samples.

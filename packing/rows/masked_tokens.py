@@ -50,7 +50,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
         prompt_ids: Token ids before `input_ids`. All other arrays are then of `input_ids` alone,
             but for `WHOLE_SEQUENCE_FIELDS`.
         versions: Policy version of each token, ``[tokens]``; ignored where nothing was generated.
-        turn_versions: Policy version of each turn; the first and the last are `version_range` if
+        turn_versions: Policy version of each turn; the least and the greatest for every turn if
             there are not as many as turns.
         version_range: First and last policy version of every turn, if no others are given.
         turn_ids: Number of each token's turn, ``[tokens]``.
@@ -93,7 +93,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
         begins = np.diff(generated, prepend=False) & generated
         if begins.sum() == len(turn_versions):
             of_tokens = np.array([0, *turn_versions])[begins.cumsum()]
-        version_range = turn_versions[0], turn_versions[-1]
+        version_range = min(turn_versions), max(turn_versions)
     rows = _field_rows(whose, fields or {}, num_prompt, len(ids))
     of_logprobs = column("logprobs", logprobs, np.float32)
     given = None if token_rewards is None else column("token_rewards", token_rewards, np.float64)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.cases import conversation, forked_batch, plain_batch, rows_by_loop
-from trajpack import StaticBatch, TrajectoryBuffer, pack
+from tests.packing.adapters.cases import forked_batch, plain_batch, rows_by_loop
+from trajpack import TrajectoryBuffer, pack
 from trajpack.packing.rows.rows import row_trajectories, row_turns, rows_of
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.testing import trajectory_lists
@@ -57,13 +57,6 @@ def test_what_does_not_fit_is_refused():
         rows_of(batch, max_response_length=5)
     with pytest.raises(TypeError, match=r"max_prompt_length must be an integer, got float"):
         rows_of(batch, max_prompt_length=2.0)
-
-
-def test_a_padded_batch_is_refused():
-    buffer = TrajectoryBuffer()
-    buffer.add(conversation("a"))
-    with pytest.raises(ValueError, match="the batch is padded"):
-        rows_of(buffer.pack_into(StaticBatch(capacity=64, max_turns=8)))
 
 
 def test_with_both_widths_nothing_is_read_back_to_the_host():

@@ -17,12 +17,12 @@ import torch
 from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.ray.payload import TrajectoryArrays, as_array
 from trajpack.agent.runner.attempt import attempt_episode, check_serving
 from trajpack.agent.runner.bridge import RunnerContext
 from trajpack.agent.runner.gates import GenerationGate
 from trajpack.agent.runner.observers import Observers
 from trajpack.agent.runner.watchdog import Patience, Watchdog
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
 from trajpack.packing.text import one_line
 
 MakeWorker: TypeAlias = Callable[

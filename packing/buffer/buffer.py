@@ -53,10 +53,10 @@ def pack(
     """Pack trajectories into one batch; `PackedBatch.unpack` is the exact inverse.
 
     Args:
-        trajectories: In the order they will have in the batch.
-        layout: ``"merged"``: a sequence is a whole conversation, every completion in it
+        trajectories: Trajectories in the order of the batch.
+        layout: ``"merged"``: a sequence is a whole conversation, and all its completions are
             trained. ``"turns"``: a sequence is one turn, its prompt and its completion.
-        device: Where the batch shall live; torch's default device if ``None``.
+        device: Device of the batch; torch's default device if ``None``.
         impl: See `trajpack.kernels`; ``"auto"`` is Triton on CUDA and torch elsewhere.
         fields: Extra per-token fields that every turn brings, see `TokenField`.
 
@@ -109,9 +109,9 @@ class TrajectoryBuffer:
     keeps its memory through `clear`, and belongs to one thread at a time.
 
     Args:
-        device: Where batches shall live; torch's default device if ``None``. For a CUDA
-            device the buffer's memory is pinned.
-        capacity: Tokens it may hold; memory for them is made at once. Unlimited if ``None``.
+        device: Device of the batches; torch's default device if ``None``. For a CUDA device the
+            buffer's memory is pinned.
+        capacity: Maximum number of stored tokens, allocated at once. Unlimited if ``None``.
         fields: Extra per-token fields that every turn brings, see `TokenField`.
 
     Example:
@@ -143,7 +143,7 @@ class TrajectoryBuffer:
         self._memory = HostMemory() if self.device.type == "cpu" else None
 
     def __len__(self) -> int:
-        """Trajectories it holds."""
+        """Number of stored trajectories."""
         return self._state.num_trajectories
 
     def __repr__(self) -> str:
@@ -155,45 +155,43 @@ class TrajectoryBuffer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it stores, each counted once."""
+        """Number of stored tokens, each counted once."""
         return self._state.num_tokens
 
     @property
     def num_turns(self) -> int:
-        """Turns of all its trajectories."""
+        """Number of turns of the stored trajectories."""
         return self._state.num_turns
 
     @property
     def num_bytes(self) -> int:
-        """Bytes its stream takes: 4 a token, 4 more a generated token, and the extra fields."""
+        """Bytes of the stream: 4 a token, 4 more a generated token, and the extra fields."""
         return 4 * self._state.num_words
 
     def add(self, trajectory: Trajectory) -> None:
-        """Check a trajectory and store what is new in each of its turns: `extend` by one."""
+        """Check a trajectory and store the new tokens of its turns: `extend` by one."""
         self.extend((trajectory,))
 
     def extend(self, trajectories: Iterable[Trajectory]) -> None:
-        """Check trajectories and store what is new in each of their turns.
+        """Check trajectories and store the new tokens of their turns.
 
-        A turn extends the longest of its trajectory's chains whose tokens are all a prefix of
-        its prompt (the latest, on a tie); where there is none, a new chain begins.
+        A turn extends the longest chain of its trajectory that is a prefix of its prompt (the
+        latest, on a tie). Without such a chain it begins a new one.
 
         Raises:
             TypeError: If a value is of the wrong kind.
             ValueError: If a value is out of range, lengths disagree, or the trajectories do
-                not fit the capacity. Every error names trajectory, turn, what was expected
-                and what came; nothing of the call stays behind.
+                not fit the capacity. Every error names the trajectory, the turn, the expected and
+                the given value; no part of the call is stored.
 
-        Each number is read once, and what was read is checked and stored: an array that another
-        thread writes meanwhile may be refused, but never leaves a value behind that was not
-        checked.
+        Each number is read once, and the read value is checked and stored. An array that another
+        thread writes meanwhile may raise, but an unchecked value is never stored.
 
-        Cost: copies what is new and, where a trajectory has several turns, each prompt, and
-            compares the prompt with the chain it extends (with several, where their ends agree),
-            at memory speed, beside about 30 microseconds a call and 3 a turn. Arrays of int32
-            and float32 are read where they are; others are converted first. Reads CUDA tensors
-            back (one synchronisation each; see `pack_resident`). After `pack`, and without
-            `clear`, waits for that pack's copy.
+        Cost: copies the new tokens and, for a trajectory of several turns, each prompt, which is
+            compared with the chain it extends, at memory speed; about 30 microseconds a call and
+            3 a turn. Arrays of int32 and float32 are not converted. CUDA tensors are read back
+            (one synchronisation each; see `pack_resident`). After `pack` without `clear`, waits
+            for the copy of that pack.
         """
         given = several("trajectories must be several of Trajectory", trajectories)
         if not given:
@@ -221,7 +219,7 @@ class TrajectoryBuffer:
         self._state = new
 
     def clear(self) -> None:
-        """Forget every trajectory and keep the memory. Batches already packed stay valid."""
+        """Remove all trajectories and keep the memory. Packed batches stay valid."""
         rows = self._state.counts.spans + 1
         self._labels = []  # a new list: batches still read the old one
         self._tables.forget_host()
@@ -229,7 +227,7 @@ class TrajectoryBuffer:
         self._staging.clear(rows)
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
-        """Write all trajectories as one batch. The buffer keeps its content.
+        """Return all trajectories as one batch; the buffer keeps them.
 
         Args:
             layout: ``"merged"`` or ``"turns"``, see `trajpack.pack`.
@@ -237,17 +235,16 @@ class TrajectoryBuffer:
                 implementation that cannot run raises.
 
         Raises:
-            ValueError: If ``layout`` or ``impl`` is unknown, or the batch would pass 2³¹ tokens.
+            ValueError: If ``layout`` or ``impl`` is unknown, or the batch would exceed 2³¹ tokens.
             RuntimeError: If ``impl`` cannot run for this device.
 
-        Cost: one host-to-device copy of what the buffer stores and its tables, two launches, a
-            third one where there are extra fields, no synchronisation; 38 bytes a token are
-            written on the device. The host's part does not grow with the batch, as long as the
-            layout is that of the pack before (at first ``"merged"``): tables are kept for one
-            layout at a time. On the host, memory of batches that are gone is used again: let go
-            of one before the next is packed. A CUDA graph that captures it replays this batch,
-            as long as the buffer lives; `StaticBatch` replays others. Where another stream than
-            the current one reads the batch, `PackedBatch.record_stream` keeps its memory.
+        Cost: one host-to-device copy of the stored words and tables, two launches, a third one for
+            extra fields, no synchronisation; 38 bytes a token are written on the device. The
+            host's part does not grow with the batch if the layout is that of the previous pack (at
+            first ``"merged"``), because tables are kept for one layout at a time. On the host the
+            memory of deleted batches is reused: delete a batch before packing the next. A CUDA
+            graph that captures a pack replays this batch while the buffer exists; `StaticBatch`
+            replays others. If another stream reads the batch, call `PackedBatch.record_stream`.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
@@ -259,17 +256,17 @@ class TrajectoryBuffer:
         ready |= {"layout": layout, "num_generated": state.num_generated}
         tables = turn_tables(region, counts)
         host = host_columns(self._labels, self._tables, counts)
-        if self.device.type == "cpu":  # the buffer's memory is written again
+        if self.device.type == "cpu":  # later calls write to the memory of the tables
             return PackedBatch.with_lazy_columns(
                 ready | {name: table().clone() for name, table in tables.items()}, host
             )
         return PackedBatch.with_lazy_columns(ready, tables | host)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
-        """Write all trajectories into the memory of ``static``: `StaticBatch.fill` and `run`.
+        """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
 
         Raises:
-            ValueError: If the batch does not fit, or ``static`` was made for other fields.
+            ValueError: If the batch does not fit, or ``static`` has other fields.
 
         Cost: as `pack`, and a copy on the host; nothing is allocated but the turns' returns.
         """
@@ -283,7 +280,7 @@ class TrajectoryBuffer:
         end = logprobs + intake.num_generated
         rows = []
         for pieces in intake.rows:
-            begin = -(-end // 4) * 4  # at a multiple of 16 bytes
+            begin = -(-end // 4) * 4  # a multiple of 16 bytes
             rows.append(4 * begin)
             end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
         if end > INT32_MAX:
@@ -296,7 +293,7 @@ class TrajectoryBuffer:
             flat = [piece.reshape(-1) for piece in pieces]
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
-        intake.rows = []  # the caller's arrays are not held
+        intake.rows = []  # releases the caller's arrays
         return StoredTurns(intake, used, logprobs, tuple(rows)), end
 
     def _arrange(self, layout: Layout) -> State:
@@ -339,7 +336,7 @@ def write_batch(
 ) -> dict[str, Any]:
     """Launch the kernels that write a batch from its tables and the stream ``words``.
 
-    Returns its tensors over tokens, on the host in ``memory``, and the turns' returns.
+    Returns the per-token tensors, on the host in ``memory``, and the turns' returns.
     """
     returns = returns_of_turns(region, counts, impl)
     runs = region.table("runs", counts.spans + 1)

@@ -1,4 +1,4 @@
-"""Staging memory: the tables of a batch and its token stream, sent to the device in one copy."""
+"""Staging memory: tables and token stream of a batch, sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostRegion:
 
 
 class DeviceRegion(NamedTuple):
-    """Words of a region on the device, as the kernels read them."""
+    """Words of a region on the device."""
 
     words: torch.Tensor
     """int32 ``[words]``: the tables, then the stream."""
@@ -71,10 +71,10 @@ class DeviceRegion(NamedTuple):
         return self.words[self.begin :]
 
     def table(self, name: str, num_rows: int) -> torch.Tensor:
-        """Return a table as a tensor over the region's memory that is no view of it.
+        """Return a table as a tensor over the region's memory, made by ``set_``, not as a view.
 
-        Views share a version counter: a write to one table would invalidate tensors of other
-        tables that autograd saved.
+        Views share a version counter: a write to one table would invalidate other tables that
+        autograd saved.
         """
         dtype, width = self.columns[name]
         place = 4 * self.offsets[name] // dtype.itemsize
@@ -84,21 +84,20 @@ class DeviceRegion(NamedTuple):
 
 
 class Staging:
-    """The memory that a buffer fills: tables that grow row by row and a stream that grows behind.
+    """Memory that a buffer fills: tables that grow row by row, and behind them the stream.
 
-    All tables have room for the same number of rows, and the stream begins behind the last, so
-    a copy of the whole takes the unused rows along; `clear` fits the room to what was used.
-    For a CUDA device there are two regions, both pinned, so that copies are asynchronous and
-    one region can be filled while the other is copied. The host waits for a copy only when it
-    writes to the region that this copy reads. A region that a CUDA graph has captured is never
-    written again, and kept as long as this object.
+    All tables have the same number of rows, and the stream begins behind the last table. A copy
+    includes the unused rows; `clear` reduces them to the rows that were used. For a CUDA
+    device there are two pinned regions, so that copies are asynchronous and one region is filled
+    while the other is copied. A write waits only for copies of the region that it writes to. A
+    region that a CUDA graph has captured is never written again, and lives as long as this object.
     """
 
     def __init__(
         self, device: torch.device, columns: Mapping[str, Column], num_words: int = 0
     ) -> None:
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # whichever it is later
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._columns = columns
         self._row_words = sum(c.dtype.itemsize * (c.width or 1) for c in columns.values()) / 4
@@ -138,7 +137,7 @@ class Staging:
         return larger.tables
 
     def clear(self, rows_used: int) -> None:
-        """Forget everything and keep the memory. A region in flight makes way for the other."""
+        """Reset the tables and keep the memory; switch regions if the current one is in flight."""
         region, spare = self.region, self._spare
         if region.copies or region.captured:
             if spare is None or len(spare.words) < len(region.words):
@@ -151,9 +150,9 @@ class Staging:
             self.region.partition(self._columns, fitting)
 
     def send(self, num_words: int) -> DeviceRegion:
-        """Bring tables and stream to the device in one copy.
+        """Copy tables and stream to the device in one copy.
 
-        On the host nothing is copied: the arena is the region itself, until the next write.
+        On the host there is no copy: the result shares the region's memory, until the next write.
         """
         region = self.region
         words = region.words[: region.begin + num_words]
@@ -169,21 +168,20 @@ class Staging:
         return DeviceRegion(arena, region.begin, self._columns, region.offsets)
 
     def send_again(self, arena: DeviceRegion) -> None:
-        """Bring the region to the memory of an arena that is no longer the region itself.
+        """Copy the region to ``arena``, memory of an earlier `send`.
 
-        A graph that captured this copies what the region holds when it is replayed. The event
-        behind the copy is then a node of the graph.
+        A graph that captured this call copies the region at every replay. The event behind the
+        copy is a node of the graph.
 
         Raises:
-            RuntimeError: By torch, while a graph is captured on ROCm, where that torch has no such
-                nodes.
+            RuntimeError: From torch, while a graph is captured on ROCm without external events.
         """
         arena.words.copy_(self.region.words[: arena.words.shape[0]], non_blocking=True)
         if self.device.type == "cuda":
             self._remember_copy()
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Make the device the current one, where there are several."""
+        """Return a context in which the device is the current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _remember_copy(self) -> None:
@@ -210,7 +208,7 @@ class Staging:
     def _allocate(self, num_rows: int, num_words: int) -> HostRegion:
         size = int(num_rows * self._row_words) + num_words
         if self.device.type == "cuda":
-            # named, since torch's default device may be another, and only the host has pages to pin
+            # device="cpu", because torch's default device may be another
             words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
         else:
             words = torch.from_numpy(np.empty(size, np.int32))

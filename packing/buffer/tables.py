@@ -155,7 +155,7 @@ class BatchTables:
         generated = counts.generated + np.cumsum(intake.turn_size)
         tables["cu_generated"][counts.turns + 1 : turns + 1] = generated
         for field in TURN_FIELDS:
-            tables[field.name][counts.turns : turns] = getattr(intake, field.attribute)
+            tables[field.name][counts.turns : turns] = intake.numbers[field.attribute]
         return counts._replace(
             trajectories=trajectories,
             turns=turns,
@@ -239,14 +239,14 @@ class BatchTables:
         sizes = np.array(intake.chain_sizes, np.int64)
         offset = (np.cumsum(sizes) - sizes)[chain]  # tokens before the chain
         trained = np.cumsum(size) - size  # generated tokens before the turn
-        version = np.array(intake.version_start, np.int64)
+        version = np.array(intake.numbers["version_start"], np.int64)
         turn = np.arange(len(size))
         start, stop = np.zeros_like(size), size
         if intake.version_runs:
             runs = [
                 (index, *run)
                 for index, (first, count) in enumerate(
-                    zip(intake.version_start, intake.turn_size, strict=True)
+                    zip(intake.numbers["version_start"], intake.turn_size, strict=True)
                 )
                 for run in intake.version_runs.get(index, [(first, 0, count)])
             ]

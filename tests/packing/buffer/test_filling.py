@@ -19,12 +19,12 @@ from trajpack.testing import assert_batches_equal, random_trajectory, trajectory
 LAYOUTS = ["merged", "turns"]
 
 
-@pytest.mark.parametrize("settled", [1, 3, 64])
+@pytest.mark.parametrize("settled", [1, 64])
 def test_any_mixture_of_calls_packs_what_one_call_packs(monkeypatch, settled):
     monkeypatch.setattr(buffer_module, "MOST_WAITING", settled)
 
     @given(drawn=trajectory_lists(max_size=9), choices=st.randoms(use_true_random=True))
-    @settings(max_examples=30)
+    @settings(max_examples=20)
     def check(drawn, choices):
         buffer = TrajectoryBuffer(device="cpu")
         kept = []

@@ -25,7 +25,7 @@ from trajpack.agent.errors import (
     MalformedResponseError,
 )
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
-from trajpack.agent.runner.bridge import RequestQueue
+from trajpack.agent.runner.attempt import RequestQueue
 from trajpack.packing.conversion import (
     as_ids,
     as_integer,

@@ -21,7 +21,7 @@ from trajpack.agent.ray.worker import (
     WorkerPulse,
     WorkerStatus,
 )
-from trajpack.agent.runner.bridge import RequestQueue
+from trajpack.agent.runner.attempt import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.optional import require

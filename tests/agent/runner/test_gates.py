@@ -10,8 +10,14 @@ import pytest
 from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, collect, prompts, runner, until
 from trajpack.agent.errors import GenerationError, StaleEpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.gates import StalenessGate, oldest_version
-from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy, StalenessPolicy
+from trajpack.agent.runner.policy import (
+    BackOff,
+    RetryPolicy,
+    RolloutPolicy,
+    StalenessGate,
+    StalenessPolicy,
+    oldest_version,
+)
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.types import Trajectory, Turn
 

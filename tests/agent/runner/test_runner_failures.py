@@ -12,12 +12,8 @@ import pytest
 from tests.agent.runner.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts
 from trajpack.agent.errors import EngineEndedError, EpisodeError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.attempt import attempt_episode
-from trajpack.agent.runner.bridge import RunnerContext
-from trajpack.agent.runner.gates import GenerationGate
-from trajpack.agent.runner.observers import Observers
+from trajpack.agent.runner.attempt import RunnerContext, attempt_episode
 from trajpack.agent.runner.runner import Progress, RolloutRunner
-from trajpack.agent.runner.watchdog import Watchdog
 from trajpack.packing.types import Trajectory
 
 
@@ -183,11 +179,8 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
             raise
 
     loop = asyncio.new_event_loop()
-    gate = GenerationGate()
-    engine, agent, environment = EchoEngine(), TwoTurns(before=wait), NoEnvironment()
-    watchdog = Watchdog(engine, environment, agent, gate=gate)
-    stage = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
-    task = loop.create_task(attempt_episode(stage, Prompt("q0@0", [1]), "q0"))
+    context = RunnerContext(EchoEngine(), TwoTurns(before=wait), NoEnvironment())
+    task = loop.create_task(attempt_episode(context, Prompt("q0@0", [1]), "q0"))
     loop.call_soon(loop.stop)
     loop.run_forever()
     loop.close()

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,11 +17,8 @@ import torch
 from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.runner.attempt import attempt_episode, check_serving
-from trajpack.agent.runner.bridge import RunnerContext
-from trajpack.agent.runner.gates import GenerationGate
-from trajpack.agent.runner.observers import Observers
-from trajpack.agent.runner.watchdog import Patience, Watchdog
+from trajpack.agent.runner.attempt import RunnerContext, attempt_episode, check_serving
+from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
 from trajpack.packing.text import one_line
 
@@ -155,9 +152,7 @@ class RolloutWorker:
         assert self._stopped is not None
         async with self._make_worker(self._number) as (engine, agent, environment):
             check_serving(engine)
-            gate = GenerationGate()
-            watchdog = Watchdog(engine, environment, agent, gate=gate, warn=self._warn)
-            self._context = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
+            self._context = RunnerContext(engine, agent, environment, warn=self._warn)
             started.set_result(None)
             await self._stopped.wait()
 
@@ -166,16 +161,13 @@ class RolloutWorker:
         context = self._required()
         if weights is None or weights.version <= context.engine.version:
             return context.engine.version
-        if self._options.drain:
-            context.gate.close()
-            await context.gate.wait_drained()
-        try:
-            with context.gate.standstill():  # the watchdog ignores an engine that loads weights
-                state_dict = weights.state_dict()
-                await self._options.load_weights(context.engine, state_dict, weights.version)
-        finally:
+        async with AsyncExitStack() as stack:
             if self._options.drain:
-                context.gate.open()
+                await stack.enter_async_context(context.gate.paused(drain=True))
+            # The watchdog ignores an engine that loads weights.
+            stack.enter_context(context.gate.standstill())
+            state_dict = weights.state_dict()
+            await self._options.load_weights(context.engine, state_dict, weights.version)
         version: int = context.engine.version
         if version != weights.version:
             raise RuntimeError(f"the engine has version {version} after loading {weights.version}")

@@ -19,7 +19,7 @@ from trajpack.agent.ray.worker import (
     WorkerOptions,
     WorkerStatus,
 )
-from trajpack.agent.runner.bridge import RequestQueue
+from trajpack.agent.runner.attempt import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.agent.runner.watchdog import Patience
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays

@@ -402,7 +402,7 @@ UNPAD = {"op": "unpad"}
         (ValueError, "num_tokens 3 .* from 0 to 4", (X, boundaries([4]), 4), {}),
         (ValueError, "from 1 to 3", (X, ENDS + torch.tensor([1, 0, 0]).int(), 2), {}),
         (ValueError, "in steps of -1 or more", (X, boundaries([4, -1]), 4), {}),
-        (ValueError, "side must be 'left' or 'right', got 'up'", (X, ENDS, 2), {"side": "up"}),
+        (ValueError, "side must be one of 'left', 'right', got 'up'", (X, ENDS, 2), {"side": "up"}),
         (ValueError, "impl must be", (X, ENDS, 2), {"impl": "fast"}),
         (TypeError, "value must be a value of float32, got '0'", (X, ENDS, 2), {"value": "0"}),
         (TypeError, "value of float32, got 1j", (X, ENDS, 2), {"value": 1j}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,16 @@ SHORT = 128
 """Mean stretch below which one gather on the host beats a copy per stretch (measured)."""
 ENTRIES_AT_ONCE = 2**17
 """Tokens that the host repeats at once in the cache, before it copies them to their memory."""
+
+SLACK = 1.25
+"""Size of fresh host memory relative to the batch, so that a longer batch fits too."""
+MOST = 2
+"""Maximum size of reused host memory relative to the batch. It bounds files of tensors, because
+``torch.save`` writes whole storages."""
+
+_listed = [np.empty(0)]
+UNUSED = sys.getrefcount(_listed[0])
+"""Reference count of an array that only a list refers to."""
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Array: TypeAlias = npt.NDArray[Any]
@@ -150,49 +161,58 @@ def empty_fields(num_tokens: int, device: torch.device) -> TokenFields:
     return TokenFields(*(field[:num_tokens] for field in memory))
 
 
-def build_into(
-    fields: TokenFields,
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    turn_returns: torch.Tensor,
-    impl: Impl = "auto",
-) -> None:
-    """Write the fields into memory that `empty_fields` made: `build` without an allocation.
+class HostMemory:
+    """Allocates memory for fields of batches, and reuses it after a batch was deleted.
 
-    Raises:
-        TypeError, ValueError: As `build`; also if the memory is not in whole tiles.
-
-    Cost: one launch, no copy, no host synchronisation, capturable in a CUDA graph.
+    The first touch of fresh memory costs more than writing it. A tensor, its views and its numpy
+    arrays hold a reference to the memory. When this object has the last reference, the next batch
+    reuses the memory.
     """
-    num_tokens = fields.input_ids.shape[0]
-    _check_inputs(words, runs, turn_returns, num_tokens)
-    if num_tokens == 0:
-        return
-    for name, field in fields._asdict().items():
-        check_tensor(OP, name, field, dtypes=(FIELD_DTYPES[name],), device=words.device)
-        room = field.untyped_storage().nbytes() // field.itemsize - field.storage_offset()
-        if (
-            field.shape[0] != num_tokens
-            or field.stride() != (1,)
-            or room < -(-num_tokens // TILE) * TILE
-        ):
-            raise ValueError(
-                f"{OP}: {name} must be {num_tokens} tokens in whole tiles of {TILE}, as "
-                f"empty_fields makes it, got shape {list(field.shape)} with room for {room}"
+
+    def __init__(self) -> None:
+        self._lent: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in FIELD_DTYPES}
+
+    def fields(self, num_tokens: int) -> TokenFields:
+        """Return uninitialised fields like those of `empty_fields`."""
+        size = -(-num_tokens // TILE) * TILE
+        return TokenFields(
+            *(
+                torch.from_numpy(self._array(name, size))[:num_tokens]
+                for name in TokenFields._fields
             )
-    inputs = words.contiguous(), runs.contiguous(), turn_returns.contiguous()
-    _write(fields, *inputs, resolve_impl(OP, impl, words))
+        )
+
+    def _array(self, name: str, size: int) -> npt.NDArray[np.generic]:
+        arrays = self._lent[name]
+        free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) <= UNUSED]
+        fitting = [i for i in free if size <= arrays[i].size <= MOST * size]
+        if fitting:
+            chosen = arrays[min(fitting, key=lambda i: arrays[i].size)]
+        else:
+            chosen = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
+        # one more unused array is kept; further ones are freed
+        spared = [arrays[i] for i in free if arrays[i] is not chosen][:1]
+        held = [arrays[i] for i in range(len(arrays)) if i not in free]
+        self._lent[name] = [*held, *spared, chosen]
+        return chosen
 
 
-def _write(
+def build_into(
     fields: TokenFields,
     words: torch.Tensor,
     runs: torch.Tensor,
     turn_returns: torch.Tensor,
     impl: str,
 ) -> None:
+    """Write the fields to memory from `empty_fields` or `HostMemory`: `build` without allocation.
+
+    Arguments are those of `build`, contiguous, on the device of the fields, and not checked.
+
+    Cost: one launch, no copy, no host synchronisation, capturable in a CUDA graph.
+    """
     num_tokens = fields.input_ids.shape[0]
-    check_runs(OP, runs, num_tokens)
+    if num_tokens == 0:
+        return
     if impl == "triton":
         from trajpack.kernels.fields.build_triton import write_fields
 
@@ -201,8 +221,8 @@ def _write(
         out = [field.numpy() for field in fields]
         _build_on_host(words.numpy(), runs.numpy(), turn_returns.numpy(), out)
     else:
-        reference = build_reference(words, runs, turn_returns, num_tokens)
-        for field, values in zip(fields, reference, strict=True):
+        built = build_reference(words, runs, turn_returns, num_tokens)
+        for field, values in zip(fields, built, strict=True):
             field.copy_(values)
 
 
@@ -343,8 +363,9 @@ def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, len
 def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> list[torch.Tensor]:
+    check_runs(OP, runs, num_tokens)
     fields = empty_fields(num_tokens, words.device)
-    _write(fields, words, runs, turn_returns, impl)
+    build_into(fields, words, runs, turn_returns, impl)
     return list(fields)
 
 

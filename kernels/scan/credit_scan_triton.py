@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
-from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS
+from trajpack.kernels.corrections.penalties import KL_ESTIMATORS
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Scan
 from trajpack.kernels.search_triton import find_segment, find_segments

@@ -151,13 +151,11 @@ def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.Monke
 
 
 def test_a_second_copy_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    discounted_returns = buffer_module.discounted_returns
+    credit_scan = buffer_module.credit_scan
 
-    def copying_returns(
-        rewards: torch.Tensor, cu_turns: Any, discounts: Any, *rest: Any, **more: Any
-    ) -> Any:
-        ones = torch.ones(discounts.shape, dtype=torch.float64).to(rewards.device)
-        return discounted_returns(rewards, cu_turns, ones, *rest, **more)
+    def copying_scan(*inputs: Any, gammas: torch.Tensor, **options: Any) -> Any:
+        ones = torch.ones(gammas.shape, dtype=torch.float64).to(gammas.device)
+        return credit_scan(*inputs, gammas=ones, **options)
 
-    monkeypatch.setattr(buffer_module, "discounted_returns", copying_returns)
+    monkeypatch.setattr(buffer_module, "credit_scan", copying_scan)
     assert ops_of_pack(filled_buffer(), "merged")["aten._to_copy.default"] == 2

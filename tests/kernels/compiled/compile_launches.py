@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
-from trajpack.kernels.credit.scores_triton import scores_forward
-from trajpack.kernels.credit.spread import Turns
-from trajpack.kernels.credit.spread_triton import spread_forward
+from trajpack.kernels.credit.turns import Turns
+from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_fields
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units

@@ -17,8 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from trajpack.kernels import block_shapes
-from trajpack.kernels.credit.scores_triton import scores_kernel
-from trajpack.kernels.credit.spread_triton import spread_kernel
+from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.fields.gather_words_triton import gather_words_kernel

@@ -99,9 +99,7 @@ def staleness_weights(
         Geometric down-weighting by age; `staleness_mask` is the hard form that systems use.
     """
     op = "staleness_weights"
-    check_number(op, "decay", decay)
-    if not 0 <= decay <= 1:
-        raise ValueError(f"{op}: decay must be in [0, 1], got {decay}")
+    check_number(op, "decay", decay, least=0, most=1)
     age = _ages(op, policy_versions, current_version).clamp(min=0).double()
     return torch.where(policy_versions >= 0, torch.pow(float(decay), age), 0.0).float()
 

@@ -110,7 +110,5 @@ def test_a_wrong_limit_is_named() -> None:
     with pytest.raises(TypeError, match=r"^staleness_weights: decay must be a number, got None"):
         staleness_weights(V, 7, decay=None)  # type: ignore[arg-type]
     for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(
-            ValueError, match=r"decay must be (in \[0, 1\]|a number that is not NaN), got"
-        ):
+        with pytest.raises(ValueError, match="decay must be not negative and at most 1, got"):
             staleness_weights(V, 7, decay=decay)

@@ -28,7 +28,7 @@ from trajpack import (
 )
 from trajpack.kernels import Correction, Rejection, gae, group_advantages, kl_penalty
 
-NUM = 200
+NUM = 60
 ROOT = Path(__file__).parents[2]
 
 

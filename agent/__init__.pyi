@@ -69,8 +69,7 @@ from trajpack.agent.runner.runner import (
     Progress as Progress,
     RolloutRunner as RolloutRunner,
 )
-from trajpack.agent.sandbox.limits import SandboxLimits as SandboxLimits
-from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox
+from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox, SandboxLimits as SandboxLimits
 from trajpack.agent.seeding import derive_seed as derive_seed
 from trajpack.agent.servers.options import (
     RetryLimits as RetryLimits,

@@ -32,15 +32,17 @@ from trajpack.kernels.groups.group_recipes import (
     opo as opo,
     reinforce_plus_plus_baseline as reinforce_plus_plus_baseline,
     rloo as rloo,
+    step_advantages as step_advantages,
 )
-from trajpack.kernels.groups.step_groups import step_advantages as step_advantages
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
     context_parallel_order as context_parallel_order,
 )
-from trajpack.kernels.rearrange.merge_tokens import merge_tokens as merge_tokens
 from trajpack.kernels.rearrange.pad import pad as pad, unpad as unpad
-from trajpack.kernels.rearrange.select_tokens import select_tokens as select_tokens
+from trajpack.kernels.rearrange.select_tokens import (
+    merge_tokens as merge_tokens,
+    select_tokens as select_tokens,
+)
 from trajpack.kernels.rearrange.shift import (
     drop_tokens as drop_tokens,
     shift_tokens as shift_tokens,

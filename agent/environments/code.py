@@ -12,8 +12,7 @@ from typing import Any
 
 from trajpack.agent.environments.questions import check_answers, find_by_qid, unique_by_id
 from trajpack.agent.sandbox.launcher import MAX_DEPTH, canonical
-from trajpack.agent.sandbox.limits import Outcome, SandboxError, SandboxLimits
-from trajpack.agent.sandbox.sandbox import Sandbox
+from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
 
 _MAX_ANSWER_CHARS = 65_536
 _NO_CODE, _PASSED, _WRONG, _NOT_RUN = "no_code", "passed", "wrong", "not_run"

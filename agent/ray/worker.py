@@ -17,9 +17,9 @@ import torch
 from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.ray.payload import TrajectoryArrays, as_array
 from trajpack.agent.runner.attempt import RunnerContext, attempt_episode, check_serving
 from trajpack.agent.runner.watchdog import Patience
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
 from trajpack.packing.text import one_line
 
 MakeWorker: TypeAlias = Callable[

@@ -36,8 +36,8 @@ def held(trajectories, fields=()):
     """Fill a buffer; return its arena and how much is in it, in the turns layout."""
     buffer = TrajectoryBuffer(device="cpu", fields=fields)
     fill(buffer, trajectories)
-    state = buffer._store.update_tables("turns")
-    return buffer._store.staging.send(state.num_words), state.settled
+    state = buffer._arrange("turns")
+    return buffer._staging.send(state.num_words), state.counts
 
 
 def build_inputs(trajectories):

@@ -42,8 +42,7 @@ def sent_bytes(trajectories, layout="turns"):
     Tables have room for some more rows than are used, and are sent with it.
     """
     buffer = filled(trajectories)
-    store = buffer._store
-    words = store.staging.send(store.update_tables(layout).num_words).words
+    words = buffer._staging.send(buffer._arrange(layout).num_words).words
     assert words.nbytes >= buffer.num_bytes
     return words.nbytes
 

@@ -21,7 +21,7 @@ from trajpack.kernels.credit.spread import (
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups import group_recipes
 from trajpack.kernels.groups.group_advantages import group_advantages
-from trajpack.kernels.groups.step_groups import step_advantages
+from trajpack.kernels.groups.group_recipes import step_advantages
 from trajpack.kernels.reduce.whiten import (
     masked_moments,
     moment_sums,

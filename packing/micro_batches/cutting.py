@@ -16,9 +16,8 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured
-from trajpack.kernels.rearrange.merge_tokens import merge_tokens
-from trajpack.kernels.rearrange.select_tokens import Segment, TokenSources
-from trajpack.kernels.rearrange.token_rows import Number
+from trajpack.kernels.rearrange.segments import Number, Segment
+from trajpack.kernels.rearrange.select_tokens import TokenSources, merge_tokens
 from trajpack.packing.micro_batches.alignment import Alignment, Placement
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 

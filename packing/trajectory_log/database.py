@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trajpack.packing.durable_files import replacing
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError
-from trajpack.packing.trajectory_log.rows import (
+from trajpack.packing.trajectory_log.records import (
     COLUMNS,
-    EpisodeRow,
+    Record,
     decoded,
     decoded_text,
     encoded,
@@ -98,15 +98,15 @@ class Entry(NamedTuple):
         return decoded_text(self.name)
 
     @classmethod
-    def of(cls, row: EpisodeRow, content: bytes) -> Entry:
+    def of(cls, record: Record, content: bytes) -> Entry:
         """Return the entry of an episode and its record, with number and session 0."""
         return cls(
             number=0,
-            name=encoded_text(row.episode),
-            failed=int(row.error is not None),
-            num_trajectories=len(row.labels),
-            num_turns=len(row.turns),
-            num_tokens=len(row.token_ids),
+            name=encoded_text(record.episode),
+            failed=int(record.error is not None),
+            num_trajectories=len(record.arrays.labels),
+            num_turns=len(record.arrays.turns),
+            num_tokens=len(record.arrays.tokens),
             session=0,
             num_bytes=len(content),
             checksum=int.from_bytes(content[4:8], "little"),
@@ -171,7 +171,7 @@ class LogFile:
 
     @classmethod
     def create(
-        cls, path: Path, fields: Sequence[TokenField], rows: Iterable[EpisodeRow] = ()
+        cls, path: Path, fields: Sequence[TokenField], records: Iterable[Record] = ()
     ) -> None:
         """Write a new log, which is on the disk, whole and under its name, on return.
 
@@ -207,11 +207,11 @@ class LogFile:
                 for table in _TABLES.values():
                     db.execute(table)
                 state = State(0, zlib.crc32(described))
-                for number, row in enumerate(rows):
+                for number, record in enumerate(records):
                     if number == 0:
                         db.execute(_CONTENTS.format(1))
-                    content = encoded(row)
-                    entry = Entry.of(row, content)._replace(number=number, session=1)
+                    content = encoded(record)
+                    entry = Entry.of(record, content)._replace(number=number, session=1)
                     state = state.extended([entry])
                     _insert(db, [entry], [content])
                 db.execute("INSERT INTO log VALUES (?, ?, ?)", (*state, described))
@@ -241,9 +241,7 @@ class LogFile:
                 raise self._damage(f"a row behind {numbers[0]} is missing")
             yield entries, state
 
-    def rows(
-        self, entries: Iterable[Entry]
-    ) -> Iterator[tuple[Entry, EpisodeRow | DamagedLogError]]:
+    def rows(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record | DamagedLogError]]:
         """Yield entries with their episodes, or with the error of a damaged one.
 
         A transaction reads some megabytes and ends before they are decoded, so that a writer
@@ -408,7 +406,7 @@ class LogFile:
             return error
         return None if row is None else row[0]
 
-    def _row(self, entry: Entry, content: Any) -> EpisodeRow | DamagedLogError:
+    def _row(self, entry: Entry, content: Any) -> Record | DamagedLogError:
         if isinstance(content, DamagedLogError):
             return content
         try:

@@ -14,17 +14,13 @@ from types import TracebackType
 from typing import Literal, TypeAlias
 
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
 from trajpack.packing.trajectory_log.parquet import MANIFEST, OldLog, write_parquet
-from trajpack.packing.trajectory_log.rows import (
-    EpisodeRow,
-    encoded,
-    row_of_episode,
-    trajectories_of_row,
-)
+from trajpack.packing.trajectory_log.records import Record, encoded
 from trajpack.packing.trajectory_log.salvage import salvage
 from trajpack.packing.trajectory_log.writer import EpisodeIndex, LogWriter
 from trajpack.packing.types import Trajectory
@@ -269,9 +265,9 @@ class TrajectoryLog:
                 f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
             )
         self._index.check_new(name)  # and again when it is added: another thread may be faster
-        row = row_of_episode(name, given, error, fields=self.fields)
-        content = encoded(row)
-        writer.append(name, Entry.of(row, content), content)
+        record = Record(name, error, TrajectoryArrays.of(given, self.fields))
+        content = encoded(record)
+        writer.append(name, Entry.of(record, content), content)
 
     def flush(self) -> None:
         """Make all episodes that were appended before the call durable.
@@ -315,8 +311,7 @@ class TrajectoryLog:
             Arrays are views of one piece of memory per episode.
         """
         for row in self._rows():
-            trajectories = trajectories_of_row(row, self.fields)
-            yield LoggedEpisode(row.episode, tuple(trajectories), row.error)
+            yield LoggedEpisode(row.episode, tuple(row.arrays.trajectories()), row.error)
 
     def fill(self, buffer: TrajectoryBuffer) -> int:
         """Add the trajectories of all durable episodes to a buffer, in the order of `replay`.
@@ -334,7 +329,7 @@ class TrajectoryLog:
         _checked(self._file, buffer.fields)
         before, rows = len(buffer), self._rows()
         while some := list(islice(rows, _FILLED_AT_ONCE)):
-            buffer.extend([one for row in some for one in trajectories_of_row(row, self.fields)])
+            buffer.extend([one for row in some for one in row.arrays.trajectories()])
         return len(buffer) - before
 
     def export_parquet(self, path: str | os.PathLike[str], *, compression_level: int = 3) -> None:
@@ -354,12 +349,12 @@ class TrajectoryLog:
         """
         write_parquet(Path(path), self._rows(), self.fields, compression_level=compression_level)
 
-    def _rows(self) -> Iterator[EpisodeRow]:
+    def _rows(self) -> Iterator[Record]:
         """Yield the episodes that count and are durable now."""
         num_rows, counting = self._index.counting()
         for entries, _ in self._file.entries(self._file.start, num_rows):
             for entry, row in self._file.rows(one for one in entries if one.number in counting):
-                if isinstance(row, EpisodeRow):
+                if isinstance(row, Record):
                     yield row
                 elif self._options.damaged == "raise":
                     raise row
@@ -415,7 +410,7 @@ def _create(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> 
     """Write a new log, or convert one of the old form."""
     if (folder / MANIFEST).exists() and not os.path.lexists(folder / f"{LOG}-journal"):
         old = OldLog(folder, options.damaged)
-        LogFile.create(folder / LOG, old.fields, old.rows())
+        LogFile.create(folder / LOG, old.fields, old.records())
     else:
         _check_empty(folder)
         LogFile.create(folder / LOG, fields)

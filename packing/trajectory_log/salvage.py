@@ -16,7 +16,7 @@ from trajpack.packing.trajectory_log.database import (
     declared_fields,
 )
 from trajpack.packing.trajectory_log.options import DamagedLogError
-from trajpack.packing.trajectory_log.rows import RECORD_MARK, EpisodeRow, decoded
+from trajpack.packing.trajectory_log.records import RECORD_MARK, Record, decoded
 
 _TABLE_LEAF = 13
 """First byte of a page with rows of a table."""
@@ -44,7 +44,7 @@ def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> 
         fields = declared_fields(source, next(described, b"null"))
     known = tuple(fields)
 
-    def rows() -> Iterator[EpisodeRow]:
+    def records() -> Iterator[Record]:
         for value in _last_columns(source):
             if value.startswith(RECORD_MARK):
                 try:
@@ -52,7 +52,7 @@ def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> 
                 except DamagedLogError as error:
                     warnings.warn(f"1 episode of {source} is damaged: {error}", stacklevel=6)
 
-    LogFile.create(target, known, rows())
+    LogFile.create(target, known, records())
 
 
 def _last_columns(path: Path) -> Iterator[bytes]:

@@ -234,7 +234,7 @@ def test_the_buffer_is_pinned_through_its_growth() -> None:
     buffer = TrajectoryBuffer(device="cuda")
     for trajectory in random_trajectories(20, 500):
         buffer.add(trajectory)
-        assert buffer._store.staging._region.words.is_pinned()
+        assert buffer._staging.region.words.is_pinned()
 
 
 def test_the_device_sees_one_copy_and_two_kernels() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from trajpack.kernels.fields.gather_words import KINDS, gather_words, piece_table
-from trajpack.kernels.rearrange.pad import pad, unpad
-from trajpack.kernels.rearrange.pad_host import BITS
+from trajpack.kernels.rearrange.pad import BITS, pad, unpad
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.gpu

@@ -136,7 +136,7 @@ def test_a_replay_records_its_event_when_it_is_launched() -> None:
     """What `fill` relies on: the event is not over between the launch and the copy."""
     static = StaticBatch(400_000, 900, device="cuda", fields=FIELDS)
     graph = captured_run(static, before=200_000_000, behind=0)
-    (event,) = static._staging._region.replays
+    (event,) = static._staging.region.replays
     for _ in range(3):
         graph.replay()
         assert not event.query(), "the copy waits behind a sleep"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import TILE
-from trajpack.packing.buffer import writing as writing_module
+from trajpack.packing.buffer import buffer as buffer_module
 
 LAYOUTS = ("merged", "turns")
 VIEWS = {"aten.slice.Tensor", "aten.view.default", "aten.view.dtype"}
@@ -132,19 +132,19 @@ def test_a_pack_needs_no_value_from_the_device(layout: Any) -> None:
 
 
 def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = writing_module.build
+    build = buffer_module.build
 
     def reading_build(words: Any, runs: torch.Tensor, *rest: Any) -> Any:
         return build(words, runs[: int(runs[-1, 0].item()) + 1], *rest)
 
-    monkeypatch.setattr(writing_module, "build", reading_build)
+    monkeypatch.setattr(buffer_module, "build", reading_build)
     assert isinstance(filled_buffer("cpu").pack(), PackedBatch)
     with pytest.raises(RuntimeError, match="meta"):
         filled_buffer().pack()
 
 
 def test_a_second_copy_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    discounted_returns = writing_module.discounted_returns
+    discounted_returns = buffer_module.discounted_returns
 
     def copying_returns(
         rewards: torch.Tensor, cu_turns: Any, discounts: Any, *rest: Any, **more: Any
@@ -152,5 +152,5 @@ def test_a_second_copy_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         ones = torch.ones(discounts.shape, dtype=torch.float64).to(rewards.device)
         return discounted_returns(rewards, cu_turns, ones, *rest, **more)
 
-    monkeypatch.setattr(writing_module, "discounted_returns", copying_returns)
+    monkeypatch.setattr(buffer_module, "discounted_returns", copying_returns)
     assert ops_of_pack(filled_buffer(), "merged")["aten._to_copy.default"] == 2

@@ -34,7 +34,7 @@ from trajpack.commands.terminal import (
     writing,
 )
 from trajpack.packing.batch.inspection import counted, summary
-from trajpack.packing.layout import Layout
+from trajpack.packing.types import Layout
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics

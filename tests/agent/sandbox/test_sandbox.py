@@ -15,8 +15,7 @@ import pytest
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.sandbox.launcher import canonical
-from trajpack.agent.sandbox.limits import Outcome, SandboxError, SandboxLimits
-from trajpack.agent.sandbox.sandbox import Sandbox
+from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
 
 ROOT = Path(__file__).parents[3]
 
@@ -203,7 +202,7 @@ def test_a_program_that_does_not_end_when_it_is_killed_is_an_error(
     """As where the kernel says that it has sent a signal, and has not."""
     before = children()
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda handle, number: None)
-    monkeypatch.setattr("trajpack.agent.sandbox.process._END_S", 0.1)
+    monkeypatch.setattr("trajpack.agent.sandbox.sandbox._END_S", 0.1)
     with (
         Sandbox(SandboxLimits(wall_s=0.2)) as sandbox,
         pytest.raises(SandboxError, match=r"was killed and has not ended in 0.1 s"),

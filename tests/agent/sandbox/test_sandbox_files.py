@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trajpack.agent.errors import SetupError
-from trajpack.agent.sandbox.files import readable
+from trajpack.agent.sandbox.restrictions import readable
 from trajpack.agent.sandbox.sandbox import Sandbox
 
 

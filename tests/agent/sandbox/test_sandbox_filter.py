@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trajpack.agent.sandbox.filter import system_call_filter
+from trajpack.agent.sandbox.restrictions import system_call_filter
 
 ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

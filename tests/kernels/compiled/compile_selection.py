@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from trajpack.kernels.rearrange.select_tokens_triton import merge_forward, select_forward
-from trajpack.kernels.rearrange.token_rows import UNITS, Rows
+from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.rearrange.segments import Rows
+from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 
 TOKENS = 1500
 OWN = (8, 4, 1, 1, 4, 4, 4, 4)
@@ -31,7 +32,7 @@ def launches_of_selections(words: torch.Tensor) -> Iterator[tuple[str, Callable[
         sources = [_zeros(row, words.device)[shift:] for row in rows]
         yield label, partial(select_forward, sources, table, TOKENS, rows, positions)
     for row in (Rows(1, 4, 0), Rows(3, 2, 0)):
-        launch = partial(merge_forward, _zeros(row, words.device), table, TOKENS, row)
+        launch = partial(select_forward, [_zeros(row, words.device)], table, TOKENS, [row], "")
         yield f"{row.width} x {row.unit}", launch
 
 

@@ -39,7 +39,6 @@ DEMANDING = {
     "pad_forward": {"3 x 1", "3 x 2"},
     "unpad_forward": {"3 x 1", "3 x 2"},
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
-    "merge_forward": set[str](),  # the kernel is that of select_forward
     "walk_segments": {"reset, float64, a rate each", "chunks, vtrace"},
     "steps_of_blocks": {"chunks, k3"},
     "write_blocks": {"chunks, vtrace"},

@@ -10,7 +10,7 @@ import torch
 
 from trajpack.kernels.block_shapes import block_shape
 from trajpack.kernels.fields.build import FIELD_DTYPES
-from trajpack.kernels.rearrange import pad_triton
+from trajpack.kernels.fields.gather_fields import UNITS as UNITS_OF
 
 TARGETS = ("80", "90", "gfx942")
 ARCHITECTURES = {"80": "sm_80", "90": "sm_90", "gfx942": "gfx942"}
@@ -130,7 +130,7 @@ def test_rows_are_stored_at_full_width_once_and_unmasked(
     compiled: Any, kernel: str, target: str
 ) -> None:
     for variant in compiled.variants(kernel, target):
-        element = pad_triton.ELEMENTS[min(unit_of(variant), 8)]
+        element = UNITS_OF[min(unit_of(variant), 8)]
         block = block_of(variant, element.itemsize)
         stores = full_width([element], block, variant["threads"])
         assert set(stores) == {WIDEST}

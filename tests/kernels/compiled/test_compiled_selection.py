@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.compiled.test_compiled_copies import TARGETS, block_of, full_width, with_far
-from trajpack.kernels.rearrange.token_rows import UNITS
+from trajpack.kernels.fields.gather_fields import UNITS
 
 EXPERTS = "own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"
 INPUTS = {"own", "own, positions of 0", "own, unaligned", EXPERTS, "1 x 4", "3 x 2"}

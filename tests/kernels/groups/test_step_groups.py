@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from trajpack.kernels.groups.group_recipes import grpo
-from trajpack.kernels.groups.step_groups import number_pairs, step_advantages
+from trajpack.kernels.groups.group_recipes import grpo, number_pairs, step_advantages
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -143,7 +142,7 @@ TASKS = torch.zeros(3, dtype=torch.int64)
         (ValueError, "task_ids is on meta", (ONES, TASKS.to("meta"), TASKS), {}),
         (
             ValueError,
-            "scale must be 'std' or 'none', got 'mean'",
+            "scale must be one of 'std', 'none', got 'mean'",
             (ONES, TASKS, TASKS),
             {"scale": "mean"},
         ),

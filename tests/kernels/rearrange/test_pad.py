@@ -15,8 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.interpreter import wrapping
 from trajpack.kernels.rearrange import pad_triton
-from trajpack.kernels.rearrange.pad import pad, pad_reference, unpad, unpad_reference
-from trajpack.kernels.rearrange.pad_host import BITS, SHORT
+from trajpack.kernels.rearrange.pad import (
+    BITS,
+    SHORT,
+    pad,
+    pad_reference,
+    unpad,
+    unpad_reference,
+)
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -404,7 +410,7 @@ X, ENDS = torch.arange(3.0), boundaries([2, 1])
         (ValueError, r"packed must have at least 1 dim.*got shape \[\]", (X[0], ENDS, 2), {}),
         (TypeError, "cu_seqlens must be int32, got int64", (X, ENDS.long(), 2), {}),
         (ValueError, "cu_seqlens is on meta", (X, ENDS.to("meta"), 2), {}),
-        (TypeError, "max_seqlen must be an integer, got 2.0", (X, ENDS, 2.0), {}),
+        (TypeError, "max_seqlen must be an int, got 2.0", (X, ENDS, 2.0), {}),
         (ValueError, r"max_seqlen must be in \[0, 2147479552\], got -1", (X, ENDS, -1), {}),
         (ValueError, "max_seqlen 1, sequence 0 has 2 tokens", (X, ENDS, 1), {}),
         (ValueError, "num_tokens 3 .* from 0 to 4", (X, boundaries([4]), 4), {}),
@@ -432,7 +438,7 @@ def test_wrong_input_of_pad_is_named(
         (TypeError, r"^unpad: padded must be a tensor, got int", (1, ENDS, 3)),
         (ValueError, r"padded must have at least 2 dim.*got shape \[3\]", (X, ENDS, 3)),
         (ValueError, r"3 entries .* shape \[2, 3\], got 2", (X.expand(2, 3), ENDS[:2], 3)),
-        (TypeError, "num_tokens must be an integer, got None", (X.expand(2, 3), ENDS, None)),
+        (TypeError, "num_tokens must be an int, got None", (X.expand(2, 3), ENDS, None)),
         (ValueError, "num_tokens must be in .*, got -3", (X.expand(2, 3), ENDS, -3)),
         (ValueError, "num_tokens 4 .* from 0 to 3", (X.expand(2, 3), ENDS, 4)),
         (ValueError, "max_seqlen 1, sequence 0 has 2", (X.expand(2, 3)[:, :1], ENDS, 3)),

@@ -16,7 +16,7 @@ from tests.packing.plan.plan_loops import (
     karmarkar_karp_and_swaps,
 )
 from trajpack import plan_micro_batches, plan_ranks
-from trajpack.packing.plan import balance
+from trajpack.packing.plan import algorithms as balance
 
 DRAWS = {
     "uniform": lambda rng, count: rng.integers(50, 4000, count),

@@ -1,7 +1,9 @@
 """What goes into a log comes out of it, bit for bit and once."""
 
+import shutil
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from tests.packing.trajectory_log.log_cases import (
     wait_until,
     write,
 )
+from tests.packing.trajectory_log.old_log_cases import FIELDS, NAMES, trajectories
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
-from trajpack.packing.trajectory_log import rows as log_rows
+from trajpack.packing.buffer import chains, trajectory_arrays
+from trajpack.packing.trajectory_log import records as log_records
 from trajpack.packing.trajectory_log.database import LogFile
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogOptions
@@ -315,7 +319,7 @@ def test_an_episode_that_a_file_cannot_hold_is_refused_and_harms_no_other(tmp_pa
                 ValueError, match=r"episode 'big' needs 9\d\d,\d{3},\d{3} bytes with"
             ):
                 log.append("big", given_trajectories)
-        monkeypatch.setattr(log_rows, "MAX_EPISODE_BYTES", 5000)
+        monkeypatch.setattr(log_records, "MAX_EPISODE_BYTES", 5000)
         with pytest.raises(ValueError, match="a log takes at most 5,000 an episode"):
             log.append("big", [Trajectory("a", [Turn([1] * 2000, [2], [-0.5])])])
         assert (len(log), log.num_pending) == (1, 1)
@@ -341,13 +345,13 @@ def test_an_array_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
     with TrajectoryLog.open(tmp_path) as log:
         for message, (array, value) in changes.items():
 
-            def validate_turns(*values, take=log_rows.validate_turns, array=array, value=value):
-                intake = take(*values)
+            def validate_turns(*values, array=array, value=value):
+                intake = chains.validate_turns(*values)
                 array[1] = value
                 return intake
 
             with monkeypatch.context() as patched:
-                patched.setattr(log_rows, "validate_turns", validate_turns)
+                patched.setattr(trajectory_arrays, "validate_turns", validate_turns)
                 with pytest.raises(ValueError, match=f"^trajectory 'a', turn 0: {message}$"):
                     log.append("a", [Trajectory("a", [Turn([1], ids, logprobs)])])
             ids[1], logprobs[1] = 6, 0
@@ -426,3 +430,18 @@ def test_the_benchmark_runs(tmp_path, monkeypatch, capsys):
 def test_a_log_that_is_forgotten_is_closed(tmp_path):
     TrajectoryLog.open(tmp_path, options=BY_HAND).append("e0", [episode(0)])
     assert_holds(tmp_path, [0])
+
+
+def test_a_log_that_an_earlier_release_wrote_is_read_and_continued(tmp_path):
+    folder = shutil.copytree(Path(__file__).with_name("stored_log"), tmp_path / "log")
+    with TrajectoryLog.open(folder, fields=FIELDS) as log:
+        assert (log.failed, log.num_trajectories, log.num_turns) == ({"lost"}, 7, 11)
+        log.append("new", trajectories("a"))
+    replayed = read(folder)
+    assert [one.episode for one in replayed] == [*NAMES, "new"]
+    for one in replayed:
+        name = "a" if one.episode == "new" else one.episode
+        originals = [] if one.error else trajectories(name)
+        assert list(one.trajectories) == originals
+        expected = pack(originals, device="cpu", fields=FIELDS)
+        assert_batches_equal(pack(one.trajectories, device="cpu", fields=FIELDS), expected)

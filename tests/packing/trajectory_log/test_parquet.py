@@ -14,6 +14,7 @@ from tests.packing.trajectory_log.log_cases import BY_HAND, read, turn, write
 from tests.packing.trajectory_log.old_log_cases import (
     ERRORS,
     FIELDS,
+    NAMES,
     OLD_LOG,
     SEGMENTS,
     trajectories,
@@ -27,8 +28,6 @@ from trajpack.testing import assert_batches_equal
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 SKIP = LogOptions(damaged="skip", flush_seconds=3600)
-NAMES = ["a", "\ud800@0", "late", "b", "lost", "empty"]
-"""In the order of their last records."""
 
 
 @pytest.fixture

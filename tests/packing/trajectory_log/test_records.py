@@ -1,4 +1,4 @@
-"""Records of episodes: whatever bytes stand in one, an error names it or a buffer takes it."""
+"""Records of episodes: any bytes give a named error, or an episode that a buffer takes."""
 
 import random
 import tracemalloc
@@ -12,17 +12,11 @@ from hypothesis import given
 
 from tests.packing.trajectory_log.log_cases import read, turn
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan
+from trajpack.packing.buffer.trajectory_arrays import FIRST_INTEGERS, TrajectoryArrays
 from trajpack.packing.trajectory_log.database import LogFile
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError
-from trajpack.packing.trajectory_log.rows import (
-    COLUMNS,
-    TURN_COLUMNS,
-    decoded,
-    encoded,
-    row_of_episode,
-    trajectories_of_row,
-)
+from trajpack.packing.trajectory_log.records import COLUMNS, Record, decoded, encoded
 from trajpack.testing import trajectory_lists
 
 FIELDS = (TokenField("v", torch.float32), TokenField("b", torch.bool, generated_only=False))
@@ -44,8 +38,15 @@ TRAJECTORIES = [
 
 
 @pytest.fixture(scope="module")
-def row():
-    return row_of_episode("name", TRAJECTORIES, None, fields=FIELDS)
+def record():
+    return Record("name", None, TrajectoryArrays.of(TRAJECTORIES, FIELDS))
+
+
+def changed(record, **changes):
+    """Return a record with other arrays, columns or names."""
+    own = {name: changes.pop(name) for name in ("episode", "error") if name in changes}
+    arrays = replace(record.arrays, **changes)
+    return record._replace(**own, arrays=arrays)
 
 
 def summed(content):
@@ -55,11 +56,14 @@ def summed(content):
 
 @given(trajectory_lists(3))
 def test_a_record_gives_back_its_episode(trajectories):
-    row = row_of_episode("\ud800 name", trajectories, None, fields=())
-    back = decoded(encoded(row), ())
-    assert (back.episode, back.error, list(back.labels)) == ("\ud800 name", None, row.labels)
-    assert trajectories_of_row(back, ()) == list(trajectories)
-    for mine, theirs in ((back.token_ids, row.token_ids), (back.logprobs, row.logprobs)):
+    arrays = TrajectoryArrays.of(trajectories, ())
+    back = decoded(encoded(Record("\ud800 name", None, arrays)), ())
+    assert (back.episode, back.error, back.arrays.labels) == ("\ud800 name", None, arrays.labels)
+    assert back.arrays.trajectories() == list(trajectories)
+    for mine, theirs in (
+        (back.arrays.tokens, arrays.tokens),
+        (back.arrays.logprobs, arrays.logprobs),
+    ):
         assert mine.tobytes() == theirs.tobytes()
         assert mine.dtype == theirs.dtype
         assert mine.flags.writeable
@@ -67,8 +71,9 @@ def test_a_record_gives_back_its_episode(trajectories):
 
 def test_a_failure_has_a_record_too():
     for error in ("", "late", "\udfff"):
-        back = decoded(encoded(row_of_episode("e", [], error, fields=FIELDS)), FIELDS)
-        assert (back.episode, back.error, trajectories_of_row(back, FIELDS)) == ("e", error, [])
+        record = Record("e", error, TrajectoryArrays.of([], FIELDS))
+        back = decoded(encoded(record), FIELDS)
+        assert (back.episode, back.error, back.arrays.trajectories()) == ("e", error, [])
 
 
 TURNS = [(0, 3, 2, 0, 0, 1, 2), (0, 6, 1, 0, 1, 1, 0), (1, 1, 1, 0, 0, 0, 0)]
@@ -77,7 +82,7 @@ TURNS = [(0, 3, 2, 0, 0, 1, 2), (0, 6, 1, 0, 1, 1, 0), (1, 1, 1, 0, 0, 0, 0)]
 def with_turn(number, **changes):
     turns = [list(one) for one in TURNS]
     for name, value in changes.items():
-        turns[number][TURN_COLUMNS.index(name)] = value
+        turns[number][FIRST_INTEGERS.index(name)] = value
     return turns
 
 
@@ -91,52 +96,52 @@ WRONG = [
     ("turns", with_turn(1, num_spans=2)), ("turns", TURNS[:2]), ("turns", []),
     ("num_turns", [2, 2]), ("num_turns", [0, 3]), ("num_turns", [-1, 4]), 
     ("num_turns", []), ("chain_sizes", [-7, 2]), ("chain_sizes", [9, 0]), ("chain_sizes", []),
-    ("chain_sizes", [2**31 - 1, 2]), ("token_ids", []), ("token_ids", [-1] * 9),
-    ("token_ids", [1] * 8), ("logprobs", [float("nan")] * 4), ("logprobs", []),
+    ("chain_sizes", [2**31 - 1, 2]), ("tokens", []), ("tokens", [-1] * 9),
+    ("tokens", [1] * 8), ("logprobs", [float("nan")] * 4), ("logprobs", []),
     ("logprobs", [float("-inf")] * 4), ("spans", []), ("spans", [(1, 0, 1), (0, 1, 2)]),
     ("spans", [(0, 0, 1), (2, 1, 2)]), ("spans", [(0, 0, 1), (1, 0, 2)]),
     ("spans", [(0, 0, 1), (1, 1, 3)]), ("spans", [(0, 0, 2), (1, 1, 2)]),
-    ("rewards", [float("nan")] * 3), ("rewards", [1e300] * 3), ("rewards", []),
+    ("numbers", [float("nan")] * 3), ("numbers", [1e300] * 3), ("numbers", []),
 ]  # fmt: skip
 
 
-def test_the_row_is_the_one_that_is_made_wrong(row):
-    assert list(row.turns) == TURNS
-    assert (list(row.num_turns), list(row.chain_sizes)) == ([2, 1], [7, 2])
+def test_the_record_is_the_one_that_is_made_wrong(record):
+    arrays = record.arrays
+    assert arrays.turns.tolist() == [list(one) for one in TURNS]
+    assert (arrays.num_turns.tolist(), arrays.chain_sizes.tolist()) == ([2, 1], [7, 2])
 
 
 @pytest.mark.parametrize(("name", "values"), WRONG, ids=str)
-def test_columns_that_disagree_are_damage(row, name, values):
-    kind = {"token_ids": np.int32, "logprobs": np.float32}.get(name)
-    wrong = replace(row, **{name: values if kind is None else np.array(values, kind)})
+def test_columns_that_disagree_are_damage(record, name, values):
+    wrong = {name: np.array(values, getattr(record.arrays, name).dtype)}
     if name == "num_turns":  # of which there is one for each trajectory, else it is not written
-        wrong = replace(wrong, labels=row.labels[: len(values)])
+        wrong["labels"] = record.arrays.labels[: len(values)]
     with pytest.raises(DamagedLogError):
-        decoded(encoded(wrong), FIELDS)
+        decoded(encoded(changed(record, **wrong)), FIELDS)
 
 
-def test_labels_fields_and_texts_that_disagree_are_damage(row):
-    first, second = row.labels
+def test_labels_fields_and_texts_that_disagree_are_damage(record):
+    (first, second), rows = record.arrays.labels, record.arrays.rows
     for wrong in (
-        replace(row, labels=[first], num_turns=[3], error="late"),
-        replace(row, labels=[first], num_turns=[2]),
-        replace(row, labels=[first._replace(id=None), second]),
-        replace(row, labels=[first._replace(turn_discount=float("inf")), second]),
-        replace(row, labels=[first._replace(turn_discount=float("nan")), second]),
-        replace(row, episode=None),
-        replace(row, error="late"),
-        replace(row, rows=[row.rows[0][:-1], row.rows[1]]),
-        replace(row, rows=[row.rows[0], row.rows[1][:-1]]),
-        replace(row, rows=[row.rows[0], row.rows[1] * 2]),
-        replace(row, rows=row.rows[:1]),
-        replace(row, rows=[*row.rows, row.rows[0]]),
+        {"labels": (first,), "num_turns": np.array([3]), "error": "late"},
+        {"labels": (first,), "num_turns": np.array([2])},
+        {"labels": (first._replace(id=None), second)},
+        {"labels": (first._replace(turn_discount=float("inf")), second)},
+        {"labels": (first._replace(turn_discount=float("nan")), second)},
+        {"episode": None},
+        {"error": "late"},
+        {"rows": (rows[0][:-1], rows[1])},
+        {"rows": (rows[0], rows[1][:-1])},
+        {"rows": (rows[0], rows[1] * 2)},
+        {"rows": rows[:1]},
+        {"rows": (*rows, rows[0])},
     ):
         with pytest.raises(DamagedLogError):
-            decoded(encoded(wrong), FIELDS)
+            decoded(encoded(changed(record, **wrong)), FIELDS)
 
 
-def test_bytes_that_are_no_record_are_damage(row):
-    content = encoded(row)
+def test_bytes_that_are_no_record_are_damage(record):
+    content = encoded(record)
     num_columns = len(COLUMNS) + len(FIELDS)
     sizes = np.frombuffer(content, np.uint32, num_columns, 8).copy()
     for size in range(len(content)):
@@ -156,8 +161,8 @@ def test_bytes_that_are_no_record_are_damage(row):
                 decoded(summed(head + content[len(head) :]), FIELDS)
 
 
-def test_a_bit_that_changed_is_found_wherever_it_is(row):
-    content = encoded(row)
+def test_a_bit_that_changed_is_found_wherever_it_is(record):
+    content = encoded(record)
     for index in range(8 * len(content)):
         wrong = bytearray(content)
         wrong[index // 8] ^= 1 << index % 8
@@ -166,9 +171,9 @@ def test_a_bit_that_changed_is_found_wherever_it_is(row):
 
 
 @pytest.mark.attack
-def test_any_record_with_a_right_checksum_is_refused_or_taken_by_a_buffer(row, tries):
+def test_any_record_with_a_right_checksum_is_refused_or_taken_by_a_buffer(record, tries):
     """Bytes that were changed on purpose, or by a program that wrote them wrong."""
-    content, taken = encoded(row), 0
+    content, taken = encoded(record), 0
     begin = 8 + 4 * (len(COLUMNS) + len(FIELDS))
     for seed in range(tries(20_000)):
         rng, wrong = random.Random(seed), bytearray(content)
@@ -182,19 +187,26 @@ def test_any_record_with_a_right_checksum_is_refused_or_taken_by_a_buffer(row, t
         except DamagedLogError:
             continue
         buffer = TrajectoryBuffer("cpu", fields=FIELDS)
-        buffer.extend(trajectories_of_row(found, FIELDS))
+        buffer.extend(found.arrays.trajectories())
         buffer.pack()
         taken += 1
     assert taken > tries(20_000) / 10
 
 
-@pytest.mark.parametrize("changes", [{"rewards": [1e300] * 3}, {"turns": with_turn(0, chain=9)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numbers": np.array([[1e300]] * 3)},
+        {"turns": np.array(with_turn(0, chain=9))},
+    ],
+    ids=["reward", "chain"],
+)
 def test_a_log_whose_checksums_are_right_names_the_episode_that_makes_no_sense(
-    tmp_path, monkeypatch, row, changes
+    tmp_path, monkeypatch, record, changes
 ):
-    wrong = replace(row, **changes)
+    wrong = changed(record, **changes)
     monkeypatch.setattr(LogFile, "check_all", lambda _: None)
-    good = row_of_episode("good", TRAJECTORIES, None, fields=FIELDS)
+    good = record._replace(episode="good")
     LogFile.create(tmp_path / "log.sqlite", FIELDS, [good, wrong])
     with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged: episode 'name'"):
         read(tmp_path)
@@ -215,10 +227,10 @@ def test_a_record_takes_at_most_twenty_times_its_bytes_while_it_is_read(shape):
         spans = [VersionSpan(2000 + k, k, k + 1) for k in range(count)]
         long = Turn([1], [2] * count, [-0.5] * count, 1.5, False, 2000, 1999 + count, spans)
         trajectories = [Trajectory("a", [long])]
-    content = encoded(row_of_episode("e", trajectories, None, fields=()))
+    content = encoded(Record("e", None, TrajectoryArrays.of(trajectories, ())))
     tracemalloc.start()
     try:
-        held = trajectories_of_row(decoded(content, ()), ())
+        held = decoded(content, ()).arrays.trajectories()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

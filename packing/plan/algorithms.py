@@ -1,16 +1,24 @@
-"""Balanced micro-batches of about equal cost, and the choice of a method by name."""
+"""Algorithms that place items in micro-batches: bin packing, balance, and splitting."""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from trajpack.packing.plan.fitting import fit_decreasing, next_fit
 from trajpack.packing.plan.statistics import lower_bound
-from trajpack.packing.plan.units import Algorithm, Ints, PlanItems, decreasing, round_up, summed
+from trajpack.packing.plan.units import (
+    Algorithm,
+    Ints,
+    PlanItems,
+    decreasing,
+    inverse_of,
+    round_up,
+    summed,
+)
 
+BALANCED = ("karmarkar_karp", "longest_processing_time")
 SEARCHED = 2**17
 """Full micro-batches that `longest_processing_time` passes over before it places by room."""
 EXCHANGES = 2**18
@@ -21,8 +29,10 @@ def place_items(
     items: PlanItems, algorithm: Algorithm, *, min_bins: int, multiple_of: int
 ) -> tuple[Ints, int]:
     """Return the micro-batch of each item, and the number of micro-batches."""
-    if algorithm in ("karmarkar_karp", "longest_processing_time"):
-        return _balance(items, algorithm, min_bins, multiple_of=multiple_of)
+    if algorithm in BALANCED:
+        by_sequences = -(-int(items.counts.sum()) // items.max_sequences)
+        least = max(min_bins, by_sequences, lower_bound(items.sizes, items.capacity))
+        return _balance(items, algorithm, round_up(least, multiple_of), multiple_of=multiple_of)
     if algorithm == "next_fit":
         bin_of, num_bins = next_fit(items)
     else:
@@ -32,13 +42,90 @@ def place_items(
     return split_bins(items, bin_of, num_bins, wanted=wanted, in_order=in_order), wanted
 
 
+def next_fit(items: PlanItems) -> tuple[Ints, int]:
+    """Fill one micro-batch after another, in the order given.
+
+    Reference:
+        Johnson, *Near-optimal bin packing algorithms*, 1973.
+
+    Returns:
+        The micro-batch of each item, and the number of micro-batches. Cost: O(bins log items),
+        and cumulative sums of all items.
+    """
+    tokens, sequences = (np.cumsum(each).tolist() for each in (items.sizes, items.counts))
+    lengths, begin = [], 0
+    size = count = 0
+    while begin < len(items):
+        end = bisect_right(tokens, size + items.capacity, begin)
+        end = min(end, bisect_right(sequences, count + items.max_sequences, begin, end))
+        lengths.append(end - begin)
+        size, count, begin = tokens[end - 1], sequences[end - 1], end
+    return np.repeat(np.arange(len(lengths)), lengths), len(lengths)
+
+
+def fit_decreasing(items: PlanItems, *, best: bool) -> tuple[Ints, int]:
+    """Put items, largest first, into the first micro-batch with room, or into the fullest.
+
+    Sizes never grow, so a micro-batch without room for the present size waits until items are
+    small enough. Items of one size and number of sequences are placed as a run.
+
+    Reference:
+        Johnson, *Near-optimal bin packing algorithms*, 1973. Equal rooms go by number.
+
+    Returns:
+        The micro-batch of each item, and the number of micro-batches. Cost: O(items log items),
+        less where sizes repeat; where items of several sequences meet a bound of sequences,
+        O(items bins) at worst.
+    """
+    order = decreasing(items.counts)
+    order = order[decreasing(items.sizes[order])]
+    sizes, counts = items.sizes[order], items.counts[order]
+    begins = np.flatnonzero(np.diff(sizes, prepend=-1) | np.diff(counts, prepend=0))
+    repeats = np.diff(np.append(begins, len(sizes)))
+    smallest = int(sizes[-1]) if len(sizes) else 0
+    shift = len(items).bit_length()
+    mask = (1 << shift) - 1
+    room, free = list[int](), list[int]()  # tokens and sequences left, by micro-batch
+    # two heaps of keys with a micro-batch's number in the low bits: those with room for the present
+    # size, in order of preference, and the others, most room first
+    eligible, waiting = list[int](), list[int]()
+    pieces = list[tuple[int, int]]()  # a micro-batch, and items of one run placed there
+    runs = (each.tolist() for each in (sizes[begins], counts[begins], repeats))
+    for size, count, repeat in zip(*runs, strict=True):
+        while waiting and -(waiting[0] >> shift) >= size:
+            number = heappop(waiting) & mask
+            heappush(eligible, room[number] << shift | number if best else number)
+        passed, left = [], repeat
+        while left:
+            if eligible:
+                number = heappop(eligible) & mask
+            else:
+                number = len(room)
+                room.append(items.capacity)
+                free.append(items.max_sequences)
+            taken = min(left, free[number] // count, room[number] // size if size else left)
+            if taken:
+                left -= taken
+                room[number] -= taken * size
+                free[number] -= taken * count
+                pieces.append((number, taken))
+            if room[number] < smallest or not free[number]:
+                continue  # full
+            if room[number] < size:
+                heappush(waiting, -room[number] << shift | number)
+            else:
+                passed.append(number)
+        for number in passed:
+            heappush(eligible, room[number] << shift | number if best else number)
+    bin_of = np.empty(len(items), np.int64)
+    bin_of[order] = np.repeat(*np.array(pieces, np.int64).reshape(-1, 2).T)
+    return bin_of, len(room)
+
+
 def _balance(
-    items: PlanItems, algorithm: Algorithm, min_bins: int, *, multiple_of: int
+    items: PlanItems, algorithm: Algorithm, num_bins: int, *, multiple_of: int
 ) -> tuple[Ints, int]:
-    """Balance over ``min_bins`` micro-batches, or over more until all items fit."""
-    by_sequences = -(-int(items.counts.sum()) // items.max_sequences)
-    least = max(min_bins, by_sequences, lower_bound(items.sizes, items.capacity))
-    num_bins = round_up(least, multiple_of)
+    """Balance over ``num_bins`` micro-batches, or over more until all items fit."""
     bin_of = balance_over(items, algorithm, num_bins)
     if bin_of is None and algorithm == "karmarkar_karp":
         # the faster method finds the number of micro-batches
@@ -83,37 +170,41 @@ def longest_processing_time(items: PlanItems, num_bins: int) -> Ints | None:
     shift = num_bins.bit_length()
     mask = (1 << shift) - 1
     room, free = [items.capacity] * num_bins, [items.max_sequences] * num_bins
-    by_cost = list(range(num_bins))  # a heap of costs, with the micro-batch in the low bits
-    by_room: list[int] | None = None
+    # heaps of keys with a micro-batch's number in the low bits: by cost, and most room first those
+    # without room for an earlier item
+    by_cost, waiting = list(range(num_bins)), list[int]()
+    paid = [0] * num_bins
     placed, searched = list[int](), 0
     rows = (each[order].tolist() for each in (items.sizes, items.counts, items.costs))
     for size, count, cost in zip(*rows, strict=True):
         if searched <= SEARCHED:
-            passed = []
+            while waiting and -(waiting[0] >> shift) >= size:
+                number = heappop(waiting) & mask
+                heappush(by_cost, paid[number] << shift | number)
             while by_cost:
                 number = by_cost[0] & mask
                 if room[number] >= size and free[number] >= count:
                     break
-                passed.append(heappop(by_cost))
+                heappop(by_cost)
+                searched += 1
+                if free[number]:
+                    heappush(waiting, -room[number] << shift | number)
             else:
                 return None
             heapreplace(by_cost, by_cost[0] + (cost << shift))
-            if passed:
-                searched += len(passed)
-                by_cost += passed
-                heapify(by_cost)
         else:
-            if by_room is None:
-                by_room = [-rest << shift | number for number, rest in enumerate(room)]
-                heapify(by_room)
-            while by_room and free[by_room[0] & mask] < count:
-                heappop(by_room)
-            if not by_room or room[by_room[0] & mask] < size:
+            if by_cost:
+                by_cost, waiting = [], [-rest << shift | n for n, rest in enumerate(room)]
+                heapify(waiting)
+            while waiting and free[waiting[0] & mask] < count:
+                heappop(waiting)
+            if not waiting or room[waiting[0] & mask] < size:
                 return None
-            number = by_room[0] & mask
-            heapreplace(by_room, by_room[0] + (size << shift))
+            number = waiting[0] & mask
+            heapreplace(waiting, waiting[0] + (size << shift))
         room[number] -= size
         free[number] -= count
+        paid[number] += cost
         placed.append(number)
     bin_of = np.empty(len(items), np.int64)
     bin_of[order] = placed
@@ -245,10 +336,7 @@ def _exchange(bin_of: Ints, items: PlanItems, num_bins: int, *, least: int, budg
         items: Items.
         num_bins: Number of micro-batches.
         least: Lower bound of the most costly micro-batch.
-        budget: Pairs of items that may be looked at.
-
-    Returns:
-        The remaining budget, 0 if it did not suffice.
+        budget: Pairs of items that may be looked at; the rest is returned, 0 if it was too small.
     """
     amounts, held = _amounts(items, bin_of, num_bins)
     limits = np.array([items.capacity, items.max_sequences])[:, None, None]
@@ -291,15 +379,10 @@ def _amounts(items: PlanItems, bin_of: Ints, num_bins: int) -> tuple[Ints, Ints]
 def split_bins(
     items: PlanItems, bin_of: Ints, num_bins: int, *, wanted: int, in_order: bool = False
 ) -> Ints:
-    """Split the most costly micro-batches until there are ``wanted``; then some stay empty.
+    """Split the most costly micro-batches until there are ``wanted``.
 
-    Args:
-        items: Items.
-        bin_of: ``[items]``: micro-batch of each.
-        num_bins: Number of micro-batches.
-        wanted: Number of micro-batches to return.
-        in_order: Cut a micro-batch in two where its halves differ least, and keep micro-batches in
-            the order of their items.
+    Where none is left to split, some are empty. ``in_order`` cuts a micro-batch in two where its
+    halves differ least, and keeps micro-batches in the order of their items.
     """
     if num_bins in (0, wanted):
         return bin_of
@@ -321,10 +404,7 @@ def split_bins(
     if in_order:
         # micro-batches that were empty before, of a rank without sequences, stay last
         first = [int(half[0]) if len(half) else len(ranked) for half in held]
-        firsts = np.argsort(first, kind="stable")
-        rank = np.empty_like(firsts)
-        rank[firsts] = np.arange(len(firsts))
-        bin_of = rank[bin_of]
+        bin_of = inverse_of(np.argsort(first, kind="stable"))[bin_of]
     return bin_of
 
 

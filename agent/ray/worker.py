@@ -72,11 +72,7 @@ async def update_weights(engine: Any, state_dict: dict[str, Any], version: int) 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of rollout workers.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
+    """Options of rollout workers; a value out of range is a `ValueError`."""
 
     concurrency: int = 16
     """Maximum number of running episodes on one worker."""
@@ -115,45 +111,18 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True)
-class EpisodeReply:
-    """The result of one episode, as a worker sends it."""
-
-    arrays: TrajectoryArrays | None = None
-    """Trajectories of the episode; None if it failed."""
-    error: EpisodeError | None = None
-    """Error of a failed episode."""
-
-
-@dataclass(frozen=True)
 class WorkerStatus:
     """Process and weights of a serving worker."""
 
     pid: int
-    """Process id."""
     node: str
     """Ray's id of the node."""
     version: int
     """Policy version of the worker's weights."""
 
 
-@dataclass(frozen=True)
-class WorkerPulse:
-    """The reply to a ping."""
-
-    version: int
-    """Policy version of the worker's weights."""
-    warnings: tuple[str, ...]
-    """Warnings of the watchdog since the last ping."""
-
-
 class RolloutWorker:
-    """The actor: an engine, an agent and an environment on one event loop.
-
-    Args:
-        make_worker: Makes engine, agent and environment.
-        number: Number of the worker, from 0.
-        options: Options of the workers.
-    """
+    """The actor: an engine, an agent and an environment on one event loop."""
 
     def __init__(self, make_worker: MakeWorker, number: int, options: WorkerOptions) -> None:
         torch.set_num_threads(options.num_threads)
@@ -188,7 +157,7 @@ class RolloutWorker:
             await self._stopped.wait()
 
     async def set_weights(self, weights: Weights | None) -> int:
-        """Load weights that are newer than the engine's; return the engine's version then."""
+        """Load weights if they are newer than the engine's; return the engine's version."""
         context = self._required()
         if weights is None or weights.version <= context.engine.version:
             return context.engine.version
@@ -204,31 +173,30 @@ class RolloutWorker:
             raise RuntimeError(f"the engine has version {version} after loading {weights.version}")
         return version
 
-    async def ping(self) -> WorkerPulse:
-        """Return version and new warnings; a reply proves that the event loop runs."""
-        told, self._warnings = tuple(self._warnings), []
-        return WorkerPulse(self._required().engine.version, told)
+    async def ping(self) -> tuple[int, list[str]]:
+        """Return the policy version and new warnings; a reply proves that the event loop runs."""
+        found, self._warnings = self._warnings, []
+        return self._required().engine.version, found
 
     def _warn(self, text: str) -> None:
-        """Log a warning here, and keep it for the next `ping`."""
         _logger.warning("%s", one_line(text, 2000))
         self._warnings.append(text)
 
-    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> EpisodeReply:
-        """Run the episode ``prompt.id``; its error, if any, is in the reply.
+    async def roll_out(
+        self, prompt: Prompt, patience: Patience | None = None
+    ) -> TrajectoryArrays | EpisodeError:
+        """Run the episode ``prompt.id`` and return its trajectories, or its error.
 
-        Args:
-            prompt: Prompt of the episode.
-            patience: Patience of the watchdog in the coordinator's run; None changes nothing.
+        ``patience`` is that of the watchdog in the coordinator's run; None changes nothing.
         """
         context = self._required()
         if patience is not None:
             context.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
-            return EpisodeReply(TrajectoryArrays.of(await attempt_episode(context, prompt, group)))
+            return TrajectoryArrays.of(await attempt_episode(context, prompt, group))
         except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
-            return EpisodeReply(error=portable(error, prompt.id))
+            return portable(error, prompt.id)
 
     async def stop(self) -> None:
         """Leave the worker's context."""
@@ -243,7 +211,7 @@ class RolloutWorker:
 
 
 def portable(error: Exception, qid: str) -> EpisodeError:
-    """Return an error that any process can unpickle, of the nearest class of `agent.errors`.
+    """Return an error of the nearest class of `agent.errors`, which any process can unpickle.
 
     Example:
         >>> portable(KeyError("answer"), "q0@1")

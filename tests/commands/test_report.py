@@ -1,4 +1,4 @@
-"""What people see of a training."""
+"""The tables and the page of the commands' results."""
 
 from __future__ import annotations
 
@@ -7,9 +7,45 @@ from html.parser import HTMLParser
 
 import pytest
 
+from trajpack import Trajectory, Turn
+from trajpack.agent.errors import EpisodeError
+from trajpack.agent.protocols import Prompt
+from trajpack.agent.rollout.rollout import RolloutOutcome
+from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.agent.training.grpo import StepRecord
 from trajpack.agent.training.policy_trainer import StepOutcome
-from trajpack.agent.training.report import report, rise, write_page
+from trajpack.commands import rollout, train
+from trajpack.commands.train import rise, write_page
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
+
+LAST = Progress(num_finished=3, num_tokens=5000, elapsed_s=2.0)
+
+
+def test_the_report_compares_layouts_and_counts_failures() -> None:
+    long = Trajectory("a", [Turn([1, 2], [3], [-1.0]), Turn([1, 2, 3, 4], [5], [-1.0], reward=1.0)])
+    short = Trajectory("b", [Turn([1], [2], [-1.0])])
+    prompt = Prompt("q", [1])
+    outcome = RolloutOutcome(
+        (
+            EpisodeResult(prompt, (long,)),
+            EpisodeResult(prompt, (short,), sample=1),
+            *(EpisodeResult(prompt, (), EpisodeError("q", f"reason {k}")) for k in range(7)),
+            EpisodeResult(prompt, (), EpisodeError("q", "reason 6")),
+        )
+    )
+    buffer = TrajectoryBuffer()
+    buffer.extend(outcome.trajectories)
+    rows = rollout.report(outcome, LAST, buffer.pack(), num_merged=buffer.num_tokens)
+    named = dict(rows)
+    assert named["right answers"] == "1 of 3 (33.3%)"
+    # as turns 3 + 5 + 2, merged 5 + 2
+    assert named["tokens as turns, merged"] == "10 against 7, a ratio of 1.43"
+    assert named["fill, if padded"] == "7 of 10 tokens (70%)"
+    assert "100%" not in "".join(value for _, value in rows)
+    failures = [row for row in rows if row[0].startswith("failed")]
+    assert failures[0] == ("failed 2", "reason 6")
+    assert failures[-1] == ("failed", "2 more reasons")
+    assert len(failures) == 6
 
 
 def record(step: int, success: float) -> StepRecord:
@@ -33,7 +69,7 @@ def test_the_rise_is_from_the_first_step_to_the_last_five() -> None:
 
 
 def test_the_report_says_what_a_training_came_to() -> None:
-    rows = dict(report(RECORDS))
+    rows = dict(train.report(RECORDS))
     assert rows["right answers"] == "10% in the first step, 60% in the last 5"
     assert rows["solved"] == "20% of the first questions, 100% of the last"
     assert rows["speed"] == "200 generated tokens/s, 12.0 s"

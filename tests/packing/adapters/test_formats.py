@@ -33,9 +33,6 @@ from trajpack.packing.adapters import (
 )
 
 GRPO_INPUTS = partial(trl.to_grpo_inputs, pad_token_id=0)
-WHOLE = [prime_rl.to_training_samples, torchtitan.to_training_samples, tinker.to_datum_kwargs]
-WHOLE += [GRPO_INPUTS, trl.to_async_samples]
-"""Formats that refuse micro-batches."""
 TRAINED = [torchtitan.to_training_microbatch, torchtitan.to_training_samples, GRPO_INPUTS]
 TRAINED += [trl.to_async_samples, trl.to_async_row, trl.to_flat_async_row, tinker.to_datum_kwargs]
 TRAINED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, areal.to_update_dict]
@@ -60,7 +57,12 @@ def test_a_batch_without_advantages_is_refused(convert: Any) -> None:
         convert(bare)
 
 
-@pytest.mark.parametrize("convert", WHOLE)
+PACKED = [torchtitan.to_training_microbatch, trl.to_async_row, trl.to_flat_async_row]
+PACKED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, UNTRAINED[-1]]
+"""Formats of packed tokens, which take micro-batches."""
+
+
+@pytest.mark.parametrize("convert", [one for one in TRAINED + UNTRAINED if one not in PACKED])
 def test_a_micro_batch_is_refused(convert: Any) -> None:
     with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
         convert(some_batch().select([0]))
@@ -470,19 +472,14 @@ def test_trajectories_without_a_group_share_their_name_with_no_other() -> None:
     assert len(skyrl.from_generator_output(output)) == 5
 
 
-@pytest.mark.parametrize("name", ["values", "prox_logp", "ref_logp", "kl"])
-def test_fields_of_a_forward_pass_are_one_token_early_where_the_trainer_has_them_so(
-    name: str,
-) -> None:
+@pytest.mark.parametrize("name", ["prox_logp", "ref_logp", "kl"])
+def test_other_fields_of_a_forward_pass_are_one_token_early_too(name: str) -> None:
     batch = field_batch(name, advantages=True)
     if name in areal.EARLY:
         for convert in (areal.to_padded_dict, areal.to_update_dict):
             assert convert(batch)[name].tolist() == [[0.5, 0.25, 0.0]]
     if name in openrlhf.FIELDS:
         assert openrlhf.to_experience_dict(batch)[name].tolist() == [[0.5, 0.25]]
-    assert nemo_rl.to_loss_inputs(batch)[name].tolist() == [[0.0, 0.5, 0.25]]
-    assert verl.to_data_proto_dict(batch)["tensors"][name].tolist() == [[0.5, 0.25]]
-    assert skyrl.to_training_input(batch)[name].tolist() == [[0.5, 0.25]]
 
 
 def test_rewards_of_rows_are_sums_or_discounted_returns() -> None:

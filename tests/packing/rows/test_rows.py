@@ -11,28 +11,6 @@ from trajpack.testing import trajectory_lists
 layouts = st.sampled_from(["merged", "turns"])
 
 
-@settings(max_examples=25)
-@given(trajectory_lists(), layouts, st.integers(0, 3), st.integers(0, 3))
-def test_a_row_is_its_sequence_with_padding_around(trajectories, layout, more_before, more_behind):
-    batch = pack(trajectories, layout=layout)
-    expected = rows_by_loop(batch)
-    num_prompt = max((len(row[0]) for row in expected), default=0) + more_before
-    num_response = max((len(row[1]) for row in expected), default=0) + more_behind
-    rows = rows_of(batch, max_prompt_length=num_prompt, max_response_length=num_response)
-    whole = rows.whole(batch.input_ids, -1)
-    assert whole.shape == (len(expected), num_prompt + num_response)
-    for row, (prompt, response, *_) in enumerate(expected):
-        before, behind = num_prompt - len(prompt), num_response - len(response)
-        assert whole[row].tolist() == [-1] * before + prompt + response + [-1] * behind
-    assert torch.equal(rows.attention_mask, whole != -1)
-    for part, columns in (
-        (rows.prompts(), whole[:, :num_prompt]),
-        (rows.responses(), whole[:, num_prompt:]),
-    ):
-        assert torch.equal(part.whole(batch.input_ids, -1), columns)
-        assert torch.equal(part.attention_mask, columns != -1)
-
-
 def test_fields_of_any_shape_are_laid_out_and_have_gradients():
     batch = forked_batch()
     rows = rows_of(batch, max_prompt_length=4)

@@ -107,7 +107,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize(("convert", "expected"), EMPTY.items())
-def test_an_empty_batch_is_rows_and_lists_of_nothing(convert: Any, expected: Any) -> None:
+def test_an_empty_batch_gives_empty_rows_and_lists(convert: Any, expected: Any) -> None:
     key, value = expected
     found = convert(TrajectoryBuffer().pack().with_advantages(TurnReturns()))
     found = found if key is None else found[key]

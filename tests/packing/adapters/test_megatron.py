@@ -22,7 +22,7 @@ def aligned(lengths_of=(3, 0, 5)):
 
 
 @pytest.mark.parametrize("make", [some_batch, aligned], ids=["batch", "micro-batch"])
-def test_the_real_class_holds_what_the_names_say(params_class, make):
+def test_the_real_class_has_the_fields(params_class, make):
     batch = make()
     params = to_packed_seq_params(batch)
     assert type(params) is params_class
@@ -52,7 +52,7 @@ LaterParams = dataclasses.make_dataclass(
 
 
 @pytest.mark.usefixtures("params_class")
-def test_later_versions_have_what_they_would_derive_set_afterwards(monkeypatch):
+def test_later_versions_get_derived_fields_afterwards(monkeypatch):
     import megatron.core.packed_seq_params as module
 
     monkeypatch.setattr(module, "PackedSeqParams", LaterParams)

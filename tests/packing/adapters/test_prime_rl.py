@@ -107,7 +107,7 @@ def packed_by_loop(samples, *, to=None, pad_token=1):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_micro_batch_is_what_their_packer_makes_of_the_samples(padded):
+def test_a_micro_batch_equals_the_packed_samples(padded):
     batch = some_batch()
     names = [f"env {index % 2}" for index in range(len(batch))]
     samples = [
@@ -130,7 +130,7 @@ def test_a_micro_batch_is_what_their_packer_makes_of_the_samples(padded):
 
 
 @pytest.mark.parametrize("alignment", [None, Alignment(total=64, token_id=1)], ids=str)
-def test_tensors_are_what_the_trainer_makes_of_the_lists(alignment):
+def test_tensors_equal_the_lists(alignment):
     batch = some_batch()
     if alignment is not None:
         batch = batch.select([3, 0, 5], alignment)

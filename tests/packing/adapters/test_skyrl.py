@@ -35,7 +35,7 @@ def test_sequences_of_one_trajectory_are_its_steps():
         to_generator_output(forked_batch(), rewards="turns")
 
 
-def test_skyrl_finds_nothing_wrong_with_it(skyrl):
+def test_skyrls_checks_accept_the_output(skyrl):
     validate = skyrl.load("skyrl.train.utils.trainer_utils").validate_generator_output
     validate(3, to_generator_output(plain_batch()))
     validate(3, to_generator_output(plain_batch(), rewards="rows"))

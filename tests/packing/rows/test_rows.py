@@ -27,7 +27,7 @@ def test_fields_of_any_shape_are_laid_out_and_have_gradients():
     assert torch.equal(field.grad, in_response[:, None].expand(-1, 2).float())
 
 
-def test_what_does_not_fit_is_refused():
+def test_sequences_longer_than_their_row_are_refused():
     batch = plain_batch()
     with pytest.raises(ValueError, match="sequence 0 has 2 tokens, but max_prompt_length is 1"):
         rows_of(batch, max_prompt_length=1, max_response_length=10)
@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_refused():
         rows_of(batch, max_prompt_length=2.0)
 
 
-def test_with_both_widths_nothing_is_read_back_to_the_host():
+def test_with_both_widths_no_value_is_read_back_to_the_host():
     batch = forked_batch().to("meta")
     rows = rows_of(batch, max_prompt_length=8, max_response_length=12)
     assert rows.whole(batch.input_ids).shape == (4, 20)
@@ -68,7 +68,7 @@ def test_no_reward_is_lost_but_that_of_rows_without_a_response(trajectories, lay
     assert not token_scores(batch)[~batch.loss_mask].any()
 
 
-def test_a_reward_stands_at_its_turns_last_token_or_at_the_rows():
+def test_a_reward_is_at_the_last_token_of_its_turn_or_row():
     batch = forked_batch()
     places = token_scores(batch).nonzero()[:, 0]
     assert [(place.item(), batch.input_ids[place].item()) for place in places] == [

@@ -83,5 +83,8 @@ from trajpack.agent.training.policy_trainer import (
     PolicyTrainer as PolicyTrainer,
     token_logprobs as token_logprobs,
 )
-from trajpack.agent.trl.rollout import TRLRollout as TRLRollout, episode_reward as episode_reward
-from trajpack.agent.trl.rows import trl_dataset_rows as trl_dataset_rows
+from trajpack.agent.trl.rollout import (
+    TRLRollout as TRLRollout,
+    episode_reward as episode_reward,
+    trl_dataset_rows as trl_dataset_rows,
+)

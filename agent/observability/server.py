@@ -23,10 +23,7 @@ _MAX_CONNECTIONS = 16
 
 
 class MetricsServer:
-    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`.
-
-    `close`, or the end of its ``with`` block, ends its threads.
-    """
+    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`."""
 
     def __init__(self, listener: _Listener) -> None:
         self._listener = listener

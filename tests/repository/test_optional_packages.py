@@ -48,9 +48,7 @@ def core_only(code: str, *arguments: str, hide: str = HIDE, cwd: Path | None = N
 
 ENTRIES = {
     "agent:build_tiny_model()": ("tokenizers", "trajpack[agent]"),
-    "agent.training.arithmetic:build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
-    "agent.models.tiny_model:build_qwen3(None, 0, max_positions=1, initializer_range=1)": (
-        "transformers", "trajpack[agent]"),
+    "agent.models.tiny_model:build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
     "agent.models.causal_model:load_model('folder')": ("transformers", "trajpack[agent]"),
     "agent.models.causal_model:load_tokenizer('folder')": ("transformers", "trajpack[agent]"),
     "agent.models.causal_model:ModelLimits.load('folder')": ("transformers", "trajpack[agent]"),
@@ -59,7 +57,7 @@ ENTRIES = {
     "agent:RolloutRunner(None, None, None)": ("anyio", "trajpack[agent]"),
     "agent:reasoning_gym_questions(size=1, seed=0)": ("reasoning_gym", "trajpack[agent]"),
     "agent:MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
-    "agent.training.report:write_page([], '')": ("plotly", "trajpack[agent]"),
+    "commands.train:write_page([], '')": ("plotly", "trajpack[agent]"),
     "agent.rollout.rollout:prepare_rollout(module.RolloutSettings())": (
         "anyio", "trajpack[agent]"),
     "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
@@ -155,7 +153,6 @@ BEHIND = {
     "agent/blocking_work.py": "agent/runner/runner.py",
     "agent/runner/attempt.py": "agent/runner/runner.py",
     "agent/runner/run.py": "agent/runner/runner.py",
-    "agent/runner/gates.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",

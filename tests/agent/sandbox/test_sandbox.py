@@ -50,6 +50,11 @@ def test_the_value_of_an_expression_replaces_what_was_printed(sandbox: Sandbox) 
     assert (result.outcome, result.output.decode()) == (Outcome.EXITED, canonical({3: [1.5]}))
 
 
+def test_a_program_does_the_same_each_time(sandbox: Sandbox) -> None:
+    code = "print([*{'no', 'fixed', 'order', 'in', 'sets'}], hash('text'), hash(b'bytes'))"
+    assert len({sandbox.run(code).output for _ in range(3)}) == 1
+
+
 def test_the_standard_library_can_be_used(sandbox: Sandbox) -> None:
     code = """
 import bisect, collections, dataclasses, decimal, fractions, heapq, itertools, json, math, random

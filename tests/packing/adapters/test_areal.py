@@ -7,18 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    conversation,
-    forked_batch,
-    plain_batch,
-)
+from tests.packing.adapters.cases import conversation, forked_batch, plain_batch
 from tests.packing.adapters.peers import stand_in, stand_ins
 from trajpack import TokenField, Trajectory, Turn, pack
-from trajpack.packing.adapters.areal import (
-    from_padded_dict,
-    to_padded_dict,
-    to_sequence_sample,
-)
+from trajpack.packing.adapters.areal import from_padded_dict, to_padded_dict, to_sequence_sample
 from trajpack.testing import assert_same_bits
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "multi_turn_agent.json.gz"

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    field_batch,
-    forked_batch,
-    some_batch,
-    some_static_batch,
-)
+from tests.packing.adapters.cases import field_batch, forked_batch, some_batch, some_static_batch
 from trajpack import Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
 from trajpack.packing.adapters import (
     areal,
@@ -158,11 +153,7 @@ def proto(**scores: Any) -> dict[str, Any]:
 MISSING = {
     "areal": (areal.from_padded_dict, without(PADDED, "rewards"), "rewards"),
     "areal, one of two": (areal.from_padded_dict, [PADDED, PADDED | {"rewards": None}], "rewards"),
-    "areal, one row": (
-        areal.from_padded_dict,
-        PADDED | {"rewards": [1.0, None]},
-        r"rewards \[B\]",
-    ),
+    "areal, one row": (areal.from_padded_dict, PADDED | {"rewards": [1.0, None]}, r"rewards \[B\]"),
     "areal, one row of objects": (
         areal.from_padded_dict,
         PADDED | {"rewards": np.array([1.0, None], dtype=object)},
@@ -323,11 +314,7 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
             for key in ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
         ),
         (shorter(PADDED, "turn_ids"), {}, r"turn_ids must have shape \[2, 5\], got \[2, 4\]"),
-        (
-            PADDED | {"rewards": torch.zeros(2, 1)},
-            {},
-            r"rewards must have shape \[2\], got",
-        ),
+        (PADDED | {"rewards": torch.zeros(2, 1)}, {}, r"rewards must have shape \[2\], got"),
         (PADDED, {"groups": ["one"]}, "groups must be 2, one a row, got 1"),
         (
             PADDED | {"loss_mask": torch.ones(2, 5)},
@@ -336,11 +323,7 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ),
     ],
     slime.from_samples: [
-        (
-            [SAMPLE | {"multimodal_inputs": {"x": 1}}],
-            {},
-            "'4_0': multimodal_inputs are",
-        ),
+        ([SAMPLE | {"multimodal_inputs": {"x": 1}}], {}, "'4_0': multimodal_inputs are"),
         (
             [SAMPLE | {"rollout_routed_experts": [[0, 1]] * 3}],
             ROUTED,
@@ -390,17 +373,9 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
             r"trajectory_ids must be of class TrajectoryID, got \('a', 0\)",
         ),
         (STOPPED, {}, "name sampling_mask in fields, or take them out"),
-        (
-            GENERATED,
-            VALUES,
-            r"fields must be of \['routed_experts', .*\['values'\]",
-        ),
+        (GENERATED, VALUES, r"fields must be of \['routed_experts', .*\['values'\]"),
         (GENERATED, ROUTED, "rollout_expert_indices are missing"),
-        (
-            GENERATED | {"pixel_values": [torch.zeros(1)] * 2},
-            {},
-            "pixel_values are there",
-        ),
+        (GENERATED | {"pixel_values": [torch.zeros(1)] * 2}, {}, "pixel_values are there"),
     ],
     verl.from_data_proto: [
         *(
@@ -429,16 +404,8 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ),
         ([TEACHER], {}, "'0': teacher_ids are there: name teacher_ids in fields"),
         (OUTPUTS, ROUTED, "'0': routed_experts are missing"),
-        (
-            [TEACHER],
-            VALUES,
-            r"fields must be of \['routed_experts', .*\['values'\]",
-        ),
-        (
-            [TEACHER],
-            TAUGHT,
-            "teacher_ids must have 5 rows, one for each token",
-        ),
+        ([TEACHER], VALUES, r"fields must be of \['routed_experts', .*\['values'\]"),
+        ([TEACHER], TAUGHT, "teacher_ids must have 5 rows, one for each token"),
     ],
 }
 CASES = [(read, *case) for read, cases in REFUSED.items() for case in cases]

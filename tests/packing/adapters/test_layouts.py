@@ -10,13 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.cases import (
-    conversation,
-    padded,
-    random_batch,
-    sequences_of,
-    told_of,
-)
+from tests.packing.adapters.cases import conversation, padded, random_batch, sequences_of, told_of
 from trajpack import TokenField, TurnReturns, pack
 from trajpack.packing.adapters import (
     areal,

@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    padded,
-    random_batch,
-    some_batch,
-)
+from tests.packing.adapters.cases import padded, random_batch, some_batch
 from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.prime_rl import (
     from_training_samples,

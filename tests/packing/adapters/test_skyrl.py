@@ -2,12 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    forked_batch,
-    plain_batch,
-    random_batch,
-    told_of,
-)
+from tests.packing.adapters.cases import forked_batch, plain_batch, random_batch, told_of
 from trajpack import GRPO, TokenField, pack
 from trajpack.packing.adapters.skyrl import (
     TrajectoryID,

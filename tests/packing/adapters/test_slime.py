@@ -18,11 +18,7 @@ from tests.packing.adapters.cases import (
 )
 from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.kernels import grpo
-from trajpack.packing.adapters.slime import (
-    from_samples,
-    to_samples,
-    to_train_data,
-)
+from trajpack.packing.adapters.slime import from_samples, to_samples, to_train_data
 from trajpack.testing import assert_same_bits, trajectory_lists
 
 SAMPLE_FIELDS = {

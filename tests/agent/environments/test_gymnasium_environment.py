@@ -82,39 +82,39 @@ def test_the_model_is_shown_what_the_environment_observes() -> None:
 
 
 def test_an_episode_is_the_same_for_the_same_name_or_seed() -> None:
-    async def opened(seed: int, qid: str, of_episode: int | None) -> int:
-        async with GymnasiumEnvironment(Guess, seed=seed) as env:
-            _, _, _, _, info = await env.step(Opening(qid, of_episode))
-            return int(info["seed"])
+    def seed(seed: int, qid: str, of_episode: int | None) -> int:
+        async def opened() -> int:
+            async with GymnasiumEnvironment(Guess, seed=seed) as env:
+                _, _, _, _, info = await env.step(Opening(qid, of_episode))
+                return int(info["seed"])
 
-    def seed(*arguments: Any) -> int:
-        return asyncio.run(opened(*arguments))
+        return asyncio.run(opened())
 
     assert seed(0, "a", None) == seed(0, "a", None)
     assert len({seed(0, "a", None), seed(0, "b", None), seed(1, "a", None)}) == 3
     assert seed(0, "a", 7) == seed(1, "b", 7) == 7
 
 
-def test_a_prompt_s_seed_is_the_episode_s() -> None:
+def test_the_seed_of_a_prompt_is_that_of_the_episode() -> None:
+    seeds: list[Any] = []
+
+    class Sees(Guess):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            seeds.append(seed)
+            return super().reset(seed=seed)
+
+    @dataclass(frozen=True)
+    class Seeded(Prompt):
+        seed: int | None = None
+
     async def play() -> None:
         agent = make(max_turns=1)
-        seeds: list[Any] = []
-
-        class Sees(Guess):
-            def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-                seeds.append(seed)
-                return super().reset(seed=seed)
-
-        @dataclass(frozen=True)
-        class Seeded(Prompt):
-            seed: int | None = None
-
         seeded = Seeded("q@0", agent.prompt_ids("Find it."), seed=11)
         async with GymnasiumEnvironment(Sees, to_action=int) as env:
             await collect_async(agent, env, ["0"], prompt=seeded)
-        assert seeds == [11]
 
     asyncio.run(play())
+    assert seeds == [11]
 
 
 def test_instances_are_used_again_and_never_by_two_episodes_at_once() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -246,34 +245,14 @@ def test_instances_share_nothing_unless_they_share_a_registry() -> None:
         RolloutMetrics(registry)
 
 
-def test_results_that_nobody_takes_do_not_add_up(watched: Watched) -> None:
-    for k in range(70_000):
+def test_results_that_are_never_taken_have_a_bound(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajpack.agent.observability.episodes._MAX_RECENT", 100)
+    for k in range(150):
         watched.metrics.episode_ended(f"q{k}@0", 0, None, final=True)
-    assert watched("results_waiting") == 1 << 16
-    assert watched("episodes_finished_total") == 70_000
-
-
-def test_a_turn_costs_microseconds() -> None:
-    metrics = RolloutMetrics()
-    answer, taken = reply(), result(*[Turn([1], [2], [-0.1])] * 4)
-
-    def episode() -> None:
-        metrics.episode_started("q@0", 0)
-        for turn in range(4):
-            metrics.generation_started("q@0", turn, 3)
-            metrics.generation_ended("q@0", turn, answer)
-            metrics.verification_started("q@0", turn)
-            metrics.verification_ended("q@0", turn, None)
-        metrics.episode_ended("q@0", 0, None, final=True)
-        metrics.result_accepted(taken, 0)
-
-    best = float("inf")
-    for _ in range(5):
-        began = time.process_time()
-        for _ in range(250):
-            episode()
-        best = min(best, (time.process_time() - began) / 1000)
-    assert best < 150e-6
+    assert watched("results_waiting") == 100
+    assert watched("episodes_finished_total") == 150
 
 
 def broken() -> Trajectory:

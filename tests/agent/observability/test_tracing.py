@@ -114,9 +114,9 @@ def test_an_episode_is_a_tree_of_spans_with_fixed_names(
             assert parent.start_time <= span.start_time <= span.end_time <= parent.end_time
 
 
-def test_thousands_of_interleaved_episodes_keep_their_own_parents(traced: Traced) -> None:
+def test_interleaved_episodes_keep_their_own_parents(traced: Traced) -> None:
     tracer, rng = traced.tracer, random.Random(0)
-    scripts = {f"q{k}@0": iter(script(tracer, f"q{k}@0", k % 4)) for k in range(2000)}
+    scripts = {f"q{k}@0": iter(script(tracer, f"q{k}@0", k % 4)) for k in range(400)}
     waiting = list(scripts)
     while waiting:
         place = rng.randrange(len(waiting))
@@ -138,9 +138,9 @@ def test_thousands_of_interleaved_episodes_keep_their_own_parents(traced: Traced
             root = by_id[parent.parent.span_id]  # type: ignore[union-attr]
             told = (span.attributes or {})["trajpack.generation.num_prompt_tokens"]
             assert (root.attributes or {})["trajpack.episode.id"] == f"q{told}@0"
-    turns = 500 * (0 + 1 + 2 + 3)
+    turns = 100 * (0 + 1 + 2 + 3)
     assert counts == {
-        "trajpack.episode": 2000,
+        "trajpack.episode": 400,
         "trajpack.turn": turns,
         "trajpack.generation": turns,
         "trajpack.verification": turns,

@@ -58,24 +58,18 @@ def completions(model: Any, batch: PackedBatch) -> torch.Tensor:
     return torch.zeros(len(batch)).index_add_(0, batch.sequence_ids.long(), logprobs)
 
 
-def test_gradients_that_were_there_before_a_step_are_no_part_of_it() -> None:
-    def step(*, has_gradients: bool) -> Any:
-        model = fresh_model()
-        for value in model.parameters():
-            value.grad = torch.full_like(value, 3.0) if has_gradients else None
-        return PolicyTrainer(model, learning_rate=1e-3, capacity=64).step(sampled())
-
-    assert step(has_gradients=True) == step(has_gradients=False)
-
-
-def test_gradients_that_were_there_before_are_no_part_of_a_warm_up() -> None:
+@pytest.mark.parametrize("is_warm_up", [False, True])
+def test_gradients_from_before_are_not_used(is_warm_up: bool) -> None:
     shown = lazy_demonstrations(4, TOKENIZER, num_turns=1)
 
     def weights(*, has_gradients: bool) -> torch.Tensor:
         model = fresh_model()
         for value in model.parameters():
             value.grad = torch.full_like(value, 3.0) if has_gradients else None
-        list(warm_up(model, shown, num_steps=1, learning_rate=1e-3, capacity=64))
+        if is_warm_up:
+            list(warm_up(model, shown, num_steps=1, learning_rate=1e-3, capacity=64))
+        else:
+            PolicyTrainer(model, learning_rate=1e-3, capacity=64).step(sampled())
         return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
 
     assert torch.equal(weights(has_gradients=True), weights(has_gradients=False))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def same_turns(one: Turn, other: Turn) -> bool:
-    """Return whether two turns hold the same values; those that no buffer takes are not equal."""
+    """Return whether two turns hold the same values."""
     try:
         mine, theirs = one.fields or {}, other.fields or {}
         return (
@@ -31,8 +31,8 @@ def same_turns(one: Turn, other: Turn) -> bool:
         )
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - of containers of the caller's, too
-        return False
+    except Exception:  # noqa: BLE001 - raised by a container of the caller
+        return False  # invalid values cannot be compared
 
 
 def same_values(left: Any, right: Any, dtype: npt.DTypeLike | None = None) -> bool:

@@ -7,10 +7,9 @@ import pytest
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.packing.bench_pack import end_to_end, pack_only, rivals_of
-from benchmarks.packing.filling import filled
 from benchmarks.packing.whole_job import WROTE, assert_same_fields, by_numpy
 from benchmarks.timing import copy_of
-from benchmarks.workloads import single_turns
+from benchmarks.workloads import filled, single_turns
 
 JOB = "cost against size"
 COPY = "copy of as many bytes"

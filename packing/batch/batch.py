@@ -360,7 +360,7 @@ class PackedBatch(LabelMethods):
         )
 
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
-        return with_advantages(self, estimator, inputs, all_reduce, impl)
+        return with_advantages(self, estimator, inputs, all_reduce=all_reduce, impl=impl)
 
     def loss_weights(
         self,

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import build, build_into
+from trajpack.kernels.fields.build import HostMemory, build, build_into
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.fields.host_memory import HostMemory
+from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.chains import (
     TrajectoryLabels,
@@ -25,6 +24,7 @@ from trajpack.packing.buffer.chains import (
 )
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
 from trajpack.packing.buffer.tables import (
+    TABLE_ROWS,
     BatchTables,
     Counts,
     StoredTurns,
@@ -33,7 +33,6 @@ from trajpack.packing.buffer.tables import (
 )
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Layout, Trajectory
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class TrajectoryBuffer:
         """Remove all trajectories and keep the memory. Packed batches stay valid."""
         rows = self._state.counts.spans + 1
         self._labels = []  # a new list: batches still read the old one
-        self._tables.forget_host()
+        self._tables = BatchTables(self.fields)
         self._state = State(layout=self._state.layout)
         self._staging.clear(rows)
 
@@ -254,13 +253,10 @@ class TrajectoryBuffer:
             region = self._staging.send(state.num_words)
             ready = write_batch(region, region.stream, counts, self.fields, chosen, memory)
         ready |= {"layout": layout, "num_generated": state.num_generated}
-        tables = turn_tables(region, counts)
-        host = host_columns(self._labels, self._tables, counts)
+        lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         if self.device.type == "cpu":  # later calls write to the memory of the tables
-            return PackedBatch.with_lazy_columns(
-                ready | {name: table().clone() for name, table in tables.items()}, host
-            )
-        return PackedBatch.with_lazy_columns(ready, tables | host)
+            ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
+        return PackedBatch.with_lazy_columns(ready, lazy)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
@@ -317,13 +313,16 @@ class TrajectoryBuffer:
 
 def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.Tensor:
     """Discount the turns' rewards backward over their trajectories."""
-    return discounted_returns(
+    returns, _ = credit_scan(
         region.table("turn_rewards", counts.turns),
         region.table("cu_turns", counts.trajectories + 1),
-        region.table("turn_discounts", counts.trajectories),
-        impl,
+        op="discounted_returns",
+        kind="returns",
+        impl=impl,
+        gammas=region.table("turn_discounts", counts.trajectories),
         max_seqlen=counts.most_turns,
     )
+    return returns
 
 
 def write_batch(
@@ -359,28 +358,20 @@ def write_batch(
     }
 
 
-def table_rows(counts: Counts) -> dict[str, int]:
-    """Return the number of rows of the batch's tensors over turns, boundaries and groups."""
-    per_turn = [*(field.name for field in TURN_FIELDS), "turn_sequence", "turn_spans", "turn_begin"]
-    return dict.fromkeys(per_turn, counts.turns) | {
-        "cu_generated": counts.turns + 1,
-        "cu_turns": counts.trajectories + 1,
-        "cu_seqlens": counts.sequences + 1,
-        "group_ids": counts.trajectories,
-    }
-
-
-def turn_tables(region: DeviceRegion, counts: Counts) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return functions that make the batch's tensors over turns, boundaries and groups."""
-    return {name: partial(region.table, name, rows) for name, rows in table_rows(counts).items()}
-
-
-def host_columns(
-    labels: Sequence[TrajectoryLabels], tables: BatchTables, counts: Counts
+def lazy_columns(
+    region: DeviceRegion,
+    labels: Sequence[TrajectoryLabels],
+    tables: BatchTables,
+    *,
+    counts: Counts,
 ) -> dict[str, Callable[[], Any]]:
-    """Return functions that compute the host values of a batch at first access."""
-    count, seqlens = counts.trajectories, tables.seqlens[: counts.sequences]
+    """Return functions that make the tables and host values of a batch at first access."""
+    count, seqlens = counts.trajectories, tables.seqlens.rows[: counts.sequences]
     return {
+        **{
+            name: partial(region.table, name, getattr(counts, number) + addend)
+            for name, (number, addend) in TABLE_ROWS.items()
+        },
         "seqlens": lambda: tuple(seqlens.tolist()),
         "num_groups": lambda: counts.groups,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),

@@ -92,18 +92,12 @@ class ValidatedTurns:
     """`TURN_FIELDS` of each turn, by attribute."""
     version_runs: dict[int, Sequence[VersionRun]] = field(default_factory=dict)
     """Version runs of turns with several versions, by turn."""
+    num_tokens: int = 0
+    """Sum of `chain_sizes`."""
+    num_generated: int = 0
+    """Sum of `turn_size`."""
     has_lists: bool = False
     """Whether lists are among `ids` and `logprobs`, until `validate_turns` returns."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to be stored."""
-        return sum(self.chain_sizes)
-
-    @property
-    def num_generated(self) -> int:
-        """Generated tokens to be stored."""
-        return sum(self.turn_size)
 
     def sizes(self, typecode: Typecode) -> list[int]:
         """Return how many numbers each piece of `ids` (``"i"``) or `logprobs` (``"f"``) has."""
@@ -160,6 +154,7 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
     intake.num_turns.append(turn_index + 1)
     for tip in tips:
         intake.chain_sizes.append(intake.turn_begin[tip.turn] + intake.turn_size[tip.turn])
+        intake.num_tokens += intake.chain_sizes[-1]
         intake.last_turns.append(tip.turn)
         ids = tip.prompt, tip.completion
         intake.ids += ids if alone else [np.frombuffer(part or b"", INT32) for part in ids]
@@ -401,6 +396,7 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
             intake.version_runs[len(intake.turn_size)] = runs
     intake.turn_begin.append(begin)
     intake.turn_size.append(size)
+    intake.num_generated += size
     numbers = intake.numbers
     numbers["reward"].append(reward)
     numbers["truncated"].append(bool(truncated))

@@ -18,7 +18,7 @@ from trajpack.kernels.fields.gather_words import (
 )
 from trajpack.kernels.fields.pieces import PIECE_WIDTH
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import host_columns, turn_tables, write_batch
+from trajpack.packing.buffer.buffer import lazy_columns, write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
 from trajpack.packing.buffer.tables import (
@@ -92,8 +92,8 @@ def pack_resident(
         words = _words(arena, pieces, num_words, chosen)
         written = write_batch(arena, words, counts, (), chosen)
     ready = written | {"layout": layout, "num_generated": intake.num_generated}
-    host = host_columns(intake.labels, tables, counts)
-    return PackedBatch.with_lazy_columns(ready, turn_tables(arena, counts) | host)
+    lazy = lazy_columns(arena, intake.labels, tables, counts=counts)
+    return PackedBatch.with_lazy_columns(ready, lazy)
 
 
 def _words(
@@ -140,6 +140,7 @@ def _take_in(
         intake.num_turns.append(index + 1)
         for tip in tips:
             intake.chain_sizes.append(sum(map(len, tip)))
+            intake.num_tokens += intake.chain_sizes[-1]
             ids += tip
     return intake, ids + logprobs
 

@@ -59,16 +59,11 @@ class DeviceRegion(NamedTuple):
 
     words: torch.Tensor
     """int32 ``[words]``: the tables, then the stream."""
-    begin: int
-    """First word of the stream."""
+    stream: torch.Tensor
+    """int32: the token stream, a view of ``words``."""
     columns: Mapping[str, Column]
     offsets: Mapping[str, int]
     """First word of each table."""
-
-    @property
-    def stream(self) -> torch.Tensor:
-        """The token stream, int32."""
-        return self.words[self.begin :]
 
     def table(self, name: str, num_rows: int) -> torch.Tensor:
         """Return a table as a tensor over the region's memory, made by ``set_``, not as a view.
@@ -156,16 +151,15 @@ class Staging:
         """
         region = self.region
         words = region.words[: region.begin + num_words]
-        if self.device.type == "cpu":
-            return DeviceRegion(words, region.begin, self._columns, region.offsets)
-        arena = words.to(self.device, non_blocking=True)
+        on_host = self.device.type == "cpu"
+        arena = words if on_host else words.to(self.device, non_blocking=True)
         if self.device.type == "cuda":
             if not torch.cuda.is_current_stream_capturing():
                 self._remember_copy()
             elif not region.captured:
                 region.captured = True
                 self._captured.append(region)
-        return DeviceRegion(arena, region.begin, self._columns, region.offsets)
+        return DeviceRegion(arena, arena[region.begin :], self._columns, region.offsets)
 
     def send_again(self, arena: DeviceRegion) -> None:
         """Copy the region to ``arena``, memory of an earlier `send`.

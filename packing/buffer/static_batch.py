@@ -16,13 +16,11 @@ from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import (
     TrajectoryBuffer,
-    host_columns,
+    lazy_columns,
     returns_of_turns,
-    table_rows,
-    turn_tables,
 )
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.tables import Counts, check_layout, columns_for
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, check_layout, columns_for
 from trajpack.packing.conversion import INT32_MAX, as_integer
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.turn_fields import TURN_FIELDS
@@ -93,8 +91,10 @@ class StaticBatch:
         self._staging = Staging(self.device, columns_for(self.fields))
         self._staging.reserve(self._words, max(max_runs, max_turns) + 2, words_used=0)
         sent = self._staging.send(self._words)
-        here = self.device.type == "cpu"  # `send` returned the staging memory itself
-        self._arena = sent._replace(words=sent.words.clone()) if here else sent
+        if self.device.type == "cpu":  # `send` returned the staging memory itself
+            words = sent.words.clone()
+            sent = sent._replace(words=words, stream=words[words.shape[0] - self._words :])
+        self._arena = sent
         self._tokens = empty_fields(capacity, self.device)
         self._rows = empty_rows(self._layouts, capacity, self.device)
         self._counts = Counts(
@@ -105,7 +105,7 @@ class StaticBatch:
             sequences=max_turns + 1,
             tokens=capacity,
         )
-        self._host: dict[str, Any] = {}
+        self._lazy: dict[str, Any] = {}
         self._returns = torch.zeros(max_turns, device=self.device)
         self._ran: set[str] = set()
         """Implementations that `run` ran with."""
@@ -125,9 +125,7 @@ class StaticBatch:
             "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
             "token_fields": self.fields,
         }
-        return PackedBatch.with_lazy_columns(
-            ready, turn_tables(self._arena, self._counts) | self._host
-        )
+        return PackedBatch.with_lazy_columns(ready, self._lazy)
 
     def fill(self, buffer: TrajectoryBuffer, layout: Layout = "merged") -> None:
         """Copy the content of a buffer to the host memory that `run` sends.
@@ -157,10 +155,12 @@ class StaticBatch:
             tables[name][: counts.spans + 1] = table[: counts.spans + 1]
         self._pad_tables(counts)
         self._filled = counts
-        self._host = host_columns(buffer._labels, buffer._tables, counts)
         seqlens = np.diff(tables["cu_seqlens"][: self.max_turns + 2])
-        self._host["seqlens"] = lambda: tuple(seqlens.tolist())
-        self._host |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
+        labels = lazy_columns(self._arena, buffer._labels, buffer._tables, counts=counts)
+        padded = lazy_columns(self._arena, (), buffer._tables, counts=self._counts)
+        self._lazy = labels | {name: padded[name] for name in TABLE_ROWS}
+        self._lazy["seqlens"] = lambda: tuple(seqlens.tolist())
+        self._lazy |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
 
     def run(self, impl: Impl = "auto") -> PackedBatch:
         """Write the batch: one copy to the device and the launches of a pack.
@@ -173,7 +173,7 @@ class StaticBatch:
             returns, which alone are allocated anew. Capturable in a CUDA graph, once it ran
             outside of one with the same ``impl``: the first call compiles.
         """
-        if not self._host:
+        if not self._lazy:
             raise RuntimeError("nothing to write: fill first")
         chosen = resolve_impl("StaticBatch.run", impl, self._arena.words)
         if chosen not in self._ran:
@@ -201,7 +201,8 @@ class StaticBatch:
         Cost: views of the same memory.
         """
         batch, counts = self.batch, self._filled
-        sizes = table_rows(counts) | {"turn_returns": counts.turns}
+        sizes = {name: getattr(counts, of) + more for name, (of, more) in TABLE_ROWS.items()}
+        sizes["turn_returns"] = counts.turns
         cut: dict[str, Any] = {
             name: tensor[: sizes.get(name, counts.tokens)]
             for name, tensor in batch.tensors().items()

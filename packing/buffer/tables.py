@@ -35,6 +35,19 @@ COLUMNS = {
 """Tables that are sent with the stream. Each has one row more than entries."""
 
 
+TABLE_ROWS = {
+    **{field.name: ("turns", 0) for field in TURN_FIELDS},
+    "turn_sequence": ("turns", 0),
+    "turn_spans": ("turns", 0),
+    "turn_begin": ("turns", 0),
+    "cu_generated": ("turns", 1),
+    "cu_turns": ("trajectories", 1),
+    "cu_seqlens": ("sequences", 1),
+    "group_ids": ("trajectories", 0),
+}
+"""Tables that are tensors of a batch. Their numbers of rows: a number of `Counts` and an addend."""
+
+
 def columns_for(fields: Sequence[TokenField]) -> dict[str, Column]:
     """Return the tables of a buffer with these extra fields."""
     sources = {"field_sources": Column(np.dtype(np.int64), len(fields))} if fields else {}
@@ -100,21 +113,18 @@ class GrowingArray:
     """Array with appended rows; its memory doubles when full."""
 
     def __init__(self, dtype: npt.DTypeLike, width: int | None = None) -> None:
-        self._rows = np.empty((0,) if width is None else (0, width), dtype)
-
-    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
-        """Return a view, which a later write may replace."""
-        return self._rows[rows]
+        self.rows: npt.NDArray[Any] = np.empty((0,) if width is None else (0, width), dtype)
+        """The memory; a later write may replace it."""
 
     def write(self, begin: int, block: npt.NDArray[Any]) -> None:
         """Write ``block`` after the first ``begin`` rows."""
         end = begin + len(block)
-        if end > len(self._rows):
-            shape = (max(end, 2 * len(self._rows)), *self._rows.shape[1:])
-            larger = np.empty(shape, self._rows.dtype)
-            larger[:begin] = self._rows[:begin]
-            self._rows = larger
-        self._rows[begin:end] = block
+        if end > len(self.rows):
+            shape = (max(end, 2 * len(self.rows)), *self.rows.shape[1:])
+            larger = np.empty(shape, self.rows.dtype)
+            larger[:begin] = self.rows[:begin]
+            self.rows = larger
+        self.rows[begin:end] = block
 
 
 class BatchTables:
@@ -128,12 +138,9 @@ class BatchTables:
         self._fields = fields
         self._spans = GrowingArray(np.int64, len(Span))
         self._rows = GrowingArray(np.int64, len(fields))
-        self.forget_host()
-
-    def forget_host(self) -> None:
-        """Replace the arrays that batches have views of."""
-        self.seqlens = GrowingArray(np.int32)
         self._groups: dict[str, int] = {}
+        self.seqlens = GrowingArray(np.int32)
+        """Lengths of the sequences, of which batches have views."""
 
     def append_rows(self, block: StoredTurns, counts: Counts, reserve: ReserveRows) -> Counts:
         """Append the rows of stored turns and return the new counts."""
@@ -179,7 +186,7 @@ class BatchTables:
         Raises:
             ValueError: If the batch would pass 2³¹ tokens.
         """
-        spans = self._spans[before.spans : counts.spans]
+        spans = self._spans.rows[before.spans : counts.spans]
         order = by_chain = np.arange(len(spans))
         if (np.diff(spans[:, Span.CHAIN]) < 0).any():
             by_chain = np.argsort(spans[:, Span.CHAIN], kind="stable")
@@ -211,7 +218,7 @@ class BatchTables:
             tables["runs"][before.spans : counts.spans, column] = values
         tables["runs"][counts.spans] = [num_tokens, *[0] * (RUN_WIDTH - 1)]
         for number, field in enumerate(self._fields):
-            rows = self._rows[before.spans : counts.spans][order, number]
+            rows = self._rows.rows[before.spans : counts.spans][order, number]
             skipped = 0 if field.generated_only else context
             sources = tables["field_sources"][before.spans : counts.spans]
             sources[:, number] = rows + skipped * field.row_bytes

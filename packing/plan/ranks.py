@@ -215,11 +215,7 @@ def _joined(first: Ints | None, second: Ints | None) -> Ints | None:
 
 
 def _split_steps(source: PlanInput, labels: Ints | None, num_steps: int) -> list[Ints]:
-    """Return the sequences of each step: labels in order of appearance, as many in each.
-
-    Raises:
-        ValueError: If there are fewer labels than steps.
-    """
+    """Return the sequences of each step: labels in order of appearance, as many in each."""
     members = source.planned
     if num_steps == 1:
         return [members]
@@ -358,12 +354,7 @@ def deal(costs: Ints, empty: Any, num_ranks: int) -> Ints:
 
     In rounds, most costly first: the most costly of a round goes to the rank that costs least so
     far, so that the n-th micro-batches of all ranks cost about the same. Ranks then swap within
-    rounds while that lowers the cost of the most costly rank.
-
-    Args:
-        costs: ``[micro-batches]``, a multiple of the ranks.
-        empty: ``[micro-batches]``: True where one holds no sequence; it is dealt out last.
-        num_ranks: Number of ranks.
+    rounds while that lowers the cost of the most costly rank. Empty ones are dealt out last.
     """
     order = np.lexsort((np.arange(len(costs)), -costs, empty)).reshape(-1, num_ranks)
     held = np.empty((num_ranks, len(order)), np.int64)

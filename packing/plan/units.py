@@ -97,7 +97,7 @@ class PlanInput(NamedTuple):
     truncated: Mapping[int, int]
     """Kept tokens of too long sequences that are cut, by sequence."""
     oversized: tuple[int, ...]
-    """Too long sequences that get a micro-batch each, ascending."""
+    """Too long sequences that are alone in a micro-batch, ascending."""
 
     @property
     def planned(self) -> Ints:
@@ -105,11 +105,7 @@ class PlanInput(NamedTuple):
         return np.delete(np.arange(len(self.seqlens)), np.array(self.dropped, np.int64))
 
     def items(self, members: Ints) -> PlanItems:
-        """Return the items of some sequences.
-
-        Raises:
-            ValueError: If sequences that must stay together do not fit into one micro-batch.
-        """
+        """Return the items of some sequences; those kept together must fit a micro-batch."""
         capacity = self.capacity // self.align * self.align
         sizes = round_up(self.seqlens[members], self.align)
         counts, costs = np.ones_like(sizes), scaled(self.costs[members])
@@ -228,12 +224,7 @@ def _fit_lengths(
 
 
 def read_lengths(op: str, seqlens: Any) -> Ints:
-    """Return lengths as a new int64 array.
-
-    Raises:
-        TypeError: If they are not integers.
-        ValueError: If they are not one row, or one is negative or beyond int32.
-    """
+    """Return lengths as a new int64 array, checked."""
     array = _as_array(seqlens)
     if array.ndim != 1:
         raise ValueError(f"{op}: seqlens must be one row of lengths, got shape {list(array.shape)}")

@@ -66,6 +66,8 @@ _LATER = {f"turn_{name}" for name in _TURNS} - {
 """Columns that no log of the old form has."""
 _NULLABLE = ("error", "trajectory_id", "group", "task_id", "birth_time_ms")
 """Columns with nulls: the error, and elements of lists of a trajectory's labels."""
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""Errors of values that make no sense."""
 _PREFIX = '{"crc32":"%08x",'
 _ROW_GROUP = 256
 """Episodes of a row group of an exported file."""
@@ -154,14 +156,7 @@ class OldLog:
             self._listed = {one.number: one for one in found}
             if len(self._listed) < len(found) or min(self._listed, default=0) < 0:
                 raise ValueError(f"its lines are of segments {[one.number for one in found]}")
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-        ) as error:
+        except _UNREADABLE as error:
             raise DamagedLogError(f"{path} is damaged: {error}") from error
         names = (_SEGMENT.fullmatch(name) for name in os.listdir(folder))
         self._numbers = sorted(int(match[1]) for match in names if match)
@@ -204,15 +199,7 @@ class OldLog:
             records = [checked(_record(table, index, self.fields)) for index in range(len(table))]
         except MemoryError:  # pyarrow's is an `ArrowException`, too, but no damage
             raise
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            LookupError,
-            OverflowError,
-            OSError,
-            pa.ArrowException,
-        ) as error:
+        except (*_UNREADABLE, OSError, pa.ArrowException) as error:
             raise DamagedLogError(f"{path} is not a readable segment: {error}") from error
         if listed and listed.episodes != tuple(record.episode for record in records):
             raise DamagedLogError(f"{path} has other episodes than the manifest says")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import no_waiting
 from tests.packing.micro_batches.micro_batch_loops import (
     ALIGNMENTS,
     FIELDS,
@@ -23,16 +22,6 @@ from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def both(num_trajectories: int = 40) -> tuple[Any, Any]:

@@ -153,7 +153,6 @@ BEHIND = {
     "agent/blocking_work.py": "agent/runner/runner.py",
     "agent/runner/attempt.py": "agent/runner/runner.py",
     "agent/runner/run.py": "agent/runner/runner.py",
-    "agent/runner/gates.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",

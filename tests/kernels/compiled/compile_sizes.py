@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_planted import sized_kernel
-from compile_recorder import recording
+from compile_recorder import recording, sized_kernel
 from triton.backends.compiler import GPUTarget
 
 from trajpack import (

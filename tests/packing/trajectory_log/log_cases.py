@@ -1,4 +1,4 @@
-"""What logs of trajectories are tested with."""
+"""Builders and assertions of the log's tests."""
 
 import threading
 from functools import cache
@@ -16,7 +16,7 @@ BY_HAND = LogOptions(flush_seconds=3600)
 
 @cache
 def episode(number):
-    """Return the trajectory of an episode that all who know its number know."""
+    """Return the trajectory of an episode, the same in every process."""
     rng = np.random.default_rng(number)
     name = f"e{number}"
     return random_trajectory(rng, name, num_turns=2, prompt=(1, 9), completion=(1, 30))

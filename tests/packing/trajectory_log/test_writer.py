@@ -1,4 +1,4 @@
-"""However a log is closed, however slow or full the disk is: nothing is lost, and one writes."""
+"""The writer of a log: closing, forks, full disks and locks lose no episode."""
 
 import errno
 import fcntl
@@ -15,6 +15,7 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,21 +37,16 @@ from trajpack.packing.trajectory_log.options import LogInUseError, LogOptions
 from trajpack.packing.trajectory_log.writer import EpisodeIndex
 
 
-class SlowDisk:
-    """Keeps every transaction waiting until it is told to go on."""
-
-    def __init__(self):
-        self.reached, self.goes_on = threading.Event(), threading.Event()
-
-
 @pytest.fixture
 def slow_disk(monkeypatch):
+    """Keep every transaction waiting until it may go on."""
+
     def append(*values, add=LogFile.append):
         disk.reached.set()
         assert disk.goes_on.wait(20)
         return add(*values)
 
-    disk = SlowDisk()
+    disk = SimpleNamespace(reached=threading.Event(), goes_on=threading.Event())
     monkeypatch.setattr(LogFile, "append", append)
     yield disk
     disk.goes_on.set()
@@ -60,7 +56,7 @@ def small(name):
     return [Trajectory(name, [turn()])]
 
 
-def test_a_forgotten_log_that_its_own_thread_collects_is_written_first(tmp_path, monkeypatch):
+def test_a_log_collected_by_its_own_thread_is_written(tmp_path, monkeypatch):
     class Holder:
         pass
 
@@ -86,12 +82,12 @@ def test_a_forgotten_log_that_its_own_thread_collects_is_written_first(tmp_path,
     TrajectoryLog.open(tmp_path).close()
 
 
-@pytest.mark.parametrize("who", ["a fork", "its own thread"])
-def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path, monkeypatch, who):
+@pytest.mark.parametrize("where", ["a fork", "its own thread"])
+def test_a_log_collected_where_none_may_wait_is_written_later(tmp_path, monkeypatch, where):
     log = TrajectoryLog.open(tmp_path, options=BY_HAND)
     log.append("e0", [episode(0)])
     writer = log._writer
-    if who == "a fork":
+    if where == "a fork":
         forking = {threading.get_ident(): [writer]}
         monkeypatch.setattr("trajpack.packing.trajectory_log.writer._forking", forking)
     else:
@@ -102,7 +98,7 @@ def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path
     TrajectoryLog.open(tmp_path).close()
 
 
-def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_path, monkeypatch):
+def test_a_failure_after_a_transaction_writes_no_episode_twice(tmp_path, monkeypatch):
     failing = [2, 0, 4]
 
     def add(index, name, entry, really=EpisodeIndex._add):
@@ -129,7 +125,7 @@ def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_pat
     assert_holds(tmp_path, range(6))
 
 
-def test_an_interrupted_close_keeps_others_out_until_all_is_written(tmp_path, slow_disk):
+def test_an_interrupted_close_keeps_the_lock_until_all_is_written(tmp_path, slow_disk):
     log = TrajectoryLog.open(tmp_path, options=BY_HAND)
     log.append("e0", [episode(0)])
     main = threading.main_thread().ident
@@ -158,29 +154,7 @@ def test_an_interrupted_close_keeps_others_out_until_all_is_written(tmp_path, sl
     assert_holds(tmp_path, [0])
 
 
-def test_an_interrupted_flush_goes_on_and_writes_nothing_twice(tmp_path, monkeypatch):
-    main, interrupted = threading.main_thread().ident, []
-
-    def append(*values, add=LogFile.append):
-        written = add(*values)
-        if not interrupted:
-            interrupted.append(True)
-            signal.pthread_kill(main, signal.SIGINT)
-        return written
-
-    monkeypatch.setattr(LogFile, "append", append)
-    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
-        log.append("e0", [episode(0)])
-        with pytest.raises(KeyboardInterrupt):
-            log.flush()
-        log.append("e1", [episode(1)])
-        log.flush()
-    assert_holds(tmp_path, [0, 1])
-    with TrajectoryLog.open(tmp_path, mode="read") as log:
-        assert log.num_trajectories == 2
-
-
-def test_a_flush_of_nothing_writes_nothing(tmp_path):
+def test_a_flush_without_pending_episodes_does_not_write(tmp_path):
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         log.append("e0", [episode(0)])
         log.flush()
@@ -189,42 +163,8 @@ def test_a_flush_of_nothing_writes_nothing(tmp_path):
     assert (tmp_path / "log.sqlite").read_bytes() == before
 
 
-def test_what_is_appended_while_a_log_is_closed_is_kept_or_refused(tmp_path, slow_disk):
-    log = TrajectoryLog.open(tmp_path, options=LogOptions(max_pending_bytes=1))
-    log.append("e0", [episode(0)])
-    kept, refused = ["e0"], []
-
-    def append(name):
-        try:
-            log.append(name, small(name))
-            kept.append(name)
-        except ValueError as error:
-            refused.append(str(error))
-
-    def is_closed():
-        try:
-            log.append(0, [])
-        except (TypeError, ValueError) as error:
-            return "is closed" in str(error)
-
-    appending = [threading.Thread(target=append, args=(f"n{k}",), daemon=True) for k in range(5)]
-    closing = threading.Thread(target=log.close, daemon=True)
-    for one in appending:
-        one.start()
-    wait_until(slow_disk.reached.is_set)
-    closing.start()
-    wait_until(is_closed)
-    slow_disk.goes_on.set()
-    for one in (*appending, closing):
-        one.join(20)
-        assert not one.is_alive()
-    assert len(kept) + len(refused) == 6
-    assert set(refused) <= {f"log {tmp_path} is closed"}
-    assert sorted(one.episode for one in read(tmp_path)) == sorted(kept)
-
-
 @pytest.mark.attack
-def test_threads_that_append_flush_and_close_at_once_lose_nothing(memory_path, tries):
+def test_threads_that_append_flush_and_close_at_once_lose_no_episode(memory_path, tries):
     """Some close early, some twice, and some logs are forgotten."""
     for round_number in range(tries(116)):
         rng = random.Random(round_number)
@@ -265,7 +205,7 @@ def test_threads_that_append_flush_and_close_at_once_lose_nothing(memory_path, t
         assert sorted(logged.episode for logged in read(folder)) == sorted(kept), round_number
 
 
-def test_a_new_folder_and_a_new_file_are_brought_to_the_disk(tmp_path, monkeypatch):
+def test_a_new_folder_and_a_new_file_are_synchronised(tmp_path, monkeypatch):
     synchronised = []
 
     def fsync(descriptor, sync=os.fsync):
@@ -369,7 +309,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_forks_in_a_transaction_harms_neither_log_nor_child(tmp_path):
+def test_a_fork_in_a_transaction_harms_neither_log_nor_child(tmp_path):
     """The child reads the log and ends as any program does; the parent goes on."""
     with TrajectoryLog.open(tmp_path, options=LogOptions(segment_episodes=3)) as log:
         number = 0
@@ -385,7 +325,7 @@ def test_a_process_that_forks_in_a_transaction_harms_neither_log_nor_child(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_two_threads_that_fork_at_once_leave_the_log_to_its_writer(tmp_path, slow_disk):
+def test_two_threads_may_fork_at_once(tmp_path, slow_disk):
     def fork():
         child = os.fork()
         if child == 0:
@@ -438,7 +378,7 @@ def files_of_at_most(num_bytes):
 
 
 @needs_sqlite_calls
-def test_a_full_disk_loses_nothing(tmp_path):
+def test_a_full_disk_loses_no_episode(tmp_path):
     write(tmp_path, [0, 1])
     before = (tmp_path / "log.sqlite").read_bytes()
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
@@ -462,9 +402,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
 @pytest.mark.attack
 @needs_sqlite_calls
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_write_that_fails_at_any_step_loses_nothing_and_doubles_nothing(
-    memory_path, tries, number
-):
+def test_a_write_that_fails_at_any_step_loses_and_doubles_no_episode(memory_path, tries, number):
     """Also while a failed transaction is undone, and once all is on the disk but the answer."""
     failures = 0
     for trial in range(tries(496)):
@@ -510,7 +448,7 @@ def test_the_thread_tries_again_when_there_is_room(tmp_path):
     assert_holds(tmp_path, [0, 1])
 
 
-def test_a_log_that_cannot_be_written_at_its_end_says_so_and_lets_others_in(tmp_path):
+def test_a_close_that_cannot_write_raises_and_releases_the_lock(tmp_path):
     log = TrajectoryLog.open(tmp_path, options=BY_HAND)
     log.append("e0", [episode(0)])
     with files_of_at_most(1000), pytest.raises(OSError, match=str(tmp_path)):
@@ -560,7 +498,7 @@ def test_a_lock_that_is_never_released_is_an_error_and_no_damage(tmp_path, monke
 
 @needs_sqlite_calls
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_who_may_not_write_a_log_may_read_it_unless_its_writer_died(tmp_path):
+def test_a_user_without_write_permission_reads_unless_the_writer_died(tmp_path):
     with tempfile.TemporaryDirectory() as name:  # other users may not enter those of pytest
         folder = Path(name)
         write(folder / "whole", [0, 1])

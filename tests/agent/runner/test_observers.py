@@ -12,11 +12,14 @@ from tests.agent.runner.runner_cases import (
     EchoEngine,
     NoEnvironment,
     TwoTurns,
-    collect,
+    all_but_first,
+    failing,
     prompts,
+    roll,
+    roll_groups,
     runner,
+    serve,
 )
-from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import (
     BackOff,
@@ -25,7 +28,7 @@ from trajpack.agent.runner.policy import (
     RolloutPolicy,
     StalenessPolicy,
 )
-from trajpack.agent.runner.runner import Progress, RolloutRunner
+from trajpack.agent.runner.runner import Progress
 from trajpack.packing.types import Trajectory
 
 HOOKS = [name for name in vars(RolloutObserver) if not name.startswith("_")]
@@ -59,20 +62,9 @@ class Judged(TwoTurns):
         return await super().collect_trajectory(*values)
 
 
-def rolled_out(agent: Any, observers: Any, environment: Any = None, **options: Any) -> list[Any]:
-    async def body() -> list[Any]:
-        async with EchoEngine(version=4) as engine:
-            run = RolloutRunner(
-                engine, agent, environment or NoEnvironment(), observers=observers, **options
-            )
-            return [result async for result in run.run(prompts(1))]
-
-    return asyncio.run(body())
-
-
 def test_observers_are_told_of_every_step_in_order() -> None:
     seen = Records()
-    (result,) = rolled_out(Judged(), [seen])
+    (result,) = roll(Judged(), 1, engine=EchoEngine(version=4), observers=[seen])
     calls = [(name, *values[:2]) for name, *values in seen.told if name != "wait_ended"]
     turns = [
         call
@@ -109,7 +101,7 @@ def test_failures_of_environment_and_attempts_are_told() -> None:
 
     seen = Records()
     policy = RolloutPolicy(retries=RetryPolicy(2, wait=BackOff(0.0)))
-    (result,) = rolled_out(Judged(), [seen], Breaks(), policy=policy)
+    (result,) = roll(Judged(), 1, observers=[seen], environment=Breaks(), policy=policy)
     assert [str(values[2]) for values in seen.of("verification_ended")] == ["no verdict"] * 2
     assert [(values[1], values[2].cause, values[3]) for values in seen.of("episode_ended")] == [
         (0, "environment", False),
@@ -121,15 +113,13 @@ def test_failures_of_environment_and_attempts_are_told() -> None:
 
 
 def test_every_attempt_that_began_ends_however_the_run_does() -> None:
-    async def body() -> None:
-        async with EchoEngine() as engine:
-            agent = TwoTurns(before=lambda p: asyncio.sleep(0 if p.id == "q0@0" else 10))
-            run = runner(engine, agent, concurrency=4, observers=[seen])
-            async with aclosing(run.run(prompts(9))) as results:
-                await anext(results)
+    async def body(engine: EchoEngine) -> None:
+        run = runner(engine, all_but_first(10), concurrency=4, observers=[seen])
+        async with aclosing(run.run(prompts(9))) as results:
+            await anext(results)
 
     seen = Records()
-    asyncio.run(body())
+    serve(body)
     started = [values[:2] for values in seen.of("episode_started")]
     ended = {(values[0], values[1]): values[2:] for values in seen.of("episode_ended")}
     assert sorted(map(tuple, started)) == sorted(ended)
@@ -138,25 +128,20 @@ def test_every_attempt_that_began_ends_however_the_run_does() -> None:
 
 
 def test_a_stale_result_ends_its_attempt_a_second_time() -> None:
+    engine = EchoEngine()
+
     class Ages(TwoTurns):
         async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
             found = await super().collect_trajectory(*values)
             engine.version = 9
             return found
 
-    async def body() -> None:
-        nonlocal engine
-        policy = RolloutPolicy(
-            retries=RetryPolicy(2, wait=BackOff(0.0)),
-            staleness=StalenessPolicy(9, 9, max_token_age=0),
-        )
-        async with EchoEngine() as engine:
-            run = runner(engine, Ages(), policy=policy, observers=[seen])
-            [_ async for _ in run.run(prompts(1))]
-
-    engine: Any = None
+    policy = RolloutPolicy(
+        retries=RetryPolicy(2, wait=BackOff(0.0)),
+        staleness=StalenessPolicy(9, 9, max_token_age=0),
+    )
     seen = Records()
-    asyncio.run(body())
+    roll(Ages(), 1, engine=engine, policy=policy, observers=[seen])
     ends = [
         (values[1], values[2] and values[2].cause, values[3]) for values in seen.of("episode_ended")
     ]
@@ -165,18 +150,9 @@ def test_a_stale_result_ends_its_attempt_a_second_time() -> None:
 
 
 def test_groups_are_told_with_their_reason() -> None:
-    async def fail(prompt: Prompt) -> None:
-        if prompt.id == "q0@1":
-            raise ValueError("no")
-
-    async def body() -> None:
-        async with EchoEngine() as engine:
-            options: Any = {"policy": RolloutPolicy(groups=GroupPolicy("drop")), "group_size": 2}
-            run = runner(engine, TwoTurns(before=fail), observers=[seen], **options)
-            [_ async for _ in run.run_groups(prompts(2))]
-
     seen = Records()
-    asyncio.run(body())
+    policy = RolloutPolicy(groups=GroupPolicy("drop"))
+    roll_groups(failing("q0@1"), 2, policy=policy, group_size=2, observers=[seen])
     groups = {values[0]: (len(values[1]), values[2]) for values in seen.of("group_ended")}
     assert groups == {"q0": (2, "incomplete"), "q1": (2, None)}
     assert sorted(values[0].qid for values in seen.of("result_accepted")) == ["q1@0", "q1@1"]
@@ -194,7 +170,7 @@ def test_an_observer_that_fails_is_logged_once_and_stops_nothing(
 
     seen = Records()
     with caplog.at_level(logging.ERROR):
-        (result,) = rolled_out(Judged(), [Broken(), seen])
+        (result,) = roll(Judged(), 1, observers=[Broken(), seen])
     assert result.error is None
     said = [re.sub(r"/\S+:\d+", "FILE", record.getMessage()) for record in caplog.records]
     assert said == [
@@ -221,19 +197,13 @@ def test_an_environment_keeps_what_else_it_has() -> None:
                 _ = values[1].poor
             return await super().collect_trajectory(*values)
 
-    (result,) = rolled_out(Asks(), [], Rich())
+    (result,) = roll(Asks(), 1, environment=Rich())
     assert result.error is None
 
 
-def test_progress_counts_what_has_finished() -> None:
+def test_progress_counts_the_episodes_that_have_finished() -> None:
     seen: list[Progress] = []
-
-    async def fail(prompt: Prompt) -> None:
-        if prompt.id == "q0@1":
-            raise ValueError("no")
-
-    asked = collect(TwoTurns(before=fail), prompts(3), group_size=2, on_progress=seen.append)
-    asyncio.run(asked)
+    roll(failing("q0@1"), 3, group_size=2, on_progress=seen.append)
     assert sorted({progress.num_finished for progress in seen} - {0}) == [1, 2, 3, 4, 5, 6]
     last = seen[-1]
     assert (last.num_prompts, last.num_started, last.num_failed) == (3, 6, 1)
@@ -246,7 +216,7 @@ def test_progress_counts_what_has_finished() -> None:
 
 def test_progress_moves_with_every_reply() -> None:
     seen: list[Progress] = []
-    asyncio.run(collect(TwoTurns(), prompts(1), on_progress=seen.append))
+    roll(TwoTurns(), 1, on_progress=seen.append)
     assert [(one.num_turns, one.num_tokens, one.num_finished) for one in seen] == [
         (1, 2, 0),
         (2, 4, 0),
@@ -254,22 +224,13 @@ def test_progress_moves_with_every_reply() -> None:
     ]
 
 
-def test_a_callback_that_fails_on_a_reply_ends_the_run() -> None:
+@pytest.mark.parametrize("only_on_replies", [False, True])
+def test_a_progress_callback_that_fails_ends_the_run(only_on_replies: bool) -> None:
     def fail(progress: Progress) -> None:
-        if progress.num_finished == 0:
+        if progress.num_finished == 0 or not only_on_replies:
             raise KeyError("bar")
-
-    agent = TwoTurns()
-    with pytest.raises(KeyError, match="bar"):
-        asyncio.run(collect(agent, prompts(20), concurrency=2, on_progress=fail))
-    assert agent.active == 0
-
-
-def test_a_failing_progress_callback_comes_through_as_it_is() -> None:
-    def fail(progress: Progress) -> None:
-        raise KeyError("bar")
 
     agent = TwoTurns(before=lambda _: asyncio.sleep(0.001))
     with pytest.raises(KeyError, match="bar"):
-        asyncio.run(collect(agent, prompts(20), concurrency=2, on_progress=fail))
+        roll(agent, 20, concurrency=2, on_progress=fail)
     assert agent.active == 0

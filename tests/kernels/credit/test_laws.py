@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -152,3 +153,21 @@ def test_any_batch_is_what_the_loop_says(impl: str) -> None:
                 assert_rounds(actual, exact, magnitude=100.0)
 
     tried()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@ESTIMATES
+def test_numbers_that_are_not_finite_stay_in_their_sequence(
+    estimate: Estimate, observation: str, poison: float, impl: str
+) -> None:
+    batch = batch_of(["gg..g", "g.gg.", "..ggg."])
+    expected = estimate(batch, observation, impl)
+    for name in ("rewards", "values", "logprobs"):
+        spoilt = getattr(batch, name).clone()
+        spoilt[5:10] = poison
+        actual = estimate(batch._replace(**{name: spoilt}), observation, impl)
+        for rows, clean in zip(actual, expected, strict=True):
+            assert_same_bits(rows[:5], clean[:5])
+            assert_same_bits(rows[10:], clean[10:])

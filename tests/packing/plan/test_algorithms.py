@@ -1,4 +1,4 @@
-"""Balanced plans beside loops and other systems' methods, and their own laws."""
+"""Bin packing and balance beside loops, bounds and other systems' methods; and their speed."""
 
 import time
 
@@ -11,18 +11,75 @@ from tests.packing.plan.plan_loops import (
     BALANCING,
     EVERY,
     MIXES,
+    PACKING,
     held_by,
     karmarkar_karp,
     karmarkar_karp_and_swaps,
 )
 from trajpack import plan_micro_batches, plan_ranks
-from trajpack.packing.plan import algorithms as balance
+from trajpack.packing.plan import algorithms
+
+SMALL = st.lists(st.integers(0, 12), max_size=40)
+
 
 DRAWS = {
     "uniform": lambda rng, count: rng.integers(50, 4000, count),
     "lognormal": lambda rng, count: rng.lognormal(6.5, 0.8, count).astype(np.int64) + 1,
     "narrow": lambda rng, count: rng.integers(500, 1500, count),
 }
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_hundred_thousand_lengths_are_planned_in_no_time(mix):
+    """A limit that no loop over lengths and micro-batches keeps, on however slow a machine."""
+    lengths, capacity = MIXES[mix](np.random.default_rng(8), 100_000)
+    for name in ("next_fit", "best_fit_decreasing", "longest_processing_time"):
+        begin = time.process_time()
+        plan = plan_micro_batches(lengths, capacity, algorithm=name)
+        assert time.process_time() - begin < 1.5, name
+        assert len(plan.order) == 100_000
+        assert plan.loads.max() <= capacity
+    few = plan_micro_batches(lengths, capacity)
+    assert len(few) <= 1.005 * few.lower_bound
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("seed", range(3))
+def test_packing_is_what_a_loop_over_bins_packs(mix, seed):
+    lengths, capacity = MIXES[mix](np.random.default_rng(seed), 400)
+    plan = plan_micro_batches(lengths, capacity, algorithm="next_fit")
+    assert held_by(plan) == plan_loops.next_fit(lengths, capacity)
+    for best, name in enumerate(PACKING[1:]):
+        plan = plan_micro_batches(lengths, capacity, algorithm=name)
+        expected = plan_loops.fit_decreasing(lengths, capacity, best=bool(best))
+        assert held_by(plan) == expected, name
+
+
+@settings(max_examples=150)
+@given(SMALL, st.integers(12, 30), st.none() | st.integers(1, 4))
+def test_packing_is_so_for_any_lengths_and_any_bound_of_sequences(lengths, capacity, most):
+    options = {"max_sequences": most, "min_bins": 0}
+    plan = plan_micro_batches(lengths, capacity, algorithm="next_fit", **options)
+    assert held_by(plan) == plan_loops.next_fit(lengths, capacity, most)
+    for best, name in enumerate(PACKING[1:]):
+        plan = plan_micro_batches(lengths, capacity, algorithm=name, **options)
+        expected = plan_loops.fit_decreasing(lengths, capacity, best=bool(best), max_sequences=most)
+        assert held_by(plan) == expected
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", PACKING[1:])
+def test_few_micro_batches_more_than_there_must_be(mix, name):
+    for seed, count in ((0, 2000), (1, 20_000)):
+        lengths, capacity = MIXES[mix](np.random.default_rng(seed), count)
+        plan = plan_micro_batches(lengths, capacity, algorithm=name)
+        assert len(plan) <= 1.005 * plan.lower_bound + 1
+
+
+def test_next_fit_keeps_the_order_of_the_batch_where_it_splits_too():
+    plan = plan_micro_batches([5, 9, 2, 2, 7, 1, 8], 16, algorithm="next_fit", min_bins=5)
+    assert held_by(plan) == [[0], [1], [2], [3, 4, 5], [6]]
+    assert plan.order.tolist() == list(range(7))
 
 
 def imbalance(bins, lengths):
@@ -142,7 +199,7 @@ def test_no_exchange_with_the_most_costly_makes_both_cheaper(rows, num_bins, cap
 
 def test_work_is_bounded_where_sequences_are_many():
     """Pairs that are looked at, not seconds: none where one step alone would be too many."""
-    looked, taken = [], balance._exchange
+    looked, taken = [], algorithms._exchange
 
     def counted(bin_of, items, num_bins, *, least, budget):
         left = taken(bin_of, items, num_bins, least=least, budget=budget)
@@ -151,14 +208,14 @@ def test_work_is_bounded_where_sequences_are_many():
 
     lengths = np.random.default_rng(3).lognormal(8, 1, 20_000).astype(np.int64) + 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balance, "_exchange", counted)
+        patch.setattr(algorithms, "_exchange", counted)
         for count, num_bins in ((200, 8), (1000, 64), (20_000, 16)):
             looked.clear()
             plan_micro_batches(
                 lengths[:count], int(lengths.sum()), min_bins=num_bins, algorithm="karmarkar_karp"
             )
             assert 1 <= len(looked) <= 2
-            assert sum(looked) <= balance.EXCHANGES
+            assert sum(looked) <= algorithms.EXCHANGES
 
 
 @pytest.mark.parametrize("num_bins", [3, 40, 90])
@@ -259,10 +316,10 @@ def test_sequences_of_no_cost_leave_none_empty(name):
 @pytest.mark.parametrize("mix", MIXES)
 def test_costs_that_pull_against_tight_capacities_are_planned_in_time_too(mix):
     lengths, capacity = MIXES[mix](np.random.default_rng(9), 20_000)
-    begin = time.process_time()
-    plan = plan_micro_batches(
-        lengths, capacity, algorithm="longest_processing_time", cost=lengths.astype(float) ** 2
-    )
-    assert time.process_time() - begin < 3.0
-    assert plan.loads.max() <= capacity
-    assert len(plan) <= 1.05 * plan.lower_bound + 1
+    drawn = np.random.default_rng(9).random(20_000)
+    for cost, limit_s in ((lengths.astype(float) ** 2, 1.5), (drawn, 3.0)):
+        begin = time.process_time()
+        plan = plan_micro_batches(lengths, capacity, algorithm="longest_processing_time", cost=cost)
+        assert time.process_time() - begin < limit_s
+        assert plan.loads.max() <= capacity
+        assert cost is drawn or len(plan) <= 1.05 * plan.lower_bound + 1

@@ -1,10 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton kernel of `trajpack.kernels.credit.spread`: one program writes one chunk of tokens.
-
-Each token looks up its turn, and the turn's trajectory. A chunk is one of
-`trajpack.kernels.whiten`; its moments are stored too, so that whitening needs no further launch
-to read the result again.
-"""
+"""Triton kernels of `trajpack.kernels.credit.turns`: scores of trajectories, values of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +14,72 @@ from trajpack.kernels.reduce.whiten_triton import CHUNK, store_chunk_moments
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 if TYPE_CHECKING:
-    from trajpack.kernels.credit.spread import Turns
+    from trajpack.kernels.credit.turns import Turns
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def scores_kernel(
+    turn_rewards,
+    turn_truncated,
+    cu_generated,
+    cu_turns,
+    scores,
+    lengths,
+    valid,
+    num_segments,
+    clip: tl.float64,
+    BLOCK: tl.constexpr,
+):
+    """Write the scores of ``BLOCK`` trajectories."""
+    segment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = segment < num_segments
+    begin = tl.load(cu_turns + segment, mask=exists, other=0)
+    end = tl.load(cu_turns + segment + 1, mask=exists, other=0)
+    score = tl.zeros((BLOCK,), tl.float64)
+    longest = tl.max(end - begin, 0)
+    done = 0
+    while done < longest:
+        score += tl.load(turn_rewards + begin + done, mask=begin + done < end, other=0.0)
+        done += 1
+    score = tl.where(score > clip, clip, tl.where(score < -clip, -clip, score))  # NaN stays
+    tl.store(scores + segment, score, mask=exists)
+    first = tl.load(cu_generated + begin, mask=exists, other=0)
+    past = tl.load(cu_generated + end, mask=exists, other=0)
+    tl.store(lengths + segment, past - first, mask=exists)
+    cut = tl.load(turn_truncated + end - 1, mask=exists & (end > begin), other=0)
+    tl.store(valid + segment, (cut == 0).to(tl.int8), mask=exists)
+
+
+def scores_forward(
+    turn_rewards: torch.Tensor,
+    turn_truncated: torch.Tensor,
+    cu_generated: torch.Tensor,
+    cu_turns: torch.Tensor,
+    clip: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch one lane per trajectory; return the fields of `Scores`."""
+    num_segments = cu_turns.shape[0] - 1
+    device = turn_rewards.device
+    scores = torch.empty(num_segments, dtype=torch.float64, device=device)
+    lengths = torch.empty(num_segments, dtype=torch.int32, device=device)
+    valid = torch.empty(num_segments, dtype=torch.bool, device=device)
+    launch = launch_on("scores_kernel", turn_rewards.get_device())
+    if num_segments:
+        with torch.cuda.device_of(turn_rewards):  # Triton launches on the current device
+            scores_kernel[(triton.cdiv(num_segments, launch.block),)](
+                turn_rewards,
+                turn_truncated.view(torch.int8),
+                cu_generated,
+                cu_turns,
+                scores,
+                lengths,
+                valid.view(torch.int8),
+                num_segments,
+                clip,
+                BLOCK=launch.block,
+                **launch.options,
+            )
+    return scores, lengths, valid
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_segments"])
@@ -38,7 +98,10 @@ def spread_kernel(
     weight: tl.float64,
     CHUNK: tl.constexpr,
 ):
-    """Write one whole chunk; memory behind the last token is allocated for it."""
+    """Write a chunk of tokens, and the moments that whitening would have to read it again for.
+
+    Memory is allocated for a whole last chunk.
+    """
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     turn = tl.load(turn_ids + at, mask=at < num_tokens, other=-1)
@@ -77,8 +140,8 @@ def spread_forward(
     turn_ids, cu_turns, spans = turns
     num_tokens, device = turn_ids.shape[0], turn_ids.device
     chunks = triton.cdiv(num_tokens, CHUNK)
-    room = torch.empty(chunks * CHUNK, dtype=torch.float32, device=device)
-    second = torch.empty_like(room) if others is not None else room.new_empty(0)
+    memory = torch.empty(chunks * CHUNK, dtype=torch.float32, device=device)
+    second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
     partials = torch.empty((5, chunks), dtype=torch.float64, device=device)
     if chunks:
         with torch.cuda.device_of(turn_ids):  # Triton launches on the current device
@@ -89,7 +152,7 @@ def spread_forward(
                 rows,
                 steps,
                 others,
-                room,
+                memory,
                 second,
                 partials,
                 num_tokens,
@@ -98,4 +161,4 @@ def spread_forward(
                 CHUNK=CHUNK,
                 **launch_on("spread_kernel", turn_ids.get_device()).options,
             )
-    return room[:num_tokens], second[:num_tokens], partials
+    return memory[:num_tokens], second[:num_tokens], partials

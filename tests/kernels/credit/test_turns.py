@@ -1,21 +1,101 @@
-"""From turns and trajectories to their tokens: by loops over turns, with moments of the result."""
+"""Scores of trajectories, and values of turns at their tokens, by loops over turns."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trajpack.kernels.credit.spread import (
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
+from trajpack.kernels.credit.turns import (
     Turns,
     finish_spread,
+    scores_of_trajectories,
     spread_of_trajectories,
     spread_of_turns,
 )
 from trajpack.kernels.reduce.whiten_triton import CHUNK
 from trajpack.testing import assert_same_bits, boundaries
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+"""What trajectories have as a whole, by loops over their turns."""
+
+BLOCK = block_shape("scores_kernel", DEFAULT).block
+SCORED = {
+    "nothing": [],
+    "one": [1],
+    "none of them": [0, 0, 0],
+    "some": [3, 0, 1, 7, 0, 2],
+    "a block": [1, 2] * (BLOCK // 2),
+    "more than a block": [2, 0, 1] * (BLOCK // 3 + 1),
+}
+
+
+def scored_turns(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
+    rng = np.random.default_rng(seed)
+    num = sum(sizes)
+    rewards = torch.from_numpy(rng.standard_normal(num))
+    truncated = torch.from_numpy(rng.random(num) < 0.5)
+    return rewards, truncated, boundaries(rng.integers(0, 9, num).tolist()), boundaries(sizes)
+
+
+@pytest.mark.parametrize("clip", [float("inf"), 0.75])
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_lengths_and_who_counts_are_those_of_a_loop(
+    name: str, clip: float, impl: str
+) -> None:
+    rewards, truncated, cu_generated, cu_turns = inputs = scored_turns(SCORED[name])
+    got = scores_of_trajectories(*inputs, clip=clip, impl=impl)
+    scores, lengths, valid = [], [], []
+    bounds = cu_turns.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        total = 0.0
+        for reward in rewards[begin:end].tolist():
+            total += reward
+        scores.append(max(-clip, min(total, clip)))
+        lengths.append(int(cu_generated[end] - cu_generated[begin]))
+        valid.append(begin == end or not bool(truncated[end - 1]))
+    np.testing.assert_allclose(got.scores, scores, 1e-15, 1e-15)
+    assert got.scores.dtype == torch.float64
+    assert (got.lengths.tolist(), got.lengths.dtype) == (lengths, torch.int32)
+    assert (got.valid.tolist(), got.valid.dtype) == (valid, torch.bool)
+
+
+def test_turns_are_summed_in_their_order_whatever_the_company(impl: str) -> None:
+    rewards, truncated, cu_generated, cu_turns = scored_turns([5, 3, 0, 40])
+    together = scores_of_trajectories(
+        rewards, truncated, cu_generated, cu_turns, clip=float("inf"), impl=impl
+    )
+    for index, (begin, end) in enumerate(((0, 5), (5, 8), (8, 8), (8, 48))):
+        alone = scores_of_trajectories(
+            rewards[begin:end], truncated[begin:end], cu_generated[begin : end + 1],
+            boundaries([end - begin]), clip=float("inf"), impl=impl,
+        )  # fmt: skip
+        for whole, one in zip(together, alone, strict=True):
+            assert_same_bits(whole[index : index + 1], one)
+
+
+def test_a_score_that_is_no_number_stays_one(impl: str) -> None:
+    inputs = scored_turns([2, 1])
+    inputs[0][1] = torch.nan
+    for clip in (float("inf"), 1.0):
+        scores = scores_of_trajectories(*inputs, clip=clip, impl=impl).scores
+        assert scores.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_read_no_value(name: str, impl: str) -> None:
+    on_meta = (tensor.to("meta") for tensor in scored_turns(SCORED[name]))
+    got = scores_of_trajectories(*on_meta, clip=1.0, impl=impl)
+    for tensor, dtype in zip(got, (torch.float64, torch.int32, torch.bool), strict=True):
+        assert (tensor.shape[0], tensor.dtype) == (len(SCORED[name]), dtype)
+
+
+"""From turns and trajectories to their tokens: by loops over turns, with moments of the result."""
 
 
 def turns_of(sizes: list[list[int]], gap: int = 2) -> Turns:
@@ -132,17 +212,6 @@ def test_turns_of_no_trajectory_have_nothing(impl: str) -> None:
     assert_same_bits(*pair)
 
 
-@pytest.mark.usefixtures("poisoned_memory")
-def test_every_output_is_written(impl: str) -> None:
-    turns = turns_of(SIZES["many"])
-    spread = spread_of_trajectories(turns, torch.ones(6), torch.ones(15), weight=1.0, impl=impl)
-    assert bool(spread.rows.isfinite().all())
-    assert bool(spread.partials[:3].isfinite().all())
-    rows, moments = finish_spread(spread, turns.turn_ids >= 0, 1, impl)
-    assert bool(rows.isfinite().all())
-    assert bool(moments.isfinite().all())
-
-
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_no_value_is_read_from_the_device(impl: str) -> None:
     turns = Turns(*(tensor.to("meta") for tensor in turns_of(SIZES["many"])))
@@ -158,6 +227,9 @@ def test_no_value_is_read_from_the_device(impl: str) -> None:
 
 
 def test_the_ops_are_registered_right(impl: str) -> None:
+    scores = torch.ops.trajpack.scores_of_trajectories
+    for name in ("nothing", "none of them", "some"):
+        torch.library.opcheck(scores, (*scored_turns(SCORED[name]), 1.0, impl))
     turns = turns_of(SIZES["many"])
     rows, steps = torch.ones(6), torch.ones(15)
     table = torch.ones(len(turns.turn_ids))
@@ -166,9 +238,8 @@ def test_the_ops_are_registered_right(impl: str) -> None:
         torch.library.opcheck(
             torch.ops.trajpack.spread, (*turns, *inputs, 0.5, impl), test_utils=tests
         )
-    if impl == "triton":
-        spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
-        mask = turns.turn_ids >= 0
-        for whitening in (None, 0, 1):
-            inputs_of_finish = spread.rows, mask, spread.partials, whitening
-            torch.library.opcheck(torch.ops.trajpack.finish_spread, inputs_of_finish)
+    spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
+    mask = turns.turn_ids >= 0
+    for whitening in (None, 0, 1):
+        inputs_of_finish = spread.rows, mask, spread.partials, whitening, impl
+        torch.library.opcheck(torch.ops.trajpack.finish_spread, inputs_of_finish)

@@ -88,7 +88,7 @@ def test_rollout_leaves_the_answers_and_the_tokenizer_beside_the_batch(batch_fil
     ]
 
 
-def test_rollout_reports_what_it_came_to_without_control_characters(
+def test_rollout_reports_its_results_without_control_characters(
     rolled_out: Done, batch_file: Path
 ) -> None:
     for text in rolled_out[1:]:
@@ -155,7 +155,7 @@ def test_inspect_without_a_tokenizer_shows_ids_in_full_if_asked(tmp_path: Path) 
     assert "tokens ...]" not in call("inspect", path, "--full").stdout
 
 
-def test_inspect_says_when_the_tokenizer_is_another_ones(batch_file: Path, tmp_path: Path) -> None:
+def test_inspect_warns_of_the_tokenizer_of_another_model(batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
     pack([Trajectory("a", [Turn([1, 90_000], [3], [-0.5])])]).save(path)
     done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
@@ -163,7 +163,7 @@ def test_inspect_says_when_the_tokenizer_is_another_ones(batch_file: Path, tmp_p
     assert "1 token not in the vocabulary" in done.stderr
 
 
-def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Path) -> None:
+def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
     line = {
         "id": "[red]\x1b[31m\u202e",
         "prompt": "[bold]x[/bold] \x1b[2J :smile: [/]",
@@ -422,7 +422,7 @@ def end_engine_after(monkeypatch: pytest.MonkeyPatch, num_good: int) -> None:
 
 
 @pytest.mark.parametrize("num_good", [0, 3])
-def test_a_dead_engine_leaves_what_had_finished(
+def test_a_dead_engine_leaves_the_finished_episodes(
     num_good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_engine_after(monkeypatch, num_good)
@@ -451,7 +451,7 @@ def test_answers_that_cannot_be_logged_are_one_line(
     assert line.endswith("(and 3 more like it)")
 
 
-def test_an_engine_that_keeps_a_rollout_waiting_is_told_at_once(
+def test_a_silent_engine_is_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, said = TransformersEngine._take, io.StringIO()
@@ -514,7 +514,7 @@ def test_a_signal_after_the_episodes_waits_for_the_batch(
 @pytest.mark.parametrize(
     ("place", "is_written"), [("TrajectoryBuffer.pack", False), ("commands.rollout.report", True)]
 )
-def test_a_second_signal_ends_at_once_and_tells_what_is_on_disk(
+def test_a_second_signal_ends_at_once_and_names_the_written_batch(
     place: str, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signal_before(monkeypatch, place, signal.SIGINT, signal.SIGINT)
@@ -597,7 +597,7 @@ def interrupt(
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(
+def test_one_interrupt_leaves_a_valid_batch_of_the_finished_episodes(
     number: signal.Signals, status: int, tmp_path: Path, warm_programs: WarmPrograms
 ) -> None:
     out = tmp_path / "batch.safetensors"

@@ -104,7 +104,7 @@ def test_every_failure_is_counted_once_by_its_cause(watched: Watched) -> None:
     assert watched("turns_in_flight", stage="generation") == 0
 
 
-def test_no_text_of_others_becomes_a_label(watched: Watched) -> None:
+def test_outside_text_never_becomes_a_label(watched: Watched) -> None:
     class Own(errors.EpisodeError):
         cause = 'q"\n1} 5'
 
@@ -140,7 +140,7 @@ def test_a_retry_is_no_failure_and_its_wait_is_measured(watched: Watched) -> Non
     assert watched("episodes_finished_total") == 1
 
 
-def test_what_is_in_flight_for_an_episode_ends_with_it(watched: Watched) -> None:
+def test_turns_in_flight_end_with_their_episode(watched: Watched) -> None:
     m = watched.metrics
     for qid in ("a@0", "b@0"):
         m.episode_started(qid, 0)
@@ -195,7 +195,7 @@ def test_a_result_that_is_stale_when_it_is_taken_waits_no_longer(
     assert watched("result_wait_seconds_count") == 0
 
 
-def test_what_a_run_that_was_given_up_left_behind_can_be_forgotten(watched: Watched) -> None:
+def test_close_forgets_an_abandoned_run(watched: Watched) -> None:
     m = watched.metrics
     for qid in ("taken@0", "lost@0", "open@0"):
         m.episode_started(qid, 0)
@@ -209,7 +209,7 @@ def test_what_a_run_that_was_given_up_left_behind_can_be_forgotten(watched: Watc
     assert watched("retry_wait_seconds_count") == 0
 
 
-def test_waits_are_measured_by_what_was_waited_for(watched: Watched) -> None:
+def test_waits_are_measured_by_reason(watched: Watched) -> None:
     for reason, seconds in [("room", 0.0), ("room", 2.0), ("pause", 0.5), ("unheard of", 9.0)]:
         watched.metrics.wait_ended(reason, seconds)
     assert watched("queue_wait_seconds_sum", reason="room") == 2

@@ -112,7 +112,7 @@ def test_micro_batches_add_up_to_the_step_of_the_whole_batch() -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-def test_what_the_present_weights_sampled_is_told_from_what_older_ones_began() -> None:
+def test_tokens_of_older_weights_are_not_on_policy() -> None:
     trainer = PolicyTrainer(fresh_model(), learning_rate=1e-9, capacity=64)
     outcome = trainer.step(sampled())
     assert outcome.num_on_policy == 16
@@ -132,7 +132,7 @@ def test_log_probabilities_of_other_weights_show() -> None:
     assert outcome.logprob_gap > 1e-5
 
 
-def test_the_clip_ends_what_later_epochs_learn() -> None:
+def test_the_clip_limits_later_epochs() -> None:
     batch = sampled()
     few, many = (
         PolicyTrainer(fresh_model(), learning_rate=0.05, capacity=64, num_epochs=count).step(batch)
@@ -142,7 +142,7 @@ def test_the_clip_ends_what_later_epochs_learn() -> None:
     assert many.clip_fraction > 0.2
 
 
-def test_a_batch_that_teaches_nothing_is_refused() -> None:
+def test_a_batch_without_advantages_or_generated_tokens_is_refused() -> None:
     trainer = PolicyTrainer(fresh_model(), learning_rate=1e-3, capacity=8)
     with pytest.raises(ValueError, match="the batch has no advantages; call with_advantages"):
         trainer.step(pack([Trajectory("a", [Turn([1], [2], [-0.1])])]))

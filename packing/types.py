@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ from trajpack.packing.conversion import several
 from trajpack.packing.equality import same_turns
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
-Layout: TypeAlias = Literal["merged", "turns"]
-"""Unit of a sequence of a packed batch: a chain (``"merged"``) or a turn (``"turns"``)."""
-LAYOUTS = ("merged", "turns")
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
 
 

@@ -15,6 +15,7 @@ import torch
 
 from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.packing.conversion import check_memory
+from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import (
     Lengths,
@@ -27,7 +28,7 @@ from trajpack.packing.micro_batches.cutting import (
 from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Layout, Trajectory
+from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction

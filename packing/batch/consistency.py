@@ -17,9 +17,9 @@ from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import MAX_TOKENS
 from trajpack.packing.batch.batch import PackedBatch, number_groups
 from trajpack.packing.conversion import FLOAT32_MAX, INT32_MAX, shown
+from trajpack.packing.layout import LAYOUTS
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.turn_fields import TURN_FIELDS
-from trajpack.packing.types import LAYOUTS
 
 TURN_DTYPES = {
     **{field.name: field.dtype for field in TURN_FIELDS},

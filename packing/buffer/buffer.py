@@ -32,8 +32,9 @@ from trajpack.packing.buffer.tables import (
     columns_for,
 )
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
+from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Layout, Trajectory
+from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch

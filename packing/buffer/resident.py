@@ -29,7 +29,8 @@ from trajpack.packing.buffer.tables import (
     columns_for,
 )
 from trajpack.packing.conversion import check_memory, several, shown
-from trajpack.packing.types import Layout, Trajectory, Turn
+from trajpack.packing.layout import Layout
+from trajpack.packing.types import Trajectory, Turn
 
 
 def pack_resident(

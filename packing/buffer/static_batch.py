@@ -22,9 +22,9 @@ from trajpack.packing.buffer.buffer import (
 from trajpack.packing.buffer.staging import Staging
 from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, check_layout, columns_for
 from trajpack.packing.conversion import INT32_MAX, as_integer
+from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.turn_fields import TURN_FIELDS
-from trajpack.packing.types import Layout
 
 
 class StaticBatch:

@@ -13,9 +13,9 @@ from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
 from trajpack.packing.batch.batch import number_groups
 from trajpack.packing.buffer.chains import ValidatedTurns
 from trajpack.packing.buffer.staging import Column
+from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
-from trajpack.packing.types import LAYOUTS, Layout
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

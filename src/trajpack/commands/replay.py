@@ -14,8 +14,8 @@ from trajpack.commands.terminal import make_console, results, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.layout import Layout
 from trajpack.packing.trajectory_log.log import TrajectoryLog
-from trajpack.packing.types import Layout
 
 
 def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> int:

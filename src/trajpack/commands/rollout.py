@@ -36,7 +36,7 @@ from trajpack.commands.terminal import (
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import counted, describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
-from trajpack.packing.types import Layout
+from trajpack.packing.layout import Layout
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics

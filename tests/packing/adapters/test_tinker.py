@@ -49,6 +49,7 @@ def test_loss_inputs_have_the_services_dtypes_and_are_of_predicted_tokens(types)
 def test_the_real_type_converts_our_tensors_as_it_does_lists(types):
     batch = some_batch()
     for given, datum in zip(to_datum_kwargs(batch, mask=False), to_datums(batch), strict=True):
+        assert set(given["loss_fn_inputs"]) == {*datum.loss_fn_inputs} - {"mask"}
         lists = {name: values.tolist() for name, values in given["loss_fn_inputs"].items()}
         other = types.Datum(types.ModelInput.from_ints(given["model_input"]), lists)
         for name, values in other.loss_fn_inputs.items():

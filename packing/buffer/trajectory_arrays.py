@@ -313,13 +313,9 @@ def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8]) -> Any:
 
 
 def as_array(values: Any) -> tuple[str, npt.NDArray[Any]]:
-    """Return an array of any kind as the name of its torch dtype and a numpy array of its bytes.
+    """Return the name of an array's torch dtype, and its values as numpy has them.
 
     Numpy has no bfloat16 or float8; such a tensor becomes integers of that size.
-
-    Example:
-        >>> as_array(torch.ones(2, dtype=torch.bfloat16))
-        ('bfloat16', array([16256, 16256], dtype=int16))
     """
     tensor = host_tensor(values).contiguous()
     name = str(tensor.dtype).removeprefix("torch.")
@@ -331,12 +327,7 @@ def as_array(values: Any) -> tuple[str, npt.NDArray[Any]]:
 
 
 def as_tensor(dtype: str, array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return the tensor of `as_array`; it shares the array's memory if that is writable.
-
-    Example:
-        >>> as_tensor(*as_array(torch.ones(2, dtype=torch.bfloat16)))
-        tensor([1., 1.], dtype=torch.bfloat16)
-    """
+    """Return the tensor of `as_array`; it shares the array's memory if that is writable."""
     return host_tensor(array).view(getattr(torch, dtype))
 
 

@@ -128,14 +128,7 @@ class OldLog:
     """A log of the old form, Parquet segments and a manifest, read once to be converted.
 
     A segment describes itself: one without a readable line in the manifest is read like the others.
-
-    Args:
-        folder: Folder of the log.
-        damaged: ``"skip"`` warns of a segment that cannot be read, and goes on.
-
-    Raises:
-        DamagedLogError: If the manifest is not readable, or a segment is missing.
-        ImportError: If pyarrow is missing.
+    With ``damaged="skip"`` a segment that cannot be read is a warning, else a `DamagedLogError`.
     """
 
     def __init__(self, folder: Path, damaged: Damaged) -> None:
@@ -167,11 +160,7 @@ class OldLog:
             self._lose(DamagedLogError(f"{self._path(missing)} is missing"))
 
     def records(self) -> Iterator[Record]:
-        """Yield all episodes in the order in which they were appended.
-
-        Raises:
-            DamagedLogError: If a segment is damaged.
-        """
+        """Yield all episodes in the order in which they were appended."""
         for number in self._numbers:
             try:
                 records = self._segment(self._path(number), self._listed.get(number))

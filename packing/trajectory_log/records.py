@@ -55,13 +55,7 @@ class Record(NamedTuple):
 
 
 def encoded(record: Record) -> bytes:
-    """Return the bytes of a record.
-
-    Raises:
-        ValueError: If they are more than `MAX_EPISODE_BYTES`.
-
-    Cost: copies the episode once.
-    """
+    """Return the bytes of a record; a `ValueError` if they exceed `MAX_EPISODE_BYTES`."""
     arrays = record.arrays
     texts = [record.episode, record.error]
     for one in arrays.labels:
@@ -160,11 +154,7 @@ def encoded_text(text: str) -> bytes:
 
 
 def decoded_text(raw: bytes) -> str:
-    """Return the text of `encoded_text`.
-
-    Raises:
-        UnicodeDecodeError: If the bytes are no such text.
-    """
+    """Return the text of `encoded_text`."""
     return raw.decode("utf-8", "surrogatepass")
 
 

@@ -23,20 +23,10 @@ _TABLE_LEAF = 13
 
 
 def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> None:
-    """Write a new log with all whole episodes of a damaged one, in order.
+    """Write a new log with the episodes of a damaged one whose checksum is right, in order.
 
     Rows are recognised by the form of their pages (https://www.sqlite.org/fileformat2.html),
-    whatever the rest of the file says; an episode is whole if its checksum is right.
-
-    Args:
-        source: File of the damaged log.
-        target: File of the new one.
-        fields: Extra fields of the log, for a file that does not say them any more.
-
-    Raises:
-        DamagedLogError: If ``fields`` is ``None`` and the file does not say them, or it is no
-            regular file.
-        OSError: If the file cannot be read, or the new one not be written.
+    whatever the rest of the file says. See `TrajectoryLog.salvage`.
     """
     check_regular(source)
     if fields is None:

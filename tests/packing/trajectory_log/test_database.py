@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sqlite3
 import tracemalloc
 import warnings
@@ -14,8 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.packing.trajectory_log.log_cases import BY_HAND, assert_holds, episode, read, turn, write
-from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls, needs_sqlite_calls
+from tests.packing.trajectory_log.log_cases import (
+    BY_HAND,
+    assert_holds,
+    die_in_a_transaction,
+    episode,
+    in_a_fork,
+    read,
+    turn,
+    write,
+)
+from tests.packing.trajectory_log.sqlite_calls import needs_sqlite_calls
 from trajpack import Trajectory, Turn
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogOptions
@@ -256,14 +266,7 @@ def test_a_changed_file_is_an_error_with_its_name_or_is_read_right(
 def unfinished(small, tmp_path_factory):
     """Return a log whose writer died in a transaction, when its file was half written."""
     folder = shutil.copytree(small, tmp_path_factory.mktemp("unfinished") / "log")
-    child = os.fork()
-    if child == 0:
-        writes = iter(range(100))
-        SQLiteCalls(lambda name: "die" if "write" in name and next(writes) == 13 else None)
-        with TrajectoryLog.open(folder, options=BY_HAND) as log:
-            log.append("e9", long_episode(9))
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert in_a_fork(die_in_a_transaction, folder, long_episode(9)) == -signal.SIGKILL
     assert (folder / "log.sqlite-journal").stat().st_size > 1000
     assert (folder / "log.sqlite").read_bytes() != (small / "log.sqlite").read_bytes()
     return folder

@@ -81,6 +81,7 @@ def test_every_bit_of_every_number_comes_back(tmp_path):
     one, other = replayed[0].turns
     assert one.completion_logprobs.tobytes() == logprobs.tobytes()
     assert (one.prompt_ids.dtype, one.completion_logprobs.dtype) == (np.int32, np.float32)
+    assert one.prompt_ids.flags.writeable
     assert one.version_spans == spans
     assert np.signbit([one.reward, replayed[1].turn_discount]).all()
     assert (other.reward, other.version_start, other.version_end) == (5e-324, 1, 2)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
 from tests.packing.trajectory_log.log_cases import read, turn
 from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan
@@ -17,7 +16,6 @@ from trajpack.packing.trajectory_log.database import LogFile
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError
 from trajpack.packing.trajectory_log.records import COLUMNS, Record, decoded, encoded
-from trajpack.testing import trajectory_lists
 
 FIELDS = (TokenField("v", torch.float32), TokenField("b", torch.bool, generated_only=False))
 
@@ -52,21 +50,6 @@ def changed(record, **changes):
 def summed(content):
     """Return a record with the checksum that its bytes have."""
     return content[:4] + zlib.crc32(content[8:]).to_bytes(4, "little") + content[8:]
-
-
-@given(trajectory_lists(3))
-def test_a_record_gives_back_its_episode(trajectories):
-    arrays = TrajectoryArrays.of(trajectories, ())
-    back = decoded(encoded(Record("\ud800 name", None, arrays)), ())
-    assert (back.episode, back.error, back.arrays.labels) == ("\ud800 name", None, arrays.labels)
-    assert back.arrays.trajectories() == list(trajectories)
-    for mine, theirs in (
-        (back.arrays.tokens, arrays.tokens),
-        (back.arrays.logprobs, arrays.logprobs),
-    ):
-        assert mine.tobytes() == theirs.tobytes()
-        assert mine.dtype == theirs.dtype
-        assert mine.flags.writeable
 
 
 def test_a_failure_has_a_record_too():

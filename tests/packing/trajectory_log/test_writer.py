@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,9 @@ import pytest
 from tests.packing.trajectory_log.log_cases import (
     BY_HAND,
     assert_holds,
+    die_in_a_transaction,
     episode,
+    in_a_fork,
     read,
     turn,
     wait_until,
@@ -317,25 +319,16 @@ def test_a_fork_in_a_transaction_harms_neither_log_nor_child(tmp_path):
             for _ in range(7):  # so that the thread is at work
                 log.append(f"e{number}", [episode(number)])
                 number += 1
-            child = os.fork()
-            if child == 0:
-                os._exit(read_in_child(log, tmp_path))
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert in_a_fork(read_in_child, log, tmp_path) == 0
     assert_holds(tmp_path, range(number))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_threads_may_fork_at_once(tmp_path, slow_disk):
-    def fork():
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-
     with TrajectoryLog.open(tmp_path, options=LogOptions(segment_episodes=1)) as log:
         log.append("e0", [episode(0)])
         wait_until(slow_disk.reached.is_set)
-        threads = [threading.Thread(target=fork, daemon=True) for _ in range(3)]
+        threads = [threading.Thread(target=in_a_fork, args=(int,), daemon=True) for _ in range(3)]
         for one in threads:
             one.start()
         wait_until(lambda: len(log_writer._forking) == len(threads))
@@ -349,21 +342,13 @@ def test_two_threads_may_fork_at_once(tmp_path, slow_disk):
 
 
 def read_in_child(log, folder):
-    """Return 0 if a forked process can read the log, may not append to it, and may close it."""
-    try:
-        names = [one.episode for one in read(folder)]
-        assert names == [f"e{number}" for number in range(len(names))]
-        assert log.finished >= set(names)
-        try:
-            log.append("from the child", [])
-        except ValueError as error:
-            assert "belongs to the process that opened it" in str(error)  # noqa: PT017
-        else:
-            return 2
-        log.close()
-    except BaseException:  # noqa: BLE001 - of a child: it must not go on as the parent
-        return 1
-    return 0
+    """Read the log, fail to append to it, and close it."""
+    names = [one.episode for one in read(folder)]
+    assert names == [f"e{number}" for number in range(len(names))]
+    assert log.finished >= set(names)
+    with pytest.raises(ValueError, match="belongs to the process that opened it"):
+        log.append("from the child", [])
+    log.close()
 
 
 @contextmanager
@@ -503,7 +488,9 @@ def test_a_user_without_write_permission_reads_unless_the_writer_died(tmp_path):
         folder = Path(name)
         write(folder / "whole", [0, 1])
         write(folder / "unfinished", [0, 1])
-        assert in_a_fork(die_in_a_transaction, folder / "unfinished") == -signal.SIGKILL
+        assert (
+            in_a_fork(die_in_a_transaction, folder / "unfinished", [episode(9)]) == -signal.SIGKILL
+        )
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         in_a_fork(read_as_nobody, folder, tmp_path / "said")
@@ -513,25 +500,6 @@ def test_a_user_without_write_permission_reads_unless_the_writer_died(tmp_path):
     assert whole == "2"
     assert "its writer died in a transaction: open it once as a user who may write it" in unfinished
     assert "Permission denied" in append
-
-
-def in_a_fork(work, *values):
-    """Return how a forked process ended that did some work."""
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            work(*values)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def die_in_a_transaction(folder):
-    writes = iter(range(100))
-    with (
-        SQLiteCalls(lambda name: "die" if "write" in name and next(writes) == 13 else None),
-        TrajectoryLog.open(folder, options=BY_HAND) as log,
-    ):
-        log.append("e9", [episode(9)])
 
 
 def read_as_nobody(folder, said):

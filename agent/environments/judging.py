@@ -43,8 +43,8 @@ class JudgingEnvironment(ABC, Generic[T]):
         """Judge the answers to one question.
 
         Returns:
-            ``(None, successes, True, False, info)`` with one success per answer; the class says
-            what is in ``info``.
+            ``(None, successes, True, False, info)`` with one success per answer; for ``info`` see
+            the class.
 
         Raises:
             ValueError: If no question has this ``qid``.

@@ -54,7 +54,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     folder = _check_folder(folder, "tokenizer_config.json", "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above; the Rust tokenizers raise nothing narrower
+    except Exception as error:  # as above; the Rust tokenizers raise Exception itself
         raise SetupError(f"cannot load a tokenizer from {folder}: {first_line(error)}") from error
 
 

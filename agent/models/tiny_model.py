@@ -65,7 +65,7 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
 
     The model has 2 layers of width 64 and 384 tokens of vocabulary. The tokenizer is a
     byte-pair encoding that every Unicode string survives, with a ChatML chat template
-    that declares tools and marks what the assistant said (``return_assistant_tokens_mask``); a
+    that declares tools and marks the assistant's tokens (``return_assistant_tokens_mask``); a
     message ends with ``<|im_end|>``, and ``<|endoftext|>`` pads. Nothing is downloaded, and both
     can be written with their ``save_pretrained``.
 

@@ -53,7 +53,7 @@ class WatchedPack:
     """Time on the host; a device may still be running."""
 
     def figures(self) -> PackFigures | None:
-        """Return the numbers of the batch, if there is one; reads nothing from the device."""
+        """Return the numbers of the batch, if there is one, without a read from the device."""
         if self.batch is None:
             return None
         batch, num_trajectories = self.batch, len(self.batch.ids)

@@ -178,4 +178,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: it would repeat text from clients."""
+        """Do not log: a line would repeat text from clients."""

@@ -101,7 +101,7 @@ class RolloutTracer(EpisodeObserver["Span"]):
         self._open[qid] = OpenEpisode(span)
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
-        """Begin a turn, and a generation in it; end other turns that wait for nothing."""
+        """Begin a turn, and a generation in it; end other turns without an open stage."""
         episode = self._open.get(qid)
         if episode is not None:
             waiting = {turn, *(number for _, number in episode.stages)}

@@ -146,8 +146,8 @@ class Rollout:
             except SetupError:
                 raise
             except (RuntimeError, ValueError) as error:
-                what = "use the servers" if settings.has_servers else "run this model"
-                raise SetupError(f"the engine cannot {what}: {first_line(error)}") from error
+                work = "use the servers" if settings.has_servers else "run this model"
+                raise SetupError(f"the engine cannot {work}: {first_line(error)}") from error
             agent, limit = self.agent, getattr(engine, "max_request_tokens", None)
             most = agent.max_total_tokens
             if limit is not None and (most is None or limit < most):

@@ -1,4 +1,4 @@
-"""For tests of packed batches, here and in what is built on them: comparison, references, inputs.
+"""Comparison, references and inputs for tests of packed batches.
 
 `trajectories` and `trajectory_lists` are hypothesis strategies and need that package.
 """

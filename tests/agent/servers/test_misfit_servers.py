@@ -23,7 +23,7 @@ from tests.agent.servers.loopback import (
     vllm_body,
 )
 from trajpack.agent.errors import GenerationError, SetupError
-from trajpack.agent.servers.failures import RetryableError
+from trajpack.agent.servers.client import RetryableError
 from trajpack.agent.servers.options import RetryLimits
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine

@@ -19,7 +19,7 @@ from tests.agent.servers.loopback import (
     vllm_body,
 )
 from trajpack.agent.protocols import SamplingParams
-from trajpack.agent.servers.failures import WeightUpdateError
+from trajpack.agent.servers.control import WeightUpdateError
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 

@@ -18,7 +18,7 @@ from tests.agent.servers.loopback import (
     serving,
     sglang_body,
 )
-from trajpack.agent.servers.failures import WeightUpdateError
+from trajpack.agent.servers.control import WeightUpdateError
 from trajpack.agent.servers.sglang import SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine
 

@@ -75,8 +75,8 @@ attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, ten times a
 	$(BIN)/python -m pytest -q -n logical --maxprocesses $(or $(WORKERS),4) --timeout 7200 --full -m attack
 
 .PHONY: variants
-variants: $(TEST_STAMP) ## Compile every variant of the scans with every Triton for every target; half an hour
-	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled/test_scan_spills.py
+variants: $(TEST_STAMP) ## Compile every variant of the kernels for every target, of the scans with every Triton; half an hour
+	$(BIN)/python -m pytest -q --timeout 14400 --full tests/kernels/compiled
 
 # a server pins versions of its own, so it lives in an environment of its own
 VLLM := $(VENV)/engines/vllm

@@ -69,8 +69,7 @@ from trajpack.agent.runner.runner import (
     Progress as Progress,
     RolloutRunner as RolloutRunner,
 )
-from trajpack.agent.sandbox.limits import SandboxLimits as SandboxLimits
-from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox
+from trajpack.agent.sandbox.sandbox import Sandbox as Sandbox, SandboxLimits as SandboxLimits
 from trajpack.agent.seeding import derive_seed as derive_seed
 from trajpack.agent.servers.options import (
     RetryLimits as RetryLimits,
@@ -84,5 +83,8 @@ from trajpack.agent.training.policy_trainer import (
     PolicyTrainer as PolicyTrainer,
     token_logprobs as token_logprobs,
 )
-from trajpack.agent.trl.rollout import TRLRollout as TRLRollout, episode_reward as episode_reward
-from trajpack.agent.trl.rows import trl_dataset_rows as trl_dataset_rows
+from trajpack.agent.trl.rollout import (
+    TRLRollout as TRLRollout,
+    episode_reward as episode_reward,
+    trl_dataset_rows as trl_dataset_rows,
+)

@@ -79,6 +79,12 @@ class SetupError(ValueError):
     """A configuration that cannot be set up; the message is one line for a person to read."""
 
 
+def _causes_of_kinds(kind: type[EpisodeError]) -> frozenset[str]:
+    return frozenset({kind.cause}).union(*map(_causes_of_kinds, kind.__subclasses__()))
+
+
+CAUSES = _causes_of_kinds(EpisodeError)
+"""Every `EpisodeError.cause`."""
 _MAX_REASON_CHARS = 1000
 
 

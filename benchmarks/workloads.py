@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trajpack import Trajectory, Turn
+from trajpack import Trajectory, TrajectoryBuffer, Turn
 from trajpack.testing import random_trajectory
 
 Lengths = npt.NDArray[np.int64]
@@ -145,6 +145,13 @@ def conversations(name: str, scale: float = 1.0) -> list[Trajectory]:
     if name == MANY_TURNS:
         return many_turns(_scaled(256, scale))
     return single_turns(SEQUENCES[name](scale))
+
+
+def filled(trajectories: Sequence[Trajectory], device: str = "cpu") -> TrajectoryBuffer:
+    """Return a new buffer that holds all trajectories."""
+    buffer = TrajectoryBuffer(device=device)
+    buffer.extend(trajectories)
+    return buffer
 
 
 MULTI_TURN = "multi-turn: 256 x 5 turns"

@@ -24,9 +24,9 @@ from trajpack.agent import (
     TransformersEngine,
 )
 from trajpack.agent.environments.questions import ExactAnswerEnvironment
+from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
-    build_arithmetic_model,
     encode_question,
     lazy_demonstrations,
 )

@@ -5,20 +5,25 @@ from trajpack.kernels.corrections.importance_weights import (
     Rejection as Rejection,
     importance_weights as importance_weights,
 )
-from trajpack.kernels.corrections.kl_penalty import kl_penalty as kl_penalty
 from trajpack.kernels.corrections.loss_weights import (
     loss_denominator as loss_denominator,
     loss_weights as loss_weights,
 )
-from trajpack.kernels.corrections.reward_shaping import overlong_penalty as overlong_penalty
+from trajpack.kernels.corrections.penalties import (
+    kl_penalty as kl_penalty,
+    overlong_penalty as overlong_penalty,
+)
 from trajpack.kernels.corrections.staleness import (
     policy_age as policy_age,
     staleness_mask as staleness_mask,
     staleness_weights as staleness_weights,
 )
 from trajpack.kernels.credit.discounted_returns import discounted_returns as discounted_returns
-from trajpack.kernels.credit.gae import gae as gae, td_lambda as td_lambda
-from trajpack.kernels.credit.turn_gae import turn_gae as turn_gae
+from trajpack.kernels.credit.gae import (
+    gae as gae,
+    td_lambda as td_lambda,
+    turn_gae as turn_gae,
+)
 from trajpack.kernels.credit.vtrace import vtrace as vtrace
 from trajpack.kernels.fields.build import build as build
 from trajpack.kernels.fields.gather_words import gather_words as gather_words
@@ -32,15 +37,17 @@ from trajpack.kernels.groups.group_recipes import (
     opo as opo,
     reinforce_plus_plus_baseline as reinforce_plus_plus_baseline,
     rloo as rloo,
+    step_advantages as step_advantages,
 )
-from trajpack.kernels.groups.step_groups import step_advantages as step_advantages
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
     context_parallel_order as context_parallel_order,
 )
-from trajpack.kernels.rearrange.merge_tokens import merge_tokens as merge_tokens
 from trajpack.kernels.rearrange.pad import pad as pad, unpad as unpad
-from trajpack.kernels.rearrange.select_tokens import select_tokens as select_tokens
+from trajpack.kernels.rearrange.select_tokens import (
+    merge_tokens as merge_tokens,
+    select_tokens as select_tokens,
+)
 from trajpack.kernels.rearrange.shift import (
     drop_tokens as drop_tokens,
     shift_tokens as shift_tokens,

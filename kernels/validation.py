@@ -1,4 +1,4 @@
-"""Argument checks that all ops share; every message names the op, the argument and what came."""
+"""Argument checks that all ops share; each message names op, argument, expectation and value."""
 
 from __future__ import annotations
 
@@ -65,35 +65,37 @@ def check_tensor(  # noqa: PLR0913 - all but three are keywords
     name: str,
     tensor: torch.Tensor,
     *,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype, ...] | None = None,
     ndim: int = 1,
+    or_more: bool = False,
     device: torch.device | None = None,
     entries: int | None = None,
     per: str = "token",
     constant: bool = False,
 ) -> None:
-    """Raise unless ``tensor`` is what an op takes.
+    """Raise unless ``tensor`` is an argument that the op accepts.
 
     Args:
         op: Name of the op, for the message.
         name: Name of the argument, for the message.
         tensor: The argument.
-        dtypes: Dtypes that are accepted.
+        dtypes: Accepted dtypes; any if ``None``.
         ndim: Number of dimensions.
+        or_more: Whether more dimensions are accepted too.
         device: Device of the other inputs; any if ``None``.
         entries: Size of the first dimension; any if ``None``.
-        per: What one entry belongs to, for the message.
-        constant: Whether a gradient through ``tensor`` is refused where gradients are recorded.
+        per: Noun for the owner of one entry, for the message.
+        constant: Whether to refuse a tensor through which a gradient would be recorded.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
+    if dtypes is not None and tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         got = str(tensor.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must be {expected}, got {got}")
-    if tensor.ndim != ndim:
-        shape = list(tensor.shape)
-        raise ValueError(f"{op}: {name} must have {ndim} dimension(s), got shape {shape}")
+    if tensor.ndim < ndim or (tensor.ndim > ndim and not or_more):
+        shape, least = list(tensor.shape), "at least " * or_more
+        raise ValueError(f"{op}: {name} must have {least}{ndim} dimension(s), got shape {shape}")
     if device is not None:
         check_device(op, name, tensor, device)
     if entries is not None and tensor.shape[0] != entries:
@@ -127,14 +129,17 @@ def check_choice(op: str, name: str, choice: str, choices: tuple[str, ...]) -> N
         raise ValueError(f"{op}: {name} must be one of {expected}, got {choice!r}")
 
 
-def check_integer(op: str, name: str, number: int, *, most: int | None = None) -> None:
-    """Raise unless ``number`` is an int (no bool) from 0 to ``most``."""
+def check_integer(
+    op: str, name: str, number: int, *, least: int = 0, most: int | None = None
+) -> None:
+    """Raise unless ``number`` is an int (no bool) from ``least`` to ``most``."""
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {number!r}")
-    if most is None and number < 0:
-        raise ValueError(f"{op}: {name} must not be negative, got {number}")
-    if most is not None and not 0 <= number <= most:
-        raise ValueError(f"{op}: {name} must be in [0, {most}], got {number}")
+    if most is not None and not least <= number <= most:
+        raise ValueError(f"{op}: {name} must be in [{least}, {most}], got {number}")
+    if number < least:
+        expected = f"be at least {least}" if least else "not be negative"
+        raise ValueError(f"{op}: {name} must {expected}, got {number}")
 
 
 def check_max_seqlen(op: str, max_seqlen: int | None) -> None:
@@ -153,11 +158,13 @@ def check_number(
     *,
     above: float | None = None,
     least: float | None = None,
+    most: float | None = None,
     finite: bool = False,
 ) -> None:
     """Raise unless ``number`` is a number (no bool, no NaN) within its bounds.
 
-    ``above`` is an exclusive lower bound, ``least`` an inclusive one; ``finite`` refuses infinity.
+    ``above`` is an exclusive lower bound, ``least`` and ``most`` are inclusive bounds; ``finite``
+    refuses infinity.
     """
     if isinstance(number, bool) or not isinstance(number, (Real, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number, got {number!r}")
@@ -169,6 +176,9 @@ def check_number(
     if least is not None:
         bounds.append("not negative" if least == 0 else f"at least {least:g}")
         is_within = is_within and number >= least
+    if most is not None:
+        bounds.append(f"at most {most:g}")
+        is_within = is_within and number <= most
     if not is_within:
         expected = " and ".join(bounds) or "a number that is not NaN"
         raise ValueError(f"{op}: {name} must be {expected}, got {number!r}")

@@ -1,4 +1,4 @@
-"""The border: whatever a caller holds becomes checked int32 ids and float32 log-probabilities."""
+"""Conversion of callers' values to int32 ids, float32 log-probabilities and plain numbers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Typecode: TypeAlias = Literal["i", "f"]
 LEAST, GREATEST = np.minimum.reduce, np.maximum.reduce
 SEVERAL = (Sequence, np.ndarray, torch.Tensor)
 PIECE = 8192
-"""Numbers that leave a list at once."""
+"""Numbers of a list that are converted at once."""
 
 
 GONE = object()
-"""Stands for an entry of a list that has become shorter."""
+"""Sentinel for an entry of a list that became shorter."""
 
 
 class NotPackedError(Exception):
-    """An entry of a list that `packed_numbers` cannot convert, or a list that changed meanwhile."""
+    """`packed_numbers` cannot convert an entry, or the list changed while it was read."""
 
     def __init__(self, index: int, value: Any) -> None:
         super().__init__(index, value)
@@ -43,7 +43,7 @@ class NotPackedError(Exception):
 
 
 def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
-    """Convert token ids to a 1-D int32 array; a copy only where dtype or container demand one.
+    """Convert token ids to a 1-D int32 array; copies only if dtype or container require it.
 
     Raises:
         TypeError: If they are not integers.
@@ -56,7 +56,7 @@ def as_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
 
 
 def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
-    """Convert as `as_ids` does, but leave negative ones: they are cheaper found in bulk."""
+    """Convert as `as_ids`, without the check for negative ids, which is cheaper in bulk."""
     if type(values) is np.ndarray and values.dtype is INT32 and values.ndim == 1:
         return values
     ids = _as_array(name, values, "i")
@@ -69,7 +69,7 @@ def narrow_ids(name: str, values: Any) -> npt.NDArray[np.int32]:
     if ids.dtype.kind not in "iu":
         raise TypeError(f"{name} must be integers, got {ids.dtype}")
     if not np.can_cast(ids.dtype, np.int32):
-        ids = ids.copy()  # the caller's may change between check and conversion
+        ids = ids.copy()  # the caller's array may change between check and conversion
         if not 0 <= int(np.bitwise_or.reduce(ids)) <= INT32_MAX:
             if (low := int(ids.min())) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {low} at index {ids.argmin()}")
@@ -93,7 +93,7 @@ def as_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
 
 
 def narrow_logprobs(name: str, values: Any) -> npt.NDArray[np.float32]:
-    """Convert as `as_logprobs` does, but leave what is not finite, cheaper found in bulk."""
+    """Convert as `as_logprobs`, without the check for finite values, which is cheaper in bulk."""
     if type(values) is np.ndarray and values.dtype is FLOAT32 and values.ndim == 1:
         return values
     logprobs = _as_array(name, values, "f")
@@ -136,10 +136,10 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error message quotes it: at most 100 characters of its ``repr``."""
+    """Return at most 100 characters of the ``repr`` of a value, for an error message."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - a class of the caller's may raise anything
+    except Exception:  # noqa: BLE001 - raised by a class of the caller
         return f"a {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -147,10 +147,10 @@ def shown(value: Any) -> str:
 def merge_spans(
     spans: Sequence[Any] | None, version_start: int, version_end: int
 ) -> tuple[list[tuple[int, int, int]] | None, int, int]:
-    """Bring version spans into the one form that says what they say.
+    """Return version spans in their canonical form, and start and end.
 
-    Empty spans go, neighbours of one version merge, and a single span becomes ``None`` with
-    its version as start and end. Start and end left at 0 are taken from the spans.
+    Empty spans are removed, adjacent spans of one version are merged, and a single span becomes
+    ``None`` with its version as start and end. A start and end of 0 are taken from the spans.
     """
     merged: list[tuple[int, int, int]] = []
     for version, start, end in spans or ():
@@ -171,7 +171,7 @@ def as_version_runs(
 ) -> tuple[list[tuple[int, int, int]], int, int]:
     """Check a turn's versions and return ``(version, start, end)`` runs over its completion.
 
-    Without spans every token counts as sampled by the start version.
+    Without spans all tokens have the start version.
 
     Raises:
         TypeError: If a version or a bound is not an integer.
@@ -205,12 +205,9 @@ def as_version_runs(
 
 
 def check_memory(tensor: torch.Tensor) -> None:
-    """Raise where a tensor's memory was given back, or made smaller than its shape needs.
+    """Raise a `ValueError` if a tensor's storage was freed or is smaller than its shape needs.
 
-    Torch and numpy would read what is there now.
-
-    Raises:
-        ValueError: That says so.
+    Torch and numpy would read memory of others.
     """
     size = tensor.numel()
     if not size or tensor.layout is not torch.strided:
@@ -224,13 +221,13 @@ def check_memory(tensor: torch.Tensor) -> None:
 
 
 def host_tensor(values: Any) -> torch.Tensor:
-    """Return an array of any kind as a tensor on the host; Python numbers keep their 64 bits."""
+    """Return an array of any kind as a tensor on the host; Python numbers have 64 bits."""
     if isinstance(values, torch.Tensor):
         check_memory(values)
         return values.detach().cpu()
     array = np.asarray(values)
     plain = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
-    # torch takes no negative strides, and warns of memory that it may not write
+    # torch accepts no negative strides, and warns of read-only memory
     return torch.from_numpy(plain if plain.flags.writeable else plain.copy())
 
 
@@ -261,7 +258,7 @@ def _check_cover(name: str, spans: Sequence[tuple[int, int, int]], num_tokens: i
 
 
 def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
-    """Return numbers of any container as a numpy array of no subclass, whose length is true."""
+    """Return numbers of any container as a plain numpy array of the container's length."""
     kind = type(values)
     if kind is not list and kind is not tuple:
         if isinstance(values, (torch.Tensor, np.ndarray, array, memoryview)):
@@ -274,11 +271,11 @@ def _as_array(name: str, values: Any, typecode: Typecode) -> npt.NDArray[Any]:
 
 
 def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return an array as numpy has it, without what a subclass makes of it.
+    """Return an array as a plain numpy array, without methods of subclasses.
 
     Raises:
         TypeError: If it cannot be read.
-        ValueError: If it has not as many entries as it says.
+        ValueError: If its ``len`` is not its number of entries.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array: its mask would be lost")
@@ -293,11 +290,11 @@ def _read_array(name: str, values: Any) -> npt.NDArray[Any]:
 
 
 def _entries(name: str, values: Any) -> list[Any] | tuple[Any, ...]:
-    """Return what a sequence holds; a list or a tuple itself, any other read once.
+    """Return a list or a tuple itself, the entries of any other sequence, read once.
 
     Raises:
         TypeError: If it is no sequence, or cannot be read.
-        ValueError: If it has not as many entries as it says.
+        ValueError: If its ``len`` is not its number of entries.
     """
     if type(values) is list or type(values) is tuple:
         return values
@@ -314,11 +311,11 @@ def _entries(name: str, values: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def several(name: str, values: Any) -> tuple[Any, ...]:
-    """Return what an iterable holds, read once; one with a length is read no further than that.
+    """Return the entries of an iterable, read once, at most one more than its ``len``.
 
     Raises:
-        TypeError: If it is no iterable, or one with a length that cannot be read.
-        ValueError: If it has not as many entries as it says.
+        TypeError: If it is no iterable, or cannot be read.
+        ValueError: If its ``len`` is not its number of entries.
     """
     if type(values) is list or type(values) is tuple:
         return tuple(values)
@@ -337,15 +334,15 @@ def several(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> npt.NDArray[Any]:
-    """Return a list's numbers as 4-byte ones: struct refuses what numpy would quietly round.
+    """Convert a list to 4-byte numbers by `struct`, which rejects values that numpy would round.
 
-    It is the fastest way out of a list, as long as what it makes of its arguments stays in cache.
+    It is the fastest conversion of a list if a piece of arguments fits the cache.
 
     Raises:
         NotPackedError: If an entry is a bool, no number, or does not fit, or if the list changes.
     """
     count = len(values)
-    numbers: Any = np.empty(count, PACKED[typecode])  # a buffer, which its type does not say
+    numbers: Any = np.empty(count, PACKED[typecode])
     for begin in range(0, count, PIECE):
         if count <= PIECE:
             piece, written = values, numbers
@@ -353,10 +350,10 @@ def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> n
             piece, written = values[begin : begin + PIECE], numbers[begin : begin + PIECE]
         try:
             struct.pack_into(f"{len(written)}{typecode}", numbers, 4 * begin, *piece)
-            # only a 0 or a 1 can have been a bool: few ids are, and few log-probabilities
+            # only a 0 or a 1 can come from a bool
             doubtful = LEAST(written) <= 1 if typecode == "i" else GREATEST(written) >= 0
             odd = _first_bool(piece, written) if doubtful else None
-        except Exception as error:  # of the number itself, too
+        except Exception as error:  # raised by struct or by the number
             odd = min(_first_refused(piece, written, typecode), len(written) - 1)
             raise NotPackedError(begin + odd, _entry(piece, odd)) from error
         if odd is not None:
@@ -366,7 +363,7 @@ def packed_numbers(values: list[Any] | tuple[Any, ...], typecode: Typecode) -> n
 
 
 def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeError | ValueError:
-    """Say what is wrong with a value that has no place among 4-byte numbers."""
+    """Return the error for a value that does not fit a 4-byte number."""
     kinds, bound = {
         "i": ("integers", f"in [0, {INT32_MAX}]"),
         "f": ("floats", "finite float32"),
@@ -379,7 +376,7 @@ def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeEr
         return TypeError(f"{name} must be {kinds}, {got}")
     try:
         [number] = struct.unpack(typecode, struct.pack(typecode, value))
-    except Exception:  # noqa: BLE001 - the number's own, too
+    except Exception:  # noqa: BLE001 - raised by struct or by the number
         return ValueError(f"{name} must be {bound}, {got}")
     if number < 0 if typecode == "i" else not math.isfinite(number):
         return ValueError(f"{name} must be {bound}, {got}")
@@ -387,7 +384,7 @@ def not_packed(name: str, refused: NotPackedError, typecode: Typecode) -> TypeEr
 
 
 def _first_bool(piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any]) -> int | None:
-    """Return the index of the first bool among numbers that were converted to ``numbers``."""
+    """Return the index of the first bool of a list that was converted to ``numbers``."""
     places = np.flatnonzero((numbers == 0) | (numbers == 1)).tolist()
     if set(map(type, map(piece.__getitem__, places))) <= {int, float}:
         return None
@@ -397,18 +394,18 @@ def _first_bool(piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any]) -
 def _first_refused(
     piece: list[Any] | tuple[Any, ...], numbers: npt.NDArray[Any], typecode: Typecode
 ) -> int:
-    """Return the index of the entry that struct refused; the numbers from there on are 0."""
+    """Return the index of the entry that struct rejected; the numbers from there on are 0."""
     written = np.flatnonzero(numbers.view(INT32))
     begin = int(written[-1]) + 1 if written.size else 0
     foreign = []
     for index, value in enumerate(piece[begin:], begin):
         try:
             struct.pack(typecode, value)
-        except Exception:  # noqa: BLE001 - the number's own, too
+        except Exception:  # noqa: BLE001 - raised by struct or by the number
             return index
         if type(value) not in (int, float):
             foreign.append(index)
-    return foreign[0] if foreign else begin  # one that can be read now
+    return foreign[0] if foreign else begin  # the second read succeeded
 
 
 def is_bool(value: Any) -> bool:
@@ -417,12 +414,12 @@ def is_bool(value: Any) -> bool:
         return True
     try:
         return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-    except Exception:  # noqa: BLE001 - a class of the caller's may raise anything
+    except Exception:  # noqa: BLE001 - raised by a class of the caller
         return False
 
 
 def _entry(piece: Sequence[Any], index: int) -> Any:
-    """Return an entry of a list, `GONE` where it has become shorter."""
+    """Return an entry of a list, or `GONE` if the list became shorter."""
     try:
         return piece[index]
     except IndexError:
@@ -430,7 +427,7 @@ def _entry(piece: Sequence[Any], index: int) -> Any:
 
 
 def host_array(values: Any, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-    """Return an array of any kind as numpy has it; what is on a device is read back."""
+    """Return an array of any kind as a numpy array; tensors of a device are copied to the host."""
     if isinstance(values, torch.Tensor):
         check_memory(values)
         values = values.detach().cpu()

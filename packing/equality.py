@@ -1,36 +1,61 @@
-"""When two arrays that different containers hold are the same."""
+"""Equality of turns, and of arrays in different containers."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import host_array, host_tensor, several
+from trajpack.packing.conversion import host_array, host_tensor, merge_spans, several
+from trajpack.packing.turn_fields import TURN_FIELDS
+
+if TYPE_CHECKING:
+    from trajpack.packing.types import Turn
 
 
-def read_once(values: Any) -> Any:
-    """Return an array as it is, and entries of any other container, no more than it says it has."""
-    is_plain = type(values) in {list, tuple} or hasattr(type(values), "__array__")
-    return values if is_plain or not isinstance(values, Sized) else several("values", values)
+def same_turns(one: Turn, other: Turn) -> bool:
+    """Return whether two turns hold the same values."""
+    try:
+        mine, theirs = one.fields or {}, other.fields or {}
+        return (
+            _numbers(one) == _numbers(other)
+            and same_values(one.prompt_ids, other.prompt_ids)
+            and same_values(one.completion_ids, other.completion_ids)
+            and same_values(one.completion_logprobs, other.completion_logprobs, np.float32)
+            and set(mine) == set(theirs)
+            and all(_same_rows(mine[name], theirs[name]) for name in mine)
+        )
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - raised by a container of the caller
+        return False  # invalid values cannot be compared
 
 
 def same_values(left: Any, right: Any, dtype: npt.DTypeLike | None = None) -> bool:
-    """Tell whether two array-likes hold the same values, as ``dtype`` where it is given."""
+    """Return whether two array-likes hold the same values, as ``dtype`` where it is given."""
     with np.errstate(over="ignore"):
-        one, other = host_array(read_once(left), dtype), host_array(read_once(right), dtype)
+        one, other = host_array(_read_once(left), dtype), host_array(_read_once(right), dtype)
         return bool(np.array_equal(one, other))
 
 
-def same_rows(left: Any, right: Any) -> bool:
-    """Tell whether two arrays of an extra field hold the same, in the narrower of their dtypes.
+def _numbers(turn: Turn) -> tuple[Any, ...]:
+    """Return the numbers of a turn, and its versions in their one form."""
+    numbers = {one.attribute: one.plain(getattr(turn, one.attribute)) for one in TURN_FIELDS}
+    first, last = int(numbers.pop("version_start")), int(numbers.pop("version_end"))
+    given = () if turn.version_spans is None else _read_once(turn.version_spans)
+    return numbers, merge_spans([tuple(map(operator.index, span)) for span in given], first, last)
 
-    What was packed as float32 is equal to the Python floats it came from; NaN is equal to NaN.
+
+def _same_rows(left: Any, right: Any) -> bool:
+    """Return whether rows of an extra field are equal in the narrower of their dtypes.
+
+    Rows that were packed as float32 equal the Python floats that they came from; NaN equals NaN.
     """
-    one, other = host_tensor(read_once(left)), host_tensor(read_once(right))
+    one, other = host_tensor(_read_once(left)), host_tensor(_read_once(right))
     if one.numel() == other.numel() == 0:
         return True
     if one.shape != other.shape:
@@ -38,9 +63,12 @@ def same_rows(left: Any, right: Any) -> bool:
     narrow = min(
         one.dtype, other.dtype, key=lambda dtype: (not dtype.is_floating_point, dtype.itemsize)
     )
-    one, other = (
-        row.to(narrow).to(torch.float64) if narrow.is_floating_point else row
-        for row in (one, other)
-    )
-    same = (one == other) | (one.isnan() & other.isnan())
-    return bool(same.all())
+    if narrow.is_floating_point:
+        one, other = (rows.to(narrow).to(torch.float64) for rows in (one, other))
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _read_once(values: Any) -> Any:
+    """Return an array as it is, and entries of any other container, no more than it says it has."""
+    is_plain = type(values) in {list, tuple} or hasattr(type(values), "__array__")
+    return values if is_plain or not isinstance(values, Sized) else several("values", values)

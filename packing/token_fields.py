@@ -1,4 +1,4 @@
-"""Extra per-token fields: what a caller declares once and hands over with every turn."""
+"""`TokenField`: declaration of an extra per-token field."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ DTYPES = {
         torch.complex64,
     )
 }
-"""Those a field may have, by the names that files have for them."""
+"""Dtypes of fields by their names in files."""
 
 
 @dataclass(frozen=True)
 class TokenField:
-    """A field of a caller's own with one row for each token.
+    """An extra field with one row for each token.
 
-    Routed experts, values, log-probabilities of a reference model, temperatures: whatever an
-    engine or a scorer says of single tokens. Declared once, at the buffer, it goes through
-    `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save`; a turn brings its
-    rows in `Turn.fields`. Rows that are computed after packing join the batch by
-    `PackedBatch.with_field`.
+    For instance routed experts, values, log-probabilities of a reference model, temperatures. The
+    field is declared once, at the buffer; each turn has its rows in `Turn.fields`.
+    `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save` include it.
+    `PackedBatch.with_field` adds rows that are computed after packing.
 
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack
@@ -66,14 +65,14 @@ class TokenField:
     """Key in `Turn.fields` and in `PackedBatch.fields`."""
     dtype: torch.dtype
     """Dtype of the packed field. Rows of another dtype are converted; a conversion that changes an
-    integer or a bool is refused."""
+    integer or a bool raises."""
     shape: tuple[int, ...] = ()
     """Shape of a token's row: ``(layers, k)`` for routed experts, ``()`` for a number."""
     fill: float | int | bool = 0
     """Value of tokens without a row: padding, and prompt tokens if ``generated_only``."""
     generated_only: bool = True
-    """Whether a turn brings rows for its completion alone, or for its prompt and completion.
-    In the latter case a turn extends a chain only if these rows agree too."""
+    """Whether a turn has rows for its completion only, or for its prompt and completion. In the
+    second case a turn extends a chain only if the rows of the chain are equal too."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -93,7 +92,7 @@ class TokenField:
         if type(self.generated_only) is not bool:
             got = shown(self.generated_only)
             raise TypeError(f"field {self.name!r}: generated_only must be a bool, got {got}")
-        filled = self._converted([self.fill])  # refuses one that does not fit
+        filled = self._converted([self.fill])  # raises if it does not fit
         object.__setattr__(self, "fill", filled.item())
         fill = filled.view(torch.uint8).numpy().tobytes()
         layout = FieldLayout(self.dtype, self.shape, fill, self.generated_only)
@@ -111,18 +110,18 @@ class TokenField:
         return self.layout.row_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return the declaration as JSON values, for `from_json`."""
         dtype = str(self.dtype).removeprefix("torch.")
         described = {"dtype": dtype, "shape": list(self.shape), "fill": self.layout.fill.hex()}
         return dataclasses.asdict(self) | described
 
     @classmethod
     def from_json(cls, described: Any) -> TokenField:
-        """Return the field that `as_json` described.
+        """Return the field of a declaration from `as_json`.
 
         Raises:
             TypeError: If a value is of the wrong kind.
-            ValueError: If one does not describe a field.
+            ValueError: If the values describe no field.
         """
         keys = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(described, dict) or set(described) != keys:
@@ -143,8 +142,8 @@ class TokenField:
         """Convert the rows of a turn to ``[num_rows, row_bytes]``.
 
         Raises:
-            TypeError: If they are no numbers.
-            ValueError: If their shape is not ``[num_rows, *shape]``, or they change in ``dtype``.
+            TypeError: If the values are no numbers.
+            ValueError: If the shape is not ``[num_rows, *shape]``, or ``dtype`` changes a value.
         """
         rows = self._converted(values)
         expected = (num_rows, *self.shape)
@@ -157,17 +156,17 @@ class TokenField:
         try:
             flat = rows.contiguous().as_strided((rows.numel(),), (1,))  # an entry may have stride 0
             raw = np.asarray(flat.view(torch.uint8).numpy()).reshape(num_rows, self.row_bytes)
-        except Exception as error:  # a tensor that is not of its shape
+        except Exception as error:  # the storage does not fit the shape
             raise TypeError(f"field {self.name!r} cannot be read: {shown(error)}") from error
         return raw if self.dtype != torch.bool else (raw != 0).view(np.uint8)
 
     def _converted(self, values: Any) -> torch.Tensor:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")  # an imaginary part that would be dropped
+                warnings.simplefilter("error")  # torch warns when it drops an imaginary part
                 given = host_tensor(values)
                 rows = given.to(self.dtype)
-        except Exception as error:  # Warning, too
+        except Exception as error:  # includes warnings
             raise TypeError(f"field {self.name!r} cannot be read as numbers: {error}") from error
         exact = rows.dtype.is_floating_point or rows.dtype.is_complex
         if not exact and given.dtype != rows.dtype and not torch.equal(rows.to(given.dtype), given):
@@ -201,18 +200,18 @@ def rows_of_turn(
     *,
     compared: bool,
 ) -> list[Bytes]:
-    """Convert what a turn brings of each declared field.
+    """Convert the rows of a turn for each declared field.
 
     Args:
         declared: The fields.
         given: Rows by name. They are read once.
         sizes: Tokens of the prompt and of the completion.
-        compared: Whether rows of prompts are compared with other turns'. They are copied then, so
-            that what is compared is what is stored.
+        compared: Whether rows of prompts are compared with other turns. They are copied then, so
+            that the compared rows are the stored rows.
 
     Raises:
-        TypeError, ValueError: As `TokenField.as_bytes`; also where a field is missing or was
-            not declared.
+        TypeError, ValueError: As `TokenField.as_bytes`; also if a field is missing or was not
+            declared.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"fields must be a mapping, got {type(given).__name__}")

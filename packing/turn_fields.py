@@ -1,8 +1,9 @@
-"""Fields of a turn that are one number each: declared once, for every table that has them."""
+"""`TURN_FIELDS`: the table of the per-turn fields."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ class TurnField(NamedTuple):
         """Dtype of the tensor's table on the host."""
         return torch.empty(0, dtype=self.dtype).numpy().dtype
 
+    def plain(self, value: Any) -> float:
+        """Return the number as a Python float, bool or int."""
+        if self.dtype.is_floating_point:
+            return float(value)
+        return bool(value) if self.dtype == torch.bool else operator.index(value)
+
 
 TURN_FIELDS = (
     TurnField("reward", "turn_rewards", torch.float64, 0.0),
@@ -33,4 +40,5 @@ TURN_FIELDS = (
     TurnField("version_end", "turn_version_end", torch.int32, -1),
 )
 """Each has an attribute of `Turn` and one of `PackedBatch`. The buffer's tables, batches, static
-batches, batch files and `unpack` loop over this table."""
+batches, batch files, `unpack`, `TrajectoryArrays` (log, Parquet, Ray) and the equality of turns
+loop over this table. New rows go to its end: stored logs hold the numbers in this order."""

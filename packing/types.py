@@ -1,20 +1,22 @@
-"""Turns and trajectories: what an agent hands over, before anything is packed."""
+"""`Turn` and `Trajectory`: the input of a pack."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.packing.conversion import merge_spans, several
-from trajpack.packing.equality import read_once, same_rows, same_values
+from trajpack.packing.conversion import several
+from trajpack.packing.equality import same_turns
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+Layout: TypeAlias = Literal["merged", "turns"]
+"""Unit of a sequence of a packed batch: a chain (``"merged"``) or a turn (``"turns"``)."""
+LAYOUTS = ("merged", "turns")
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
 
 
@@ -30,12 +32,11 @@ class VersionSpan(NamedTuple):
 class Turn:
     """One exchange: the prompt the engine saw and the completion it sampled.
 
-    Arrays may be numpy arrays, torch tensors (CPU or CUDA) or plain sequences. They
-    are kept as given; `TrajectoryBuffer.add` converts and checks them once. Two turns
-    are equal when they hold the same values, whatever arrays hold them: ids compare as
-    integers, log-probabilities as float32, version spans as versions per token, rows of
-    extra fields in the narrower of their two dtypes. A turn with values that cannot be read
-    as numbers equals itself alone.
+    Arrays may be numpy arrays, torch tensors (CPU or CUDA) or plain sequences. A turn keeps the
+    given arrays; `TrajectoryBuffer.add` converts and checks them once. Two turns are equal if
+    their values are equal, whatever their containers: ids compare as integers, log-probabilities
+    as float32, version spans as versions per token, rows of extra fields in the narrower of their
+    two dtypes. A turn with values that are no numbers equals itself alone.
 
     Example:
         >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))
@@ -47,9 +48,9 @@ class Turn:
     completion_ids: IntArray
     """Token ids it sampled, stop token included. May be empty."""
     completion_logprobs: FloatArray
-    """Log-probability of each completion token at the time it was sampled (natural log)."""
+    """Natural log-probability of each completion token under the sampling policy."""
     reward: float = 0.0
-    """Reward of this turn as the agent shaped it, not yet discounted."""
+    """Reward of this turn, not discounted."""
     truncated: bool = False
     """True when no end-of-sequence token was sampled."""
     version_start: int = 0
@@ -64,32 +65,9 @@ class Turn:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
-        if self is other:
-            return True
-        try:
-            return (
-                self._scalars() == other._scalars()
-                and same_values(self.prompt_ids, other.prompt_ids)
-                and same_values(self.completion_ids, other.completion_ids)
-                and same_values(self.completion_logprobs, other.completion_logprobs, np.float32)
-                and self._same_fields(other)
-            )
-        except MemoryError:
-            raise
-        except Exception:  # noqa: BLE001 - of containers of the caller's, too
-            return False  # values that no buffer takes cannot be compared
+        return self is other or same_turns(self, other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _same_fields(self, other: Turn) -> bool:
-        mine, theirs = self.fields or {}, other.fields or {}
-        return set(mine) == set(theirs) and all(same_rows(mine[n], theirs[n]) for n in mine)
-
-    def _scalars(self) -> tuple[Any, ...]:
-        start, end = operator.index(self.version_start), operator.index(self.version_end)
-        given = () if self.version_spans is None else read_once(self.version_spans)
-        spans = [tuple(map(operator.index, span)) for span in given]
-        return float(self.reward), bool(self.truncated), merge_spans(spans, start, end)
 
 
 @dataclass(frozen=True)
@@ -97,17 +75,17 @@ class Trajectory:
     """All turns of one agent in one episode, oldest first."""
 
     id: str
-    """Names the trajectory in every error and in the packed batch."""
+    """Name of the trajectory in errors and in the packed batch."""
     turns: Sequence[Turn]
     """At least one turn."""
     group: str | None = None
-    """Trajectories of one group share a task and are compared with each other."""
+    """Name of the group: trajectories of one task, which estimators compare."""
     turn_discount: float = 1.0
-    """Discount from one turn to the next; token-level discounts are another matter."""
+    """Discount from one turn to the next; estimators have their own discounts of tokens."""
     task_id: int | None = None
     """Kind of task, as the data set numbers it."""
     birth_time_ms: int | None = None
-    """When the episode began, in milliseconds since the epoch."""
+    """Start of the episode, milliseconds since the epoch."""
 
     def __post_init__(self) -> None:
         try:

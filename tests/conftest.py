@@ -115,7 +115,7 @@ def cluster() -> Iterator[None]:
 def warm_judge(warm_programs: WarmPrograms, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have processes that check answers start at once."""
     script = warm_programs.script("judge")
-    monkeypatch.setattr("trajpack.agent.environments.answer_checking.SCRIPT", script)
+    monkeypatch.setattr("trajpack.agent.environments.math_verify.SCRIPT", script)
 
 
 @pytest.fixture(scope="module")

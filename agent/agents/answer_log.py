@@ -16,7 +16,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -57,8 +57,8 @@ class AnswerLog:
 
     Each file holds one whole episode at any time: all files of an episode are written beside
     their places and then moved there, and where that fails none is left. A later episode of
-    the same id and version replaces an earlier one. Model
-    text is escaped, so it can neither forge a line of the log nor command a terminal.
+    the same id and version replaces an earlier one. Text of a model is escaped, so it can neither
+    forge a line of the log nor command a terminal.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -111,17 +111,8 @@ def answer_file_name(qid: str) -> str:
 
 
 def _as_json(qid: str, turn: LoggedTurn) -> str:
-    line = {
-        "qid": qid,
-        "turn": turn.turn,
-        "version_start": int(turn.version_start),
-        "version_end": int(turn.version_end),
-        "success": turn.success,
-        "reward": turn.reward,
-        "prompt_len": turn.prompt_len,
-        "answer_len": turn.answer_len,
-    }
-    return json.dumps(line) + "\n"
+    numbers = {name: value for name, value in asdict(turn).items() if not name.endswith("_text")}
+    return json.dumps({"qid": qid, **numbers}) + "\n"
 
 
 def _as_text(qid: str, turn: LoggedTurn) -> str:

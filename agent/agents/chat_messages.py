@@ -108,7 +108,7 @@ class ChatMessages:
         added = [word for word in self._tokenizer.get_added_vocab() if word in text]
         tokens = "|".join(re.escape(word) for word in added if len(word.strip()) > 1)
         return _Frame(
-            [self._words(piece) for piece in pieces],
+            [self._encode(piece) for piece in pieces],
             re.compile(f"(?={tokens})" if tokens else "(?!)"),
         )
 
@@ -117,20 +117,14 @@ class ChatMessages:
         for content, after in zip(contents, frame.words[1:], strict=True):
             begin = 0
             for found in frame.tokens.finditer(content):  # cut apart, it is text and no token
-                ids += self._plain(content[begin : found.start() + 1])
+                ids += self._encode(content[begin : found.start() + 1], split_special_tokens=True)
                 begin = found.start() + 1
-            ids += self._plain(content[begin:])
+            ids += self._encode(content[begin:], split_special_tokens=True)
             ids += after
         return ids
 
-    def _words(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def _plain(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=True
-        )
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, **options)
         return ids
 
 

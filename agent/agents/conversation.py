@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,9 @@ from trajpack.agent.errors import (
     MalformedResponseError,
 )
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
-from trajpack.agent.runner.bridge import RequestQueue
-from trajpack.packing.conversion import (
-    as_ids,
-    as_integer,
-    as_logprobs,
-    as_number,
-    as_version_runs,
-)
+from trajpack.agent.runner.attempt import RequestQueue
+from trajpack.agent.runner.trajectory_check import checked_completion
+from trajpack.packing.conversion import as_ids, as_integer, as_number, as_version_runs
 from trajpack.packing.types import Trajectory, Turn
 
 
@@ -62,24 +57,6 @@ class ConversationLimits:
         if self.generation_timeout is not None and not self.generation_timeout > 0:
             raise ValueError(f"generation_timeout must be positive, got {self.generation_timeout}")
 
-    def check_sampling(self, gconfig: Any) -> None:
-        """Raise unless a limit on tokens comes with the number of new tokens.
-
-        Raises:
-            ValueError: If it does not.
-            TypeError: If ``gconfig.max_new_tokens`` is not an integer.
-        """
-        if self.max_total_tokens is not None:
-            asked = sampling_option(gconfig, "max_new_tokens", None)
-            if asked is None:
-                raise ValueError("max_total_tokens needs a gconfig with max_new_tokens")
-            as_integer("gconfig.max_new_tokens", asked)
-
-    def fit(self, num_tokens: int, gconfig: Any) -> bool:
-        """Return whether a prompt of ``num_tokens`` leaves room for a completion."""
-        limit = self.max_total_tokens
-        return limit is None or num_tokens + max_new_tokens(gconfig) <= limit
-
 
 def sampling_option(gconfig: Any, name: str, default: Any) -> Any:
     """Return a sampling option, which is a key of a mapping or else an attribute."""
@@ -88,16 +65,12 @@ def sampling_option(gconfig: Any, name: str, default: Any) -> Any:
     return getattr(gconfig, name, default)
 
 
-def max_new_tokens(gconfig: Any) -> int:
-    """Return the tokens of one completion at most."""
-    return int(sampling_option(gconfig, "max_new_tokens", None))
-
-
-class Completion(NamedTuple):
-    """Checked reply to a request."""
+@dataclass(eq=False)
+class Exchange:
+    """One turn: the engine's checked completion, and its judgement."""
 
     start: int
-    """Offset in the conversation: the length of its prompt."""
+    """Offset in the conversation: the length of its prompt in tokens."""
     ids: npt.NDArray[np.int32]
     """Sampled tokens."""
     logprobs: npt.NDArray[np.float32]
@@ -108,18 +81,11 @@ class Completion(NamedTuple):
     """Policy version of the last token."""
     reply: GenerationOutput
     """Reply as the engine gave it."""
-
-
-class Exchange(NamedTuple):
-    """Finished turn."""
-
-    completion: Completion
-    """Completion that the engine sampled."""
-    answer: str
-    """Text of the completion, as the environment saw it."""
-    success: bool
+    text: str = ""
+    """Text of the completion, as the environment sees it."""
+    success: bool = False
     """Judgement of the environment."""
-    reward: float
+    reward: float = 0.0
     """Reward as shaped by the agent, not discounted."""
 
 
@@ -139,27 +105,14 @@ class Conversation:
     """Token ids so far. Tokens appended between turns are observation."""
     exchanges: list[Exchange] = field(default_factory=list)
     """Finished turns."""
+    observation: Any = None
+    """Observation that the environment gave last."""
     birth_time_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     """Unix time of the beginning, in milliseconds."""
 
     def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
         """Return an error that names the episode and the turn it is in."""
         return kind(self.qid, f"turn {len(self.exchanges)}: {reason}")
-
-    async def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Reset the environment and open the conversation with ``prompt_ids``.
-
-        Raises:
-            EpisodeError: If the environment fails, or these are not token ids.
-        """
-        if not isinstance(self.qid, str):
-            raise self.error(f"the qid must be a str, got {type(self.qid).__name__}")
-        with self.guard("the environment's reset failed", EnvironmentFailedError):
-            await self.env.reset()
-        with self.guard("the prompt was refused"):
-            self.token_ids = as_ids("prompt_ids", prompt_ids).tolist()
-        if not self.token_ids:
-            raise self.error("the prompt has no tokens")
 
     @contextmanager
     def guard(self, failure: str, kind: type[EpisodeError] = EpisodeError) -> Iterator[None]:
@@ -183,8 +136,23 @@ class Conversation:
             reason = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
             raise self.error(f"{failure}: {reason}", kind) from error
 
-    async def ask(self, gconfig: Any, timeout: float | None) -> Completion:  # noqa: ASYNC109
-        """Request the next completion and return it.
+    async def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Reset the environment and open the conversation with ``prompt_ids``.
+
+        Raises:
+            EpisodeError: If the environment fails, or these are not token ids.
+        """
+        if not isinstance(self.qid, str):
+            raise self.error(f"the qid must be a str, got {type(self.qid).__name__}")
+        with self.guard("the environment's reset failed", EnvironmentFailedError):
+            await self.env.reset()
+        with self.guard("the prompt was refused"):
+            self.token_ids = as_ids("prompt_ids", prompt_ids).tolist()
+        if not self.token_ids:
+            raise self.error("the prompt has no tokens")
+
+    async def ask(self, gconfig: Any, timeout: float | None) -> Exchange:  # noqa: ASYNC109
+        """Request the next completion, check it and return it.
 
         Args:
             gconfig: Sampling parameters, as the engine takes them.
@@ -204,31 +172,30 @@ class Conversation:
                     reply = await self.act_queue.get()
         except TimeoutError as error:
             raise self.error(f"no reply within {timeout} s", EpisodeTimeoutError) from error
-        if isinstance(reply, GenerationError):
-            if reply.qid != self.qid:
-                raise self._malformed(f"an error of another episode came: {reply}") from reply
+        if isinstance(reply, GenerationError) and reply.qid == self.qid:
             raise reply
-        if not isinstance(reply, GenerationOutput):
-            raise self._malformed(f"expected a GenerationOutput, got {type(reply).__name__}")
-        return self._checked(reply)
-
-    async def listen(
-        self,
-        gconfig: Any,
-        tokenizer: Any,
-        timeout: float | None,  # noqa: ASYNC109
-    ) -> tuple[Completion, str]:
-        """Request the next completion; return it and its text without special tokens.
-
-        Raises:
-            EpisodeError: As `ask`, or if the completion cannot be decoded.
-        """
-        completion = await self.ask(gconfig, timeout)
-        with self.guard("its text could not be decoded"):
-            text = decode(tokenizer, completion.ids.tolist(), skip_special_tokens=True)
-            if not isinstance(text, str):
-                raise TypeError(f"the tokenizer decodes to {type(text).__name__}, not str")
-        return completion, text
+        with self.guard("the reply was refused", MalformedResponseError):
+            if isinstance(reply, GenerationError):
+                raise ValueError(f"an error of another episode came: {reply}") from reply
+            if not isinstance(reply, GenerationOutput):
+                raise TypeError(f"expected a GenerationOutput, got {type(reply).__name__}")
+            if not isinstance(reply.qid, str) or reply.qid != self.qid:
+                raise ValueError(f"the reply answers episode {reply.qid!r}")
+            seen = reply.prompt_ids
+            if type(seen) is not list or seen != self.token_ids:  # a long list is not converted
+                seen = as_ids("prompt_ids", seen).tolist()
+            ids, logprobs = checked_completion("output", reply.output_ids, reply.output_logprobs)
+            _, first, last = as_version_runs(
+                "", reply.version_spans, reply.version_start, reply.version_end, ids.size
+            )
+            if not isinstance(reply.no_eos, bool | np.bool_):
+                raise TypeError(f"no_eos must be a bool, got {type(reply.no_eos).__name__}")
+            if seen != self.token_ids:
+                raise ValueError(
+                    "the reply answers another prompt: expected the "
+                    f"{len(self.token_ids)} tokens that were sent, got {len(seen)}"
+                )
+        return Exchange(len(self.token_ids), ids, logprobs, first, last, reply)
 
     async def judge(self, answer: str) -> tuple[float, bool]:
         """Return the environment's number for ``answer``, and whether it ended the episode.
@@ -237,7 +204,9 @@ class Conversation:
             EpisodeError: If it fails, or does not return exactly one finite success.
         """
         with self.guard("the environment's step failed", EnvironmentFailedError):
-            _, successes, terminated, truncated, _ = await self.env.step((self.qid, [answer]))
+            self.observation, successes, terminated, truncated, _ = await self.env.step(
+                (self.qid, [answer])
+            )
             scores = [as_number("success", success) for success in successes]
             ended = bool(terminated) or bool(truncated)
         if len(scores) != 1:
@@ -247,7 +216,7 @@ class Conversation:
 
     def keep(self, exchange: Exchange) -> None:
         """Append a finished turn."""
-        self.token_ids += exchange.completion.ids.tolist()
+        self.token_ids += exchange.ids.tolist()
         self.exchanges.append(exchange)
 
     def turns(self) -> list[Turn]:
@@ -255,17 +224,16 @@ class Conversation:
         conversation = as_ids("token_ids", self.token_ids)
         return [
             Turn(
-                prompt_ids=conversation[: completion.start],
-                completion_ids=completion.ids,
-                completion_logprobs=completion.logprobs,
-                reward=exchange.reward,
-                truncated=bool(completion.reply.no_eos),
-                version_start=completion.version_start,
-                version_end=completion.version_end,
-                version_spans=completion.reply.version_spans,
+                prompt_ids=conversation[: one.start],
+                completion_ids=one.ids,
+                completion_logprobs=one.logprobs,
+                reward=one.reward,
+                truncated=bool(one.reply.no_eos),
+                version_start=one.version_start,
+                version_end=one.version_end,
+                version_spans=one.reply.version_spans,
             )
-            for exchange in self.exchanges
-            for completion in [exchange.completion]
+            for one in self.exchanges
         ]
 
     def trajectory(self, prompt: Prompt, turn_discount: float) -> Trajectory:
@@ -277,55 +245,3 @@ class Conversation:
             task_id=prompt.task_id,
             birth_time_ms=self.birth_time_ms,
         )
-
-    def require_turn(self, limits: ConversationLimits, gconfig: Any) -> None:
-        """Raise if there was no room for a first turn.
-
-        Raises:
-            EpisodeError: If the conversation has no turns.
-        """
-        if not self.exchanges:
-            raise self.error(
-                f"a prompt of {len(self.token_ids)} tokens and a completion of up to "
-                f"{max_new_tokens(gconfig)} exceed max_total_tokens={limits.max_total_tokens}"
-            )
-
-    def _checked(self, reply: GenerationOutput) -> Completion:
-        if not isinstance(reply.qid, str) or reply.qid != self.qid:
-            raise self._malformed(f"the reply answers episode {reply.qid!r}")
-        with self.guard("the reply was refused", MalformedResponseError):
-            num_prompt, is_same = self._compare(reply.prompt_ids)
-            ids = as_ids("output_ids", reply.output_ids)
-            logprobs = as_logprobs("output_logprobs", reply.output_logprobs)
-            _, first, last = as_version_runs(
-                "", reply.version_spans, reply.version_start, reply.version_end, ids.size
-            )
-            if not isinstance(reply.no_eos, bool | np.bool_):
-                raise TypeError(f"no_eos must be a bool, got {type(reply.no_eos).__name__}")
-        if not is_same:
-            raise self._malformed(
-                f"the reply answers another prompt: expected the {len(self.token_ids)} tokens "
-                f"that were sent, got {num_prompt}"
-            )
-        if logprobs.shape != ids.shape:
-            reason = f"the reply has {logprobs.size} log-probabilities for {ids.size} ids"
-            raise self._malformed(reason)
-        return Completion(len(self.token_ids), ids, logprobs, first, last, reply)
-
-    def _compare(self, prompt_ids: Any) -> tuple[int, bool]:
-        """Return the length of the prompt that the engine saw, and whether it is the one sent."""
-        if type(prompt_ids) is list and prompt_ids == self.token_ids:
-            return len(prompt_ids), True  # without converting a long one
-        seen = as_ids("prompt_ids", prompt_ids).tolist()
-        return len(seen), seen == self.token_ids
-
-    def _malformed(self, reason: str) -> EpisodeError:
-        return self.error(reason, MalformedResponseError)
-
-
-def decode(tokenizer: Any, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-    """Return the text of tokens, with its spaces as they are."""
-    text: str = tokenizer.decode(
-        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
-    return text

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from trajpack.agent.agents.answer_log import AnswerLog, LoggedTurn
+from trajpack.agent.agents.chat_agent import ConversationAgent
 from trajpack.agent.agents.conversation import (
     Conversation,
     ConversationLimits,
     Exchange,
-    decode,
     sampling_option,
 )
 from trajpack.agent.models.causal_model import load_tokenizer
-from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.packing.conversion import as_integer, as_number
 from trajpack.packing.text import one_line
-from trajpack.packing.types import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +29,7 @@ _FEEDBACK = {
 
 
 @dataclass(eq=False)
-class MathMultiTurnAgent:
+class MathMultiTurnAgent(ConversationAgent):
     """Asks for an answer `num_turns` times and tells the model each time how it did.
 
     Each turn's prompt is the last turn's prompt, its completion, and the feedback: a
@@ -85,112 +81,9 @@ class MathMultiTurnAgent:
     generation_timeout: float | None = None
     """Seconds to wait for a reply at most."""
     _feedback_ids: dict[bool, list[int]] = field(init=False, repr=False)
-    _limits: ConversationLimits = field(init=False, repr=False)
     _log: AnswerLog | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check_options()
-        if isinstance(self.tokenizer, str | os.PathLike):
-            self.tokenizer = load_tokenizer(self.tokenizer)
-        self._feedback_ids = {}
-        if self.num_turns > 1:
-            self._feedback_ids = {
-                key: self._encode_feedback(text) for key, text in _FEEDBACK.items()
-            }
-        self._log = None if self.answer_save_path is None else AnswerLog(self.answer_save_path)
-
-    async def collect_trajectory(
-        self,
-        prompt: Prompt,
-        env: Environment,
-        obs_queue: asyncio.Queue[Observation],
-        act_queue: asyncio.Queue[Reply],
-    ) -> list[Trajectory]:
-        """Run one episode and return its one trajectory.
-
-        Args:
-            prompt: Opening; its id is the episode's ``qid`` and the trajectory's id.
-            env: Takes ``(qid, [answer])`` and returns a list of one success as its reward.
-            obs_queue: Queue of requests, ``(qid, token_ids, gconfig)`` for each turn.
-            act_queue: Queue of replies, one for each request.
-
-        Raises:
-            EpisodeError: If the environment fails, a reply is late or does not answer
-                its request, or ``max_total_tokens`` leaves no room for a first turn.
-            GenerationError: As the engine put it on ``act_queue``.
-            asyncio.CancelledError: If cancelled; the message names the episode.
-        """
-        conversation = Conversation(prompt.id, env, obs_queue, act_queue)
-        try:
-            await self._converse(conversation, prompt.input_ids)
-            await self._write_log(conversation)
-        except asyncio.CancelledError as error:
-            message = f"episode {prompt.id!r}: cancelled in turn {len(conversation.exchanges)}"
-            raise asyncio.CancelledError(message) from error
-        return [conversation.trajectory(prompt, self.turn_level_discount)]
-
-    async def _converse(self, conversation: Conversation, prompt_ids: Sequence[int]) -> None:
-        await conversation.begin(prompt_ids)
-        for turn in range(self.num_turns):
-            feedback = self._feedback_ids[conversation.exchanges[-1].success] if turn else []
-            if not self._limits.fit(len(conversation.token_ids) + len(feedback), self.gconfig):
-                break
-            conversation.token_ids += feedback
-            completion, answer = await conversation.listen(
-                self.gconfig, self.tokenizer, self.generation_timeout
-            )
-            score, ended = await conversation.judge(answer)
-            with conversation.guard("its reward is out of range"):
-                shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
-                reward = as_number("reward", shaped)
-            conversation.keep(Exchange(completion, answer, bool(score), reward))
-            if (score and self.stop_on_success) or (ended and self.stop_on_terminated):
-                break
-        conversation.require_turn(self._limits, self.gconfig)
-
-    async def _write_log(self, conversation: Conversation) -> None:
-        if self._log is None:
-            return
-        try:
-            await self._log.write(conversation.qid, self._logged(conversation))
-        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
-            logger.warning(
-                "episode %s: its answers were not logged: %s",
-                one_line(repr(conversation.qid)),
-                one_line(error),
-            )
-
-    def _logged(self, conversation: Conversation) -> list[LoggedTurn]:
-        """Return the turns for the log; every piece of the conversation is decoded once."""
-        logged: list[LoggedTurn] = []
-        end, prompt_text = 0, ""
-        for turn, (completion, answer, success, reward) in enumerate(conversation.exchanges):
-            prompt_text += decode(self.tokenizer, conversation.token_ids[end : completion.start])
-            logged.append(
-                LoggedTurn(
-                    turn=turn,
-                    prompt_text=prompt_text,
-                    completion_text=answer,
-                    prompt_len=completion.start,
-                    answer_len=len(completion.ids),
-                    success=success,
-                    reward=reward,
-                    version_start=completion.version_start,
-                    version_end=completion.version_end,
-                )
-            )
-            prompt_text += decode(self.tokenizer, completion.ids.tolist())
-            end = completion.start + len(completion.ids)
-        return logged
-
-    def _encode_feedback(self, message: str) -> list[int]:
-        text: str = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
-        )
-        ids: list[int] = self.tokenizer.encode("\n" + text, add_special_tokens=False)
-        return ids
-
-    def _check_options(self) -> None:
         for name in ("n", "n_samples"):
             asked = sampling_option(self.gconfig, name, 1)
             if asked not in (None, 1):
@@ -200,7 +93,64 @@ class MathMultiTurnAgent:
         for name in ("reward_scaling", "reward_bias", "turn_level_discount"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
-        self._limits = ConversationLimits(
+        self.limits = ConversationLimits(
             self.num_turns, self.max_total_tokens, self.generation_timeout
         )
-        self._limits.check_sampling(self.gconfig)
+        self.turn_discount = self.turn_level_discount
+        self.check_limits()
+        if isinstance(self.tokenizer, str | os.PathLike):
+            self.tokenizer = load_tokenizer(self.tokenizer)
+        self._feedback_ids = {key: [] for key in _FEEDBACK}
+        if self.num_turns > 1:
+            for is_right, content in _FEEDBACK.items():
+                text: str = self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+                ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
+                self._feedback_ids[is_right] = ids
+        self._log = None if self.answer_save_path is None else AnswerLog(self.answer_save_path)
+
+    async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
+        """Judge an answer and return the feedback; None ends the episode."""
+        score, has_ended = await conversation.judge(exchange.text)
+        with conversation.guard("its reward is out of range"):
+            shaped = ((score - 0.5) * 2 - self.reward_bias) * self.reward_scaling
+            exchange.reward = as_number("reward", shaped)
+        exchange.success = bool(score)
+        if (score and self.stop_on_success) or (has_ended and self.stop_on_terminated):
+            return None
+        return self._feedback_ids[exchange.success]
+
+    async def log(self, conversation: Conversation) -> None:
+        """Log the answers, if there is a folder for them; every token is decoded once."""
+        if self._log is None:
+            return
+        try:
+            logged: list[LoggedTurn] = []
+            end, prompt_text = 0, ""
+            for turn, one in enumerate(conversation.exchanges):
+                prompt_text += self.decode(conversation.token_ids[end : one.start])
+                logged.append(
+                    LoggedTurn(
+                        turn=turn,
+                        prompt_text=prompt_text,
+                        completion_text=one.text,
+                        prompt_len=one.start,
+                        answer_len=len(one.ids),
+                        success=one.success,
+                        reward=one.reward,
+                        version_start=one.version_start,
+                        version_end=one.version_end,
+                    )
+                )
+                prompt_text += self.decode(one.ids.tolist())
+                end = one.start + len(one.ids)
+            await self._log.write(conversation.qid, logged)
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything, too
+            logger.warning(
+                "episode %s: its answers were not logged: %s",
+                one_line(repr(conversation.qid)),
+                one_line(error),
+            )

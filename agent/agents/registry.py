@@ -12,11 +12,7 @@ _AGENTS: dict[str, Callable[..., Agent]] = {"math-multi-turn": MathMultiTurnAgen
 
 
 def register_agent(name: str, cls: Callable[..., Agent]) -> None:
-    """Register ``cls`` as ``name``.
-
-    Args:
-        name: Name for `make_agent`.
-        cls: A class, or any callable that returns an agent.
+    """Register a class, or any callable that returns an agent, as ``name`` for `make_agent`.
 
     Raises:
         ValueError: If ``name`` is empty or already taken.

@@ -11,9 +11,8 @@ from typing import Any
 from trajpack.agent.agents.chat_agent import ChatAgent
 from trajpack.agent.agents.chat_messages import trial_text
 from trajpack.agent.agents.conversation import Conversation, ConversationLimits, Exchange
-from trajpack.agent.agents.tools import BEGIN, END, Tool, tool_calls
+from trajpack.agent.agents.tools import BEGIN, END, Tool, ToolCall, ToolCallError, tool_calls
 from trajpack.agent.errors import reason_of
-from trajpack.agent.protocols import Prompt
 
 _GREETING = ({"role": "user", "content": "Hello"},)
 
@@ -116,41 +115,26 @@ class ToolAgent(ChatAgent):
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    async def converse(self, conversation: Conversation, prompt: Prompt) -> None:
-        """Hold the conversation."""
-        await conversation.begin(prompt.input_ids)
-        for turn in range(self.limits.max_turns):
-            if not self.fits(len(conversation.token_ids)):
-                break
-            completion, text = await self.listen(conversation)
-            is_last = turn + 1 == self.limits.max_turns
-            ids = [] if is_last else await self._answer(conversation, completion.ids.tolist(), text)
-            end = completion.start + len(completion.ids) + len(ids)
-            if not ids or not self.fits(end):
-                reward, _ = await conversation.judge(text)
-                conversation.keep(Exchange(completion, text, reward > 0, reward))
-                break
-            conversation.keep(Exchange(completion, text, False, 0.0))
-            conversation.token_ids += ids
+    async def respond(self, conversation: Conversation, exchange: Exchange) -> list[int] | None:
+        """Return the tools' answers to the calls in a completion; judge the last turn instead."""
+        calls = tool_calls(exchange.text, max_calls=self._max_calls)
+        if calls and len(conversation.exchanges) + 1 < self.limits.max_turns:
+            answers = [await self._answer(conversation, call) for call in calls]
+            with conversation.guard("the tools' messages could not be encoded"):
+                ids = self.messages.after(exchange.ids.tolist(), "tool", answers)
+            if self.has_room(conversation, ids, exchange):
+                return ids
+        exchange.reward, _ = await conversation.judge(exchange.text)
+        exchange.success = exchange.reward > 0
+        return None
 
-    async def _answer(
-        self, conversation: Conversation, completion_ids: list[int], text: str
-    ) -> list[int]:
-        """Return the tools' messages as tokens; none where nothing was called."""
-        calls = tool_calls(text, max_calls=self._max_calls)
-        if not calls:
-            return []
-        answers = []
-        for call in calls:
-            if isinstance(call, Exception):
-                answers.append(f"error: {call}")
-            elif call.name not in self.tools:
-                answers.append(f"error: there is no such tool; tools: {', '.join(self.tools)}")
-            else:
-                with conversation.guard("a tool failed"):
-                    answers.append(await self.tools[call.name].call(call.arguments))
-        with conversation.guard("the tools' messages could not be encoded"):
-            return self.messages.after(completion_ids, "tool", answers)
+    async def _answer(self, conversation: Conversation, call: ToolCall | ToolCallError) -> str:
+        if isinstance(call, ToolCallError):
+            return f"error: {call}"
+        if call.name not in self.tools:
+            return f"error: there is no such tool; tools: {', '.join(self.tools)}"
+        with conversation.guard("a tool failed"):
+            return await self.tools[call.name].call(call.arguments)
 
 
 def _occurrences(names: Iterable[str], text: str) -> Counter[str]:

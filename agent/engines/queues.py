@@ -63,10 +63,10 @@ class _OpenEpisode:
 
 
 class QueuedEngine(ABC):
-    """Base of engines whose core is the coroutine `generate`: it serves `obs_queue` with it.
+    """Base of engines whose core is the coroutine `generate`; it answers the queues, too.
 
-    A runner calls `generate` and leaves the queues alone. A subclass calls `_begin_serving` once
-    it has been entered, and `_end_serving` when it was left or has died.
+    A subclass calls `_begin_serving` once it has been entered, and `_end_serving` when it was left
+    or has died.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,11 @@ class QueuedEngine(ABC):
         """Begin to serve a request; return False before the engine was entered."""
         if self._loop is None and self._end is None:
             if self._obs_queue.empty():
-                warn_unentered(self)
+                _logger.warning(
+                    "a request waits in the queue of a %s that has not been entered: it is served "
+                    "within `async with engine:`",
+                    one_line(type(self).__name__),
+                )
             return False
         try:
             request = GenerationRequest(*observation)
@@ -159,13 +163,14 @@ class QueuedEngine(ABC):
         elif self._end is not None:
             episode.replies.put_nowait(self._end.as_error(request.qid))
         else:
-            task = asyncio.get_running_loop().create_task(self._answer(request, episode))
+
+            async def answer() -> None:
+                episode.replies.put_nowait(await reply_to(request, self.generate))
+
+            task = asyncio.get_running_loop().create_task(answer())
             episode.tasks.add(task)
             task.add_done_callback(episode.tasks.discard)
         return True
-
-    async def _answer(self, request: GenerationRequest, episode: _OpenEpisode) -> None:
-        episode.replies.put_nowait(await reply_to(request, self.generate))
 
 
 async def reply_to(
@@ -231,12 +236,3 @@ def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLo
         raise RuntimeError(f"this {name} has not been entered: use it {within}")
     if loop is not None and loop is not asyncio.get_running_loop():
         raise RuntimeError(f"this {name} was entered in another event loop: use it {within}")
-
-
-def warn_unentered(engine: object) -> None:
-    """Log that a request waits for an engine that may never be entered."""
-    _logger.warning(
-        "a request waits in the queue of a %s that has not been entered: it is served within "
-        "`async with engine:`",
-        one_line(type(engine).__name__),
-    )

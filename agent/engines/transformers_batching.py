@@ -51,9 +51,7 @@ class Limits:
 def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
     """Read sampling parameters from any object that has ``max_new_tokens``.
 
-    ``temperature``, ``top_p`` and ``top_k`` are read where the object has them, and so is
-    ``greedy``, which means temperature 0. A ``top_k`` below 1 or beyond the vocabulary
-    takes every token.
+    ``greedy`` means temperature 0. A ``top_k`` below 1 or beyond the vocabulary takes every token.
 
     Raises:
         AttributeError: If there is no ``max_new_tokens``.

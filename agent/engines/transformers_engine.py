@@ -39,10 +39,8 @@ class TransformersEngine(QueuedEngine):
     """Generates with a Hugging Face model inside this process, on a CPU or a GPU.
 
     Use it as an asynchronous context manager; requests of all open episodes are batched
-    together. `generate` and the queues serve alike: each request gets exactly one reply, a
-    `GenerationOutput`, a `GenerationError` if the request cannot be honoured (the others live
-    on), or an `EngineEndedError` if generation has died or the engine was shut down. The third
-    item of a request is a `SamplingParams` or any object with ``max_new_tokens`` and,
+    together. A request on the queue gets exactly one reply: what `generate` returns or raises. The
+    third item of a request is a `SamplingParams` or any object with ``max_new_tokens`` and,
     optionally, ``temperature``, ``top_p``, ``top_k`` and ``greedy``.
 
     Log-probabilities are those of the distribution sampled from: after temperature, top-k

@@ -28,9 +28,7 @@ _EXTRA_MEMORY_BYTES = 1 << 30
 _GRACE_S = 2.0
 _MAX_SCORED_CHARS = 1000
 _MAX_DEPTH = 50
-_NAMES = re.compile(
-    "a?(sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|[a-zA-Z]",
-)
+_NAMES = re.compile("a?(sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|[a-zA-Z]")
 _TOKEN = re.compile(
     r"0x[0-9a-fA-F]+|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|[a-zA-Z]+(?!\d)|[-+*/^()=,: ]",
     re.ASCII,
@@ -40,10 +38,7 @@ _DELIMITERS = ("\\boxed", "\\(", "\\[")
 
 
 def wall_seconds(cpu_seconds: float) -> float:
-    """Return the wall-clock limit of a check with ``cpu_seconds`` of processor time.
-
-    It is longer, since the machine may be busy.
-    """
+    """Return the wall-clock limit of a check; it is longer, since the machine may be busy."""
     return 2 * cpu_seconds + 1
 
 

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from trajpack.agent.environments.questions import check_answers, find_by_qid, unique_by_id
+from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.agent.sandbox.launcher import MAX_DEPTH, canonical
-from trajpack.agent.sandbox.limits import Outcome, SandboxError, SandboxLimits
-from trajpack.agent.sandbox.sandbox import Sandbox
+from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
 
 _MAX_ANSWER_CHARS = 65_536
 _NO_CODE, _PASSED, _WRONG, _NOT_RUN = "no_code", "passed", "wrong", "not_run"
@@ -30,10 +29,7 @@ _FENCE = "```"
 
 @dataclass(frozen=True)
 class InputCase:
-    """A case that compares standard output.
-
-    Trailing spaces of lines and trailing empty lines are ignored.
-    """
+    """A case that compares standard output, without trailing spaces and empty lines."""
 
     stdin: str
     """Standard input of the program."""
@@ -42,7 +38,11 @@ class InputCase:
 
     def is_met_by(self, output: bytes) -> bool:
         """Return whether ``output`` equals the expected standard output."""
-        return _lines(output) == _lines(self.stdout.encode())
+        got, expected = (
+            [line.rstrip() for line in text.rstrip().split(b"\n")]
+            for text in (output, self.stdout.encode())
+        )
+        return got == expected
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,6 @@ def _can_be_compared(value: Any, depth: int = 0) -> bool:
     return value is None or isinstance(value, int | float | complex | str | bytes)
 
 
-def _lines(output: bytes) -> list[bytes]:
-    return [line.rstrip() for line in output.rstrip().split(b"\n")]
-
-
 def _truth_of(call: ast.Call) -> str:
     if not isinstance(call.func, ast.Name):
         raise ValueError("not a call of a name")
@@ -185,18 +181,7 @@ def _value(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """Outcomes of the cases of one problem for one answer."""
-
-    words: tuple[str, ...]
-
-    @property
-    def fraction_passed(self) -> float:
-        return self.words.count(_PASSED) / len(self.words)
-
-
-class CodeEnvironment:
+class CodeEnvironment(JudgingEnvironment[CodeProblem]):
     r"""Judges the last fenced Python block of an answer by the cases of its problem.
 
     An action is ``(qid, answers)``, where ``qid`` is a problem's id, or one followed by ``@`` and
@@ -204,7 +189,11 @@ class CodeEnvironment:
     be closed, by `close` or ``async with``.
 
     Each case runs in a new process of a `Sandbox`. Expected results stay in this process: a program
-    cannot read them, and its output is compared, never run or parsed.
+    cannot read them, and its output is compared, never run or parsed. A cancelled step does not
+    wait for running programs.
+
+    ``info`` of a step has for each answer ``fraction_passed`` and ``outcomes``, a word for each
+    case: ``"passed"``, ``"wrong"``, ``"not_run"``, ``"no_code"``, or the value of an `Outcome`.
 
     Args:
         problems: All problems of the rollout.
@@ -233,7 +222,7 @@ class CodeEnvironment:
         workers = workers if workers is not None else os.cpu_count() or 1
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        self._problems = unique_by_id(problems, "problem")
+        super().__init__(problems, "problem")
         self._stop_at_failure = stop_at_failure
         self._sandbox = Sandbox(limits, allow_file_reads=allow_file_reads)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-code")
@@ -243,61 +232,31 @@ class CodeEnvironment:
         """The sandbox of the programs; `Sandbox.protections` lists its protections."""
         return self._sandbox
 
-    async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; has no effect."""
-        return None, {}
-
-    async def step(
-        self, action: tuple[str, Sequence[str]]
-    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Run the answers to one problem.
-
-        A cancelled step does not wait for running programs.
-
-        Returns:
-            ``(None, successes, True, False, info)`` with one success per answer. ``info`` has for
-            each answer ``fraction_passed`` and ``outcomes``, a word for each case: ``"passed"``,
-            ``"wrong"``, ``"not_run"``, ``"no_code"``, or the value of an `Outcome`.
-
-        Raises:
-            ValueError: If no problem has this ``qid``.
-            TypeError: If an answer is not a string.
-            SandboxError: If a program could not be run; not a verdict on the answer.
-        """
-        qid, answers = action
-        problem = find_by_qid(self._problems, qid, "problem")
-        check_answers(qid, answers)
-        verdicts = [await self._judge(problem, answer) for answer in answers]
-        info = {
-            "fraction_passed": [verdict.fraction_passed for verdict in verdicts],
-            "outcomes": [list(verdict.words) for verdict in verdicts],
-        }
-        return None, [verdict.fraction_passed == 1 for verdict in verdicts], True, False, info
+    async def _judge(
+        self, asked: CodeProblem, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
+        outcomes = [await self._outcomes(asked, answer) for answer in answers]
+        fractions = [words.count(_PASSED) / len(words) for words in outcomes]
+        info = {"fraction_passed": fractions, "outcomes": outcomes}
+        return [fraction == 1 for fraction in fractions], info
 
     async def close(self) -> None:
         """Kill running programs and wait for their end. A `step` in progress raises."""
         self._sandbox.close()
         await asyncio.to_thread(self._threads.shutdown)  # queued programs raise at once
 
-    async def __aenter__(self) -> CodeEnvironment:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def _judge(self, problem: CodeProblem, answer: str) -> _Verdict:
+    async def _outcomes(self, problem: CodeProblem, answer: str) -> list[str]:
+        """Return the outcome of each case."""
         code = last_code_block(answer[-_MAX_ANSWER_CHARS:])
         if code is None:
-            return _Verdict((_NO_CODE,) * len(problem.cases))
+            return [_NO_CODE] * len(problem.cases)
         program = f"{problem.setup}\n{code}\n"
-        if self._stop_at_failure:
-            words: list[str] = []
-            while len(words) < len(problem.cases) and words.count(_PASSED) == len(words):
-                words.append(await self._try(program, problem.cases[len(words)]))
-            words += [_NOT_RUN] * (len(problem.cases) - len(words))
-        else:
-            words = await asyncio.gather(*(self._try(program, case) for case in problem.cases))
-        return _Verdict(tuple(words))
+        if not self._stop_at_failure:
+            return await asyncio.gather(*(self._try(program, case) for case in problem.cases))
+        words: list[str] = []
+        while len(words) < len(problem.cases) and words.count(_PASSED) == len(words):
+            words.append(await self._try(program, problem.cases[len(words)]))
+        return words + [_NOT_RUN] * (len(problem.cases) - len(words))
 
     async def _try(self, program: str, case: InputCase | ValueCase) -> str:
         loop = asyncio.get_running_loop()

@@ -119,7 +119,10 @@ class GymnasiumEnvironment:
             self._give_back(qid)
         await asyncio.to_thread(self._threads.shutdown)
         idle, self._idle = self._idle, []
-        await asyncio.to_thread(contained(lambda: _close_all(idle)))
+        closing = contextlib.ExitStack()  # closes all, and raises one of their errors
+        for instance in idle:
+            closing.callback(instance.env.close)
+        await asyncio.to_thread(contained(closing.close))
 
     async def __aenter__(self) -> GymnasiumEnvironment:
         return self
@@ -176,17 +179,10 @@ class GymnasiumEnvironment:
     def _give_back(self, qid: str) -> None:
         """Release an episode's instance for reuse when its last call has returned."""
         instance = self._episodes.pop(qid, None)
+
+        def keep(_: Future[Any]) -> None:  # in any thread; `list.append` is atomic
+            if instance is not None and instance.env is not None and not instance.has_failed:
+                self._idle.append(instance)
+
         if instance is not None:
-            instance.work.add_done_callback(lambda _: self._keep(instance))
-
-    def _keep(self, instance: _Instance) -> None:
-        """Called in any thread; `list.append` is atomic."""
-        if instance.env is not None and not instance.has_failed:
-            self._idle.append(instance)
-
-
-def _close_all(instances: list[_Instance]) -> None:
-    """Close all instances; if some raise, close the others too and raise one of the errors."""
-    with contextlib.ExitStack() as stack:
-        for instance in instances:
-            stack.callback(instance.env.close)
+            instance.work.add_done_callback(keep)

@@ -1,30 +1,64 @@
-"""Environment that compares answers with known solutions by math-verify or reasoning-gym."""
+"""Environment that compares answers with known solutions by math-verify or reasoning-gym.
+
+Worker processes, which run `answer_worker`, check the answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pickle
 import queue
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from trajpack.agent.environments.answer_checking import AnswerWorker, Verdict
-from trajpack.agent.environments.questions import (
-    Question,
-    check_answers,
-    find_by_qid,
-    unique_by_id,
-)
+from trajpack.agent.environments import answer_worker
+from trajpack.agent.environments.judging import JudgingEnvironment
+from trajpack.agent.environments.questions import Question
 from trajpack.packing.optional import require
 
+SCRIPT = Path(answer_worker.__file__)
+"""Program of the workers."""
+_START_TIMEOUT_S = 120.0
 _MAX_ANSWER_CHARS = 16_384
 _MAX_DEFAULT_WORKERS = 4
+_REPLY_BYTES = 1 + answer_worker.NONCE_BYTES
+_INHERITED = (
+    *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"),
+    *("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE"),
+    "PYTHONPYCACHEPREFIX",
+)
+"""Environment variables that imports need; a worker inherits no others, such as secrets."""
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 
 
-class MathVerifyEnvironment:
+class _Verdict(Enum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+
+
+_VERDICTS = {
+    answer_worker.RIGHT: _Verdict.RIGHT,
+    answer_worker.WRONG: _Verdict.WRONG,
+    answer_worker.FAILED: _Verdict.FAILED,
+}
+
+
+class MathVerifyEnvironment(JudgingEnvironment[Question]):
     r"""Judges final answers by math-verify, or by reasoning-gym for questions of its tasks.
 
     An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by
@@ -37,8 +71,9 @@ class MathVerifyEnvironment:
     evaluate their input, so they get numbers, operators and names of common functions only. Any
     other answer to their questions is right if it equals the entry's answer, and otherwise wrong.
 
-    A check that exceeds its time or memory counts as wrong. If a worker is lost for any other
-    reason, a new one repeats the check once.
+    A check that exceeds its time or memory counts as wrong; ``info`` of the step has then
+    ``timed_out`` and ``failed``, a bool per answer each. If a worker is lost for any other reason,
+    a new one repeats the check once, and the step raises if that is lost too.
 
     Args:
         questions: All questions of the rollout. No id is another id followed by ``@`` and a suffix.
@@ -69,45 +104,32 @@ class MathVerifyEnvironment:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        self._questions = _by_id(questions)
-        needs_gym = any(question.gym_task for question in self._questions.values())
+        super().__init__(questions, "question")
+        for id in self._by_id:
+            stem, mark, _ = id.rpartition("@")
+            if mark and stem in self._by_id:
+                raise ValueError(
+                    f"question id {id!r} might be a sample of the question with the id {stem!r}"
+                )
+        needs_gym = any(question.gym_task for question in self._by_id.values())
         require("math_verify", *(["reasoning_gym"] if needs_gym else []))
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._workers = [AnswerWorker(needs_gym, self._closed) for _ in range(workers)]
+        self._workers = [_AnswerWorker(needs_gym, self._closed) for _ in range(workers)]
         # LIFO: another worker starts only while the last used one is busy.
-        self._idle: queue.LifoQueue[AnswerWorker] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[_AnswerWorker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="trajpack-answers")
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
-    async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; has no effect."""
-        return None, {}
-
-    async def step(
-        self, action: tuple[str, Sequence[str]]
-    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Judge the answers to one question.
-
-        Returns:
-            ``(None, successes, True, False, info)`` with one success per answer. If checks
-            exceeded a limit, ``info`` has ``timed_out`` and ``failed``, a bool per answer each.
-
-        Raises:
-            ValueError: If no question has this ``qid``.
-            TypeError: If an answer is not a string.
-            RuntimeError: If the environment is closed, a worker cannot start, or two workers were
-                lost during one check; not a verdict on the answer.
-        """
-        qid, answers = action
-        question = find_by_qid(self._questions, qid, "question")
-        check_answers(qid, answers)
+    async def _judge(
+        self, asked: Question, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
         loop = asyncio.get_running_loop()
         self._refuse_if_closed()
         checks = [
-            loop.run_in_executor(self._threads, self._check, question, answer) for answer in answers
+            loop.run_in_executor(self._threads, self._check, asked, answer) for answer in answers
         ]
         try:
             verdicts = await asyncio.gather(*checks)
@@ -116,10 +138,10 @@ class MathVerifyEnvironment:
             raise RuntimeError(f"step: an answer to {qid!r} was not checked: {error}") from error
         cut_short = {
             verdict.value: [given is verdict for given in verdicts]
-            for verdict in (Verdict.TIMED_OUT, Verdict.FAILED)
+            for verdict in (_Verdict.TIMED_OUT, _Verdict.FAILED)
         }
         info = cut_short if any(map(any, cut_short.values())) else {}
-        return None, [verdict is Verdict.RIGHT for verdict in verdicts], True, False, info
+        return [verdict is _Verdict.RIGHT for verdict in verdicts], info
 
     async def close(self) -> None:
         """Kill all workers and wait for their end. A `step` in progress raises."""
@@ -131,17 +153,11 @@ class MathVerifyEnvironment:
         finally:
             self._finalizer()
 
-    async def __aenter__(self) -> MathVerifyEnvironment:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
     def _refuse_if_closed(self) -> None:
         if self._closed.is_set():
             raise RuntimeError("the environment is closed")
 
-    def _check(self, question: Question, answer: str) -> Verdict:
+    def _check(self, question: Question, answer: str) -> _Verdict:
         """Check in one of the threads; there are as many as workers, so a worker is idle."""
         gym = (question.gym_task, question.gym_entry) if question.gym_task else None
         worker = self._idle.get()
@@ -153,17 +169,156 @@ class MathVerifyEnvironment:
             self._idle.put(worker)
 
 
-def _by_id(questions: Iterable[Question]) -> dict[str, Question]:
-    by_id = unique_by_id(questions, "question")
-    for id in by_id:
-        stem, mark, _ = id.rpartition("@")
-        if mark and stem in by_id:
-            raise ValueError(
-                f"question id {id!r} might be a sample of the question with the id {stem!r}"
-            )
-    return by_id
-
-
-def _stop_all(workers: Iterable[AnswerWorker]) -> None:
+def _stop_all(workers: Iterable[_AnswerWorker]) -> None:
     for worker in workers:
         worker.stop()
+
+
+class _WorkerLostError(RuntimeError):
+    """A worker ended during a check, possibly for a reason outside the answer."""
+
+
+class _AnswerWorker:
+    """A worker process that starts when needed and is replaced after its end.
+
+    No process is started after ``closed`` is set.
+    """
+
+    def __init__(self, needs_gym: bool, closed: threading.Event) -> None:
+        self._needs_gym = needs_gym
+        self._closed = closed
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None before the start."""
+        return None if self._child is None else self._child.pid
+
+    def check(self, question: tuple[Any, ...], answer: str, cpu_seconds: float) -> _Verdict:
+        """Check one answer; repeat the check in a new process if the first did not finish.
+
+        Raises:
+            _WorkerLostError: If both processes were lost.
+            RuntimeError: If no process can be started, or the environment is closed.
+        """
+        with contextlib.suppress(_WorkerLostError):
+            verdict, is_final = self._check_once(question, answer, cpu_seconds)
+            if is_final:
+                return verdict
+        return self._check_once(question, answer, cpu_seconds)[0]
+
+    def _check_once(
+        self, question: tuple[Any, ...], answer: str, cpu_seconds: float
+    ) -> tuple[_Verdict, bool]:
+        """Return a verdict, and whether it is final."""
+        child = self._ready()
+        nonce = secrets.token_bytes(answer_worker.NONCE_BYTES)
+        request = pickle.dumps((nonce, *question, answer, cpu_seconds))
+        deadline = time.monotonic() + answer_worker.wall_seconds(cpu_seconds)
+        reply = _read(child, _REPLY_BYTES, deadline) if _write(child, request, deadline) else None
+        verdict = _VERDICTS.get(reply[:1]) if reply and reply[1:] == nonce else None
+        if verdict is not None:
+            return verdict, True
+        self.stop()
+        self._refuse_if_closed()
+        if reply is None:
+            return _Verdict.TIMED_OUT, False
+        if reply:
+            return _Verdict.FAILED, False
+        if child.returncode == -signal.SIGPROF:
+            return _Verdict.TIMED_OUT, True
+        if -child.returncode in _CRASHES:
+            return _Verdict.FAILED, False
+        raise _WorkerLostError(f"its worker ended with status {child.returncode}")
+
+    def _ready(self) -> subprocess.Popen[bytes]:
+        """Return a process that waits for a request and has no unread output."""
+        child = self._child
+        if child is not None and child.poll() is None and not _has_output(child):
+            return child
+        return self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.stop()
+        command = [sys.executable, "-P", "-W", "ignore", str(SCRIPT)]
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        # Thread pools of numerical libraries reserve memory for every core.
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._refuse_if_closed()
+        self._child = child = subprocess.Popen(
+            command + ["--reasoning-gym"] * self._needs_gym,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the caller to handle
+        )
+        assert child.stdin is not None
+        os.set_blocking(child.stdin.fileno(), False)
+        # `closed` is set before processes are killed, so a process that starts meanwhile ends too.
+        if self._closed.is_set():
+            child.kill()
+        if _read(child, 1, time.monotonic() + _START_TIMEOUT_S) != answer_worker.READY:
+            self.stop()
+            self._refuse_if_closed()
+            raise RuntimeError(f"a worker that checks answers did not start: {child.returncode}")
+        return child
+
+    def kill(self) -> None:
+        """Kill the process; a thread that waits for its reply gets none. Thread-safe."""
+        child = self._child
+        if child is not None:
+            child.kill()
+
+    def stop(self) -> None:
+        """Kill the process, wait for its end and close its pipes."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("the environment is closed")
+
+
+def _has_output(child: subprocess.Popen[bytes]) -> bool:
+    assert child.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def _write(child: subprocess.Popen[bytes], request: bytes, deadline: float) -> bool:
+    """Send a request; return False if the deadline passed, True also if the process ended."""
+    assert child.stdin is not None
+    rest = memoryview(request)
+    with selectors.DefaultSelector() as selector, contextlib.suppress(BrokenPipeError):
+        selector.register(child.stdin, selectors.EVENT_WRITE)
+        while rest and (remaining := deadline - time.monotonic()) > 0:
+            if selector.select(remaining):
+                rest = rest[os.write(child.stdin.fileno(), rest) :]
+        return not rest
+    return True
+
+
+def _read(child: subprocess.Popen[bytes], num_bytes: int, deadline: float) -> bytes | None:
+    """Return the reply, or None after the deadline.
+
+    An ended process gives a shorter reply, surplus output a reply that is one byte too long.
+    """
+    assert child.stdout is not None
+    reply = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while (remaining := deadline - time.monotonic()) > 0:
+            if selector.select(remaining):
+                piece = os.read(child.stdout.fileno(), num_bytes + 1 - len(reply))
+                reply += piece
+                if not piece or len(reply) >= num_bytes:
+                    return reply
+    return None

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
+from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.packing.optional import require
 
 Message: TypeAlias = Mapping[str, str]
@@ -41,46 +42,6 @@ class Question:
     def text(self) -> str:
         """Contents of all messages."""
         return "\n\n".join(message["content"] for message in self.messages)
-
-
-class _HasId(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-_T = TypeVar("_T", bound=_HasId)
-
-
-def unique_by_id(given: Iterable[_T], kind: str) -> dict[str, _T]:
-    """Return questions or problems by id.
-
-    Raises:
-        ValueError: If an id appears twice.
-    """
-    by_id: dict[str, _T] = {}
-    for one in given:
-        if one.id in by_id:
-            raise ValueError(f"{kind} id {one.id!r} appears twice")
-        by_id[one.id] = one
-    return by_id
-
-
-def find_by_qid(by_id: Mapping[str, _T], qid: str, kind: str) -> _T:
-    """Return the question or problem of an episode, whose name is the id or ``id@sample``.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    found = by_id.get(qid, by_id.get(qid.rpartition("@")[0]))
-    if found is None:
-        raise ValueError(f"step: no {kind} has the id {qid!r}")
-    return found
-
-
-def check_answers(qid: str, answers: Sequence[str]) -> None:
-    """Raise TypeError unless the answers of an action are a list of strings."""
-    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
-        raise TypeError(f"step: the answers to {qid!r} must be a list of strings")
 
 
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
@@ -138,12 +99,7 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
 
 
 def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
-    """Generate questions of one reasoning-gym task; equal seeds give equal questions.
-
-    Args:
-        name: Name of the task.
-        size: Number of questions.
-        seed: Seed of reasoning-gym's generator.
+    """Generate ``size`` questions of one reasoning-gym task; equal seeds give equal questions.
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.
@@ -168,11 +124,12 @@ def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -
     ]
 
 
-class ExactAnswerEnvironment:
+class ExactAnswerEnvironment(JudgingEnvironment[Question]):
     """Judges an answer right if it equals one of the question's solutions as text.
 
-    Surrounding space is ignored. `MathVerifyEnvironment` compares answers of any form, at the cost
-    of a process; it accepts ``2+3`` as the value of ``2+3``, which a trained policy exploits.
+    Surrounding space is ignored, and ``info`` of a step is empty. `MathVerifyEnvironment` compares
+    answers of any form, at the cost of a process; it accepts ``2+3`` as the value of ``2+3``, which
+    a trained policy exploits.
 
     An action is ``(qid, answers)``, where ``qid`` is a question's id, or one followed by ``@`` and
     anything without another ``@``. One environment serves any number of episodes at once.
@@ -185,32 +142,16 @@ class ExactAnswerEnvironment:
     """
 
     def __init__(self, questions: Iterable[Question]) -> None:
-        self._questions = unique_by_id(questions, "question")
-        for question in self._questions.values():
+        super().__init__(questions, "question")
+        for question in self._by_id.values():
             if not question.solutions:
                 raise ValueError(f"question {question.id!r} has no solutions to compare with")
 
-    async def reset(self) -> tuple[None, dict[str, Any]]:
-        """Start an episode; has no effect."""
-        return None, {}
-
-    async def step(
-        self, action: tuple[str, Sequence[str]]
-    ) -> tuple[None, list[bool], bool, bool, dict[str, Any]]:
-        """Judge the answers to one question.
-
-        Returns:
-            ``(None, successes, True, False, {})`` with one success per answer.
-
-        Raises:
-            ValueError: If no question has this ``qid``.
-            TypeError: If an answer is not a string.
-        """
-        qid, answers = action
-        question = find_by_qid(self._questions, qid, "question")
-        check_answers(qid, answers)
-        solutions = {solution.strip() for solution in question.solutions}
-        return None, [answer.strip() in solutions for answer in answers], True, False, {}
+    async def _judge(
+        self, asked: Question, qid: str, answers: Sequence[str]
+    ) -> tuple[list[bool], dict[str, Any]]:
+        solutions = {solution.strip() for solution in asked.solutions}
+        return [answer.strip() in solutions for answer in answers], {}
 
 
 def _parse(line: bytes, default_id: str) -> Question:
@@ -224,10 +165,16 @@ def _parse(line: bytes, default_id: str) -> Question:
         raise ValueError(f"expected an object, got {type(fields).__name__}")
     if "question" in fields:
         messages = _messages(fields["question"], "question")
-        solutions = _final_answer(_text(fields.get("answer"), "answer"))
+        _, mark, final = _text(fields.get("answer"), "answer").rpartition("####")
+        if not mark or not final.strip():
+            raise ValueError("answer has no final answer after '####'")
+        solutions: Sequence[str] = (final.strip(),)
     elif "prompt" in fields:
         messages = _messages(fields["prompt"], "prompt")
-        solutions = _solutions(fields.get("solutions"))
+        given = fields.get("solutions")
+        if not isinstance(given, list) or not given:
+            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
+        solutions = [_text(solution, "solutions") for solution in given]
     else:
         raise ValueError("expected 'question' and 'answer', or 'prompt' and 'solutions'")
     task_id = fields.get("task_id")
@@ -236,7 +183,7 @@ def _parse(line: bytes, default_id: str) -> Question:
     question_id = fields.get("query_id", fields.get("id", default_id))
     if isinstance(question_id, int) and not isinstance(question_id, bool):
         question_id = str(question_id)
-    return Question(_text(question_id, "id"), messages, solutions, task_id)
+    return Question(_text(question_id, "id"), messages, tuple(solutions), task_id)
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:
@@ -250,19 +197,6 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
         {key: _text(message.get(key), f"{key} in {name}") for key in ("role", "content")}
         for message in value
     )
-
-
-def _solutions(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"solutions must be a list of at least one string, got {value!r:.80}")
-    return tuple(_text(solution, "solutions") for solution in value)
-
-
-def _final_answer(answer: str) -> tuple[str, ...]:
-    _, mark, final = answer.rpartition("####")
-    if not mark or not final.strip():
-        raise ValueError("answer has no final answer after '####'")
-    return (final.strip(),)
 
 
 def _text(value: Any, name: str) -> str:

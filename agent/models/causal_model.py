@@ -12,12 +12,7 @@ from trajpack.packing.optional import require
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's text that is not empty, or its type's name.
-
-    Example:
-        >>> first_line(RuntimeError("no such device; try:\n  1. another one"))
-        'no such device; try:'
-    """
+    """Return the first line of an error's text that is not empty, or its type's name."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
 
@@ -52,14 +47,7 @@ def load_model(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """Load a tokenizer from a local folder.
-
-    Raises:
-        SetupError: If the folder cannot be read.
-        ModuleNotFoundError: If transformers is not installed.
-
-    Cost: some seconds to import transformers.
-    """
+    """Load a tokenizer from a local folder; raises as `load_model`."""
     require("transformers")
     from transformers import AutoTokenizer
 
@@ -74,7 +62,6 @@ class ModelLimits(NamedTuple):
     """Limits of a model's sequences, from its configuration; ``None`` if it has none."""
 
     max_positions: int | None = None
-    """Tokens of a sequence at most."""
     vocab_size: int | None = None
     """Token ids are below it."""
 
@@ -87,12 +74,7 @@ class ModelLimits(NamedTuple):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> ModelLimits:
-        """Read them from a model's folder; one with a tokenizer and no model says nothing.
-
-        Raises:
-            SetupError: If there is a model's configuration and it cannot be read.
-            ModuleNotFoundError: If transformers is not installed.
-        """
+        """Read them from a folder; one with a tokenizer and no model has none."""
         require("transformers")
         from transformers import AutoConfig
 
@@ -108,11 +90,7 @@ class ModelLimits(NamedTuple):
 
 
 def save_tokenizer(tokenizer: Any, folder: str | os.PathLike[str]) -> None:
-    """Write a tokenizer to a folder, which is made if need be.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write a tokenizer to a folder, which is created if it is missing; may raise OSError."""
     try:
         tokenizer.save_pretrained(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Tiny causal model and tokenizer for demonstrations and tests."""
+"""Tiny causal models with their tokenizers, for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from trajpack.packing.optional import require
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_VOCABULARY_SIZE = 384
 _PAD, _START, _END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 _CHAT_TEMPLATE = (
@@ -47,6 +46,19 @@ _TEXT = (
     "The price of the book is $15, and the price of the pen is $2. What do they cost together?",
 )
 
+_ARITHMETIC_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ '<|user|>' + message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_ARITHMETIC_TEXT = (
+    "Unfortunately your answer is wrong. Let's try again.",
+    "Congratulations! You are correct!",
+) * 2
+
 
 def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Build a tiny Qwen3 with random weights, and a byte-level tokenizer for it.
@@ -58,8 +70,8 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
     can be written with their ``save_pretrained``.
 
     Args:
-        seed: Of the weights. Equal seeds give equal weights; the tokenizer is always the
-            same. The state of torch's random generators is left as it was.
+        seed: Seed of the weights; the tokenizer is always the same. The state of torch's random
+            generators does not change.
 
     Returns:
         The model, in evaluation mode and float32 on the CPU, and its tokenizer.
@@ -72,22 +84,46 @@ def build_tiny_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenize
     require("tokenizers", "transformers")
     from tokenizers import pre_tokenizers
 
-    tokenizer = train_tokenizer(
+    tokenizer = _train_tokenizer(
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         _TEXT,
         special_tokens=(_PAD, _END, _START),
-        vocab_size=_VOCABULARY_SIZE,
+        vocab_size=384,
         chat_template=_CHAT_TEMPLATE,
     )
     # Wide enough that the next token is far from uniform, and that temperature matters.
-    return build_qwen3(tokenizer, seed, max_positions=8192, initializer_range=0.2), tokenizer
+    return _build_qwen3(tokenizer, seed, max_positions=8192, initializer_range=0.2), tokenizer
 
 
-def build_qwen3(
+def build_arithmetic_model(seed: int = 0) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Build a tiny Qwen3 as `build_tiny_model`, with 512 positions and one token for each digit.
+
+    A message ends with ``<|end|>``, ``<|pad|>`` pads.
+
+    Raises:
+        ModuleNotFoundError: If transformers is not installed.
+    """
+    require("tokenizers", "transformers")
+    from tokenizers import pre_tokenizers
+
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    # Without a split at words, the agent's feedback becomes a single token.
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = _train_tokenizer(
+        pre_tokenizers.Sequence([digits, words]),
+        _ARITHMETIC_TEXT,
+        special_tokens=("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"),
+        vocab_size=512,
+        chat_template=_ARITHMETIC_TEMPLATE,
+    )
+    # The default initializer range learns several times slower at this width.
+    return _build_qwen3(tokenizer, seed, max_positions=512, initializer_range=0.1), tokenizer
+
+
+def _build_qwen3(
     tokenizer: PreTrainedTokenizerBase, seed: int, *, max_positions: int, initializer_range: float
 ) -> PreTrainedModel:
     """Build a Qwen3 of 2 layers of width 64 for a tokenizer, with random weights on the CPU."""
-    require("transformers")
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -113,7 +149,7 @@ def build_qwen3(
     return model.eval()
 
 
-def train_tokenizer(
+def _train_tokenizer(
     pre_tokenizer: Any,
     text: Iterable[str],
     *,
@@ -121,16 +157,7 @@ def train_tokenizer(
     vocab_size: int,
     chat_template: str,
 ) -> PreTrainedTokenizerBase:
-    """Train a byte-level byte-pair encoding.
-
-    Args:
-        pre_tokenizer: Ends with the byte level.
-        text: Training text of the pairs.
-        special_tokens: Padding, end of a message, and others.
-        vocab_size: Size of the vocabulary at most.
-        chat_template: Jinja template of chats.
-    """
-    require("tokenizers", "transformers")
+    """Train a byte-pair encoding; the special tokens are padding, end of a message, and others."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

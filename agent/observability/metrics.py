@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trajpack.agent import errors
-from trajpack.agent.observability.episodes import OpenEpisode, remember
+from trajpack.agent.observability.episodes import EpisodeObserver, OpenEpisode, remember
 from trajpack.agent.protocols import GenerationOutput, Reply
-from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.packing.conversion import merge_spans
 from trajpack.packing.optional import require
 
@@ -39,18 +39,16 @@ LABELS = {
 }
 """All values of each label. For ``reason`` see `RolloutObserver.wait_ended`."""
 
-LATENCY = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-WAIT = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
-PACK = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
-RATIO = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
+_LATENCY = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_WAIT = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
+_PACK = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+_RATIO = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
+_GAUGES = {"turns_in_flight", "episodes_in_flight", "results_waiting", "policy_version"}
 
 
-GAUGES = {"turns_in_flight", "episodes_in_flight", "results_waiting", "policy_version"}
-
-
-class Family(NamedTuple):
-    """A metric: a gauge if `GAUGES` has it, a histogram if it has buckets, else a counter."""
+class _Family(NamedTuple):
+    """A metric: a gauge if `_GAUGES` has it, a histogram if it has buckets, else a counter."""
 
     name: str
     """Name without the prefix ``trajpack_``."""
@@ -62,42 +60,42 @@ class Family(NamedTuple):
     """Upper bounds of a histogram, in the unit of the name."""
 
 
-FAMILIES = (
-    Family("turns_in_flight", "Turns waiting for a completion or a verification.", "stage"),
-    Family("turns", "Turns that the engine completed."),
-    Family("prompt_tokens", "Prompt tokens of completed turns, the whole conversation each time."),
-    Family("generated_tokens", "Tokens sampled, whether kept or not."),
-    Family("truncated_turns", "Completed turns without an end-of-sequence token."),
-    Family("generation_seconds", "Time from a request to its reply or error.", None, LATENCY),
-    Family("generation_errors", "Errors of the engine, by cause.", "cause"),
-    Family("verification_seconds", "Time of an environment's step or error.", None, LATENCY),
-    Family("verification_errors", "Steps of the environment that raised."),
-    Family("episodes_in_flight", "Running episodes."),
-    Family("episodes_finished", "Attempts without an error, even if found stale afterwards."),
-    Family("episodes_failed", "Episodes given up, by the cause of the last failure.", "cause"),
-    Family("episode_retries", "Failed attempts followed by another, by cause.", "cause"),
-    Family("episode_seconds", "Time of an attempt at an episode, failed or not.", None, LATENCY),
-    Family("queue_wait_seconds", "Wait of the next episode or a request.", "reason", WAIT),
-    Family("groups", "Groups completed or given up, by outcome.", "outcome"),
-    Family("results_waiting", "Results of finished episodes that were not taken yet."),
-    Family("result_wait_seconds", "Time from an episode's end to its hand-over.", None, WAIT),
-    Family("retry_wait_seconds", "Time from a failed attempt to the next.", None, WAIT),
-    Family("accepted_turns", "Turns of the results that were taken."),
-    Family("rewarded_turns", "Turns of the results that were taken, with a reward above 0."),
-    Family("policy_version", "Version of the weights when a result was last taken."),
-    Family("staleness_versions", "Age of a turn's oldest token at hand-over.", None, VERSIONS),
-    Family("pack_seconds", "Time of a pack on the host.", None, PACK),
-    Family("pack_errors", "Packs that raised."),
-    Family("packed_tokens", "Tokens of packed batches."),
-    Family("packed_generated_tokens", "Sampled tokens of packed batches, each trained once."),
-    Family("packed_continuations", "Packed turns after a trajectory's first (merged layout)."),
-    Family("prefix_breaks", "Continuations whose prompt does not begin with the turns before."),
-    Family("plan_fill_ratio", "Tokens over the capacity of a plan's micro-batches.", None, RATIO),
-    Family("rectangle_fill_ratio", "Tokens over a padded rectangle of the rows.", None, RATIO),
+_FAMILIES = (
+    _Family("turns_in_flight", "Turns waiting for a completion or a verification.", "stage"),
+    _Family("turns", "Turns that the engine completed."),
+    _Family("prompt_tokens", "Prompt tokens of completed turns, the whole conversation each time."),
+    _Family("generated_tokens", "Tokens sampled, whether kept or not."),
+    _Family("truncated_turns", "Completed turns without an end-of-sequence token."),
+    _Family("generation_seconds", "Time from a request to its reply or error.", None, _LATENCY),
+    _Family("generation_errors", "Errors of the engine, by cause.", "cause"),
+    _Family("verification_seconds", "Time of an environment's step or error.", None, _LATENCY),
+    _Family("verification_errors", "Steps of the environment that raised."),
+    _Family("episodes_in_flight", "Running episodes."),
+    _Family("episodes_finished", "Attempts without an error, even if found stale afterwards."),
+    _Family("episodes_failed", "Episodes given up, by the cause of the last failure.", "cause"),
+    _Family("episode_retries", "Failed attempts followed by another, by cause.", "cause"),
+    _Family("episode_seconds", "Time of an attempt at an episode, failed or not.", None, _LATENCY),
+    _Family("queue_wait_seconds", "Wait of the next episode or a request.", "reason", _WAIT),
+    _Family("groups", "Groups completed or given up, by outcome.", "outcome"),
+    _Family("results_waiting", "Results of finished episodes that were not taken yet."),
+    _Family("result_wait_seconds", "Time from an episode's end to its hand-over.", None, _WAIT),
+    _Family("retry_wait_seconds", "Time from a failed attempt to the next.", None, _WAIT),
+    _Family("accepted_turns", "Turns of the results that were taken."),
+    _Family("rewarded_turns", "Turns of the results that were taken, with a reward above 0."),
+    _Family("policy_version", "Version of the weights when a result was last taken."),
+    _Family("staleness_versions", "Age of a turn's oldest token at hand-over.", None, _VERSIONS),
+    _Family("pack_seconds", "Time of a pack on the host.", None, _PACK),
+    _Family("pack_errors", "Packs that raised."),
+    _Family("packed_tokens", "Tokens of packed batches."),
+    _Family("packed_generated_tokens", "Sampled tokens of packed batches, each trained once."),
+    _Family("packed_continuations", "Packed turns after a trajectory's first (merged layout)."),
+    _Family("prefix_breaks", "Continuations whose prompt does not begin with the turns before."),
+    _Family("plan_fill_ratio", "Tokens over the capacity of a plan's micro-batches.", None, _RATIO),
+    _Family("rectangle_fill_ratio", "Tokens over a padded rectangle of the rows.", None, _RATIO),
 )
 
 
-class RolloutMetrics(RolloutObserver):
+class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
     """Counts the events of a `RolloutRunner` and of packs; `serve_metrics` shows the counts.
 
     Give it to the runner among its observers, and to `watch_pack`. Labels have few, fixed
@@ -142,19 +140,18 @@ class RolloutMetrics(RolloutObserver):
         require("prometheus_client")
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+        super().__init__()  # values: a start time and, of a generation, its prompt tokens
         self.registry = CollectorRegistry() if registry is None else registry
         self._clock = clock
-        self._open: dict[str, OpenEpisode[tuple[float, int]]] = {}
-        """Running episodes; start times, with the number of prompt tokens of generations."""
         self._ended: dict[str, float] = {}
         """Time of the end of episodes whose result was not taken yet."""
         self._failed: dict[str, float] = {}
         """Time of the last failure of episodes that begin again."""
         self._series: dict[str | tuple[str, str], Any] = {}
         """Each metric by its name, and by name and label value if it has a label."""
-        for name, meaning, label, buckets in FAMILIES:
+        for name, meaning, label, buckets in _FAMILIES:
             labels = [label] if label else []
-            kind: Any = Gauge if name in GAUGES else Counter
+            kind: Any = Gauge if name in _GAUGES else Counter
             options: dict[str, Any] = {"registry": self.registry}
             if buckets:
                 kind, options = Histogram, options | {"buckets": buckets}
@@ -166,12 +163,12 @@ class RolloutMetrics(RolloutObserver):
         of = self._series  # scrapes run in another thread: list() copies in one step
         of["episodes_in_flight"].set_function(lambda: len(self._open))
         of["results_waiting"].set_function(lambda: len(self._ended))
-        of["turns_in_flight", "generation"].set_function(
-            lambda: sum(len(episode.generations) for episode in list(self._open.values()))
-        )
-        of["turns_in_flight", "verification"].set_function(
-            lambda: sum(len(episode.verifications) for episode in list(self._open.values()))
-        )
+        for stage in LABELS["stage"]:
+            of["turns_in_flight", stage].set_function(partial(self._count_in_flight, stage))
+
+    def _count_in_flight(self, stage: str) -> int:
+        episodes = list(self._open.values())
+        return sum(kind == stage for episode in episodes for kind, _ in list(episode.stages))
 
     def episode_started(self, qid: str, attempt: int) -> None:
         """Take the time, and measure the wait since a failed attempt."""
@@ -189,36 +186,31 @@ class RolloutMetrics(RolloutObserver):
 
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """Take the time."""
-        episode = self._open.get(qid)
-        if episode is not None:
-            episode.generations.setdefault(turn, (self._clock(), num_prompt_tokens))
+        self._begin(qid, "generation", turn, lambda _: (self._clock(), num_prompt_tokens))
 
     def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
         """Count the turn, its tokens and its time, or its error."""
-        of, episode = self._series, self._open.get(qid)
-        asked = None if episode is None else episode.generations.pop(turn, None)
-        if asked is not None:
-            of["generation_seconds"].observe(self._clock() - asked[0])
+        of, ended = self._series, self._end(qid, "generation", turn)
+        began, num_prompt_tokens = ended[1] if ended else (None, 0)
+        if began is not None:
+            of["generation_seconds"].observe(self._clock() - began)
         if not isinstance(reply, GenerationOutput):
             of["generation_errors", _cause(reply)].inc()
             return
         of["turns"].inc()
         of["generated_tokens"].inc(len(reply.output_ids))
         of["truncated_turns"].inc(bool(reply.no_eos))
-        of["prompt_tokens"].inc(0 if asked is None else asked[1])
+        of["prompt_tokens"].inc(num_prompt_tokens)
 
     def verification_started(self, qid: str, turn: int) -> None:
         """Take the time."""
-        episode = self._open.get(qid)
-        if episode is not None:
-            episode.verifications.setdefault(turn, (self._clock(), 0))
+        self._begin(qid, "verification", turn, lambda _: (self._clock(), 0))
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
         """Measure its time, and count an error."""
-        episode = self._open.get(qid)
-        began = None if episode is None else episode.verifications.pop(turn, None)
-        if began is not None:
-            self._series["verification_seconds"].observe(self._clock() - began[0])
+        ended = self._end(qid, "verification", turn)
+        if ended is not None:
+            self._series["verification_seconds"].observe(self._clock() - ended[1][0])
         if error is not None:
             self._series["verification_errors"].inc()
 

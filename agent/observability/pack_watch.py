@@ -22,13 +22,9 @@ class PackFigures(NamedTuple):
     """Numbers of a packed batch, all known to the host."""
 
     num_trajectories: int
-    """Trajectories in the batch."""
     num_turns: int
-    """Turns of all trajectories."""
     num_sequences: int
-    """Sequences of the batch."""
     num_tokens: int
-    """Tokens of all sequences."""
     num_generated: int
     """Tokens that were sampled."""
     num_continuations: int | None
@@ -58,11 +54,7 @@ class WatchedPack:
     """Time on the host; a device may still be running."""
 
     def figures(self) -> PackFigures | None:
-        """Return the numbers of the batch, if there is one.
-
-        Cost: proportional to the number of sequences, on the host; nothing is read from the
-            device.
-        """
+        """Return the numbers of the batch, if there is one; reads nothing from the device."""
         if self.batch is None:
             return None
         batch, num_trajectories = self.batch, len(self.batch.ids)

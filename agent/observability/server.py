@@ -1,7 +1,6 @@
-"""`serve_metrics`: a Prometheus endpoint; binds to localhost by default.
+"""`serve_metrics`: a Prometheus endpoint with a limit of connections and of the time of each.
 
-The server of prometheus_client starts any number of threads and has no deadline for a request, so
-that slow clients hold memory for ever. This one, on the standard library's, has both limits.
+The server of prometheus_client has neither, so that slow clients keep threads without limit.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _MAX_CONNECTIONS = 16
 
 
 class MetricsServer:
-    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`.
-
-    `close`, or the end of its ``with`` block, ends its threads.
-    """
+    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`."""
 
     def __init__(self, listener: _Listener) -> None:
         self._listener = listener
@@ -152,15 +148,17 @@ class _Listener(ThreadingHTTPServer):
                     self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
-        self._waiting.pop(request, None)
-        self._answering.pop(request, None)
+        self._forget(request)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
+    def _forget(self, request: socket.socket) -> None:
+        self._waiting.pop(request, None)
+        self._answering.pop(request, None)
+
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._waiting.pop(request, None)
-            self._answering.pop(request, None)
+            self._forget(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

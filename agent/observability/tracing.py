@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.errors import EpisodeError
-from trajpack.agent.observability.episodes import OpenEpisode, remember
+from trajpack.agent.observability.episodes import EpisodeObserver, OpenEpisode, remember
 from trajpack.agent.protocols import GenerationOutput, Reply
-from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _MAX_ID_CHARS = 200
 
 
-class RolloutTracer(RolloutObserver):
+class RolloutTracer(EpisodeObserver["Span"]):
     """Makes spans of the events of a `RolloutRunner`, and of packs.
 
     Each attempt at an episode is a trace, linked to the attempt before::
@@ -73,11 +72,11 @@ class RolloutTracer(RolloutObserver):
         from opentelemetry import trace
         from opentelemetry.context import Context
 
+        super().__init__()
         self._trace = trace
         self._tracer = trace.get_tracer("trajpack", tracer_provider=provider)
         self._records_messages = records_messages
         self._no_parent = Context()
-        self._open: dict[str, OpenEpisode[Span]] = {}
         self._attempts: dict[str, SpanContext] = {}
         """Context of the last ended attempt of episodes that may have another."""
 
@@ -104,24 +103,20 @@ class RolloutTracer(RolloutObserver):
     def generation_started(self, qid: str, turn: int, num_prompt_tokens: int) -> None:
         """Begin a turn, and a generation in it; end other turns that wait for nothing."""
         episode = self._open.get(qid)
-        if episode is None:
-            return
-        waiting = {turn, *episode.generations, *episode.verifications}
-        for index in [index for index in episode.turns if index not in waiting]:
-            episode.turns.pop(index).end()
-        if turn not in episode.generations:
-            attributes = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
-            parent = self._turn(episode, turn)
-            episode.generations[turn] = self._begin("trajpack.generation", parent, attributes)
+        if episode is not None:
+            waiting = {turn, *(number for _, number in episode.stages)}
+            for index in [index for index in episode.turns if index not in waiting]:
+                episode.turns.pop(index).end()
+        attributes = {"trajpack.generation.num_prompt_tokens": num_prompt_tokens}
+        self._begin_stage(qid, "generation", turn, attributes)
 
     def generation_ended(self, qid: str, turn: int, reply: Reply) -> None:
         """End the generation with its tokens and versions, or its error."""
-        episode = self._open.get(qid)
-        span = None if episode is None else episode.generations.pop(turn, None)
-        if episode is None or span is None:
+        if (ended := self._end(qid, "generation", turn)) is None:
             return
+        episode, span = ended
         if not isinstance(reply, GenerationOutput):
-            return self._end(span, reply)
+            return self._end_span(span, reply)
         episode.num_turns += 1
         episode.num_tokens += len(reply.output_ids)
         attributes = {
@@ -130,21 +125,16 @@ class RolloutTracer(RolloutObserver):
             "trajpack.generation.version_end": int(reply.version_end),
             "trajpack.generation.truncated": bool(reply.no_eos),
         }
-        self._end(span, None, attributes)
+        self._end_span(span, None, attributes)
 
     def verification_started(self, qid: str, turn: int) -> None:
         """Begin a verification in its turn."""
-        episode = self._open.get(qid)
-        if episode is not None and turn not in episode.verifications:
-            parent = self._turn(episode, turn)
-            episode.verifications[turn] = self._begin("trajpack.verification", parent)
+        self._begin_stage(qid, "verification", turn)
 
     def verification_ended(self, qid: str, turn: int, error: BaseException | None) -> None:
         """End the verification."""
-        episode = self._open.get(qid)
-        span = None if episode is None else episode.verifications.pop(turn, None)
-        if span is not None:
-            self._end(span, error)
+        if (ended := self._end(qid, "verification", turn)) is not None:
+            self._end_span(ended[1], error)
 
     def episode_ended(
         self, qid: str, attempt: int, error: Exception | None, *, final: bool
@@ -156,7 +146,7 @@ class RolloutTracer(RolloutObserver):
             remember(self._attempts, qid, span.get_span_context())
         elif error is not None and (ended := self._attempts.get(qid)) is not None:
             parent = self._trace.NonRecordingSpan(ended)
-            self._end(self._begin("trajpack.rejection", parent), error, is_final)
+            self._end_span(self._begin_span("trajpack.rejection", parent), error, is_final)
         if error is not None and final:
             self._attempts.pop(qid, None)
 
@@ -182,7 +172,7 @@ class RolloutTracer(RolloutObserver):
             numbers["plan_fill"] = pack.plan.fill
         attributes = {f"trajpack.pack.{key}": of for key, of in numbers.items() if of is not None}
         end_time = pack.began_ns + int(pack.seconds * 1e9)
-        self._end(span, pack.error, attributes, end_time=end_time)
+        self._end_span(span, pack.error, attributes, end_time=end_time)
 
     def close(self) -> None:
         """End all open spans, such as those of an abandoned run."""
@@ -190,14 +180,22 @@ class RolloutTracer(RolloutObserver):
             self._end_episode(qid, None, {})
         self._attempts.clear()
 
-    def _turn(self, episode: OpenEpisode[Span], turn: int) -> Span:
-        """Return the span of a turn, begun if it is not open."""
-        if turn not in episode.turns:
-            attributes = {"trajpack.turn.index": turn}
-            episode.turns[turn] = self._begin("trajpack.turn", episode.own, attributes)
-        return episode.turns[turn]
+    def _begin_stage(
+        self, qid: str, stage: str, turn: int, attributes: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin a stage in the span of its turn, which begins too if it is not open."""
 
-    def _begin(self, name: str, parent: Span, attributes: Mapping[str, Any] | None = None) -> Span:
+        def make(episode: OpenEpisode[Span]) -> Span:
+            if turn not in episode.turns:
+                index = {"trajpack.turn.index": turn}
+                episode.turns[turn] = self._begin_span("trajpack.turn", episode.own, index)
+            return self._begin_span(f"trajpack.{stage}", episode.turns[turn], attributes)
+
+        self._begin(qid, stage, turn, make)
+
+    def _begin_span(
+        self, name: str, parent: Span, attributes: Mapping[str, Any] | None = None
+    ) -> Span:
         context = self._trace.set_span_in_context(parent, self._no_parent)
         return self._tracer.start_span(name, context, attributes=attributes)
 
@@ -208,19 +206,19 @@ class RolloutTracer(RolloutObserver):
         episode = self._open.pop(qid, None)
         if episode is None:
             return None
-        for span in (*episode.generations.values(), *episode.verifications.values()):
-            self._end(span, error)
-        waiting = episode.generations.keys() | episode.verifications.keys()
+        for span in episode.stages.values():
+            self._end_span(span, error)
+        waiting = {turn for _, turn in episode.stages}
         for turn, span in episode.turns.items():
-            self._end(span, error if turn in waiting else None)
+            self._end_span(span, error if turn in waiting else None)
         numbers = {
             "trajpack.episode.num_turns": episode.num_turns,
             "trajpack.episode.num_tokens": episode.num_tokens,
         }
-        self._end(episode.own, error, numbers | dict(attributes))
+        self._end_span(episode.own, error, numbers | dict(attributes))
         return episode.own
 
-    def _end(
+    def _end_span(
         self,
         span: Span,
         error: BaseException | None,

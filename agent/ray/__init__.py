@@ -4,9 +4,9 @@ Guide: ``docs/ray.md``. Needs the extra ``[ray]``.
 """
 
 from trajpack.agent.ray.cluster import local_cluster
-from trajpack.agent.ray.payload import TrajectoryArrays
 from trajpack.agent.ray.worker import Weights, WorkerOptions
 from trajpack.agent.ray.workers import RolloutWorkers, WorkerLostError
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 
 __all__ = [
     "RolloutWorkers",

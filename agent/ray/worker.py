@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,12 +17,9 @@ import torch
 from trajpack.agent import errors
 from trajpack.agent.errors import EngineEndedError, EpisodeError, has_engine_ended, reason_of
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
-from trajpack.agent.ray.payload import TrajectoryArrays, as_array
-from trajpack.agent.runner.attempt import attempt_episode, check_serving
-from trajpack.agent.runner.bridge import RunnerContext
-from trajpack.agent.runner.gates import GenerationGate
-from trajpack.agent.runner.observers import Observers
-from trajpack.agent.runner.watchdog import Patience, Watchdog
+from trajpack.agent.runner.attempt import RunnerContext, attempt_episode, check_serving
+from trajpack.agent.runner.watchdog import Patience
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays, as_array
 from trajpack.packing.text import one_line
 
 MakeWorker: TypeAlias = Callable[
@@ -75,11 +72,7 @@ async def update_weights(engine: Any, state_dict: dict[str, Any], version: int) 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of rollout workers.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
+    """Options of rollout workers; a value out of range is a `ValueError`."""
 
     concurrency: int = 16
     """Maximum number of running episodes on one worker."""
@@ -118,45 +111,18 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True)
-class EpisodeReply:
-    """The result of one episode, as a worker sends it."""
-
-    arrays: TrajectoryArrays | None = None
-    """Trajectories of the episode; None if it failed."""
-    error: EpisodeError | None = None
-    """Error of a failed episode."""
-
-
-@dataclass(frozen=True)
 class WorkerStatus:
     """Process and weights of a serving worker."""
 
     pid: int
-    """Process id."""
     node: str
     """Ray's id of the node."""
     version: int
     """Policy version of the worker's weights."""
 
 
-@dataclass(frozen=True)
-class WorkerPulse:
-    """The reply to a ping."""
-
-    version: int
-    """Policy version of the worker's weights."""
-    warnings: tuple[str, ...]
-    """Warnings of the watchdog since the last ping."""
-
-
 class RolloutWorker:
-    """The actor: an engine, an agent and an environment on one event loop.
-
-    Args:
-        make_worker: Makes engine, agent and environment.
-        number: Number of the worker, from 0.
-        options: Options of the workers.
-    """
+    """The actor: an engine, an agent and an environment on one event loop."""
 
     def __init__(self, make_worker: MakeWorker, number: int, options: WorkerOptions) -> None:
         torch.set_num_threads(options.num_threads)
@@ -186,57 +152,51 @@ class RolloutWorker:
         assert self._stopped is not None
         async with self._make_worker(self._number) as (engine, agent, environment):
             check_serving(engine)
-            gate = GenerationGate()
-            watchdog = Watchdog(engine, environment, agent, gate=gate, warn=self._warn)
-            self._context = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
+            self._context = RunnerContext(engine, agent, environment, warn=self._warn)
             started.set_result(None)
             await self._stopped.wait()
 
     async def set_weights(self, weights: Weights | None) -> int:
-        """Load weights that are newer than the engine's; return the engine's version then."""
+        """Load weights if they are newer than the engine's; return the engine's version."""
         context = self._required()
         if weights is None or weights.version <= context.engine.version:
             return context.engine.version
-        if self._options.drain:
-            context.gate.close()
-            await context.gate.wait_drained()
-        try:
-            with context.gate.standstill():  # the watchdog ignores an engine that loads weights
-                state_dict = weights.state_dict()
-                await self._options.load_weights(context.engine, state_dict, weights.version)
-        finally:
+        async with AsyncExitStack() as stack:
             if self._options.drain:
-                context.gate.open()
+                await stack.enter_async_context(context.gate.paused(drain=True))
+            # The watchdog ignores an engine that loads weights.
+            stack.enter_context(context.gate.standstill())
+            state_dict = weights.state_dict()
+            await self._options.load_weights(context.engine, state_dict, weights.version)
         version: int = context.engine.version
         if version != weights.version:
             raise RuntimeError(f"the engine has version {version} after loading {weights.version}")
         return version
 
-    async def ping(self) -> WorkerPulse:
-        """Return version and new warnings; a reply proves that the event loop runs."""
-        told, self._warnings = tuple(self._warnings), []
-        return WorkerPulse(self._required().engine.version, told)
+    async def ping(self) -> tuple[int, list[str]]:
+        """Return the policy version and new warnings; a reply proves that the event loop runs."""
+        found, self._warnings = self._warnings, []
+        return self._required().engine.version, found
 
     def _warn(self, text: str) -> None:
-        """Log a warning here, and keep it for the next `ping`."""
         _logger.warning("%s", one_line(text, 2000))
         self._warnings.append(text)
 
-    async def roll_out(self, prompt: Prompt, patience: Patience | None = None) -> EpisodeReply:
-        """Run the episode ``prompt.id``; its error, if any, is in the reply.
+    async def roll_out(
+        self, prompt: Prompt, patience: Patience | None = None
+    ) -> TrajectoryArrays | EpisodeError:
+        """Run the episode ``prompt.id`` and return its trajectories, or its error.
 
-        Args:
-            prompt: Prompt of the episode.
-            patience: Patience of the watchdog in the coordinator's run; None changes nothing.
+        ``patience`` is that of the watchdog in the coordinator's run; None changes nothing.
         """
         context = self._required()
         if patience is not None:
             context.watchdog.adopt(patience)
         group = prompt.id.rpartition("@")[0] or prompt.id
         try:
-            return EpisodeReply(TrajectoryArrays.of(await attempt_episode(context, prompt, group)))
+            return TrajectoryArrays.of(await attempt_episode(context, prompt, group))
         except Exception as error:  # noqa: BLE001 - of any kind: it belongs to the episode
-            return EpisodeReply(error=portable(error, prompt.id))
+            return portable(error, prompt.id)
 
     async def stop(self) -> None:
         """Leave the worker's context."""
@@ -251,7 +211,7 @@ class RolloutWorker:
 
 
 def portable(error: Exception, qid: str) -> EpisodeError:
-    """Return an error that any process can unpickle, of the nearest class of `agent.errors`.
+    """Return an error of the nearest class of `agent.errors`, which any process can unpickle.
 
     Example:
         >>> portable(KeyError("answer"), "q0@1")

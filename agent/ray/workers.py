@@ -13,17 +13,16 @@ from trajpack.agent.engines.queues import End, ObservationQueue, check_entered
 from trajpack.agent.errors import EngineEndedError, EpisodeError, ServerUnavailableError, reason_of
 from trajpack.agent.protocols import Environment, Observation, Prompt, Reply
 from trajpack.agent.ray.worker import (
-    EpisodeReply,
     MakeWorker,
     RolloutWorker,
     Weights,
     WorkerOptions,
-    WorkerPulse,
     WorkerStatus,
 )
-from trajpack.agent.runner.bridge import RequestQueue
+from trajpack.agent.runner.attempt import RequestQueue
 from trajpack.agent.runner.runner import RolloutRunner
 from trajpack.agent.runner.watchdog import Patience
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory
@@ -78,9 +77,7 @@ class RolloutWorkers:
             raise ValueError(f"num_workers must be at least 1, got {num_workers}")
         require("anyio", "ray")
         self.options = options or WorkerOptions()
-        """Options of the workers."""
         self.num_workers = num_workers
-        """Number of workers."""
         self.agent = _RemoteAgent(self)
         """Agent of a runner whose episodes run on the workers."""
         self.num_lost = 0
@@ -135,21 +132,12 @@ class RolloutWorkers:
         raise RuntimeError("RolloutWorkers take no requests: use workers.runner(...)")
 
     def check_serving(self) -> None:
-        """Raise unless the workers were entered and not left.
-
-        Raises:
-            RuntimeError: If they have not been entered, were left, or were entered in another
-                event loop.
-        """
+        """Raise a `RuntimeError` unless the workers are entered, in this event loop."""
         left = self._end if self._end is not None and self._end.has_left else None
         check_entered(self, left, self._keepers[0].get_loop() if self._keepers else None)
 
     def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        """Return a queue that stays empty.
-
-        Raises:
-            ValueError: If an episode of that name is open.
-        """
+        """Return a queue that stays empty; a `ValueError` if an episode of that name is open."""
         if qid in self._open:
             raise ValueError(f"episode {qid!r} is open already")
         return self._open.setdefault(qid, asyncio.Queue())
@@ -165,11 +153,8 @@ class RolloutWorkers:
         published before entering are loaded at the start of each worker; without any, a worker
         has those of ``make_worker``, as version 0.
 
-        Args:
-            weights: Weights of a higher version than the last.
-
         Raises:
-            ValueError: If the version is not higher.
+            ValueError: If the version is not higher than the last.
 
         Cost: one copy into the object store, for any number of workers.
         """
@@ -221,11 +206,9 @@ class RolloutWorkers:
         await asyncio.gather(*self._keepers, return_exceptions=True)
 
     def runner(self, **options: Any) -> RolloutRunner:
-        """Return a runner whose episodes run on these workers.
+        """Return a `RolloutRunner` with these options, whose episodes run on these workers.
 
-        Args:
-            **options: Arguments of `RolloutRunner` other than engine, agent and environment;
-                ``concurrency`` is that of all workers unless given.
+        ``concurrency`` is that of all workers unless given.
         """
         options = {"concurrency": self.concurrency} | options
         return RolloutRunner(self, self.agent, _RemoteEnvironment(), **options)
@@ -247,7 +230,9 @@ class RolloutWorkers:
             worker = await self._take_slot(prompt.id)
             self.num_redone += attempt > 0
             try:
-                reply: EpisodeReply = await worker.call("roll_out", prompt, patience)
+                reply: TrajectoryArrays | EpisodeError = await worker.call(
+                    "roll_out", prompt, patience
+                )
             except WorkerLostError as error:
                 lost = str(error)
                 continue
@@ -256,28 +241,25 @@ class RolloutWorkers:
             finally:
                 worker.num_running -= 1
                 self._slots.release()
-            if isinstance(reply.error, EngineEndedError):
-                lost = reply.error.reason
+            if isinstance(reply, EngineEndedError):
+                lost = reply.reason
                 worker.lose(f"its engine has ended: {lost}")
                 continue
             worker.num_finished += 1
-            if reply.error is not None:
-                raise reply.error
-            assert reply.arrays is not None
-            self.num_turns += len(reply.arrays.turns)
-            self.num_tokens += len(reply.arrays.logprobs)
+            if isinstance(reply, EpisodeError):
+                raise reply
+            self.num_turns += len(reply.turns)
+            self.num_tokens += len(reply.logprobs)
             # A view would keep the object store's memory as long as the trajectory.
-            return reply.arrays.copied().trajectories()
+            return reply.copied().trajectories()
         num_lost = self.options.max_redos + 1
         raise ServerUnavailableError(prompt.id, f"{num_lost} workers were lost, the last: {lost}")
 
     async def _take_slot(self, qid: str) -> _Worker:
         """Wait, in order of arrival, for a place on the worker with the most free ones.
 
-        Lost workers leave slots without a place behind; they are dropped here.
-
-        Raises:
-            EngineEndedError: If no worker is left.
+        Slots of lost workers have no place; they are dropped here. If no worker is left, an
+        `EngineEndedError` is raised.
         """
         while True:
             if self._end is None:
@@ -313,7 +295,10 @@ class RolloutWorkers:
                 raise
             except Exception as error:  # noqa: BLE001 - a new worker follows any error
                 if not (started.done() or worker.has_died):  # `__aenter__` raises it
-                    return started.set_exception(await self._with_resources(error))
+                    if isinstance(error, WorkerLostError):  # a time-out
+                        _, resources = await run_to_end(self._resources)
+                        error = WorkerLostError(f"{error}; {resources}")
+                    return started.set_exception(error)
                 worker.lose(describe_exception(error))
                 self.num_lost += 1
                 self._last_lost = lost = worker.lost.result()
@@ -356,9 +341,8 @@ class RolloutWorkers:
             await asyncio.wait(events, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if worker.lost.done():
                 raise WorkerLostError(worker.lost.result())
-            pulse: WorkerPulse = await worker.call("ping", timeout_s=options.hang_timeout_s)
-            worker.version = pulse.version
-            for text in pulse.warnings:
+            worker.version, found = await worker.call("ping", timeout_s=options.hang_timeout_s)
+            for text in found:
                 number, pid = worker.number, worker.status.pid
                 _logger.warning("rollout worker %d (pid %d): %s", number, pid, one_line(text, 2000))
 
@@ -371,13 +355,6 @@ class RolloutWorkers:
         self._num_kept -= 1
         if not self._num_kept:
             self._finish(End(f"no rollout worker is left, the last was lost: {self._last_lost}"))
-
-    async def _with_resources(self, error: Exception) -> Exception:
-        """Return an error of a worker's start; a time-out names the cluster's resources."""
-        if not isinstance(error, WorkerLostError):
-            return error
-        _, resources = await run_to_end(self._resources)
-        return WorkerLostError(f"{error}; {resources}")
 
     def _resources(self) -> tuple[bool, str]:
         """Return whether the cluster can ever hold the workers, and what they and it have."""
@@ -397,13 +374,7 @@ class RolloutWorkers:
 
 
 class _Worker:
-    """One actor from its start to its loss or end.
-
-    Args:
-        make_worker: Makes engine, agent and environment.
-        number: Number of the worker, from 0.
-        options: Options of the workers.
-    """
+    """One actor from its start to its loss or end."""
 
     def __init__(self, make_worker: MakeWorker, number: int, options: WorkerOptions) -> None:
         import ray
@@ -419,7 +390,6 @@ class _Worker:
         self._concurrency = options.concurrency
         self._calls: set[asyncio.Future[Any]] = set()
         self.number = number
-        """Number of the worker, from 0."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done with the reason once the worker is lost."""
         self.status: WorkerStatus | None = None
@@ -427,9 +397,7 @@ class _Worker:
         self.version = -1
         """Last known version of its weights; -1 before the start."""
         self.num_running = 0
-        """Episodes that run on it."""
         self.num_finished = 0
-        """Episodes that ended on it."""
         self.has_died = False
         """Whether its process or node ended."""
 
@@ -444,13 +412,10 @@ class _Worker:
             self.lost.set_result(reason)
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the actor and return its result.
+        """Call a method of the actor and return its result, or raise its exception.
 
-        Cancelling the wait cancels the call on the worker.
-
-        Raises:
-            WorkerLostError: If the worker is lost before it replies, or does not reply in time.
-            Exception: As the method raises.
+        Cancelling the wait cancels the call on the worker. If the worker is lost before it
+        replies, or does not reply in time, a `WorkerLostError` is raised.
         """
         import ray
 
@@ -515,7 +480,7 @@ class _RemoteAgent:
         obs_queue: asyncio.Queue[Observation],
         act_queue: asyncio.Queue[Reply],
     ) -> list[Trajectory]:
-        """Run the episode on a worker; environment and queues of this process are unused."""
+        """Run the episode on a worker, without the environment and queues of this process."""
         patience = obs_queue.patience if isinstance(obs_queue, RequestQueue) else None
         return await self._workers.roll_out(prompt, patience)
 

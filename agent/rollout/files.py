@@ -29,22 +29,12 @@ _TOKENIZER_FILES = frozenset(
 
 
 def tokenizer_folder(batch_file: Path) -> Path:
-    """Return the folder of a batch's tokenizer.
-
-    Example:
-        >>> tokenizer_folder(Path("demo/batch.safetensors")).as_posix()
-        'demo/batch.tokenizer'
-    """
+    """Return the folder of a batch's tokenizer, such as ``demo/batch.tokenizer``."""
     return batch_file.with_suffix(".tokenizer")
 
 
 def answers_folder(batch_file: Path) -> Path:
-    """Return the default folder of the answers of a batch.
-
-    Example:
-        >>> answers_folder(Path("demo/batch.safetensors")).as_posix()
-        'demo/batch.answers'
-    """
+    """Return the default folder of the answers of a batch, such as ``demo/batch.answers``."""
     return batch_file.with_suffix(".answers")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ from trajpack.packing.durable_files import write_durably
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
 
-SETTINGS = "rollout.json"
-"""File in the folder of the log with the settings of its rollout."""
+_SETTINGS = "rollout.json"
 _SCHEMA_VERSION = 1
 
 
@@ -29,13 +29,9 @@ class RolloutLog:
     Its folder also has the tokenizer, and the settings that decide the episodes, so that no other
     rollout continues in it.
 
-    Args:
-        folder: Folder of the log, created if it is missing.
-        prepared: The rollout.
-
     Raises:
-        SetupError: With one line for the user, if another process writes the log, it is
-            damaged, it is of another rollout, or the folder cannot be written.
+        SetupError: If another process writes the log, it is damaged, it is of another rollout, or
+            the folder cannot be written.
     """
 
     def __init__(self, folder: Path, prepared: Rollout) -> None:
@@ -58,18 +54,9 @@ class RolloutLog:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Make all records durable, and close the log.
-
-        Raises:
-            SetupError: If it cannot be written.
-        """
-        try:
+        """Make all records durable, and close the log; a SetupError if that is impossible."""
+        with self._writing():
             self._log.close()
-        except (DamagedLogError, OSError, RuntimeError) as error:
-            raise self._unwritten(error) from error
 
     def record(self, result: EpisodeResult) -> None:
         """Append the result of an episode, unless it was cancelled.
@@ -80,10 +67,8 @@ class RolloutLog:
         if isinstance(result.error, EpisodeCancelledError):
             return
         error = None if result.error is None else result.error.reason
-        try:
+        with self._writing():
             self._log.append(result.qid, result.trajectories, error=error)
-        except (DamagedLogError, OSError, RuntimeError) as failure:
-            raise self._unwritten(failure) from failure
 
     def earlier(self, prompts: Sequence[Prompt], group_size: int) -> Iterator[EpisodeResult]:
         """Yield the results of episodes that succeeded in earlier runs.
@@ -108,17 +93,22 @@ class RolloutLog:
         except (DamagedLogError, OSError) as error:
             raise SetupError(f"cannot read {self.folder}: {error}") from error
 
-    def _unwritten(self, error: Exception) -> SetupError:
-        return SetupError(f"cannot write {self.folder}: {getattr(error, 'strerror', '') or error}")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (DamagedLogError, OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", "") or error
+            raise SetupError(f"cannot write {self.folder}: {reason}") from error
 
     def _claim(self, prepared: Rollout) -> None:
         """Write the settings of the rollout, or compare them with those that are there."""
-        place = self.folder / SETTINGS
+        place = self.folder / _SETTINGS
         wanted = {"schema_version": _SCHEMA_VERSION, **_identity(prepared)}
         try:
             text = place.read_text(encoding="utf-8") if place.exists() else None
             if text is None and len(self._log):
-                raise SetupError(f"{self.folder} is no rollout's log: it has no {SETTINGS}")
+                raise SetupError(f"{self.folder} is no rollout's log: it has no {_SETTINGS}")
             if text is None:
                 save_tokenizer(prepared.tokenizer, logged_tokenizer(self.folder))
                 write_durably(place, json.dumps(wanted, indent=1).encode())
@@ -127,10 +117,10 @@ class RolloutLog:
             raise SetupError(f"cannot write {place}: {error.strerror or error}") from error
         try:
             found = json.loads(text)
+            if not isinstance(found, dict):
+                raise ValueError("it is no object")
         except ValueError as error:
             raise SetupError(f"{place} is not what a rollout wrote: {error}") from error
-        if not isinstance(found, dict):
-            raise SetupError(f"{place} is not what a rollout wrote: it is no object")
         for name, value in wanted.items():
             if found.get(name) != value:
                 raise SetupError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -12,6 +13,7 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,17 +22,40 @@ from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, load_questions, reasoning_gym_questions
-from trajpack.agent.errors import SetupError
+from trajpack.agent.errors import SetupError, has_engine_ended
 from trajpack.agent.models.causal_model import ModelLimits, first_line, load_model, load_tokenizer
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
-from trajpack.agent.rollout.report import RolloutOutcome
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import RetryPolicy, RolloutPolicy
 from trajpack.agent.runner.runner import EpisodeResult, Progress, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 from trajpack.packing.optional import require
+from trajpack.packing.types import Trajectory
+
+
+@dataclass(frozen=True)
+class RolloutOutcome:
+    """Results of the finished episodes, in order of prompt and sample."""
+
+    results: tuple[EpisodeResult, ...]
+
+    @cached_property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """Trajectories of all episodes."""
+        return tuple(path for result in self.results for path in result.trajectories)
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Number of failed episodes by reason."""
+        return Counter(result.error.reason for result in self.results if result.error is not None)
+
+    @property
+    def engine_failure(self) -> str | None:
+        """Reason why the engine ended before the episodes, or ``None``."""
+        errors = (result.error for result in self.results)
+        return next((error.reason for error in errors if error and has_engine_ended(error)), None)
 
 
 @dataclass(frozen=True)
@@ -38,19 +63,15 @@ class Rollout:
     """All parts of a rollout but the engine, checked before the first episode."""
 
     settings: RolloutSettings
-    """Settings of the rollout."""
     questions: list[Question]
-    """Questions, in order."""
     prompts: list[Prompt]
-    """The same questions, encoded."""
+    """The questions in the same order, encoded."""
     model: Any
     """Model on its device; ``None`` with servers, or with workers that load their own."""
     tokenizer: Any
-    """Tokenizer of the model."""
     vocab_size: int
-    """Exclusive upper bound of token ids."""
+    """Token ids are below it."""
     agent: MathMultiTurnAgent
-    """Agent of all episodes."""
 
     @property
     def num_episodes(self) -> int:
@@ -70,43 +91,44 @@ class Rollout:
         Leaving the context cancels the running episodes and shuts both down.
 
         Args:
-            on_progress: As in `RolloutRunner`.
+            on_progress: As in `RolloutRunner`; with workers, turns and tokens are counted when
+                they arrive.
             observers: As in `RolloutRunner`.
             finished: Names of episodes that do not run again.
 
         Raises:
-            SetupError: If the engine cannot run the model, or a question is too long for it.
+            SetupError: If the engine or a worker cannot run the model, a question is too long for
+                it, or the cluster has no resources for the workers.
         """
         settings = self.settings
         retries = RetryPolicy(max_attempts=settings.max_attempts)
-        policy = RolloutPolicy(retries=retries, seed=settings.seed)
-        options: dict[str, Any] = {"policy": policy, "on_progress": on_progress}
-        options |= {"observers": observers, "finished": finished}
-        options |= {"group_size": settings.group_size}
-        if settings.num_workers:
-            from trajpack.agent.rollout.workers import ray_episodes
-
-            async with ray_episodes(self, settings.num_workers, **options) as stream:
-                yield stream
-            return
-        # An engine that continues a rollout must not repeat the random numbers of the first one:
-        # its samples of a prompt would equal the earlier ones.
-        seed = settings.seed
-        if finished:
-            seed = derive_seed(settings.seed, "sampling", len(finished))
+        options: dict[str, Any] = {
+            "policy": RolloutPolicy(retries=retries, seed=settings.seed),
+            "on_progress": on_progress,
+            "observers": observers,
+            "finished": finished,
+            "group_size": settings.group_size,
+        }
         async with AsyncExitStack() as stack:
-            parts = await stack.enter_async_context(self.worker_parts(seed))
-            runner = RolloutRunner(*parts, concurrency=settings.concurrency, **options)
+            if settings.num_workers:
+                from trajpack.agent.rollout.workers import ray_runner
+
+                runner = await stack.enter_async_context(ray_runner(self, **options))
+            else:
+                # An engine that continues a rollout must not repeat the random numbers of the
+                # first one: its samples of a prompt would equal the earlier ones.
+                seed = settings.seed
+                if finished:
+                    seed = derive_seed(settings.seed, "sampling", len(finished))
+                parts = await stack.enter_async_context(self.worker_parts(seed))
+                runner = RolloutRunner(*parts, concurrency=settings.concurrency, **options)
             yield await stack.enter_async_context(aclosing(runner.run(self.prompts)))
 
     @asynccontextmanager
     async def worker_parts(
         self, seed: int
     ) -> AsyncIterator[tuple[Any, MathMultiTurnAgent, MathVerifyEnvironment]]:
-        """Start an environment and an engine, and return engine, agent and environment.
-
-        Args:
-            seed: Seed of the engine's sampling.
+        """Start an environment and an engine that samples with ``seed``; return both and the agent.
 
         Raises:
             SetupError: If the engine cannot start, or a question is too long for it.
@@ -146,9 +168,7 @@ class Rollout:
             return replace(found, kind=kind, options=options).make_engine()
         model = self.model
         if model is None:
-            folder, seed_of_model = settings.model, settings.seed
-            model, _ = load_model(folder) if folder else build_tiny_model(seed_of_model)
-            model = model.to(settings.device)
+            model = _load_model(settings)[0].to(settings.device)
         return TransformersEngine(model, seed=seed)
 
     def outcome(self, results: Iterable[EpisodeResult]) -> RolloutOutcome:
@@ -162,16 +182,25 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     """Load or make the parts of a rollout, and check that they fit together.
 
     Raises:
-        SetupError: With one line for the user, if a file cannot be read, the device does not
-            exist, or a question is too long for the model.
+        SetupError: If a file cannot be read, the device does not exist, or a question is too long
+            for the model.
         ModuleNotFoundError: If an optional package is missing.
-
-    Cost: imports transformers, some seconds, and loads the model.
     """
     require("anyio", "jinja2", "math_verify", "transformers")
     questions = _choose_questions(settings)
-    device = _check_device(settings.device)
-    model, tokenizer, limits = _load(settings)
+    try:
+        device = torch.device(settings.device)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error)
+        raise SetupError(f"device {settings.device!r} cannot be used: {reason}") from error
+    if settings.model is not None and (settings.has_servers or settings.num_workers):
+        limits, model = ModelLimits.load(settings.model), None
+        tokenizer = load_tokenizer(settings.model)
+    else:
+        model, tokenizer = _load_model(settings)
+        limits = ModelLimits.of(model.config)
+        model = None if settings.num_workers else model
     max_positions = limits.max_positions
     prompts = [_encode(question, tokenizer) for question in questions]
     if max_positions is not None:
@@ -194,17 +223,8 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
     return Rollout(settings, questions, prompts, model, tokenizer, vocab_size, agent)
 
 
-def _load(settings: RolloutSettings) -> tuple[Any, Any, ModelLimits]:
-    """Return the model, or None if servers or workers generate, its tokenizer and its limits."""
-    if settings.model is None:
-        model, tokenizer = build_tiny_model(settings.seed)
-        limits = ModelLimits.of(model.config)
-        return None if settings.num_workers else model, tokenizer, limits
-    if settings.has_servers or settings.num_workers:
-        limits = ModelLimits.load(settings.model)
-        return None, load_tokenizer(settings.model), limits
-    model, tokenizer = load_model(settings.model)
-    return model, tokenizer, ModelLimits.of(model.config)
+def _load_model(settings: RolloutSettings) -> tuple[Any, Any]:
+    return load_model(settings.model) if settings.model else build_tiny_model(settings.seed)
 
 
 def _check_lengths(
@@ -227,15 +247,6 @@ def _choose_questions(settings: RolloutSettings) -> list[Question]:
         raise SetupError(f"cannot read {settings.dataset}: {error.strerror or error}") from error
     except ValueError as error:
         raise SetupError(str(error)) from error
-
-
-def _check_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).tolist()
-    except (RuntimeError, AssertionError) as error:
-        raise SetupError(f"device {name!r} cannot be used: {first_line(error)}") from error
-    return device
 
 
 def _encode(question: Question, tokenizer: Any) -> Prompt:

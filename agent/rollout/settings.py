@@ -13,15 +13,10 @@ EngineName: TypeAlias = Literal["transformers", "sglang", "vllm"]
 """The model in this process, or servers of that kind."""
 MAX_COUNT = 10_000_000
 """Upper bound of all counts."""
-_LEAST = {
-    "num_prompts": 1,
-    "num_turns": 1,
-    "group_size": 1,
-    "concurrency": 1,
-    "max_new_tokens": 1,
-    "max_attempts": 1,
-    "num_workers": 0,
-}
+_COUNTS = (
+    *("num_prompts", "num_turns", "group_size", "concurrency", "max_new_tokens", "max_attempts"),
+    "num_workers",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,6 @@ class RolloutSettings:
     num_prompts: int = 16
     """Number of questions: the first ones of the file, or all if it has fewer."""
     num_turns: int = 3
-    """Turns of an episode."""
     group_size: int = 2
     """Episodes for each question."""
     concurrency: int = 16
@@ -53,7 +47,6 @@ class RolloutSettings:
     max_new_tokens: int = 32
     """Maximum number of tokens in a completion."""
     turn_discount: float = 1.0
-    """Discount from one turn to the next."""
     device: str = "cpu"
     """Device of the model and of the batch."""
     seed: int = 0
@@ -61,7 +54,6 @@ class RolloutSettings:
     answers: Path | None = None
     """Folder of the answer log; ``None`` keeps none."""
     engine: EngineName = "transformers"
-    """Engine that generates."""
     servers: tuple[str, ...] = ()
     """Addresses of the servers; without any, those in the environment (`ServerSettings`)."""
     log: Path | None = None
@@ -74,7 +66,8 @@ class RolloutSettings:
     """Port of the metrics on loopback; 0 takes a free one, ``None`` serves none."""
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name in _COUNTS:
+            least = 0 if name == "num_workers" else 1
             if not least <= getattr(self, name) <= MAX_COUNT:
                 limits = f"from {least} to {MAX_COUNT:,}"
                 raise SetupError(f"{name} must be {limits}, got {getattr(self, name)}")

@@ -1,12 +1,13 @@
-"""A rollout over workers on Ray: the work of ``trajpack rollout --ray``."""
+"""The runner of a rollout over workers on Ray."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,67 +18,41 @@ from trajpack.agent.protocols import Agent, Engine, Environment
 from trajpack.agent.ray.cluster import local_cluster
 from trajpack.agent.ray.worker import WorkerOptions
 from trajpack.agent.ray.workers import RolloutWorkers
-from trajpack.agent.runner.runner import EpisodeResult, Progress
+from trajpack.agent.runner.runner import Progress, RolloutRunner
 from trajpack.agent.seeding import derive_seed
 
 if TYPE_CHECKING:
     from trajpack.agent.rollout.rollout import Rollout
 
 
-@dataclass(frozen=True)
-class MakeRolloutWorker:
-    """The `MakeWorker` of a rollout.
-
-    Each start of a worker has its own sampling seed. Servers named in the environment are those
-    of the worker's environment, which a cluster of this machine inherits.
-    """
-
-    prepared: Rollout
-    """The rollout, without a model."""
-
-    def __call__(
-        self, number: int
-    ) -> AbstractAsyncContextManager[tuple[Engine, Agent, Environment]]:
-        """Return the context of worker ``number``; entering it raises as `Rollout.worker_parts`."""
-        seed = derive_seed(self.prepared.settings.seed, "sampling", number, time.time_ns())
-        return self.prepared.worker_parts(seed)
-
-
 @asynccontextmanager
-async def ray_episodes(
-    prepared: Rollout,
-    num_workers: int,
-    on_progress: Callable[[Progress], None] | None = None,
-    **runner_options: Any,
-) -> AsyncIterator[AsyncGenerator[EpisodeResult, None]]:
-    """Return the stream of results of a rollout, as `Rollout.episodes`, from workers.
+async def ray_runner(
+    prepared: Rollout, on_progress: Callable[[Progress], None] | None, **runner_options: Any
+) -> AsyncIterator[RolloutRunner]:
+    """Start the workers of a rollout, which make their own models, and return their runner.
 
     Uses the cluster that this process is connected to, or a local one. ``settings.concurrency``
     is divided among the workers. Leaving the context ends them.
-
-    Args:
-        prepared: The rollout; each worker makes its own model.
-        num_workers: Number of processes, with an engine each.
-        on_progress: As in `RolloutRunner`; turns and tokens are counted when they arrive.
-        **runner_options: Other arguments of `RolloutRunner`.
 
     Raises:
         SetupError: If a worker cannot run the model, or the cluster has no resources for it.
     """
     settings = prepared.settings
-    is_cuda = settings.device.startswith("cuda")
-    device = settings.device.partition(":")[0]  # a worker sees only its own GPUs
-    make = MakeRolloutWorker(
-        replace(prepared, model=None, settings=replace(settings, device=device))
-    )
+    num_workers, device = settings.num_workers, settings.device.partition(":")[0]
+    # A worker sees only its own GPUs.
+    alike = replace(prepared, model=None, settings=replace(settings, device=device))
     num_cpus = max(num_workers, os.cpu_count() or 1)
     async with AsyncExitStack() as stack:
         stack.enter_context(local_cluster(num_cpus=num_cpus, num_gpus=torch.cuda.device_count()))
-        options = WorkerOptions(
-            concurrency=-(-settings.concurrency // num_workers),
-            num_gpus=gpu_share(_num_gpus(), num_workers) if is_cuda else 0.0,
-        )
-        workers = RolloutWorkers(make, num_workers, options=options)
+        num_gpus = 0.0
+        if device == "cuda":
+            import ray
+
+            # The cluster may have other machines than this one.
+            num_gpus = gpu_share(int(ray.cluster_resources().get("GPU", 0)), num_workers)
+        concurrency = -(-settings.concurrency // num_workers)
+        options = WorkerOptions(concurrency=concurrency, num_gpus=num_gpus)
+        workers = RolloutWorkers(partial(_worker_parts, alike), num_workers, options=options)
         try:
             await stack.enter_async_context(workers)
         except Exception as error:
@@ -91,8 +66,15 @@ async def ray_episodes(
             counts = {"num_turns": workers.num_turns, "num_tokens": workers.num_tokens}
             on_progress(replace(progress, **counts))
 
-        runner = workers.runner(on_progress=None if on_progress is None else tell, **runner_options)
-        yield await stack.enter_async_context(aclosing(runner.run(prepared.prompts)))
+        yield workers.runner(on_progress=None if on_progress is None else tell, **runner_options)
+
+
+def _worker_parts(
+    prepared: Rollout, number: int
+) -> AbstractAsyncContextManager[tuple[Engine, Agent, Environment]]:
+    """Return the context of a worker; each start has its own sampling seed."""
+    seed = derive_seed(prepared.settings.seed, "sampling", number, time.time_ns())
+    return prepared.worker_parts(seed)
 
 
 def gpu_share(num_gpus: int, num_workers: int) -> float:
@@ -105,10 +87,3 @@ def gpu_share(num_gpus: int, num_workers: int) -> float:
     if not num_gpus:
         raise SetupError("the cluster has no GPU for the workers")
     return 1.0 / -(-num_workers // num_gpus)
-
-
-def _num_gpus() -> int:
-    """Return the number of GPUs of the cluster, which may have other machines than this one."""
-    import ray
-
-    return int(ray.cluster_resources().get("GPU", 0))

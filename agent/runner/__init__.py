@@ -1,6 +1,6 @@
 """`RolloutRunner`: runs many episodes at once.
 
-`runner` is the public class, `run` schedules and retries episodes, `attempt` runs one of them,
-and `bridge` connects its agent with the engine. `policy` holds limits and retries, `gates` pauses
-and staleness, `observers` the hooks, `watchdog` and `outcome` the log lines of a run.
+`runner` has the public class, `run` starts and retries episodes, and `attempt` runs one of them
+once. `policy` has limits and retries, `results` what a run gives, `observers` the hooks of metrics,
+and `watchdog` the warnings of silence.
 """

@@ -1,15 +1,15 @@
-"""One attempt at an episode: its trajectories, or the kind of its failure."""
+"""One attempt at an episode: its queues and its environment, and the failure that ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trajpack.agent.engines.queues import coroutine_of
+from trajpack.agent.engines.queues import coroutine_of, reply_to
 from trajpack.agent.errors import (
     EnvironmentFailedError,
     EpisodeCancelledError,
@@ -18,10 +18,359 @@ from trajpack.agent.errors import (
     causes_of,
     reason_of,
 )
-from trajpack.agent.protocols import Engine, Prompt, Reply
-from trajpack.agent.runner.bridge import Attempt, RecordingEnvironment, RunnerContext
+from trajpack.agent.protocols import (
+    Agent,
+    Engine,
+    Environment,
+    GenerationRequest,
+    Observation,
+    Prompt,
+    Reply,
+)
+from trajpack.agent.runner.observers import Observers, RolloutObserver
+from trajpack.agent.runner.policy import RolloutPolicy, StalenessGate
+from trajpack.agent.runner.results import Progress
 from trajpack.agent.runner.trajectory_check import check_trajectories
+from trajpack.agent.runner.watchdog import Patience, Watchdog
+from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory
+
+if TYPE_CHECKING:
+    from anyio import CancelScope
+
+_DEFAULT_POLICY = RolloutPolicy()
+
+
+class RunnerContext:
+    """Parts and options that all runs and episodes of a runner share.
+
+    Arguments as of `RolloutRunner`; ``warn`` is called with each warning of the watchdog, which
+    are logged by default.
+    """
+
+    def __init__(  # noqa: PLR0913 - the first three are its parts, the others are options
+        self,
+        engine: Engine,
+        agent: Agent,
+        environment: Environment,
+        *,
+        concurrency: int = 64,
+        group_size: int = 1,
+        policy: RolloutPolicy = _DEFAULT_POLICY,
+        observers: Sequence[RolloutObserver] = (),
+        finished: Collection[str] = (),
+        on_progress: Callable[[Progress], None] | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.engine, self.agent, self.environment = engine, agent, environment
+        self.concurrency, self.group_size = concurrency, group_size
+        self.policy = policy
+        self.observers = Observers(observers)
+        self.finished = set(finished) if isinstance(finished, list | tuple) else finished
+        self.on_progress = on_progress
+        self.staleness = None if policy.staleness is None else StalenessGate(policy.staleness)
+        self.gate = GenerationGate()
+        self.watchdog = Watchdog(
+            engine,
+            environment,
+            agent,
+            gate=self.gate,
+            patience_s=policy.silence_warning_s,
+            warn=warn,
+        )
+
+
+class GenerationGate:
+    """Re-entrant pause switch for requests to an engine, with a count of requests in flight.
+
+    A pause may also stop the time limits of episodes, so that no episode is late for having
+    waited at the gate.
+    """
+
+    def __init__(self) -> None:
+        self.num_in_flight = 0
+        """Requests that were sent and have no reply yet."""
+        self._num_closings = 0
+        self._num_standstills = 0
+        self._limits: set[CancelScope] = set()
+        self._left_s: dict[CancelScope, float] = {}
+        # An event belongs to the event loop that first waits for it; a runner may see several.
+        self._changed: asyncio.Event | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether requests have to wait."""
+        return self._num_closings > 0
+
+    @property
+    def is_still(self) -> bool:
+        """Whether time limits stand still."""
+        return self._num_standstills > 0
+
+    @asynccontextmanager
+    async def paused(self, *, drain: bool) -> AsyncIterator[None]:
+        """Hold requests and time limits back, once every request has a reply if they ``drain``."""
+        self._num_closings += 1
+        try:
+            while drain and self.num_in_flight:
+                await self._change()
+            with self.standstill():
+                yield
+        finally:
+            self._num_closings -= 1
+            self._wake(self._num_closings)
+
+    async def wait_open(self) -> None:
+        """Wait until requests may be sent."""
+        while self._num_closings:
+            await self._change()
+
+    def land(self, count: int = 1) -> None:
+        """Count requests as answered, or as given up."""
+        self.num_in_flight -= count
+        self._wake(self.num_in_flight)
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[CancelScope]:
+        """Cancel the body after ``seconds``, not counting the time of any `standstill`."""
+        from anyio import CancelScope, current_time
+
+        with CancelScope(deadline=current_time() + seconds) as scope:
+            self._limits.add(scope)
+            if self._num_standstills:
+                self._stop(scope)
+            try:
+                yield scope
+            finally:
+                self._limits.discard(scope)
+                self._left_s.pop(scope, None)
+
+    @contextmanager
+    def standstill(self) -> Iterator[None]:
+        """Stop all time limits while the context lasts."""
+        from anyio import current_time
+
+        self._num_standstills += 1
+        if self._num_standstills == 1:
+            for scope in self._limits:
+                self._stop(scope)
+        try:
+            yield
+        finally:
+            self._num_standstills -= 1
+            if not self._num_standstills:
+                while self._left_s:
+                    scope, left_s = self._left_s.popitem()
+                    scope.deadline = current_time() + left_s
+
+    def _stop(self, scope: CancelScope) -> None:
+        from anyio import current_time
+
+        self._left_s[scope] = scope.deadline - current_time()
+        scope.deadline = math.inf
+
+    async def _change(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
+    def _wake(self, num_left: int) -> None:
+        if not num_left and self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+
+class RequestQueue(asyncio.Queue[Observation]):
+    """Request queue of one attempt at an episode, and the state of the attempt.
+
+    A request is not stored: the engine's coroutine answers it at once, on `replies`.
+
+    Args:
+        qid: Name of the episode.
+        context: Parts of the runner.
+        count_reply: Called with each reply when it comes, if given.
+    """
+
+    def __init__(
+        self,
+        qid: str,
+        context: RunnerContext,
+        count_reply: Callable[[Reply], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.qid = qid
+        """Name of the episode."""
+        self.context = context
+        """Parts of the runner."""
+        self.replies = _ReplyQueue(self)
+        """Queue from which the agent takes replies."""
+        self.environment_errors: list[BaseException] = []
+        """Exceptions that the environment raised."""
+        self.sign_at = 0.0
+        """Time of the last sign of life, in seconds of the event loop's clock."""
+        self.num_waits = 0
+        """Calls of the environment and waits for the end of a pause that are under way."""
+        self.num_requests = 0
+        """Requests sent so far."""
+        self._generate: Callable[[GenerationRequest], Awaitable[Reply]] | None = None
+        self._count_reply = count_reply
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the attempt waits only for its agent: not for engine, environment or gate."""
+        return not self._tasks and not self.num_waits
+
+    @property
+    def patience(self) -> Patience:
+        """Patience of the run, for an agent that runs episodes in another process."""
+        return self.context.watchdog.patience
+
+    def open(self) -> None:
+        """Open the episode in the engine.
+
+        Raises:
+            ValueError: If an episode of that name is open.
+        """
+        engine = self.context.engine
+        self._generate = coroutine_of(engine, engine.open_episode(self.qid))
+        self.context.watchdog.begin(self)
+
+    def close(self) -> None:
+        """End the attempt, and cancel the requests that have no reply."""
+        self._generate = None
+        self.context.watchdog.end(self)
+        self.context.gate.land(len(self._tasks))
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        self.context.engine.close_episode(self.qid)
+
+    def full(self) -> bool:
+        """Return whether generation is paused."""
+        return self.context.gate.is_closed
+
+    async def wait_open(self) -> None:
+        """Wait until generation is not paused."""
+        if self.full():
+            self.num_waits += 1
+            try:
+                with self.context.observers.waiting("pause"):
+                    await self.context.gate.wait_open()
+            finally:
+                self.num_waits -= 1
+                self.context.watchdog.sign(self)
+
+    async def put(self, item: Observation) -> None:
+        """Send a request, once generation is not paused."""
+        await self.wait_open()
+        self.put_nowait(item)
+
+    def put_nowait(self, item: Observation) -> None:
+        """Send a request to the engine; its reply will come on `replies`.
+
+        Raises:
+            asyncio.QueueFull: If generation is paused.
+            RuntimeError: If the attempt is over.
+            EpisodeError: If it is no request, or is of another episode, whose replies do not come
+                here.
+        """
+        if self.full():
+            raise asyncio.QueueFull
+        if self._generate is None:
+            raise RuntimeError(f"episode {self.qid!r} is over: it asks no more")
+        try:
+            request = GenerationRequest(*item)
+        except (TypeError, ValueError) as error:
+            reason = f"expected a request (qid, token_ids, sampling), got {one_line(repr(item))}"
+            raise EpisodeError(self.qid, reason) from error
+        if request.qid != self.qid:
+            reason = f"the agent put a request with the qid {request.qid!r}"
+            raise EpisodeError(self.qid, f"{reason}: it must be its prompt's id, {self.qid!r}")
+        turn = self.num_requests
+        self.num_requests += 1
+        self.context.watchdog.requested(self)
+        self.context.gate.num_in_flight += 1
+        size = len(request.token_ids) if hasattr(request.token_ids, "__len__") else 0
+        self.context.observers.tell("generation_started", self.qid, turn, size)
+        answer = self._answer(request, turn, self._generate)
+        self._tasks.add(asyncio.get_running_loop().create_task(answer))
+
+    async def _answer(
+        self,
+        request: GenerationRequest,
+        turn: int,
+        generate: Callable[[GenerationRequest], Awaitable[Reply]],
+    ) -> None:
+        """Await the engine's reply to a request and give it to the agent."""
+        reply = await reply_to(request, generate)
+        if self._generate is None:  # the attempt is over
+            return
+        self._tasks.discard(asyncio.current_task())
+        self.context.gate.land()
+        self.context.watchdog.replied(self)
+        if self._count_reply is not None:
+            self._count_reply(reply)
+        self.context.observers.tell("generation_ended", self.qid, turn, reply)
+        self.replies.put_nowait(reply)
+
+
+class _ReplyQueue(asyncio.Queue[Reply]):
+    """Reply queue of an attempt; taking a reply is a sign of life."""
+
+    def __init__(self, requests: RequestQueue) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def _get(self) -> Reply:
+        self._requests.context.watchdog.sign(self._requests)
+        reply: Reply = super()._get()
+        return reply
+
+
+class RecordingEnvironment:
+    """Proxy of the environment that records the calls of one attempt, and their exceptions."""
+
+    def __init__(self, attempt: RequestQueue) -> None:
+        self._attempt = attempt
+        self._environment = attempt.context.environment
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    async def reset(self, *values: Any, **named: Any) -> Any:
+        """Start an episode."""
+        with self._calling():
+            return await self._environment.reset(*values, **named)
+
+    async def step(self, *values: Any, **named: Any) -> Any:
+        """Take an action."""
+        attempt, observers = self._attempt, self._attempt.context.observers
+        turn = max(attempt.num_requests - 1, 0)
+        observers.tell("verification_started", attempt.qid, turn)
+        error: BaseException | None = None
+        try:
+            with self._calling():
+                return await self._environment.step(*values, **named)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            observers.tell("verification_ended", attempt.qid, turn, error)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        attempt, watchdog = self._attempt, self._attempt.context.watchdog
+        attempt.num_waits += 1
+        watchdog.called(attempt)
+        try:
+            yield
+        except BaseException as raised:
+            attempt.environment_errors.append(raised)
+            raise
+        finally:
+            attempt.num_waits -= 1
+            watchdog.answered(attempt)
 
 
 def check_serving(engine: Engine) -> None:
@@ -50,71 +399,35 @@ async def attempt_episode(
         EpisodeError: On any failure, with the original exception as its cause.
         asyncio.CancelledError: If the task is being cancelled.
     """
-    if context.timeout_s is None:
-        return await _collect(context, prompt, group, count_reply)
+    attempt = RequestQueue(prompt.id, context, count_reply)
+    timeout_s = context.policy.episode_timeout_s
+    if timeout_s is None:
+        return await _collect(attempt, prompt, group)
     failure: EpisodeError | None = None
-    with context.gate.limit(context.timeout_s) as scope:
+    with context.gate.limit(timeout_s) as scope:
         try:
-            trajectories = await _collect(context, prompt, group, count_reply)
+            trajectories = await _collect(attempt, prompt, group)
             if not scope.cancel_called:  # otherwise the agent ignored its cancellation
                 return trajectories
         except EpisodeError as error:
             if not scope.cancel_called:  # otherwise the agent turned its cancellation into this
                 raise
             failure = error
-    reason = f"not finished within {context.timeout_s:g} s"
-    raise EpisodeTimeoutError(prompt.id, reason) from failure
+    raise EpisodeTimeoutError(prompt.id, f"not finished within {timeout_s:g} s") from failure
 
 
-@contextmanager
-def shield_from_agent_cancel(qid: str | None = None) -> Iterator[None]:
-    """Contain a cancellation of this task alone; that of a scope around it goes through.
-
-    Otherwise a cancelled task of one episode would end all other episodes silently. The
-    cancellation is swallowed, or raised as the failure of the episode ``qid``.
-
-    Raises:
-        EpisodeCancelledError: If the task was cancelled, and ``qid`` is given.
-        asyncio.CancelledError: If a scope that the task is in was cancelled.
-    """
-    from anyio import current_effective_deadline
-
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if current_effective_deadline() == -math.inf:
-            raise
-        task = asyncio.current_task()
-        while task is not None and task.cancelling():
-            task.uncancel()
-        if qid is not None:
-            raise EpisodeCancelledError(qid, "its task was cancelled") from error
-
-
-async def _collect(
-    context: RunnerContext,
-    prompt: Prompt,
-    group: str,
-    count_reply: Callable[[Reply], None] | None,
-) -> tuple[Trajectory, ...]:
+async def _collect(attempt: RequestQueue, prompt: Prompt, group: str) -> tuple[Trajectory, ...]:
     task = asyncio.current_task()
-    attempt: Attempt | None = None
     try:
-        generate = coroutine_of(context.engine, context.engine.open_episode(prompt.id))
+        attempt.open()
         try:
-            attempt = Attempt(prompt.id, context, generate, count_reply=count_reply)
-            given = await context.agent.collect_trajectory(
-                prompt, RecordingEnvironment(attempt), attempt.requests, attempt.replies
+            given = await attempt.context.agent.collect_trajectory(
+                prompt, RecordingEnvironment(attempt), attempt, attempt.replies
             )
         finally:
-            if attempt is not None:
-                attempt.close()
-            context.engine.close_episode(prompt.id)
+            attempt.close()
         await check_trajectories(given)
-        return tuple(
-            replace(trajectory, group=group) if trajectory.group is None else trajectory
-            for trajectory in given
-        )
+        return tuple(one if one.group is not None else replace(one, group=group) for one in given)
     except asyncio.CancelledError as error:
         if task is None or task.cancelling():
             raise
@@ -125,7 +438,11 @@ async def _collect(
             raise
         if isinstance(error, GeneratorExit) and not _is_running(task):
             raise  # the interpreter closes this coroutine
-        raise _kind_of(error, attempt)(prompt.id, reason_of(error)) from error
+        kind = EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError
+        known = set(map(id, attempt.environment_errors))
+        if any(id(one) in known for one in causes_of(error)):
+            kind = EnvironmentFailedError
+        raise kind(prompt.id, reason_of(error)) from error
 
 
 def _ends_the_program(error: BaseException) -> bool:
@@ -142,11 +459,3 @@ def _is_running(task: asyncio.Task[Any] | None) -> bool:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:  # no event loop runs
         return False
-
-
-def _kind_of(error: BaseException, attempt: Attempt | None) -> type[EpisodeError]:
-    if attempt is not None and attempt.environment_errors:
-        known = set(map(id, attempt.environment_errors))
-        if any(id(one) in known for one in causes_of(error)):
-            return EnvironmentFailedError
-    return EpisodeTimeoutError if isinstance(error, TimeoutError) else EpisodeError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trajpack.agent.protocols import Reply
@@ -74,9 +74,6 @@ class Observers:
         self._observers = tuple(observers)
         self._logged: set[tuple[int, str]] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._observers)
-
     def tell(self, hook: str, *values: Any, **named: Any) -> None:
         """Call a hook of every observer."""
         for number, observer in enumerate(self._observers):
@@ -97,9 +94,9 @@ class Observers:
                     one_line(error),
                 )
 
-    @asynccontextmanager
-    async def waiting(self, reason: str) -> AsyncIterator[None]:
-        """Tell observers how long the context lasted: it holds one wait."""
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Tell observers how long the context lasted, unless it was cancelled."""
         began = time.perf_counter()
         yield
         self.tell("wait_ended", reason, time.perf_counter() - began)

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from trajpack.agent.errors import CAUSES, StaleEpisodeError
 from trajpack.agent.runner.results import EpisodeResult
 from trajpack.agent.runner.watchdog import PATIENCE_S
 from trajpack.agent.seeding import derive_seed
-from trajpack.packing.conversion import as_integer
-
-CAUSES = frozenset(
-    {
-        "agent",
-        "cancelled",
-        "ended",
-        "environment",
-        "generation",
-        "malformed",
-        "refused",
-        "stale",
-        "timeout",
-        "unavailable",
-    }
-)
-"""Every `EpisodeError.cause`."""
+from trajpack.packing.conversion import as_integer, merge_spans
+from trajpack.packing.types import Trajectory
 
 RETRIED = CAUSES - {"agent", "cancelled", "ended", "refused"}
 """Causes retried by default."""
@@ -118,32 +104,95 @@ class StalenessPolicy:
     ``batch_size`` for each version that the engine has when the first episode begins."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_staleness", 0),
-            ("batch_size", 1),
-            ("max_token_age", 0),
-            ("num_accepted", 0),
-        ):
-            value = getattr(self, name)
+        for name in ("max_staleness", "batch_size", "max_token_age", "num_accepted"):
+            value, least = getattr(self, name), int(name == "batch_size")
             if value is None and name in ("max_token_age", "num_accepted"):
                 continue
             if as_integer(name, value) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+class StalenessGate:
+    """Limit on the results under way, by the version of the engine's weights.
+
+    The version after ``v`` is trained on the results number ``v * batch_size`` and on. So with
+    weights of version ``v``, results may begin as long as those accepted and those under way are
+    fewer than ``(max_staleness + v + 1) * batch_size``: the rule of AReaL (arXiv 2505.24298,
+    equation 3). A result is under way from its beginning until it is handed over; one that failed
+    or was rejected gives its place back.
+
+    Args:
+        policy: The limits.
+
+    Example:
+        >>> gate = StalenessGate(StalenessPolicy(max_staleness=0, batch_size=2, num_accepted=0))
+        >>> gate.begin(version=0)
+        >>> gate.capacity(version=0), gate.capacity(version=1)
+        (1, 3)
+    """
+
+    def __init__(self, policy: StalenessPolicy) -> None:
+        self._policy = policy
+        self._num_accepted = policy.num_accepted
+        self.num_running = 0
+        """Results under way."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Results accepted so far, those before the runner included: part of a checkpoint."""
+        return self._num_accepted or 0
+
+    def capacity(self, version: int) -> int:
+        """Return how many more results may begin now; none if below 1."""
+        if self._num_accepted is None:
+            self._num_accepted = version * self._policy.batch_size
+        limit = (self._policy.max_staleness + version + 1) * self._policy.batch_size
+        return limit - self._num_accepted - self.num_running
+
+    def begin(self, version: int) -> None:
+        """Count a result as under way."""
+        self.capacity(version)  # notes the version at the first beginning
+        self.num_running += 1
+
+    def accept(self) -> None:
+        """Count a result that was under way as accepted."""
+        self.num_running -= 1
+        self._num_accepted = self.num_accepted + 1
+
+    def give_back(self, count: int = 1) -> None:
+        """Forget results that were under way."""
+        self.num_running -= count
+
+
+def oldest_version(trajectories: Iterable[Trajectory]) -> int | None:
+    """Return the policy version of the oldest sampled token; None if no token was sampled."""
+    versions = (
+        merge_spans(turn.version_spans, turn.version_start, turn.version_end)[1]
+        for trajectory in trajectories
+        for turn in trajectory.turns
+        if len(turn.completion_ids)
+    )
+    return min(versions, default=None)
+
+
+def staleness_error(
+    result: EpisodeResult, policy: StalenessPolicy | None, version: int
+) -> StaleEpisodeError | None:
+    """Return the error of a result that is too old for weights of ``version``, or None."""
+    if policy is None or policy.max_token_age is None or result.error is not None:
+        return None
+    oldest = oldest_version(result.trajectories)
+    if oldest is None or version - oldest <= policy.max_token_age:
+        return None
+    return StaleEpisodeError(
+        result.qid,
+        f"a token is of version {oldest}, {version - oldest} behind the engine's; at most "
+        f"{policy.max_token_age} are allowed",
+    )
+
+
 GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
 """Function of the results of a group that did not fail: a word why to reject it, or None."""
-
-
-def sum_of_rewards(result: EpisodeResult) -> float:
-    """Return the sum of the rewards of all turns of an episode."""
-    return float(sum(turn.reward for turn in result.turns))
-
-
-def has_succeeded(result: EpisodeResult) -> bool:
-    """Return whether the last turn of an episode has a reward above zero."""
-    turns = result.turns
-    return bool(turns) and turns[-1].reward > 0
 
 
 def not_all_equal(results: Sequence[EpisodeResult]) -> str | None:
@@ -152,42 +201,19 @@ def not_all_equal(results: Sequence[EpisodeResult]) -> str | None:
     Returns:
         ``"all_equal"``, or None. A group of one is not rejected: it is compared with others.
     """
-    scores = {sum_of_rewards(result) for result in results}
-    return "all_equal" if len(results) > 1 and len(scores) == 1 else None
+    sums = {float(sum(turn.reward for turn in result.turns)) for result in results}
+    return "all_equal" if len(results) > 1 and len(sums) == 1 else None
 
 
-@dataclass(frozen=True)
-class SuccessRate:
-    """Rejects a group whose share of successes lies outside of bounds.
-
-    Raises:
-        ValueError: If not ``0 <= low <= high <= 1``.
-    """
-
-    low: float
-    """Least share that is accepted."""
-    high: float
-    """Greatest share that is accepted."""
-    succeeded: Callable[[EpisodeResult], bool] = has_succeeded
-    """Function that returns whether an episode succeeded."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high <= 1:
-            raise ValueError(f"expected 0 <= low <= high <= 1, got {self.low} and {self.high}")
-
-    def __call__(self, results: Sequence[EpisodeResult]) -> str | None:
-        """Return ``"too_hard"`` or ``"too_easy"``, or None for a group that is accepted."""
-        if not results:
-            return None
-        rate = sum(map(self.succeeded, results)) / len(results)
-        if rate < self.low:
-            return "too_hard"
-        return "too_easy" if rate > self.high else None
+def has_succeeded(result: EpisodeResult) -> bool:
+    """Return whether the last turn of an episode has a reward above zero."""
+    turns = result.turns
+    return bool(turns) and turns[-1].reward > 0
 
 
 def success_rate_between(
     low: float, high: float, succeeded: Callable[[EpisodeResult], bool] = has_succeeded
-) -> SuccessRate:
+) -> GroupFilter:
     """Return a filter that rejects groups which are solved too seldom or too often.
 
     Args:
@@ -196,10 +222,24 @@ def success_rate_between(
         succeeded: Returns whether an episode succeeded; by default, whether its last turn
             has a reward above zero.
 
+    Returns:
+        A filter that rejects a group as ``"too_hard"`` or ``"too_easy"``.
+
     Raises:
         ValueError: If not ``0 <= low <= high <= 1``.
     """
-    return SuccessRate(low, high, succeeded)
+    if not 0 <= low <= high <= 1:
+        raise ValueError(f"expected 0 <= low <= high <= 1, got {low} and {high}")
+
+    def success_rate(results: Sequence[EpisodeResult]) -> str | None:
+        if not results:
+            return None
+        rate = sum(map(succeeded, results)) / len(results)
+        if rate < low:
+            return "too_hard"
+        return "too_easy" if rate > high else None
+
+    return success_rate
 
 
 @dataclass(frozen=True)
@@ -259,7 +299,7 @@ class RolloutPolicy:
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)
-        if self.silence_warning_s is not None and not self.silence_warning_s > 0:
-            raise ValueError(f"silence_warning_s must be positive, got {self.silence_warning_s}")
-        if self.episode_timeout_s is not None and not self.episode_timeout_s > 0:
-            raise ValueError(f"episode_timeout_s must be positive, got {self.episode_timeout_s}")
+        for name in ("silence_warning_s", "episode_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")

@@ -1,14 +1,20 @@
-"""Results of episodes and groups, and the progress of a run."""
+"""Results of episodes and groups, and the counts of a run."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
+from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory, Turn
+
+_logger = logging.getLogger(__name__)
+_EARLY = 100
+"""Failures or rejections in a row, from the first result on, that are logged before the end."""
 
 
 @dataclass(frozen=True)
@@ -100,34 +106,144 @@ class Counters:
     """Mutable counts of a run, by the names of the fields of `Progress`."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._reward_sum = 0.0
         self._began = time.monotonic()
-
-    def add(self, name: str, number: int = 1) -> None:
-        """Add a number to a count."""
-        self._counts[name] += number
-
-    def __getitem__(self, name: str) -> int:
-        return self._counts[name]
 
     def count_reply(self, reply: Reply) -> None:
         """Count a turn, unless the reply is an error."""
         if isinstance(reply, GenerationOutput):
-            self._counts["num_turns"] += 1
+            self.counts["num_turns"] += 1
             if hasattr(reply.output_ids, "__len__"):
-                self._counts["num_tokens"] += len(reply.output_ids)
+                self.counts["num_tokens"] += len(reply.output_ids)
 
     def count_result(self, result: EpisodeResult, times: int = 1) -> None:
         """Count an episode that has ended; -1 ``times`` takes it back."""
         turns = result.turns
-        self.add("num_finished", times)
-        self.add("num_failed", times * (result.error is not None))
-        self.add("num_kept_turns", times * len(turns))
-        self.add("num_rewarded_turns", times * sum(turn.reward > 0 for turn in turns))
+        self.counts["num_finished"] += times
+        self.counts["num_failed"] += times * (result.error is not None)
+        self.counts["num_kept_turns"] += times * len(turns)
+        self.counts["num_rewarded_turns"] += times * sum(turn.reward > 0 for turn in turns)
         self._reward_sum += times * sum(turn.reward for turn in turns)
 
     def progress(self) -> Progress:
         """Return the counts of this moment."""
         elapsed_s = time.monotonic() - self._began
-        return Progress(**self._counts, reward_sum=self._reward_sum, elapsed_s=elapsed_s)
+        return Progress(**self.counts, reward_sum=self._reward_sum, elapsed_s=elapsed_s)
+
+
+class RunOutcome:
+    """Log line of a run that gives nothing to train on.
+
+    That is the case where every episode has failed, no episode has brought a generated token,
+    every group was rejected, or all trajectories of more than one sample earned the same, so that
+    comparing them gives no advantage. The line comes at the end; each of the first three comes
+    after the first hundred instead, if it holds then, since a run may have no end.
+    """
+
+    def __init__(self) -> None:
+        self._num_episodes = self._num_groups = self._num_trajectories = 0
+        self._has_tokens = False
+        self._causes: Counter[str] = Counter()
+        self._rejections: Counter[str] = Counter()
+        self._first_error: Exception | None = None
+        self._rewards: set[float] = set()
+        self._logged: set[str] = set()
+
+    def count(self, group: GroupResult) -> None:
+        """Count a group and its episodes."""
+        self._num_groups += 1
+        if group.rejected is not None:
+            self._rejections[group.rejected] += 1
+        for result in group.results:
+            self._num_episodes += 1
+            if result.error is not None:
+                self._causes[result.error.cause] += 1
+                self._first_error = self._first_error or result.error
+            for trajectory in result.trajectories:
+                self._num_trajectories += 1
+                if len(self._rewards) < 2:
+                    self._rewards.add(sum(turn.reward for turn in trajectory.turns))
+                if not self._has_tokens:
+                    self._has_tokens = any(len(turn.completion_ids) for turn in trajectory.turns)
+            if self._num_episodes == _EARLY:
+                self._log_episodes("the first")
+        if self._num_groups == _EARLY:
+            self._log_rejections("the first")
+
+    def log(self, *, had_prompts: bool, group_size: int) -> None:
+        """Log a line if the run gave nothing to train on, unless the same was logged early.
+
+        Args:
+            had_prompts: Whether the run was given any. One whose episodes were all finished
+                before was, and has no results.
+            group_size: Episodes of each prompt.
+        """
+        if not had_prompts:
+            _logger.warning("the run was given no prompts: is their iterator used up?")
+        elif self._log_episodes("all") or self._log_rejections("all"):
+            return
+        elif group_size > 1 and self._num_trajectories > 1 and len(self._rewards) == 1:
+            _logger.info(
+                "all %d trajectories earned the same reward, %g: estimators that compare the "
+                "trajectories of a group give them no advantage",
+                self._num_trajectories,
+                *self._rewards,
+            )
+
+    def _log_episodes(self, which: str) -> bool:
+        """Log a line, once, if all episodes failed or none brought a token; return if so."""
+        if not self._num_episodes:
+            return False
+        if self._causes.total() == self._num_episodes:
+            if self._is_new("failures"):
+                _logger.error(
+                    "%s %d episodes failed, by cause: %s; the first: %s; see result.error of each, "
+                    "and its __cause__",
+                    one_line(which),
+                    self._num_episodes,
+                    one_line(_counted(self._causes)),
+                    one_line(self._first_error),
+                )
+            return True
+        if not self._has_tokens and self._is_new("emptiness"):
+            _logger.warning(
+                "%s %d episodes brought no generated token to train on (failed: %d; trajectories: "
+                "%d); an agent returns trajectories whose turns hold the replies' output_ids as "
+                "completion_ids",
+                one_line(which),
+                self._num_episodes,
+                self._causes.total(),
+                self._num_trajectories,
+            )
+        return not self._has_tokens
+
+    def _log_rejections(self, which: str) -> bool:
+        """Log a line, once, if all groups were rejected; return whether they were."""
+        if not self._num_groups or self._rejections.total() < self._num_groups:
+            return False
+        # Where all groups failed, the line of failed episodes says so.
+        if self._rejections.keys() != {"failed"} and self._is_new("rejections"):
+            _logger.warning(
+                "%s %d groups were rejected: %s; see group.rejected of each, and GroupPolicy",
+                one_line(which),
+                self._num_groups,
+                one_line(_counted(self._rejections)),
+            )
+        return True
+
+    def _is_new(self, kind: str) -> bool:
+        """Return whether this kind of line was not logged before, and note that it is."""
+        is_new = kind not in self._logged
+        self._logged.add(kind)
+        return is_new
+
+
+def _counted(counts: Counter[str]) -> str:
+    """Return names with their counts.
+
+    Example:
+        >>> _counted(Counter(timeout=1, environment=30))
+        'environment 30, timeout 1'
+    """
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

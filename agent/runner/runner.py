@@ -6,15 +6,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from trajpack.agent.protocols import Agent, Engine, Environment
-from trajpack.agent.runner.attempt import check_serving
-from trajpack.agent.runner.bridge import RunnerContext
-from trajpack.agent.runner.gates import GenerationGate, StalenessGate
-from trajpack.agent.runner.observers import Observers, RolloutObserver
-from trajpack.agent.runner.outcome import RunOutcome
-from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy
+from trajpack.agent.runner.attempt import RunnerContext, check_serving
+from trajpack.agent.runner.observers import RolloutObserver
+from trajpack.agent.runner.policy import GroupPolicy, RolloutPolicy, StalenessGate
 from trajpack.agent.runner.results import EpisodeResult, GroupResult, Progress
-from trajpack.agent.runner.run import Prompts, Run, RunConfig
-from trajpack.agent.runner.watchdog import Watchdog
+from trajpack.agent.runner.run import Prompts, Run
 from trajpack.packing.optional import require
 
 __all__ = ["EpisodeResult", "GroupResult", "Progress", "RolloutRunner"]
@@ -70,26 +66,15 @@ class RolloutRunner:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         require("anyio")
-        self._gate = GenerationGate()
-        self._watchdog = Watchdog(
-            engine, environment, agent, gate=self._gate, patience_s=policy.silence_warning_s
-        )
         self._context = RunnerContext(
-            engine=engine,
-            agent=agent,
-            environment=environment,
-            observers=Observers(observers),
-            gate=self._gate,
-            watchdog=self._watchdog,
-            timeout_s=policy.episode_timeout_s,
-        )
-        self._config = RunConfig(
-            context=self._context,
-            policy=policy,
+            engine,
+            agent,
+            environment,
             concurrency=concurrency,
             group_size=group_size,
-            finished=set(finished) if isinstance(finished, list | tuple) else finished,
-            staleness=None if policy.staleness is None else StalenessGate(policy.staleness),
+            policy=policy,
+            observers=observers,
+            finished=finished,
             on_progress=on_progress,
         )
         self._runs: set[Run] = set()
@@ -97,7 +82,7 @@ class RolloutRunner:
     @property
     def staleness(self) -> StalenessGate | None:
         """Counts of results accepted and under way, if the policy limits staleness."""
-        return self._config.staleness
+        return self._context.staleness
 
     async def run(self, prompts: Prompts) -> AsyncGenerator[EpisodeResult, None]:
         """Yield a result for each episode, in the order in which they finish.
@@ -117,16 +102,12 @@ class RolloutRunner:
             Exception: As iterating ``prompts`` or ``on_progress`` raised it; episodes in
                 flight are cancelled.
         """
-        if self._config.policy.groups != GroupPolicy():
+        if self._context.policy.groups != GroupPolicy():
             raise ValueError("the policy has rules for groups, which run does not look at")
         with self._running(prompts, by_group=False) as run:
-            outcome = RunOutcome()
-            async with aclosing(run.episodes()) as results:
-                async for result in results:
-                    outcome.count(result)
-                    self._tell_accepted(result)
-                    yield result
-            self._log_outcome(run, outcome)
+            async with aclosing(run.results()) as groups:
+                async for group in groups:
+                    yield group.results[0]
 
     async def run_groups(self, prompts: Prompts) -> AsyncGenerator[GroupResult, None]:
         """Yield a group for each prompt, in the order in which they are complete.
@@ -140,18 +121,9 @@ class RolloutRunner:
                 in flight are cancelled.
         """
         with self._running(prompts, by_group=True) as run:
-            outcome = RunOutcome()
-            async with aclosing(run.groups()) as groups:
+            async with aclosing(run.results()) as groups:
                 async for group in groups:
-                    outcome.count_group(group)
-                    if group.rejected is None:
-                        for result in group.results:
-                            self._tell_accepted(result)
-                    self._context.observers.tell(
-                        "group_ended", group.prompt.id, group.results, group.rejected
-                    )
                     yield group
-            self._log_outcome(run, outcome)
 
     def stop(self, *, drain: bool = True) -> None:
         """Stop starting episodes in all current runs, then finish these runs.
@@ -175,14 +147,10 @@ class RolloutRunner:
             drain: Wait first until every request was answered, those of a failed episode until
                 the episode has ended. Time limits run until then.
         """
-        self._gate.close()
         try:
-            if drain:
-                await self._gate.wait_drained()
-            with self._gate.standstill():
+            async with self._context.gate.paused(drain=drain):
                 yield
         finally:
-            self._gate.open()
             for run in self._runs:
                 run.wake()
 
@@ -190,20 +158,10 @@ class RolloutRunner:
     def _running(self, prompts: Prompts, *, by_group: bool) -> Iterator[Run]:
         check_serving(self._context.engine)
         if not self._runs:
-            self._watchdog.reset()
-        run = Run(self._config, prompts, by_group=by_group)
+            self._context.watchdog.reset()
+        run = Run(self._context, prompts, by_group=by_group)
         self._runs.add(run)
         try:
             yield run
         finally:
             self._runs.discard(run)
-
-    def _tell_accepted(self, result: EpisodeResult) -> None:
-        if self._context.observers and result.error is None:
-            version = self._context.engine.version
-            self._context.observers.tell("result_accepted", result, version)
-
-    def _log_outcome(self, run: Run, outcome: RunOutcome) -> None:
-        if not run.is_cancelling:
-            had_prompts = run.num_prompts > 0 or run.is_stopping
-            outcome.log(had_prompts=had_prompts, group_size=self._config.group_size)

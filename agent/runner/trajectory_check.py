@@ -1,11 +1,11 @@
-"""Check of the trajectories that an agent returns, so that no batch fails for one episode."""
+"""Check of completions and of the trajectories that an agent returns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
 from trajpack.packing.conversion import as_ids, as_logprobs
@@ -19,8 +19,32 @@ _FEW_TURNS = 200
 """The same, for turns, however short."""
 
 
+def checked_completion(
+    name: str, ids: Any, logprobs: Any
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Return the tokens of a completion and their log-probabilities as arrays.
+
+    Args:
+        name: Prefix of the names in errors: ``output`` or ``completion``.
+        ids: Token ids.
+        logprobs: Log-probabilities, one for each token.
+
+    Raises:
+        TypeError: If they are not numbers.
+        ValueError: If a number is out of range, or their counts differ.
+    """
+    ids = as_ids(f"{name}_ids", ids)
+    logprobs = as_logprobs(f"{name}_logprobs", logprobs)
+    if logprobs.size != ids.size:
+        raise ValueError(
+            f"{name}_logprobs must have one entry per completion token, got {logprobs.size} "
+            f"for {ids.size} token(s)"
+        )
+    return ids, logprobs
+
+
 async def check_trajectories(given: Any) -> None:
-    """Check that a `TrajectoryBuffer` would take what an agent returned.
+    """Check that a `TrajectoryBuffer` would take the trajectories, so that no batch fails later.
 
     Extra fields of turns are not looked at: which ones there must be is the buffer's to say.
 
@@ -33,7 +57,15 @@ async def check_trajectories(given: Any) -> None:
     """
     if not isinstance(given, list | tuple):
         raise TypeError(f"the agent must return a list of trajectories, got {type(given).__name__}")
-    if _is_much(given):
+    turns = [turn for one in given if isinstance(one, Trajectory) for turn in one.turns]
+    num_listed = num_entries = 0
+    for turn in turns:
+        for name in ("prompt_ids", "completion_ids", "completion_logprobs"):
+            values = getattr(turn, name, ())
+            size = len(values) if hasattr(values, "__len__") else 0
+            num_entries += size
+            num_listed += 0 if isinstance(values, np.ndarray) else size
+    if len(turns) > _FEW_TURNS or num_listed > _FEW_NUMBERS or num_entries > _FEW_ENTRIES:
         from anyio.to_thread import run_sync
 
         await run_sync(_check, given)
@@ -41,44 +73,22 @@ async def check_trajectories(given: Any) -> None:
         _check(given)
 
 
-def _is_much(trajectories: Sequence[Any]) -> bool:
-    num_turns = num_listed = num_entries = 0
-    for trajectory in trajectories:
-        for turn in trajectory.turns if isinstance(trajectory, Trajectory) else ():
-            if not isinstance(turn, Turn):
-                continue
-            num_turns += 1
-            for values in (turn.prompt_ids, turn.completion_ids, turn.completion_logprobs):
-                size = len(values) if hasattr(values, "__len__") else 0
-                num_entries += size
-                num_listed += 0 if isinstance(values, np.ndarray) else size
-    return num_turns > _FEW_TURNS or num_listed > _FEW_NUMBERS or num_entries > _FEW_ENTRIES
-
-
-def _check(trajectories: Sequence[Any]) -> None:
+def _check(trajectories: list[Any] | tuple[Any, ...]) -> None:
     for trajectory in trajectories:
         index = -1
         try:
             checked_labels(trajectory)
             for index, turn in enumerate(trajectory.turns):  # noqa: B007 - for the error
-                _check_turn(turn)
+                if not isinstance(turn, Turn):
+                    raise TypeError(f"expected a Turn, got {type(turn).__name__}")
+                num_prompt = as_ids("prompt_ids", turn.prompt_ids).size
+                ids, _ = checked_completion(
+                    "completion", turn.completion_ids, turn.completion_logprobs
+                )
+                if not num_prompt:
+                    raise ValueError("prompt_ids must not be empty")
+                take_numbers(ValidatedTurns(()), turn, num_prompt, ids.size)
             if index < 0:
                 raise ValueError("must have at least one turn, got none")
         except (TypeError, ValueError) as error:
             raise placed(error, trajectory, index) from error.__cause__
-
-
-def _check_turn(turn: Any) -> None:
-    if not isinstance(turn, Turn):
-        raise TypeError(f"expected a Turn, got {type(turn).__name__}")
-    num_prompt = as_ids("prompt_ids", turn.prompt_ids).size
-    num_completion = as_ids("completion_ids", turn.completion_ids).size
-    num_logprobs = as_logprobs("completion_logprobs", turn.completion_logprobs).size
-    if not num_prompt:
-        raise ValueError("prompt_ids must not be empty")
-    if num_logprobs != num_completion:
-        raise ValueError(
-            f"completion_logprobs must have one entry per completion token, got {num_logprobs} "
-            f"for {num_completion} token(s)"
-        )
-    take_numbers(ValidatedTurns(()), turn, num_prompt, num_completion)

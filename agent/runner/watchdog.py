@@ -15,8 +15,7 @@ from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
     from trajpack.agent.protocols import Agent, Engine, Environment
-    from trajpack.agent.runner.bridge import Attempt
-    from trajpack.agent.runner.gates import GenerationGate
+    from trajpack.agent.runner.attempt import GenerationGate, RequestQueue
 
 _logger = logging.getLogger(__name__)
 PATIENCE_S = 10.0
@@ -75,19 +74,19 @@ class Watchdog:
         patience_s: float | None = PATIENCE_S,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        self._names = {"engine": engine, "environment": environment, "agent": agent}
+        parties = {"engine": engine, "environment": environment, "agent": agent}
+        self._names = {name: one_line(f"{name} {type(x).__name__}") for name, x in parties.items()}
         self._is_remote = bool(getattr(agent, "is_remote", False))
         self._gate = gate
         self._warn = warn or _log
         self.patience = Patience(math.inf if patience_s is None else patience_s, -1)
         """Patience of the current run."""
         self._patience_s: dict[str, float] = {}
-        self._attempts: dict[Attempt, None] = {}  # in the order of their beginnings
+        self._attempts: dict[RequestQueue, None] = {}  # in the order of their beginnings
         self._num_calls = 0
-        self._engine_sign_at = self._environment_sign_at = 0.0
+        self._engine_sign_at = self._environment_sign_at = self._idle_at = 0.0
         self._wanted: tuple[int, float] | None = None
         self._prompt_waits: dict[object, float] = {}  # since when each run waits for one
-        self._idle_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.reset()
@@ -102,18 +101,18 @@ class Watchdog:
             self.patience = patience
             self._patience_s = {name: patience.first_s * one for name, one in _FACTORS.items()}
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: RequestQueue) -> None:
         """Watch an attempt at an episode."""
         self.sign(attempt)
         self._attempts[attempt] = None
 
-    def end(self, attempt: Attempt) -> None:
+    def end(self, attempt: RequestQueue) -> None:
         """Watch an attempt no more."""
         self._attempts.pop(attempt, None)
         if not self._attempts:
             self._idle_at = self.sign(attempt)
 
-    def sign(self, attempt: Attempt) -> float:
+    def sign(self, attempt: RequestQueue) -> float:
         """Note that something has happened in an episode; return the time."""
         try:
             loop = asyncio.get_running_loop()
@@ -123,24 +122,24 @@ class Watchdog:
         self._look_at(now + self.patience.first_s, loop)
         return now
 
-    def asked(self, attempt: Attempt) -> None:
+    def requested(self, attempt: RequestQueue) -> None:
         """Note a request to the engine; the gate counts it afterwards."""
         now = self.sign(attempt)
         if not self._gate.num_in_flight:
             self._engine_sign_at = now
 
-    def replied(self, attempt: Attempt) -> None:
+    def replied(self, attempt: RequestQueue) -> None:
         """Note a reply of the engine."""
         self._engine_sign_at = self.sign(attempt)
 
-    def called(self, attempt: Attempt) -> None:
+    def called(self, attempt: RequestQueue) -> None:
         """Note a call of the environment."""
         now = self.sign(attempt)
         if not self._num_calls:
             self._environment_sign_at = now
         self._num_calls += 1
 
-    def answered(self, attempt: Attempt) -> None:
+    def answered(self, attempt: RequestQueue) -> None:
         """Note that a call of the environment has ended."""
         self._environment_sign_at = self.sign(attempt)
         self._num_calls -= 1
@@ -175,79 +174,64 @@ class Watchdog:
             self._timer = loop.call_at(at, self._look)
 
     def _look(self) -> None:
+        """Warn of each silence that exceeds the patience with its subject, and plan the next."""
         assert self._loop is not None
         assert self._timer is not None
         now = self._loop.time()
-        if now - self._timer.when() > _LATE_S:
-            self._forgive(now)
-        self._timer = None
-        due: list[float] = []
-        self._look_at_parties(now, due)
-        if self._wanted is not None:
-            version, since = self._wanted
-            if self._is_late("weights", now - since, due):
-                self._warn(
-                    f"no episode may begin for {now - since:.0f} s: all results were taken, and "
-                    f"the policy's staleness waits for weights newer than version {version}"
-                )
-        if self._prompt_waits and not self._attempts:
-            silent_s = now - max(self._idle_at, min(self._prompt_waits.values()))
-            if self._is_late("prompts", silent_s, due):
-                self._warn(
-                    f"no prompt has come for {silent_s:.0f} s, and no episode is under way: the "
-                    "run waits for the next item of its iterator of prompts"
-                )
-        if due and min(due) <= _LONGEST_PATIENCE_S:
-            self._look_at(now + min(due), self._loop)
-
-    def _look_at_parties(self, now: float, due: list[float]) -> None:
+        if now - self._timer.when() > _LATE_S:  # no sign could be noticed meanwhile
+            self._engine_sign_at = self._environment_sign_at = self._idle_at = now
+            for attempt in self._attempts:
+                attempt.sign_at = now
         if self._gate.is_still:
             self._engine_sign_at = self._idle_at = now
+        self._timer = None
+        due = math.inf
+        for subject, since, before, after in self._silences():
+            silent_s = now - since
+            if silent_s + _EARLY_S >= self._patience_s[subject]:
+                self._warn(f"{before} for {silent_s:.0f} s{after}")
+            while silent_s + _EARLY_S >= self._patience_s[subject]:
+                self._patience_s[subject] *= 2
+            due = min(due, self._patience_s[subject] - silent_s)
+        if due <= _LONGEST_PATIENCE_S:
+            self._look_at(now + due, self._loop)
+
+    def _silences(self) -> Iterator[tuple[str, float, str, str]]:
+        """Yield each subject that is waited for, since when, and the text around the seconds."""
+        remedy = "RolloutPolicy(episode_timeout_s=...) ends such episodes"
         if num_open := self._gate.num_in_flight:
-            silent_s = now - self._engine_sign_at
-            if self._is_late("engine", silent_s, due):
-                self._warn(
-                    f"{self._name('engine')} has not replied for {silent_s:.0f} s (requests open: "
-                    f"{num_open}); generation may be slow, but an engine must be entered (async "
-                    "with engine:), and its tasks must run"
-                )
+            after = (
+                f" (requests open: {num_open}); generation may be slow, but an engine must be "
+                "entered (async with engine:), and its tasks must run"
+            )
+            yield "engine", self._engine_sign_at, f"{self._names['engine']} has not replied", after
         if self._num_calls:
-            silent_s = now - self._environment_sign_at
-            if self._is_late("environment", silent_s, due):
-                self._warn(
-                    f"{self._name('environment')} has not answered for {silent_s:.0f} s (calls of "
-                    f"reset or step open: {self._num_calls}); "
-                    "RolloutPolicy(episode_timeout_s=...) ends such episodes"
-                )
+            before = f"{self._names['environment']} has not answered"
+            after = f" (calls of reset or step open: {self._num_calls}); {remedy}"
+            yield "environment", self._environment_sign_at, before, after
         if alone := [one for one in self._attempts if one.is_alone and not self._is_remote]:
             first = min(alone, key=lambda one: one.sign_at)
-            silent_s = now - first.sign_at
-            if self._is_late("agent", silent_s, due):
-                self._warn(
-                    f"{self._name('agent')} has done nothing for {silent_s:.0f} s in episode "
-                    f"{one_line(first.qid)}, which waits for no reply and no call of the "
-                    f"environment (such episodes: {len(alone)}; replies that this one has not "
-                    f"taken: {first.replies.qsize()}); one reply comes to each request under the "
-                    "episode's own qid, and the agent takes it with act_queue.get(); "
-                    "RolloutPolicy(episode_timeout_s=...) ends such episodes"
-                )
-
-    def _forgive(self, now: float) -> None:
-        """Begin all waits anew, since the event loop stood still: no sign could be noticed."""
-        self._engine_sign_at = self._environment_sign_at = self._idle_at = now
-        for attempt in self._attempts:
-            attempt.sign_at = now
-
-    def _is_late(self, subject: str, silent_s: float, due: list[float]) -> bool:
-        """Return whether to warn; add the seconds until the next warning about it to ``due``."""
-        is_late = silent_s + _EARLY_S >= self._patience_s[subject]
-        while silent_s + _EARLY_S >= self._patience_s[subject]:
-            self._patience_s[subject] *= 2
-        due.append(self._patience_s[subject] - silent_s)
-        return is_late
-
-    def _name(self, subject: str) -> str:
-        return one_line(f"{subject} {type(self._names[subject]).__name__}")
+            after = (
+                f" in episode {one_line(first.qid)}, which waits for no reply and no call of the "
+                f"environment (such episodes: {len(alone)}; replies that this one has not taken: "
+                f"{first.replies.qsize()}); one reply comes to each request under the episode's "
+                f"own qid, and the agent takes it with act_queue.get(); {remedy}"
+            )
+            yield "agent", first.sign_at, f"{self._names['agent']} has done nothing", after
+        if self._wanted is not None:
+            version, since = self._wanted
+            after = (
+                ": all results were taken, and the policy's staleness waits for weights newer than "
+                f"version {version}"
+            )
+            yield "weights", since, "no episode may begin", after
+        if self._prompt_waits and not self._attempts:
+            since = max(self._idle_at, min(self._prompt_waits.values()))
+            after = (
+                ", and no episode is under way: the run waits for the next item of its iterator of "
+                "prompts"
+            )
+            yield "prompts", since, "no prompt has come", after
 
 
 def _log(text: str) -> None:

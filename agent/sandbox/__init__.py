@@ -1,5 +1,4 @@
 """Runs untrusted Python programs in processes without files, network or fork.
 
-System calls are limited by `filter` (seccomp), files by `files` (Landlock), memory and time by
-`limits`.
+`restrictions` limits system calls (seccomp) and files (Landlock); `launcher` runs in each process.
 """

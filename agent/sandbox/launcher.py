@@ -85,7 +85,12 @@ def main(request: Mapping[str, Any], status_descriptor: int) -> None:
     """
     with open(status_descriptor, "wb", buffering=0) as status:
         try:
-            result = None if request["expression"] is None else _take_output()
+            result = None
+            if request["expression"] is not None:  # its value is the output, and no print
+                result = os.dup(1)
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, 1)
+                os.close(nowhere)
             protections = _confine(request)
         except Exception as error:  # noqa: BLE001 - after any error the program must not run
             status.write(f"{type(error).__name__}: {error}".encode())
@@ -96,15 +101,6 @@ def main(request: Mapping[str, Any], status_descriptor: int) -> None:
         _run(request["code"], request["expression"], result)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-
-
-def _take_output() -> int:
-    """Reserve standard output for the expression's value; the program's prints go to /dev/null."""
-    result = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
-    return result
 
 
 def _confine(request: Mapping[str, Any]) -> list[str]:

@@ -15,11 +15,11 @@ from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.questions import ExactAnswerEnvironment
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
+from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
-    build_arithmetic_model,
     encode_question,
     lazy_demonstrations,
 )
@@ -52,13 +52,10 @@ class StepRecord:
     reward: float
     """Mean over episodes of the sum of rewards."""
     num_tokens: int
-    """Tokens of the batch."""
     num_generated: int
-    """Tokens of the batch that the policy sampled."""
     seconds: float
     """Seconds since the end of the step before, or since the first episode began."""
     outcome: StepOutcome
-    """Measurements of the trainer."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -68,9 +65,6 @@ class StepRecord:
 
 class Training:
     """A tiny policy, its trainer, and its questions.
-
-    Args:
-        settings: Settings of the training.
 
     Raises:
         ModuleNotFoundError: If transformers is missing.
@@ -91,8 +85,8 @@ class Training:
             )
         except ValueError as error:
             raise SetupError(f"the model cannot be trained: {first_line(error)}") from error
-        num_questions = settings.num_steps * settings.num_prompts
-        self.questions = arithmetic_questions(num_questions, settings.seed)
+        size = settings.num_steps * settings.num_prompts
+        self.questions = arithmetic_questions(size, settings.seed)
 
     def warm_up(self) -> Iterator[float]:
         """Train on demonstrations of a lazy teacher, and yield the loss of each step."""
@@ -115,10 +109,7 @@ class Training:
         """Roll out and train at the same time, until all questions were answered.
 
         Episodes continue under the older weights while a step is taken; then the engine gets the
-        new ones between two tokens.
-
-        Args:
-            on_step: Called after each step.
+        new ones between two tokens. ``on_step`` is called after each step.
 
         Raises:
             SetupError: If the engine cannot run, cannot replace weights in flight, or an episode
@@ -161,7 +152,16 @@ class Training:
                 with _as_setup_error():
                     await engine.update_weights(self.model.state_dict(), self.trainer.version)
                 began, seconds = time.monotonic(), time.monotonic() - began
-                on_step(record_step(self.trainer.version, episodes, batch, outcome, seconds))
+                on_step(
+                    StepRecord(
+                        self.trainer.version,
+                        *shares(episodes),
+                        batch.num_tokens,
+                        batch.num_generated,
+                        seconds,
+                        outcome,
+                    )
+                )
                 episodes = []
 
     def _make_engine(self, concurrency: int) -> TransformersEngine:
@@ -196,11 +196,7 @@ def pack_episodes(episodes: Sequence[EpisodeResult]) -> PackedBatch:
 
 
 def check_logprobs(outcome: StepOutcome) -> None:
-    """Compare the log-probabilities of trainer and engine at equal weights.
-
-    Raises:
-        RuntimeError: If the largest difference exceeds `MAX_LOGPROB_GAP`.
-    """
+    """Raise RuntimeError if log-probabilities of trainer and engine differ at equal weights."""
     if not outcome.logprob_gap <= MAX_LOGPROB_GAP:
         raise RuntimeError(
             f"log-probabilities of trainer and engine differ by {outcome.logprob_gap:.1e} at equal "
@@ -208,23 +204,9 @@ def check_logprobs(outcome: StepOutcome) -> None:
         )
 
 
-def record_step(
-    step: int,
-    episodes: Sequence[EpisodeResult],
-    batch: PackedBatch,
-    outcome: StepOutcome,
-    seconds: float,
-) -> StepRecord:
-    """Return the record of a finished step."""
+def shares(episodes: Sequence[EpisodeResult]) -> tuple[float, float, float]:
+    """Return right answers of all answers, solved episodes of all, and the mean sum of rewards."""
     turns = [episode.trajectories[0].turns for episode in episodes]
     num_solved = sum(one[-1].reward > 0 for one in turns)
-    return StepRecord(
-        step=step,
-        success=num_solved / sum(map(len, turns)),
-        solved=num_solved / len(turns),
-        reward=sum(turn.reward for one in turns for turn in one) / len(turns),
-        num_tokens=batch.num_tokens,
-        num_generated=batch.num_generated,
-        seconds=seconds,
-        outcome=outcome,
-    )
+    reward = sum(turn.reward for one in turns for turn in one) / len(turns)
+    return num_solved / sum(map(len, turns)), num_solved / len(turns), reward

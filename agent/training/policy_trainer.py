@@ -30,13 +30,11 @@ class StepOutcome:
     clip_fraction: float
     """Share of the generated tokens whose gradient the clip set to zero, mean over the epochs."""
     num_micro_batches: int
-    """Micro-batches of an epoch."""
     fill: float
     """Tokens of the micro-batches divided by their capacity."""
     mean_staleness: float
     """Mean over generated tokens of trainer version less token version."""
     max_staleness: int
-    """Maximum of the same difference."""
     num_on_policy: int
     """Tokens of turns that the current weights sampled from the first token to the last."""
     logprob_gap: float
@@ -65,15 +63,14 @@ def token_logprobs(model: Any, piece: PackedBatch | MicroBatch) -> torch.Tensor:
 def clipped_policy_loss(
     logprobs: torch.Tensor, piece: MicroBatch, *, clip: tuple[float, float] = (0.2, 0.28)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the clipped policy-gradient loss of a micro-batch.
-
-    The ratio of a token is to the policy that sampled it, by ``piece.rollout_logprobs``.
+    """Return the clipped policy-gradient loss of a micro-batch, and where the clip takes effect.
 
     Args:
         logprobs: float ``[tokens]``, from `token_logprobs`.
         piece: A micro-batch with advantages and a field ``loss_weights``
             (`PackedBatch.loss_weights`), so that micro-batches and ranks add up to the batch.
-        clip: Lower and upper distance from 1 at which the ratio is clipped.
+        clip: Lower and upper distance from 1 at which the ratio of a token to the policy that
+            sampled it is clipped.
 
     Returns:
         The loss, a scalar, and bool ``[tokens]``: True where the clip sets the gradient to zero.
@@ -135,10 +132,7 @@ class PolicyTrainer:
         )
 
     def step(self, batch: PackedBatch) -> StepOutcome:
-        """Train on a batch; each generated token has the same weight.
-
-        Args:
-            batch: A batch with advantages.
+        """Train on a batch with advantages; each generated token has the same weight.
 
         Raises:
             ValueError: If the batch has no advantages or no generated tokens, or a sequence of it
@@ -192,7 +186,6 @@ class PolicyTrainer:
             rows.append(torch.stack([loss.detach(), is_clipped.sum(), is_on_policy.sum(), gap]))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_gradient_norm)
         self._optimizer.step()
-        self._optimizer.zero_grad()
         table = torch.stack(rows)
         return torch.cat([table[:, :3].sum(0), table[:, 3:].amax(0), norm[None]])
 
@@ -207,15 +200,8 @@ def warm_up(
 ) -> Iterator[float]:
     """Train a model in place on the generated tokens of ``trajectories``, in one pass over them.
 
-    Args:
-        model: A Hugging Face causal language model.
-        trajectories: Demonstrations.
-        num_steps: Optimizer steps; each takes the same number of trajectories.
-        learning_rate: Peak learning rate of AdamW: it rises over 20 steps, then falls to 0.
-        capacity: Maximum number of tokens in a micro-batch.
-
-    Yields:
-        The loss of each step, in nats per generated token.
+    Yields the loss of each step, in nats per generated token. The learning rate of AdamW rises over
+    20 steps to ``learning_rate``, then falls to 0. A micro-batch has at most ``capacity`` tokens.
 
     Raises:
         ValueError: If there are fewer trajectories than steps.

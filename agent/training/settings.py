@@ -19,13 +19,10 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of a training.
+    """Settings of a training; a value out of range raises `SetupError`.
 
     The same settings give the same initial weights and the same questions. The sampled tokens
     also depend on the clock, since weights change while episodes run.
-
-    Raises:
-        SetupError: If a value is out of range.
     """
 
     num_steps: int = 30

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import accumulate, chain, count, pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +19,27 @@ from trajpack.agent.environments.questions import Question
 from trajpack.agent.errors import EpisodeError, has_engine_ended
 from trajpack.agent.protocols import Agent, Engine, Environment, Prompt
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.trl.rows import (
-    Row,
-    encode_prompt,
-    masked_row,
-    prompt_key,
-    questions_by_prompt,
-    rows_of_episodes,
-)
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.optional import require
+from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+
+
+class Row(NamedTuple):
+    """One completion in TRL's form."""
+
+    prompt_ids: list[int]
+    """Tokens before the first generated one."""
+    completion_ids: list[int]
+    """Tokens from the first generated one to the last."""
+    env_mask: list[int]
+    """1 where the completion was generated, 0 on observations."""
+    logprobs: list[float]
+    """Log-probabilities of the generated tokens, 0 on observations."""
+    episode_reward: float | None = None
+    """Score of the episode; TRL leaves a row without one out of its group's mean."""
 
 
 def sum_of_rewards(result: EpisodeResult) -> float:
@@ -100,7 +109,7 @@ class TRLRollout:
     on_results: Callable[[list[EpisodeResult]], None] | None = None
     """Called with the episodes of each call, in the order of the prompts."""
     _by_prompt: dict[Any, Question] = field(init=False, repr=False)
-    _calls: itertools.count[int] = field(init=False, repr=False)
+    _calls: count[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -112,7 +121,7 @@ class TRLRollout:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         self._by_prompt = questions_by_prompt(self.questions)
-        self._calls = itertools.count()
+        self._calls = count()
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Run an episode for each prompt and return TRL's fields.
@@ -122,8 +131,8 @@ class TRLRollout:
                 are sharded, or an episode has several sequences and that is to raise.
             EpisodeError: If an episode failed and that is to raise, or the engine ended.
 
-        Cost: an event loop of its own, in a thread of its own where one runs already. Torch's
-        global random state does not change.
+        Cost: a new event loop, in another thread where one runs already. Torch's global random
+        state does not change.
         """
         self._check_trainer(trainer)
         asked = []
@@ -135,7 +144,7 @@ class TRLRollout:
                 )
             asked.append(question)
         encoded = {
-            question.id: encode_prompt(question, prompt, trainer)
+            question.id: Prompt(question.id, _encode(prompt, trainer), task_id=question.task_id)
             for question, prompt in zip(asked, prompts, strict=True)
         }
         seen: Counter[str] = Counter()
@@ -229,7 +238,8 @@ class TRLRollout:
                 "prompt: set several_sequences to 'mask' or 'last'"
             )
         if not rows or (len(rows) > 1 and self.several_sequences == "mask"):
-            return masked_row(result.prompt.input_ids, eos_token_id)
+            # TRL refuses an empty completion, but not a masked one.
+            return Row([int(id) for id in result.prompt.input_ids], [eos_token_id], [0], [0.0])
         return rows[-1]._replace(episode_reward=float(self.score(result)))
 
     def _check_trainer(self, trainer: GRPOTrainer) -> None:
@@ -264,3 +274,93 @@ def episode_reward(
         log_metric("episode/turns", sum(episode_turns) / len(episode_reward))
         log_metric("episode/left_out", num_left_out / len(episode_reward))
     return episode_reward
+
+
+def trl_dataset_rows(questions: Iterable[Question]) -> list[dict[str, Any]]:
+    """Return questions as rows of a data set for the trainer, for ``Dataset.from_list``.
+
+    Example:
+        >>> trl_dataset_rows([Question("sum", ({"role": "user", "content": "2 + 3?"},), ("5",))])
+        [{'prompt': [{'role': 'user', 'content': '2 + 3?'}]}]
+    """
+    return [{"prompt": [dict(message) for message in question.messages]} for question in questions]
+
+
+def questions_by_prompt(questions: Iterable[Question]) -> dict[Any, Question]:
+    """Return the questions by `prompt_key`, of their messages and of their text."""
+    known: dict[Any, Question] = {}
+    for question in questions:
+        for prompt in (question.messages, question.text):
+            other = known.setdefault(prompt_key(prompt), question)
+            if (other.solutions, other.gym_entry) != (question.solutions, question.gym_entry):
+                raise ValueError(
+                    f"questions {other.id!r} and {question.id!r} have the same messages, but not "
+                    "the same answers"
+                )
+    return known
+
+
+def prompt_key(prompt: Any) -> Any:
+    """Return a hashable form of a prompt, without keys that a data set may have added."""
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return tuple((message["role"], message["content"]) for message in prompt)
+    except (TypeError, KeyError) as error:
+        raise TypeError(
+            f"a prompt must be a str or a list of messages, got {prompt!r:.200}"
+        ) from error
+
+
+def rows_of_episodes(episodes: Sequence[Sequence[Trajectory]]) -> list[list[Row]]:
+    """Pack the trajectories of all episodes and return each episode's rows.
+
+    A row is a sequence of the merged layout: a conversation in which each turn continues the
+    one before. A sequence without generated tokens gives no row. Extra fields are dropped.
+
+    Raises:
+        TypeError, ValueError: As `trajpack.pack`.
+
+    Cost: one pack on the host; then every token becomes a Python object.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn
+        >>> first, second = Turn([1, 2], [3], [-0.5]), Turn([1, 2, 3, 4], [5], [-0.25])
+        >>> rows_of_episodes([[Trajectory("a", [first, second])], []])[0][0][:4]
+        ([1, 2], [3, 4, 5], [1, 0, 1], [-0.5, 0.0, -0.25])
+    """
+    plain = [
+        replace(path, turns=[replace(turn, fields=None) for turn in path.turns])
+        for path in chain.from_iterable(episodes)
+    ]
+    batch = pack(plain, device="cpu")
+    ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
+    logprobs = batch.rollout_logprobs.numpy()
+    num_turns = [sum(len(path.turns) for path in paths) for paths in episodes]
+    episode = np.zeros(len(batch), np.int64)
+    episode[batch.turn_sequence.numpy()] = np.repeat(np.arange(len(episodes)), num_turns)
+    rows: list[list[Row]] = [[] for _ in episodes]
+    bounds = pairwise(accumulate(batch.seqlens, initial=0))
+    for owner, (begin, end) in zip(episode, bounds, strict=True):
+        generated = np.flatnonzero(mask[begin:end])
+        if generated.size:
+            of = slice(begin + generated[0], begin + generated[-1] + 1)
+            given: Any = ids[begin : of.start], ids[of], mask[of].astype(int), logprobs[of]
+            rows[owner].append(Row(*(values.tolist() for values in given)))
+    return rows
+
+
+def _encode(prompt: Any, trainer: GRPOTrainer) -> list[int]:
+    """Encode a prompt as TRL does when it generates by itself."""
+    tokenizer = trainer.processing_class
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(text=prompt)["input_ids"]
+        return ids
+    ids = tokenizer.apply_chat_template(
+        prompt,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        return_dict=False,
+        **trainer.chat_template_kwargs,
+    )
+    return ids

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.packing.bench_sizes import WRITTEN
-from benchmarks.packing.filling import fill
 from benchmarks.rivals import quietly
 from trajpack import TrajectoryBuffer
 from trajpack.kernels.credit.discounted_returns import discounted_returns
@@ -35,9 +34,9 @@ class Inputs(NamedTuple):
 def held(trajectories, fields=()):
     """Fill a buffer; return its arena and how much is in it, in the turns layout."""
     buffer = TrajectoryBuffer(device="cpu", fields=fields)
-    fill(buffer, trajectories)
-    state = buffer._store.update_tables("turns")
-    return buffer._store.staging.send(state.num_words), state.settled
+    buffer.extend(trajectories)
+    state = buffer._arrange("turns")
+    return buffer._staging.send(state.num_words), state.counts
 
 
 def build_inputs(trajectories):

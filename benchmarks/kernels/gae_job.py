@@ -24,8 +24,6 @@ STRETCH = 128
 """Every third stretch of so many tokens was not generated."""
 MOST_COLUMNS = 32_768
 TOO_LONG = "not run: on a device it takes a dozen launches for each of its columns"
-UNEVEN = 10
-TOO_UNEVEN = "not run: it pads to the longest sequence, and takes 25 s and more"
 TUNED = {"tunes_threads": True}
 
 
@@ -99,10 +97,9 @@ def torchrl_way(given, lengths):
     It cuts the filter where a power of γλ falls below 1e-7.
     """
     name, (rewards, values, cu_seqlens, _) = "vec_generalized_advantage_estimate", given
-    if int(lengths.max()) > UNEVEN * lengths.mean() and len(rewards) > 1_000_000:
-        return Contender(f"torchrl {name}", None, WROTE, missing=TOO_UNEVEN)
-    done = torch.zeros(len(rewards), 1, dtype=torch.bool, device=rewards.device)
-    done[cu_seqlens[1:].long() - 1] = True
+    if gae_ways.is_too_uneven(lengths):
+        return Contender(f"torchrl {name}", None, WROTE, missing=gae_ways.TOO_UNEVEN)
+    done = gae_ways.last_tokens(cu_seqlens)
 
     def make(module):
         estimate = getattr(module, name)

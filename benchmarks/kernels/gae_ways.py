@@ -9,6 +9,19 @@ import torch
 
 GAMMA, LAM = 0.99, 0.95
 CHUNK = 128
+TOO_UNEVEN = "not run: it pads to the longest sequence, and takes 25 s and more"
+
+
+def is_too_uneven(lengths):
+    """Return whether padding to the longest sequence takes a rival too long."""
+    return lengths.max() > 10 * lengths.mean() and lengths.sum() > 1_000_000
+
+
+def last_tokens(cu_seqlens):
+    """Return True at each sequence's last token, bool ``[tokens, 1]``: torchrl's ``done``."""
+    done = torch.zeros(int(cu_seqlens[-1]), 1, dtype=torch.bool, device=cu_seqlens.device)
+    done[cu_seqlens[1:].long() - 1] = True
+    return done
 
 
 class Rows:

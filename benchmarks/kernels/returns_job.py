@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.kernels.gae_ways import TOO_UNEVEN, Rows, is_too_uneven, last_tokens
 from benchmarks.rivals import contender
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.testing import boundaries
@@ -22,33 +23,12 @@ WROTE = "returns"
 BOTH_UP_TO = 1000
 """Longest sequence up to which both of torchrl's ways run; they are one convolution, as fast."""
 
-UNEVEN = 10
-TOO_UNEVEN = "not run: it pads to the longest sequence, and takes 25 s and more"
-
 
 def inputs(lengths, device="cpu"):
     """Return seeded rewards and the boundaries."""
     generator = torch.Generator().manual_seed(6)
     rewards = torch.randn(int(lengths.sum()), generator=generator)
     return rewards.to(device), boundaries(lengths).to(device)
-
-
-def reference(rewards, cu_seqlens):
-    """Walk backward over time in float64, all sequences at once."""
-    bounds = cu_seqlens.cpu().long()
-    lengths, padded = bounds.diff(), padded_float64(rewards.cpu(), bounds)
-    for time in range(padded.shape[0] - 2, -1, -1):
-        padded[time].add_(padded[time + 1], alpha=DISCOUNT)
-    mask = torch.arange(padded.shape[0]) < lengths[:, None]
-    return padded.T[mask].float()
-
-
-def padded_float64(rewards, bounds):
-    """Return ``[time, sequences]``, so that a step back in time reads two contiguous rows."""
-    lengths = bounds.diff()
-    padded = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.float64)
-    padded[torch.arange(padded.shape[1]) < lengths[:, None]] = rewards.double()
-    return padded.T.contiguous()
 
 
 def by_loop(rewards, cu_seqlens):
@@ -61,18 +41,15 @@ def by_loop(rewards, cu_seqlens):
     return torch.tensor(returns, device=rewards.device)
 
 
-def padded_walk(lengths, device):
+def padded_walk(lengths, device="cpu"):
     """Return a way that pads, walks backward over time for all sequences, and takes a mask."""
-    lengths = torch.as_tensor(lengths, device=device)
-    mask = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+    rows = Rows(lengths, device)
 
     def work(rewards):
-        padded = torch.zeros(mask.shape, device=rewards.device)
-        padded[mask] = rewards
-        rows = padded.T.contiguous()
-        for time in range(rows.shape[0] - 2, -1, -1):
-            rows[time].add_(rows[time + 1], alpha=DISCOUNT)
-        return rows.T[mask]
+        walked = rows.padded(rewards).T.clone(memory_format=torch.contiguous_format)
+        for time in range(len(walked) - 2, -1, -1):
+            walked[time].add_(walked[time + 1], alpha=DISCOUNT)
+        return rows.packed(walked.T)
 
     return work
 
@@ -82,8 +59,7 @@ def torchrl_ways(rewards, cu_seqlens, lengths):
 
     Both cut the filter where a power of the discount falls below 1e-7, hence the tolerance.
     """
-    done = torch.zeros(len(rewards), 1, dtype=torch.bool, device=rewards.device)
-    done[cu_seqlens[1:].long() - 1] = True
+    done = last_tokens(cu_seqlens)
     column, zeros = rewards[:, None], torch.zeros_like(rewards)[:, None]
 
     def reward2go(module):
@@ -94,7 +70,7 @@ def torchrl_ways(rewards, cu_seqlens, lengths):
         return lambda: estimate(DISCOUNT, 1.0, zeros, zeros, column, done)[0][:, 0]
 
     functional = "torchrl.objectives.value.functional"
-    if int(lengths.max()) > UNEVEN * lengths.mean() and len(rewards) > 1_000_000:
+    if is_too_uneven(lengths):
         return [Contender("torchrl reward2go", None, WROTE, missing=TOO_UNEVEN)]
     ways = [contender(functional, "torchrl reward2go", reward2go, WROTE, tunes_threads=True)]
     if int(lengths.max()) <= BOTH_UP_TO:
@@ -106,7 +82,7 @@ def torchrl_ways(rewards, cu_seqlens, lengths):
 def contest(workload, lengths, device="cpu", **options):
     """Return the contest and who takes part in it, ours first."""
     rewards, cu_seqlens = inputs(lengths, device)
-    expected = reference(rewards, cu_seqlens)
+    expected = padded_walk(lengths)(rewards.cpu().double()).float()
 
     def check(returns):
         torch.testing.assert_close(returns.cpu(), expected, rtol=1e-3, atol=1e-3)

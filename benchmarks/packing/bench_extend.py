@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from benchmarks.contest import OURS, Contender, Contest
-from benchmarks.packing.filling import fill
 from benchmarks.timing import copy_of
 from benchmarks.workloads import EVEN_SEQUENCES, MULTI_TURN, conversations
 from trajpack import TrajectoryBuffer
@@ -30,7 +29,7 @@ def contest(workload, scale=1.0, **options):
 
     def extend():
         buffer.clear()
-        fill(buffer, trajectories)
+        buffer.extend(trajectories)
         return buffer
 
     def concatenate():

@@ -64,19 +64,27 @@ def places(lengths, padded, device):
     }
 
 
-def by_slices(batch, plan, alignment):
-    """Slice every field for every sequence, pad the slice, and concatenate: the usual loop."""
+def cuts(batch, plan, alignment):
+    """Yield first tokens, lengths, and padded lengths of the sequences of each micro-batch."""
     bounds = np.cumsum([0, *batch.seqlens]).tolist()
     multiple = alignment.sequence_multiple
-    micro_batches = []
     for sequences in plan:
         chosen = sequences.tolist()
         lengths = [batch.seqlens[sequence] for sequence in chosen]
         padded = [-(-length // multiple) * multiple for length in lengths]
+        yield [bounds[sequence] for sequence in chosen], lengths, padded
+
+
+def by_slices(batch, plan, alignment):
+    """Slice every field for every sequence, pad the slice, and concatenate: the usual loop."""
+    multiple = alignment.sequence_multiple
+    micro_batches = []
+    for begins, lengths, padded in cuts(batch, plan, alignment):
         fields = {}
         for name in COPIED:
             whole = getattr(batch, name)
-            parts = [whole[bounds[sequence] : bounds[sequence + 1]] for sequence in chosen]
+            pairs = zip(begins, lengths, strict=True)
+            parts = [whole[begin : begin + length] for begin, length in pairs]
             if multiple > 1:
                 parts = [
                     torch.nn.functional.pad(part, (0, room - len(part)), value=PADDING.get(name, 0))
@@ -89,17 +97,12 @@ def by_slices(batch, plan, alignment):
 
 def by_index(batch, plan, alignment):
     """Work out which token goes where, once for a micro-batch, and gather each field by that."""
-    bounds = np.cumsum([0, *batch.seqlens]).tolist()
     multiple = alignment.sequence_multiple
     micro_batches = []
-    for sequences in plan:
-        chosen = sequences.tolist()
-        lengths = [batch.seqlens[sequence] for sequence in chosen]
-        padded = [-(-length // multiple) * multiple for length in lengths]
+    for begins, lengths, padded in cuts(batch, plan, alignment):
         made = places(lengths, padded, batch.device)
-        begins = torch.tensor([bounds[sequence] for sequence in chosen], device=batch.device)
         owners = made["sequence_ids"].long()
-        index = begins[owners] + made["position_ids"]
+        index = torch.tensor(begins, device=batch.device)[owners] + made["position_ids"]
         fields = {}
         if multiple > 1:
             real = made["position_ids"] < torch.tensor(lengths, device=batch.device)[owners]
@@ -115,22 +118,18 @@ def by_index(batch, plan, alignment):
 
 def by_numpy(batch, plan, alignment):
     """As by slices, with numpy, into arrays of the right size."""
-    bounds = np.cumsum([0, *batch.seqlens]).tolist()
     multiple = alignment.sequence_multiple
     whole = {name: getattr(batch, name).numpy() for name in COPIED}
     micro_batches = []
-    for sequences in plan:
-        chosen = sequences.tolist()
-        lengths = [batch.seqlens[sequence] for sequence in chosen]
-        padded = [-(-length // multiple) * multiple for length in lengths]
+    for begins, lengths, padded in cuts(batch, plan, alignment):
         starts = np.cumsum([0, *padded]).tolist()
         fields = {}
         for name, source in whole.items():
             fill = PADDING.get(name, 0)
             out = np.full(starts[-1], fill, source.dtype) if multiple > 1 else None
             out = np.empty(starts[-1], source.dtype) if out is None else out
-            for sequence, start, length in zip(chosen, starts, lengths, strict=False):
-                out[start : start + length] = source[bounds[sequence] : bounds[sequence + 1]]
+            for begin, start, length in zip(begins, starts, lengths, strict=False):
+                out[start : start + length] = source[begin : begin + length]
             fields[name] = torch.from_numpy(out)
         micro_batches.append(fields | places(lengths, padded, batch.device))
     return micro_batches
@@ -158,18 +157,14 @@ def contest(job, workload, scale=1.0):
     given = batch, plan, alignment
     expected = by_slices(*given)
     contest = Contest(job, workload, batch.num_tokens, functools.partial(check, expected=expected))
-    entrants = [
-        Contender(OURS, lambda: ours(*given), WROTE),
-        Contender(
-            f"{OURS}, one by one", lambda: one_by_one(*given), WROTE, check=lambda result: None
-        ),
+    alone = Contender(
+        f"{OURS}, one by one", lambda: one_by_one(*given), WROTE, check=lambda result: None
+    )
+    rivals = [
+        Contender(name, functools.partial(way, *given), WROTE, tunes_threads=way is not by_numpy)
+        for name, way in RIVALS.items()
     ]
-    for name, way in RIVALS.items():
-        torch_ways = way is not by_numpy
-        entrants.append(
-            Contender(name, functools.partial(way, *given), WROTE, tunes_threads=torch_ways)
-        )
-    return contest, entrants
+    return contest, [Contender(OURS, lambda: ours(*given), WROTE), alone, *rivals]
 
 
 CASES = [(workload, PLAIN) for workload in WORKLOADS]

@@ -9,7 +9,6 @@ import functools
 import pytest
 
 from benchmarks.contest import OURS, Contender, Contest
-from benchmarks.packing.filling import fill, filled
 from benchmarks.packing.whole_job import (
     RIVALS,
     WROTE,
@@ -20,7 +19,7 @@ from benchmarks.packing.whole_job import (
     three_fields_by_lists,
 )
 from benchmarks.promises import FROM_ARRAYS, FROM_LISTS, PACK_ONLY, THREE, broken
-from benchmarks.workloads import MULTI_TURN, SEQUENCES, WORKLOADS, as_lists, conversations
+from benchmarks.workloads import MULTI_TURN, SEQUENCES, WORKLOADS, as_lists, conversations, filled
 from trajpack import TrajectoryBuffer
 
 MERGED = f"{OURS}, merged layout"
@@ -54,7 +53,7 @@ def end_to_end(trajectories, layout="turns"):
 
     def work():
         buffer.clear()
-        fill(buffer, trajectories)
+        buffer.extend(trajectories)
         return buffer.pack(layout=layout)
 
     return work
@@ -66,7 +65,7 @@ def pack_only(trajectories, layout="turns"):
 
     def refill():
         buffer.clear()
-        fill(buffer, trajectories)
+        buffer.extend(trajectories)
 
     work = functools.partial(buffer.pack, layout=layout)
     return Contender(PACK_ONLY, work, WROTE, release=refill)

@@ -13,11 +13,10 @@ from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.device_contest import hold_on_device
 from benchmarks.packing.bench_sizes import sent_bytes, sized
 from benchmarks.packing.device_job import RIVALS, by_concatenation
-from benchmarks.packing.filling import fill, filled
 from benchmarks.packing.resident_turns import on_device
 from benchmarks.packing.whole_job import WROTE, Fields, assert_same_fields, by_numpy
 from benchmarks.promises import PACK_ONLY
-from benchmarks.workloads import WORKLOADS, conversations
+from benchmarks.workloads import WORKLOADS, conversations, filled
 from trajpack import StaticBatch, TrajectoryBuffer, pack_resident
 
 pytestmark = [
@@ -36,7 +35,7 @@ def end_to_end(trajectories, device):
 
     def work():
         buffer.clear()
-        fill(buffer, trajectories)
+        buffer.extend(trajectories)
         return buffer.pack(layout="turns")
 
     return Contender(OURS, work, WROTE, on_host=True)
@@ -47,7 +46,7 @@ def pack_only(trajectories, device, layout="turns"):
 
     def refill():
         buffer.clear()
-        fill(buffer, trajectories)
+        buffer.extend(trajectories)
 
     return Contender(PACK_ONLY, functools.partial(buffer.pack, layout), WROTE, release=refill)
 

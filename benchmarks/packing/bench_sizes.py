@@ -7,10 +7,9 @@ import pytest
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.packing.bench_pack import end_to_end, pack_only, rivals_of
-from benchmarks.packing.filling import filled
 from benchmarks.packing.whole_job import WROTE, assert_same_fields, by_numpy
 from benchmarks.timing import copy_of
-from benchmarks.workloads import single_turns
+from benchmarks.workloads import filled, single_turns
 
 JOB = "cost against size"
 COPY = "copy of as many bytes"
@@ -42,8 +41,7 @@ def sent_bytes(trajectories, layout="turns"):
     Tables have room for some more rows than are used, and are sent with it.
     """
     buffer = filled(trajectories)
-    store = buffer._store
-    words = store.staging.send(store.update_tables(layout).num_words).words
+    words = buffer._staging.send(buffer._arrange(layout).num_words).words
     assert words.nbytes >= buffer.num_bytes
     return words.nbytes
 

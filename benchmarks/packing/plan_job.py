@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from benchmarks import rivals
@@ -54,16 +56,12 @@ def loads_of(found, lengths):
 
 
 def _contenders(ways, check, count):
-    """Return the contenders of ``(name, work, quadratic)``; each has its result noted by name."""
+    """Return contenders of ``(name, function, arguments, whether its time is quadratic)``."""
     listed = []
-    for name, work, quadratic in ways:
-        left_out = quadratic and count > QUADRATIC
-        listed.append(
-            Contender(
-                name, None if left_out or work is None else work, "", check=check(name),
-                missing=TOO_LONG if left_out else "",
-            )
-        )  # fmt: skip
+    for name, plan, given, quadratic in ways:
+        missing = TOO_LONG if quadratic and count > QUADRATIC else ""
+        work = None if missing else functools.partial(plan, *given)
+        listed.append(Contender(name, work, "", check=check(name), missing=missing))
     return listed
 
 
@@ -81,35 +79,17 @@ def fewest_contest(mix, count, noted, **options):
 
         return passes
 
-    def ours(algorithm):
-        return lambda: plan_micro_batches(given, CAPACITY, algorithm=algorithm)
-
+    by_first_fit = functools.partial(plan_micro_batches, algorithm="first_fit_decreasing")
+    asked = (given, CAPACITY)
     ways = [
-        (OURS, ours("best_fit_decreasing"), False),
-        (f"{OURS}, first fit decreasing", ours("first_fit_decreasing"), False),
-        (
-            "best fit by a tree over rooms, as TRL's",
-            lambda: plan_loops.best_fit_by_tree(given, CAPACITY),
-            False,
-        ),
-        (
-            "first fit by a scan, as prime-rl's",
-            lambda: plan_loops.first_fit_by_scan(given, CAPACITY),
-            True,
-        ),
-        (
-            "fewest sequences first, as AReaL's",
-            lambda: plan_loops.fewest_held_by_scan(given, CAPACITY),
-            True,
-        ),
+        (OURS, plan_micro_batches, asked, False),
+        (f"{OURS}, first fit decreasing", by_first_fit, asked, False),
+        ("best fit by a tree over rooms, as TRL's", plan_loops.best_fit_by_tree, asked, False),
+        ("first fit by a scan, as prime-rl's", plan_loops.first_fit_by_scan, asked, True),
+        ("fewest sequences first, as AReaL's", plan_loops.fewest_held_by_scan, asked, True),
     ]
     entrants = _contenders(ways, check, count)
-    weights = dict(enumerate(given))
-    entrants.append(
-        _binpacking(
-            lambda module: lambda: module.to_constant_volume(weights, CAPACITY), check, count
-        )
-    )
+    entrants.append(_binpacking("to_constant_volume", given, CAPACITY, check=check))
     contest = Contest(f"{FEWEST}, {mix}", f"{count:,}", int(lengths.sum()), check(""), **options)
     return contest, entrants
 
@@ -131,36 +111,28 @@ def even_contest(mix, count, noted, **options):
         return passes
 
     def ours(algorithm):
-        capacity, asked = int(lengths.sum()), {"algorithm": algorithm, "min_bins": NUM_EVEN}
-        return lambda: plan_micro_batches(given, capacity, **asked)
+        return functools.partial(plan_micro_batches, algorithm=algorithm, min_bins=NUM_EVEN)
 
+    whole, asked = (given, int(lengths.sum())), (given, NUM_EVEN)
+    by_rows = plan_loops.differencing_by_rows
     ways = [
-        (OURS, ours("longest_processing_time"), False),
-        (f"{OURS}, Karmarkar and Karp", ours("karmarkar_karp"), False),
-        (
-            "longest first by a heap, as SkyRL's",
-            lambda: plan_loops.longest_first_by_heap(given, NUM_EVEN),
-            False,
-        ),
-        (
-            "Karmarkar and Karp, all parts, as verl's",
-            lambda: plan_loops.differencing_by_rows(given, NUM_EVEN),
-            True,
-        ),
+        (OURS, ours("longest_processing_time"), whole, False),
+        (f"{OURS}, Karmarkar and Karp", ours("karmarkar_karp"), whole, False),
+        ("longest first by a heap, as SkyRL's", plan_loops.longest_first_by_heap, asked, False),
+        ("Karmarkar and Karp, all parts, as verl's", by_rows, asked, True),
     ]
     entrants = _contenders(ways, check, count)
-    weights = dict(enumerate(given))
-    entrants.append(
-        _binpacking(
-            lambda module: lambda: module.to_constant_bin_number(weights, NUM_EVEN), check, count
-        )
-    )
+    entrants.append(_binpacking("to_constant_bin_number", given, NUM_EVEN, check=check))
     contest = Contest(f"{EVEN}, {mix}", f"{count:,}", int(lengths.sum()), check(""), **options)
     return contest, entrants
 
 
-def _binpacking(make, check, count):
-    name = "binpacking"
-    if count > QUADRATIC:
+def _binpacking(function, given, limit, *, check):
+    name, weights = "binpacking", dict(enumerate(given))
+    if len(given) > QUADRATIC:
         return Contender(name, None, "", missing=TOO_LONG)
+
+    def make(module):
+        return functools.partial(getattr(module, function), weights, limit)
+
     return rivals.contender(name, name, make, "", check=check(name))

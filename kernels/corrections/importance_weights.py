@@ -1,30 +1,34 @@
-"""Importance weights: rules for the ratios of two policies, and the weights of tokens."""
+"""Importance weights of tokens, and rules for the ratios of two policies."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.reduce.segment_reduce import owners_of_entries, segment_mean, segment_sum
-from trajpack.kernels.validation import check_device, check_tensor
+from trajpack.kernels.reduce.segment_reduce import (
+    check_segments,
+    owners_of_entries,
+    segment_mean,
+    segment_sum,
+)
+from trajpack.kernels.validation import check_choice, check_number, check_tensor
 
 Level: TypeAlias = Literal["token", "segment", "geometric", "none"]
 Outside: TypeAlias = Literal["truncate", "mask", "keep"]
+OF_SEGMENTS = ("segment", "geometric")
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Drop every token whose ratio lies outside a window, whatever weight it has.
+    """Set the weight of every token to 0 whose ratio lies outside a window.
 
-    Bounds are of the ratio itself, trainer over rollout, ``exp(logprobs - rollout_logprobs)``:
-    neither of its logarithm nor of its inverse, for which there is `of_inverse`. At level
-    ``"segment"`` or ``"geometric"`` all tokens of a segment stay or go together: sequence
-    rejection. The tokens that stay keep their weights.
+    Bounds are of the ratio, trainer over rollout, ``exp(logprobs - rollout_logprobs)``; for bounds
+    of its inverse see `of_inverse`. At level ``"segment"`` or ``"geometric"`` all tokens of a
+    segment are kept or rejected together (sequence rejection).
 
     Example:
         >>> Rejection(0.999, 1.001)
@@ -36,22 +40,22 @@ class Rejection:
     """
 
     low: float = 0.0
-    """The smallest ratio that stays."""
+    """Smallest ratio that is kept."""
     high: float = math.inf
-    """The largest ratio that stays."""
+    """Largest ratio that is kept."""
     level: Level = "geometric"
-    """Which ratio is looked at: ``"token"``, ``"segment"`` or ``"geometric"``, as in
+    """Ratio that is compared: ``"token"``, ``"segment"`` or ``"geometric"``, as in
     `Correction.level`."""
 
     def __post_init__(self) -> None:
-        _check_choice("Rejection", "level", self.level, get_args(Level)[:3])
+        check_choice("Rejection", "level", self.level, get_args(Level)[:3])
         _check_window("Rejection", self.low, self.high)
 
     @classmethod
     def of_inverse(
         cls, low: float = 0.0, high: float = math.inf, level: Level = "geometric"
     ) -> Rejection:
-        """Keep what has its inverse ratio, rollout over trainer, in the window.
+        """Return the rejection by a window of the inverse ratio, rollout over trainer.
 
         That is ``Rejection(1 / high, 1 / low, level)``.
 
@@ -71,10 +75,10 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Correction:
-    """How importance ratios become weights.
+    """Rule by which importance ratios become weights.
 
-    Named ones: `tis`, `icepop`, `mis`. Level ``"segment"`` is what others call sequence level: a
-    segment is whatever `importance_weights` is given, a trajectory, a turn or a sequence.
+    `tis`, `icepop` and `mis` are published ones. Level ``"segment"`` is elsewhere called sequence
+    level: the segments are those given to `importance_weights`: trajectories, turns or sequences.
 
     Example:
         >>> Correction.tis(2.0) == Correction(level="token", outside="truncate", high=2.0)
@@ -100,14 +104,14 @@ class Correction:
     high: float = math.inf
     """Upper end of the window."""
     normalize: bool = False
-    """Whether weights, once bounded and before ``rejection``, are divided by their mean: over
-    generated tokens, or over segments where the level is that of segments."""
+    """Whether bounded weights are divided by their mean before ``rejection``: over generated
+    tokens, or over segments at a level of segments."""
     rejection: Rejection | None = None
     """Additional rejection of tokens or segments."""
 
     def __post_init__(self) -> None:
-        _check_choice("Correction", "level", self.level, get_args(Level))
-        _check_choice("Correction", "outside", self.outside, get_args(Outside))
+        check_choice("Correction", "level", self.level, get_args(Level))
+        check_choice("Correction", "outside", self.outside, get_args(Outside))
         _check_window("Correction", self.low, self.high)
         if not isinstance(self.normalize, bool):
             raise TypeError(f"Correction: normalize must be a bool, got {self.normalize!r}")
@@ -128,7 +132,7 @@ class Correction:
 
     @classmethod
     def icepop(cls, low: float = 0.5, high: float = 5.0) -> Correction:
-        """Weigh a token with its ratio where that is in the window, and with 0 elsewhere.
+        """Weigh a token by its ratio inside the window, and by 0 outside.
 
         Reference:
             Every Step Evolves (Ring-1T), arXiv 2510.18855; ``icepop_function`` of slime.
@@ -137,7 +141,7 @@ class Correction:
 
     @classmethod
     def mis(cls, low: float = 0.0, high: float = 2.0, level: Level = "segment") -> Correction:
-        """Weigh whole segments with their ratio where it is in the window, else with 0.
+        """Weigh whole segments by their ratio inside the window, and by 0 outside.
 
         Reference:
             Liu et al., When Speed Kills Stability, 2025: masked importance sampling over
@@ -147,21 +151,14 @@ class Correction:
 
     @property
     def needs_segments(self) -> bool:
-        """Whether a level of it is one of segments."""
+        """Whether a level is one of segments."""
         levels = {self.level, self.rejection.level if self.rejection else "none"}
-        return not levels.isdisjoint(("segment", "geometric"))
-
-
-def _check_choice(kind: str, name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        expected = ", ".join(map(repr, choices))
-        raise ValueError(f"{kind}: {name} must be one of {expected}, got {value!r}")
+        return not levels.isdisjoint(OF_SEGMENTS)
 
 
 def _check_window(kind: str, low: float, high: float) -> None:
-    for name, value in (("low", low), ("high", high)):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{kind}: {name} must be a number, got {value!r}")
+    check_number(kind, "low", low)
+    check_number(kind, "high", high)
     if not 0 <= low <= high or high == 0 or low == math.inf:
         raise ValueError(f"{kind}: must have 0 <= low <= high, got low={low} and high={high}")
 
@@ -169,8 +166,7 @@ def _check_window(kind: str, low: float, high: float) -> None:
 OP = "importance_weights"
 DTYPES = (torch.float32, torch.float64)
 LOG_BOUND = 20.0
-"""Logarithms of ratios are kept within this on either side, as verl does."""
-OF_SEGMENTS = ("segment", "geometric")
+"""Logarithms of ratios are clamped to ``[-LOG_BOUND, LOG_BOUND]``, as in verl."""
 
 IMPORTANCE_METRICS = (
     "tokens",
@@ -186,7 +182,7 @@ IMPORTANCE_METRICS = (
     "k1",
     "k3",
 )
-"""Names of what `importance_weights` measures, in its order."""
+"""Names of the metrics of `importance_weights`, in order."""
 
 
 def importance_weights(
@@ -201,31 +197,29 @@ def importance_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weigh tokens that the rollout's policy sampled as if the trainer's had sampled them.
 
-    A token's ratio is ``exp(logprobs - rollout_logprobs)``. At level ``"segment"``, which others
-    call sequence level, it is that of the sum of these logarithms over the segment's generated
-    tokens, at level ``"geometric"`` of their mean; in each case the logarithm is first brought
-    within ±20. For a `Rejection` the logarithms of tokens are brought within ±20 before they are
-    added up, and no sum or mean is: as in verl. What becomes of a ratio, `Correction` says. For
-    turns, give ``turn_spans`` and
-    ``turn_ids`` of a packed batch; for sequences, ``cu_seqlens``.
+    A token's ratio is ``exp(logprobs - rollout_logprobs)``. Level ``"segment"`` sums these
+    logarithms over the segment's generated tokens, level ``"geometric"`` averages them; the
+    logarithm is then clamped to ±20. For a `Rejection` the logarithms of tokens are clamped to ±20
+    before they are summed, and sums and means are not: as in verl. `Correction` defines the weight
+    of a ratio. For turns, pass ``turn_spans`` and ``turn_ids`` of a packed batch; for sequences,
+    ``cu_seqlens``.
 
     Args:
         logprobs: ``[tokens]`` float32 or float64: of the trainer's policy, before its update.
         rollout_logprobs: ``[tokens]`` float32 or float64: of the policy that sampled.
-        loss_mask: ``[tokens]`` bool: True on generated tokens. What the log-probabilities are
-            elsewhere, NaN included, does not matter.
-        correction: What to do with the ratios.
+        loss_mask: ``[tokens]`` bool: True on generated tokens. Log-probabilities elsewhere may
+            have any value, NaN included.
+        correction: Rule for the ratios.
         segments: int32 boundaries ``[segments + 1]``, or spans ``[segments, 2]`` of first token
-            and one past the last. Needed for a level of segments, and else unused.
-        segment_ids: ``[tokens]`` int32 or int64, where it is there already: the token's segment;
-            outside ``[0, segments)``: none, and weight 0. Else found in ``segments``, for spans
-            by sorting them.
-        impl: How segments are summed; see `segment_sum`.
+            and one past the last. Needed for a level of segments, else unused.
+        segment_ids: ``[tokens]`` int32 or int64: the token's segment; outside ``[0, segments)``:
+            none, and weight 0. Without it the segment is searched in ``segments``.
+        impl: As of `segment_sum`.
 
     Returns:
-        weights: ``[tokens]`` float32: 0 where ``loss_mask`` is False. Constants: no gradient
-            flows through them. A NaN in a ratio is outside every window, and stays NaN in a
-            weight that is not masked or rejected.
+        weights: ``[tokens]`` float32: 0 where ``loss_mask`` is False. Not differentiable. A NaN in
+            a ratio is outside every window, and stays NaN in a weight that is not masked or
+            rejected.
         metrics: ``[12]`` float64, named by ``IMPORTANCE_METRICS`` of the module
             ``trajpack.kernels.corrections.importance_weights``, over generated tokens (those of a
             segment, where segments are needed); all 0 where there are none. The ratios are
@@ -238,10 +232,9 @@ def importance_weights(
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or a level of segments has none.
 
-    Cost: 55 to 95 small operations over tokens, most of them for the metrics, the most for levels
-    of segments; ``torch.compile`` fuses them. Sums in float64. No copy, no host synchronisation.
-    Metrics are of this rank, and so is the mean of ``Correction(normalize=True)``; the means
-    combine by ``tokens``.
+    Cost: 55 to 95 small operations over tokens, which ``torch.compile`` fuses; most for levels of
+    segments. Sums in float64. No copy, no host synchronisation. Metrics and the mean of
+    ``Correction(normalize=True)`` are of this rank; means combine by ``tokens``.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -0.1, 0.0])
@@ -281,7 +274,7 @@ def importance_weights(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Logarithms of ratios, of use under ``loss_mask`` alone, and how tokens make segments."""
+    """Logarithms of ratios, valid under ``loss_mask`` alone, and the segment of each token."""
 
     log_ratios: torch.Tensor
     loss_mask: torch.Tensor
@@ -290,7 +283,7 @@ class _Tokens:
     impl: Impl
 
     def ratios(self, level: Level) -> torch.Tensor:
-        """Return one ratio for each token, or for each segment where the level is theirs."""
+        """Return the ratio of each token, or of each segment at a level of segments."""
         return self.of_level(self.log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND).exp()
 
     def of_level(self, logarithms: torch.Tensor, level: Level) -> torch.Tensor:
@@ -301,7 +294,7 @@ class _Tokens:
         return reduce(logarithms, self.segments, mask=self.loss_mask, impl=self.impl)
 
     def spread(self, values: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return for each token its own of ``values``, or its segment's."""
+        """Return the value of each token, or of its segment."""
         if level not in OF_SEGMENTS:
             return values
         return torch.cat([values, values.new_zeros(1)])[self.slots]
@@ -366,19 +359,20 @@ def _segments(
     segments: torch.Tensor | None,
     segment_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the segments, and each token's: one past the last where it has none."""
-    if not correction.needs_segments:  # neither is looked at
+    """Return the segments, and the segment of each token, their number for none."""
+    if not correction.needs_segments:  # neither is used
         return loss_mask.new_empty((0, 2), dtype=torch.int32), loss_mask
     if segments is None:
         raise ValueError(f"{OP}: a level of segments needs segments, got {correction!r}")
-    _check_segments(segments, loss_mask.device)
+    device, tokens = loss_mask.device, loss_mask.shape[0]
+    check_segments(OP, segments, device)
     num = _num_segments(segments)
     if segment_ids is not None:
-        check_tensor(OP, "segment_ids", segment_ids, ndim=1, dtypes=(torch.int32, torch.int64))
-        _check_beside(loss_mask, "segment_ids", segment_ids)
+        integers = (torch.int32, torch.int64)
+        check_tensor(OP, "segment_ids", segment_ids, dtypes=integers, device=device, entries=tokens)
         outside = (segment_ids < 0) | (segment_ids >= num)
         return segments, torch.where(outside, num, segment_ids).long()
-    owner, inside = owners_of_entries(segments, loss_mask.shape[0])
+    owner, inside = owners_of_entries(segments, tokens)
     return segments, torch.where(inside, owner, num)
 
 
@@ -392,30 +386,14 @@ def check_weighed(
     loss_mask: torch.Tensor,
     correction: Correction,
 ) -> None:
-    """Raise unless the inputs over tokens fit together; the errors of `importance_weights`."""
+    """Raise unless the inputs over tokens agree; the errors of `importance_weights`."""
     if not isinstance(correction, Correction):
         raise TypeError(f"{OP}: correction must be a Correction, got {correction!r}")
-    check_tensor(OP, "logprobs", logprobs, ndim=1, dtypes=DTYPES)
-    check_tensor(OP, "rollout_logprobs", rollout_logprobs, ndim=1, dtypes=DTYPES)
-    check_tensor(OP, "loss_mask", loss_mask, ndim=1, dtypes=(torch.bool,))
-    _check_beside(logprobs, "rollout_logprobs", rollout_logprobs)
-    _check_beside(logprobs, "loss_mask", loss_mask)
-
-
-def _check_beside(tokens: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
-    check_device(OP, name, tensor, tokens.device)
-    if tensor.shape != tokens.shape:
-        raise ValueError(
-            f"{OP}: {name} must have one entry for each of {tokens.shape[0]} token(s), "
-            f"got shape {list(tensor.shape)}"
+    check_tensor(OP, "logprobs", logprobs, dtypes=DTYPES)
+    for name, tensor, dtypes in (
+        ("rollout_logprobs", rollout_logprobs, DTYPES),
+        ("loss_mask", loss_mask, (torch.bool,)),
+    ):
+        check_tensor(
+            OP, name, tensor, dtypes=dtypes, device=logprobs.device, entries=logprobs.shape[0]
         )
-
-
-def _check_segments(segments: torch.Tensor, device: torch.device) -> None:
-    ndim = 2 if isinstance(segments, torch.Tensor) and segments.ndim == 2 else 1
-    check_tensor(OP, "segments", segments, ndim=ndim, dtypes=(torch.int32,))
-    check_device(OP, "segments", segments, device)
-    if ndim == 1 and segments.shape[0] == 0:
-        raise ValueError(f"{OP}: segments must have segments + 1 boundaries, got none")
-    if ndim == 2 and segments.shape[1] != 2:
-        raise ValueError(f"{OP}: spans must be [segments, 2], got shape {list(segments.shape)}")

@@ -1,17 +1,14 @@
-"""Per-token weights that make a plain weighted sum of losses any of the usual means."""
+"""Per-token weights with which a sum of token losses is one of the usual means."""
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from trajpack.kernels.validation import check_device, check_tensor
+from trajpack.kernels.validation import check_choice, check_integer, check_number, check_tensor
 
 INTEGERS = (torch.int32, torch.int64)
-NUMBERS = (*INTEGERS, torch.float32, torch.float64)
 
 Aggregation: TypeAlias = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "prompt_mean", "constant"
@@ -41,37 +38,36 @@ def loss_weights(
         "prompt_mean"                 1 / (G · n_g)
         "constant"                    1 / denominator
 
-    A sequence is what counts as one response: all generated tokens of a trajectory, in
-    however many rows they are packed. Give ids of trajectories, and a token has the same
-    weight in layout ``"turns"`` and in layout ``"merged"``, bit for bit.
+    A sequence is one response: all generated tokens of a trajectory, in any number of rows. With
+    ids of trajectories a token has bitwise the same weight in the layouts ``"turns"`` and
+    ``"merged"``.
 
     Args:
         aggregation: One of `AGGREGATIONS`.
         loss_mask: ``[tokens]`` bool: True on generated tokens.
-        sequence_ids: ``[tokens]`` int32 or int64: the token's sequence, in any order; an id
-            outside ``[0, num_sequences)`` means none, and weight 0. ``"token_mean"`` and
-            ``"constant"`` do not need it, nor use it.
-        num_sequences: How many ids there may be.
+        sequence_ids: ``[tokens]`` int32 or int64: the token's sequence, in any order; outside
+            ``[0, num_sequences)``: none, and weight 0. Not used by ``"token_mean"`` and
+            ``"constant"``.
+        num_sequences: Number of sequence ids.
         group_ids: ``[num_sequences]`` int32 or int64: the sequence's group of responses to one
             prompt; outside ``[0, num_groups)``: none. For ``"prompt_mean"`` alone.
-        num_groups: How many ids of groups there may be.
+        num_groups: Number of group ids.
         denominator: In place of N, S or G, where a batch is spread over ranks: the sum over
             ranks of their `loss_denominator`, a number or a 0-d tensor, so that the losses of
-            the ranks add up to that of the whole. (Where gradients are averaged over ranks,
-            divide it by their number.) A sequence, or group, must then be on one rank.
-            ``"constant"`` needs it: Dr. GRPO's is the longest length allowed times the responses.
+            the ranks add up to that of the whole. Where gradients are averaged over ranks,
+            divide it by their number. A sequence, or group, must then be on one rank.
+            ``"constant"`` needs it: for Dr. GRPO the maximum length times the responses.
 
     Returns:
-        ``[tokens]`` float32, computed in float64: 0 where ``loss_mask`` is False, and
-        everywhere in a batch without generated tokens. Constants: no gradient flows.
+        ``[tokens]`` float32, computed in float64: 0 where ``loss_mask`` is False. Not
+        differentiable.
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, an argument that the aggregation needs is
             missing, or a number is out of its range.
 
-    Cost: up to 36 small operations over tokens and sequences; integers are counted with
-    atomics, whose order changes nothing. No copy, no host synchronisation.
+    Cost: up to 36 small operations over tokens and sequences. No copy, no host synchronisation.
 
     Example:
         >>> loss_mask = torch.tensor([False, True, True, True, True])
@@ -81,7 +77,7 @@ def loss_weights(
 
     Reference:
         Token mean: DAPO, arXiv 2503.14476, equation 8. Sequence means: GRPO, arXiv 2402.03300,
-        and ``agg_loss`` of verl, which too counts sequences with tokens only. Prompt mean:
+        and ``agg_loss`` of verl, which also counts sequences with tokens only. Prompt mean:
         SkyRL. Constant: Dr. GRPO, arXiv 2503.20783. One mean over rows that were split from one
         rollout: slime, ``rollout_mask_sums``.
     """
@@ -89,8 +85,13 @@ def loss_weights(
     slots, num_slots = _slots(
         op, aggregation, loss_mask, sequence_ids, num_sequences, group_ids, num_groups
     )
-    if denominator is not None:
-        _check_denominator(op, denominator, loss_mask.device)
+    if isinstance(denominator, torch.Tensor):
+        device, numbers = loss_mask.device, (*INTEGERS, torch.float32, torch.float64)
+        check_tensor(
+            op, "denominator", denominator, ndim=0, dtypes=numbers, device=device, constant=True
+        )
+    elif denominator is not None:
+        check_number(op, "denominator", denominator, above=0, finite=True)
     elif aggregation == "constant":
         raise ValueError(f"{op}: aggregation='constant' needs denominator")
     counts = _generated(loss_mask, slots, num_slots)
@@ -113,13 +114,13 @@ def loss_denominator(
     group_ids: torch.Tensor | None = None,
     num_groups: int | None = None,
 ) -> torch.Tensor:
-    """Return what `loss_weights` divides by in this batch: N, S or G of its docstring.
+    """Return the denominator of `loss_weights` in this batch: N, S or G of its docstring.
 
-    For a batch spread over ranks: sum it over them, and give the sum to `loss_weights`.
+    For a batch spread over ranks, pass the sum over ranks to `loss_weights`.
 
     Args:
         aggregation: One of `AGGREGATIONS` but ``"constant"``, whose denominator is given.
-        loss_mask: As of `loss_weights`, and so are the others.
+        loss_mask: As of `loss_weights`.
         sequence_ids: As of `loss_weights`.
         num_sequences: As of `loss_weights`.
         group_ids: As of `loss_weights`.
@@ -152,7 +153,7 @@ def loss_denominator(
 
 
 def _generated(loss_mask: torch.Tensor, slots: torch.Tensor | None, num: int) -> torch.Tensor:
-    """Count generated tokens: of all, or in each of ``num`` slots and, last, in none."""
+    """Count generated tokens: all, or those of each of ``num`` slots and, last, of none."""
     if slots is None:
         return loss_mask.sum()
     return loss_mask.new_zeros(num + 1, dtype=torch.int64).scatter_add_(0, slots, loss_mask.long())
@@ -171,55 +172,36 @@ def _slots(
     group_ids: torch.Tensor | None,
     num_groups: int | None,
 ) -> tuple[torch.Tensor | None, int]:
-    """Return where each token is counted, and of how many places; None where all are in one."""
-    if aggregation not in AGGREGATIONS:
-        expected = ", ".join(map(repr, AGGREGATIONS))
-        raise ValueError(f"{op}: aggregation must be one of {expected}, got {aggregation!r}")
-    check_tensor(op, "loss_mask", loss_mask, ndim=1, dtypes=(torch.bool,))
+    """Return the slot of each token, ``None`` if all share one, and the number of slots."""
+    check_choice(op, "aggregation", aggregation, AGGREGATIONS)
+    check_tensor(op, "loss_mask", loss_mask, dtypes=(torch.bool,))
     if aggregation in ("token_mean", "constant"):
         return None, 0
     needs = f"{op}: aggregation={aggregation!r} needs"
     if sequence_ids is None or num_sequences is None:
         raise ValueError(f"{needs} sequence_ids and num_sequences")
-    sequences = _places(op, "sequence", sequence_ids, num_sequences, loss_mask)
-    _check_length(op, "sequence_ids", sequence_ids, loss_mask.shape[0], "token")
+    check_integer(op, "num_sequences", num_sequences)
+    device, tokens = loss_mask.device, loss_mask.shape[0]
+    check_tensor(op, "sequence_ids", sequence_ids, dtypes=INTEGERS, device=device, entries=tokens)
+    sequences = _within(sequence_ids, num_sequences)
     if aggregation != "prompt_mean":
         return sequences, num_sequences
     if group_ids is None or num_groups is None:
         raise ValueError(f"{needs} group_ids and num_groups")
-    groups = _places(op, "group", group_ids, num_groups, loss_mask)
-    _check_length(op, "group_ids", group_ids, num_sequences, "sequence")
+    check_integer(op, "num_groups", num_groups)
+    check_tensor(
+        op,
+        "group_ids",
+        group_ids,
+        dtypes=INTEGERS,
+        device=device,
+        entries=num_sequences,
+        per="sequence",
+    )
+    groups = _within(group_ids, num_groups)
     return torch.cat([groups, groups.new_full((1,), num_groups)])[sequences], num_groups
 
 
-def _places(
-    op: str, noun: str, ids: torch.Tensor, num: int, loss_mask: torch.Tensor
-) -> torch.Tensor:
-    """Return ids that may index ``num + 1`` places, of which the last is for all others."""
-    check_tensor(op, f"{noun}_ids", ids, ndim=1, dtypes=INTEGERS)
-    check_device(op, f"{noun}_ids", ids, loss_mask.device)
-    if isinstance(num, bool) or not isinstance(num, (int, torch.SymInt)):
-        raise TypeError(f"{op}: num_{noun}s must be an int, got {num!r}")
-    if num < 0:
-        raise ValueError(f"{op}: num_{noun}s must not be negative, got {num}")
+def _within(ids: torch.Tensor, num: int) -> torch.Tensor:
+    """Return int64 ids, ``num`` for those outside ``[0, num)``."""
     return torch.where((ids >= 0) & (ids < num), ids, num).long()
-
-
-def _check_length(op: str, name: str, ids: torch.Tensor, num: int, of: str) -> None:
-    if ids.shape[0] != num:
-        raise ValueError(
-            f"{op}: {name} must have one entry for each of {num} {of}(s), "
-            f"got shape {list(ids.shape)}"
-        )
-
-
-def _check_denominator(op: str, denominator: float | torch.Tensor, device: torch.device) -> None:
-    if isinstance(denominator, torch.Tensor):
-        check_tensor(op, "denominator", denominator, ndim=0, dtypes=NUMBERS)
-        check_device(op, "denominator", denominator, device)
-        if denominator.requires_grad:
-            raise ValueError(f"{op}: no gradient flows to denominator; pass denominator.detach()")
-    elif isinstance(denominator, bool) or not isinstance(denominator, Real):
-        raise TypeError(f"{op}: denominator must be a number or a tensor, got {denominator!r}")
-    elif not 0 < denominator < math.inf:
-        raise ValueError(f"{op}: denominator must be finite and above 0, got {denominator}")

@@ -1,14 +1,10 @@
-"""How old the policy was that sampled a token, and what to do about it."""
+"""Age of the policy that sampled each token, and masks and weights by age."""
 
 from __future__ import annotations
 
-from numbers import Real
-
 import torch
 
-from trajpack.kernels.validation import check_device, check_tensor
-
-INTEGERS = (torch.int32, torch.int64)
+from trajpack.kernels.validation import check_integer, check_number, check_tensor
 
 
 def policy_age(policy_versions: torch.Tensor, current_version: int | torch.Tensor) -> torch.Tensor:
@@ -18,11 +14,11 @@ def policy_age(policy_versions: torch.Tensor, current_version: int | torch.Tenso
         policy_versions: ``[tokens]`` int32: version of the weights that sampled the token, or
             -1 where none did (`PackedBatch.policy_versions`).
         current_version: Version of the weights in training: an int, or a 0-d int32 or int64
-            tensor on the same device, which a captured graph may read anew.
+            tensor on the same device, which each replay of a captured graph reads.
 
     Returns:
         ``[tokens]`` int32: ``current_version - policy_versions``, and 0 where no policy sampled
-        the token. A version that is yet to come has a negative age, for all to see.
+        the token. A version above ``current_version`` has a negative age.
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
@@ -45,20 +41,20 @@ def staleness_mask(
 ) -> torch.Tensor:
     """Return which tokens were sampled at most ``max_age`` versions ago.
 
-    Takes the place of ``loss_mask`` in a loss that leaves old tokens out.
+    It replaces ``loss_mask`` in a loss that leaves old tokens out.
 
     Args:
         policy_versions: As of `policy_age`.
         current_version: As of `policy_age`.
-        max_age: The oldest age that is kept, not negative.
+        max_age: Largest age that is kept, not negative.
 
     Returns:
         ``[tokens]`` bool: True where a policy sampled the token and its age is at most
-        ``max_age``; False where none did.
+        ``max_age``.
 
     Raises:
-        TypeError: If a dtype or a type is none of the above.
-        ValueError: If a shape or a device is wrong, or a number is negative.
+        TypeError: As of `policy_age`.
+        ValueError: As of `policy_age`, or if ``max_age`` is negative.
 
     Cost: six elementwise launches. No copy, no host synchronisation.
 
@@ -70,10 +66,7 @@ def staleness_mask(
         AReaL ``areal/trainer/ppo/staleness.py``: drops ages above ``max_staleness``.
     """
     op = "staleness_mask"
-    if isinstance(max_age, bool) or not isinstance(max_age, int):
-        raise TypeError(f"{op}: max_age must be an int, got {max_age!r}")
-    if max_age < 0:
-        raise ValueError(f"{op}: max_age must not be negative, got {max_age}")
+    check_integer(op, "max_age", max_age)
     age = _ages(op, policy_versions, current_version)
     return (age <= max_age) & (policy_versions >= 0)
 
@@ -86,16 +79,15 @@ def staleness_weights(
     Args:
         policy_versions: As of `policy_age`.
         current_version: As of `policy_age`.
-        decay: What one version takes off, in ``[0, 1]``: 1 weighs all ages alike, 0 keeps age
-            0 alone.
+        decay: Factor for each version of age, in ``[0, 1]``.
 
     Returns:
-        ``[tokens]`` float32 in ``[0, 1]``: 1 at age 0 (and for a version yet to come), 0 where no
-        policy sampled the token.
+        ``[tokens]`` float32 in ``[0, 1]``: 1 at age 0 and below, 0 where no policy sampled the
+        token.
 
     Raises:
-        TypeError: If a dtype or a type is none of the above.
-        ValueError: If a shape or a device is wrong, or a number is out of its range.
+        TypeError: As of `policy_age`.
+        ValueError: As of `policy_age`, or if ``decay`` is out of its range.
 
     Cost: nine elementwise launches. No copy, no host synchronisation.
 
@@ -107,8 +99,7 @@ def staleness_weights(
         Geometric down-weighting by age; `staleness_mask` is the hard form that systems use.
     """
     op = "staleness_weights"
-    if isinstance(decay, bool) or not isinstance(decay, Real):
-        raise TypeError(f"{op}: decay must be a number, got {decay!r}")
+    check_number(op, "decay", decay)
     if not 0 <= decay <= 1:
         raise ValueError(f"{op}: decay must be in [0, 1], got {decay}")
     age = _ages(op, policy_versions, current_version).clamp(min=0).double()
@@ -118,13 +109,11 @@ def staleness_weights(
 def _ages(
     op: str, policy_versions: torch.Tensor, current_version: int | torch.Tensor
 ) -> torch.Tensor:
-    check_tensor(op, "policy_versions", policy_versions, ndim=1, dtypes=(torch.int32,))
+    check_tensor(op, "policy_versions", policy_versions, dtypes=(torch.int32,))
     if isinstance(current_version, torch.Tensor):
-        check_tensor(op, "current_version", current_version, ndim=0, dtypes=INTEGERS)
-        check_device(op, "current_version", current_version, policy_versions.device)
-    elif isinstance(current_version, bool) or not isinstance(current_version, int):
-        raise TypeError(f"{op}: current_version must be an int, got {current_version!r}")
-    elif not 0 <= current_version < 2**31:
-        raise ValueError(f"{op}: current_version must be in [0, 2³¹), got {current_version}")
+        integers, device = (torch.int32, torch.int64), policy_versions.device
+        check_tensor(op, "current_version", current_version, ndim=0, dtypes=integers, device=device)
+    else:
+        check_integer(op, "current_version", current_version, most=2**31 - 1)
     age = current_version - policy_versions
     return torch.where(policy_versions >= 0, age, 0).int()

@@ -1,6 +1,5 @@
-"""Public ops for credit assignment over time.
+"""Credit assignment over time: discounted returns, GAE, TD(λ), V-trace and GAE over turns.
 
-Discounted returns, GAE, TD(lambda), V-trace and GAE over turns.
-Each op states its recurrence and calls the scan of `trajpack.kernels.scan`. `scores` and `spread`
-convert between one value per turn and one value per token.
+Each op states its recurrence and calls the scan of `trajpack.kernels.scan`. `turns` has the ops
+that a packed batch needs: scans along its turns, scores, and values copied to tokens.
 """

@@ -38,27 +38,25 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
 
     with ``S = 0`` and ``v = bootstrap`` (0 without) past the last token. Where both policies
     are the same and no clip is below 1, the targets are the returns of GAE with the same λ; the
-    advantages are those of GAE for λ = 1 alone, since they look one target ahead whatever λ is.
-    Tokens that were not generated weigh 1, whatever the clips; ``observation`` says how else they
-    are treated.
+    advantages are those of GAE for λ = 1 only, since they look one target ahead for any λ.
+    Tokens that were not generated have weight 1; ``observation`` says how else they are treated.
 
     Args:
         rewards: ``[tokens]`` float32 or float64.
-        values: ``[tokens]`` float32 or float64, of the state before each token: a causal critic's
-            output one token earlier.
+        values: As of `trajpack.kernels.gae`.
         cu_seqlens: ``[sequences + 1]`` int32 boundaries.
         logprobs: ``[tokens]`` log-probabilities of the trained policy.
         rollout_logprobs: ``[tokens]`` log-probabilities of the sampling policy.
         gamma: Discount from one token to the next: one, or ``[sequences]``.
         lam: Factor of the traces: one, or ``[sequences]``.
-        rho_clip: Largest weight of a temporal difference (ρ̄); decides whose value is learned.
-        c_clip: Largest weight of a trace (c̄); decides how far credit travels.
+        rho_clip: Largest weight of a temporal difference (ρ̄); its policy's value is learned.
+        c_clip: Largest weight of a trace (c̄); decides how far credit reaches.
         advantage_rho_clip: Largest weight of an advantage.
-        loss_mask: ``[tokens]`` bool, True where generated; without it all were.
-        observation: Convention for tokens that were not generated, see `trajpack.kernels.gae`.
-        bootstrap: ``[sequences]``: value of the state behind the last token.
-        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
-        max_seqlen: See `trajpack.kernels.gae`.
+        loss_mask: As of `trajpack.kernels.gae`.
+        observation: As of `trajpack.kernels.gae`.
+        bootstrap: As of `trajpack.kernels.gae`.
+        impl: As of `trajpack.kernels.gae`.
+        max_seqlen: As of `trajpack.kernels.gae`.
 
     Returns:
         Advantages and targets, float32 ``[tokens]``, 0 where ``loss_mask`` is False. Not

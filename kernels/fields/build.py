@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,9 +17,18 @@ from trajpack.kernels.validation import check_integer, check_tensor, values_to_c
 OP = "build"
 SHORT = 128
 """Mean stretch below which one gather on the host beats a copy per stretch (measured)."""
-
 ENTRIES_AT_ONCE = 2**17
-"""Tokens that the host repeats at once before it copies them to given memory, from the cache."""
+"""Tokens that the host repeats at once in the cache, before it copies them to their memory."""
+
+SLACK = 1.25
+"""Size of fresh host memory relative to the batch, so that a longer batch fits too."""
+MOST = 2
+"""Maximum size of reused host memory relative to the batch. It bounds files of tensors, because
+``torch.save`` writes whole storages."""
+
+_listed = [np.empty(0)]
+UNUSED = sys.getrefcount(_listed[0])
+"""Reference count of an array that only a list refers to."""
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Array: TypeAlias = npt.NDArray[Any]
@@ -151,48 +161,68 @@ def empty_fields(num_tokens: int, device: torch.device) -> TokenFields:
     return TokenFields(*(field[:num_tokens] for field in memory))
 
 
+class HostMemory:
+    """Allocates memory for fields of batches, and reuses it after a batch was deleted.
+
+    The first touch of fresh memory costs more than writing it. A tensor, its views and its numpy
+    arrays hold a reference to the memory. When this object has the last reference, the next batch
+    reuses the memory.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in FIELD_DTYPES}
+
+    def fields(self, num_tokens: int) -> TokenFields:
+        """Return uninitialised fields like those of `empty_fields`."""
+        size = -(-num_tokens // TILE) * TILE
+        return TokenFields(
+            *(
+                torch.from_numpy(self._array(name, size))[:num_tokens]
+                for name in TokenFields._fields
+            )
+        )
+
+    def _array(self, name: str, size: int) -> npt.NDArray[np.generic]:
+        arrays = self._lent[name]
+        free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) <= UNUSED]
+        fitting = [i for i in free if size <= arrays[i].size <= MOST * size]
+        if fitting:
+            chosen = arrays[min(fitting, key=lambda i: arrays[i].size)]
+        else:
+            chosen = np.empty(int(size * SLACK), NUMPY_DTYPES[FIELD_DTYPES[name]])
+        # one more unused array is kept; further ones are freed
+        spared = [arrays[i] for i in free if arrays[i] is not chosen][:1]
+        held = [arrays[i] for i in range(len(arrays)) if i not in free]
+        self._lent[name] = [*held, *spared, chosen]
+        return chosen
+
+
 def build_into(
     fields: TokenFields,
     words: torch.Tensor,
     runs: torch.Tensor,
     turn_returns: torch.Tensor,
-    impl: Impl = "auto",
+    impl: str,
 ) -> None:
-    """Write the fields into memory that `empty_fields` made: `build` without an allocation.
+    """Write the fields to memory from `empty_fields` or `HostMemory`: `build` without allocation.
 
-    Raises:
-        TypeError, ValueError: As `build`; also if the memory is not in whole tiles.
+    Arguments are those of `build`, contiguous, on the device of the fields, and not checked.
 
     Cost: one launch, no copy, no host synchronisation, capturable in a CUDA graph.
     """
     num_tokens = fields.input_ids.shape[0]
-    _check_inputs(words, runs, turn_returns, num_tokens)
     if num_tokens == 0:
         return
-    for name, field in fields._asdict().items():
-        check_tensor(OP, name, field, dtypes=(FIELD_DTYPES[name],), device=words.device)
-        room = field.untyped_storage().nbytes() // field.itemsize - field.storage_offset()
-        if (
-            field.shape[0] != num_tokens
-            or field.stride() != (1,)
-            or room < -(-num_tokens // TILE) * TILE
-        ):
-            raise ValueError(
-                f"{OP}: {name} must be {num_tokens} tokens in whole tiles of {TILE}, as "
-                f"empty_fields makes it, got shape {list(field.shape)} with room for {room}"
-            )
-    inputs = words.contiguous(), runs.contiguous(), turn_returns.contiguous()
-    if resolve_impl(OP, impl, words) == "triton":
+    if impl == "triton":
         from trajpack.kernels.fields.build_triton import write_fields
 
-        check_runs(OP, runs, num_tokens)
-        write_fields(*inputs, num_tokens, fields)
+        write_fields(words, runs, turn_returns, num_tokens, fields)
     elif words.device.type == "cpu":
-        check_runs(OP, runs, num_tokens)
         out = [field.numpy() for field in fields]
-        _build_on_host(inputs[0].numpy(), inputs[1].numpy(), inputs[2].numpy(), out)
+        _build_on_host(words.numpy(), runs.numpy(), turn_returns.numpy(), out)
     else:
-        for field, values in zip(fields, build_reference(*inputs, num_tokens), strict=True):
+        built = build_reference(words, runs, turn_returns, num_tokens)
+        for field, values in zip(fields, built, strict=True):
             field.copy_(values)
 
 
@@ -228,13 +258,8 @@ def build_reference(
     )
 
 
-def _build_on_host(
-    words: Ints, runs: Ints, turn_returns: Array, out: Sequence[Array] | None = None
-) -> list[Array]:
-    """Return the fields of `TokenFields`, written run by run to ``out`` or to fresh memory.
-
-    The first touch of fresh memory dominates, so each output is allocated and written once.
-    """
+def _build_on_host(words: Ints, runs: Ints, turn_returns: Array, out: Sequence[Array]) -> None:
+    """Write the fields of `TokenFields` run by run; each byte is written once."""
     lengths = np.diff(runs[:, Run.START])
     rows, lengths = runs[:-1][lengths > 0], lengths[lengths > 0]
     context = np.clip(rows[:, Run.GENERATED], 0, lengths)
@@ -243,32 +268,25 @@ def _build_on_host(
     returns = np.zeros(len(rows), np.float32)
     returns[is_trained] = turn_returns[rows[is_trained, Run.TURN]]
 
-    def by_half(out: Array | None, of_context: int | bool, of_generated: Array) -> Array:
+    def by_half(out: Array, of_context: int | bool, of_generated: Array) -> None:
         values = np.full(2 * len(rows), of_context, of_generated.dtype)
         values[1::2] = of_generated
-        return _repeated(out, values, halves)
+        _repeat(out, values, halves)
 
-    ids, positions, sequences, turns, prompt, loss, logprobs, versions, earned = (
-        [None] * len(FIELD_DTYPES) if out is None else out
-    )
-    loss = by_half(loss, False, np.ones(len(rows), np.bool_))
-    return [
-        _token_ids(ids, words, rows, lengths),
-        _position_ids(positions, rows, lengths),
-        _repeated(sequences, rows[:, Run.SEQUENCE], lengths),
-        by_half(turns, -1, rows[:, Run.TURN]),
-        np.logical_not(loss, out=prompt),
-        loss,
-        _rollout_logprobs(logprobs, words, rows, lengths=lengths, loss_mask=loss),
-        by_half(versions, -1, rows[:, Run.VERSION]),
-        by_half(earned, 0, returns),
-    ]
+    ids, positions, sequences, turns, prompt, loss, logprobs, versions, earned = out
+    _write_token_ids(ids, words, rows, lengths)
+    _write_position_ids(positions, rows, lengths)
+    _repeat(sequences, rows[:, Run.SEQUENCE], lengths)
+    by_half(turns, -1, rows[:, Run.TURN])
+    by_half(loss, False, np.ones(len(rows), np.bool_))
+    np.logical_not(loss, out=prompt)
+    _write_logprobs(logprobs, words, rows, lengths=lengths, loss_mask=loss)
+    by_half(versions, -1, rows[:, Run.VERSION])
+    by_half(earned, 0, returns)
 
 
-def _repeated(out: Array | None, values: Array, lengths: Ints) -> Array:
-    """Return each value as often as its length says."""
-    if out is None:
-        return np.repeat(values, lengths)
+def _repeat(out: Array, values: Array, lengths: Ints) -> None:
+    """Write each value as often as its length says."""
     ends = np.cumsum(lengths)
     bounds = np.arange(ENTRIES_AT_ONCE, out.size, ENTRIES_AT_ONCE)
     cuts = np.searchsorted(ends, bounds, side="right")
@@ -278,11 +296,9 @@ def _repeated(out: Array | None, values: Array, lengths: Ints) -> Array:
             end = int(ends[last - 1])
             out[begin:end] = np.repeat(values[first:last], lengths[first:last])
             first, begin = last, end
-    return out
 
 
-def _token_ids(out: Array | None, words: Ints, rows: Ints, lengths: Ints) -> Array:
-    out = np.empty(lengths.sum(), np.int64) if out is None else out
+def _write_token_ids(out: Array, words: Ints, rows: Ints, lengths: Ints) -> None:
     rows, lengths = _join(rows, lengths, rows[:, Run.SOURCE])
     is_padding = rows[:, Run.SOURCE] < 0
     if is_padding.any():
@@ -290,31 +306,26 @@ def _token_ids(out: Array | None, words: Ints, rows: Ints, lengths: Ints) -> Arr
             out[start : start + length] = 0
         rows, lengths = rows[~is_padding], lengths[~is_padding]
     copy_stretches(out, rows[:, Run.START], words, begins=rows[:, Run.SOURCE], lengths=lengths)
-    return out
 
 
-def _position_ids(out: Array | None, rows: Ints, lengths: Ints) -> Array:
-    out = np.empty(lengths.sum(), np.int64) if out is None else out
+def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:
     rows, lengths = _join(rows, lengths, rows[:, Run.POSITION])
     begins = rows[:, Run.POSITION]
     if _is_short(lengths):
         first = begins.astype(np.int64)
         out[:] = 1
         out[rows[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
-        return np.cumsum(out, out=out)
+        np.cumsum(out, out=out)
+        return
     positions = np.arange((begins + lengths).max(initial=0))
     copy_stretches(out, rows[:, Run.START], positions, begins=begins, lengths=lengths)
-    return out
 
 
-def _rollout_logprobs(
-    out: Array | None, words: Ints, rows: Ints, *, lengths: Ints, loss_mask: Array
-) -> Array:
+def _write_logprobs(
+    out: Array, words: Ints, rows: Ints, *, lengths: Ints, loss_mask: Array
+) -> None:
     logprobs = words.view(np.float32)
-    if out is None:
-        out = np.zeros(lengths.sum(), np.float32)
-    else:
-        out[:] = 0
+    out[:] = 0
     context = rows[:, Run.GENERATED]
     is_trained = context < lengths
     starts, source = (rows[:, Run.START] + context)[is_trained], rows[is_trained, Run.LOGPROB]
@@ -323,7 +334,6 @@ def _rollout_logprobs(
         out[loss_mask] = logprobs[source[0] : source[0] + lengths.sum()]
     else:
         copy_stretches(out, starts, logprobs, begins=source, lengths=lengths)
-    return out
 
 
 def _join(rows: Ints, lengths: Ints, column: Ints) -> tuple[Ints, Ints]:
@@ -354,16 +364,9 @@ def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> list[torch.Tensor]:
     check_runs(OP, runs, num_tokens)
-    if impl == "triton":
-        from trajpack.kernels.fields.build_triton import write_fields
-
-        fields = empty_fields(num_tokens, words.device)
-        write_fields(words, runs, turn_returns, num_tokens, fields)
-        return list(fields)
-    if words.device.type == "cpu":
-        arrays = _build_on_host(words.numpy(), runs.numpy(), turn_returns.numpy())
-        return [torch.from_numpy(array) for array in arrays]
-    return list(build_reference(words, runs, turn_returns, num_tokens))
+    fields = empty_fields(num_tokens, words.device)
+    build_into(fields, words, runs, turn_returns, impl)
+    return list(fields)
 
 
 def _fake(words: torch.Tensor, runs: Any, turn_returns: Any, num_tokens: int, impl: str) -> Any:

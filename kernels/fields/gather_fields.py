@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,15 +50,11 @@ class FieldLayout(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def unit(self) -> int:
-        """Bytes moved at once: the most of 1, 2 and 4 that divide a row; 8 for 8-byte dtypes."""
-        return 8 if self.dtype.itemsize == 8 else math.gcd(self.row_bytes, 4)
-
-    @property
     def row_layout(self) -> RowLayout:
-        """Layout as the op takes it."""
-        fill = int.from_bytes((self.fill * 8)[: self.unit], "little", signed=True)
-        return RowLayout(self.row_bytes // self.unit, self.unit, fill, int(self.generated_only))
+        """Layout in units of 8 bytes for 8-byte dtypes, else the most of 1, 2 and 4 that fit."""
+        unit = 8 if self.dtype.itemsize == 8 else math.gcd(self.row_bytes, 4)
+        fill = int.from_bytes((self.fill * 8)[:unit], "little", signed=True)
+        return RowLayout(self.row_bytes // unit, unit, fill, int(self.generated_only))
 
 
 def gather_fields(
@@ -85,8 +81,7 @@ def gather_fields(
         A tensor ``[num_tokens, *shape]`` for each field; ``fill`` where a token has no row.
 
     Raises:
-        TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree.
+        TypeError, ValueError: If a dtype is none of the above, or shapes or devices disagree.
 
     Cost: one launch for all fields, no copy, no host synchronisation.
 
@@ -106,7 +101,7 @@ def gather_fields(
         [number for field in fields for number in field.row_layout],
         resolve_impl(OP, impl, words),
     )
-    return [_shaped(*pair, num_tokens) for pair in zip(gathered, fields, strict=True)]
+    return [_as_rows(*pair, num_tokens) for pair in zip(gathered, fields, strict=True)]
 
 
 def empty_rows(
@@ -114,7 +109,7 @@ def empty_rows(
 ) -> list[torch.Tensor]:
     """Return uninitialised rows over memory in whole tiles, for `gather_fields_into`."""
     flat = empty_units([field.row_layout for field in fields], num_tokens, device)
-    return [_shaped(*pair, num_tokens) for pair in zip(flat, fields, strict=True)]
+    return [_as_rows(*pair, num_tokens) for pair in zip(flat, fields, strict=True)]
 
 
 def gather_fields_into(
@@ -134,18 +129,19 @@ def gather_fields_into(
     """
     num_tokens = rows[0].shape[0] if rows else 0
     _check_inputs(words, runs, sources, fields, num_tokens)
-    for row, field in zip(rows, fields, strict=True):
-        units = row.numel() * row.itemsize // field.unit
-        room = row.untyped_storage().nbytes() // field.unit
-        if row.storage_offset() or room < -(-units // TILE) * TILE or not row.is_contiguous():
+    layouts = [field.row_layout for field in fields]
+    for row, layout in zip(rows, layouts, strict=True):
+        room = row.untyped_storage().nbytes() // layout.unit
+        tiles = -(-num_tokens * layout.width // TILE)
+        if row.storage_offset() or room < tiles * TILE or not row.is_contiguous():
             raise ValueError(
                 f"{OP}: rows must be in whole tiles of {TILE} units, as empty_rows makes them, "
-                f"got shape {list(row.shape)} with room for {room} units of {field.unit} bytes"
+                f"got shape {list(row.shape)} with room for {room} units of {layout.unit} bytes"
             )
-    out = [row.view(-1).view(UNITS[field.unit]) for row, field in zip(rows, fields, strict=True)]
-    layouts = [field.row_layout for field in fields]
-    chosen = resolve_impl(OP, impl, words)
-    _write(out, words, runs, sources, layouts=layouts, num_tokens=num_tokens, impl=chosen)
+    out = [row.view(-1).view(UNITS[layout.unit]) for row, layout in zip(rows, layouts, strict=True)]
+    _write(
+        out, words, runs, sources, num_tokens, layouts=layouts, impl=resolve_impl(OP, impl, words)
+    )
 
 
 def _check_inputs(
@@ -175,8 +171,7 @@ def empty_units(
     ]
 
 
-def _shaped(units: torch.Tensor, field: FieldLayout, num_tokens: int) -> torch.Tensor:
-    """Return units as the rows of a field."""
+def _as_rows(units: torch.Tensor, field: FieldLayout, num_tokens: int) -> torch.Tensor:
     if not num_tokens:  # torch cannot view no bytes as another dtype
         return units.new_empty((0, *field.shape), dtype=field.dtype)
     return units.view(field.dtype).view(num_tokens, *field.shape)
@@ -187,12 +182,12 @@ def _write(
     words: torch.Tensor,
     runs: torch.Tensor,
     sources: torch.Tensor,
+    num_tokens: int,
     *,
     layouts: Sequence[RowLayout],
-    num_tokens: int,
     impl: str,
 ) -> None:
-    """Write units that `empty_units` made, by one of the implementations."""
+    """Write units that `empty_units` made."""
     check_runs(OP, runs, num_tokens)
     if impl == "triton":
         from trajpack.kernels.fields.gather_fields_triton import write_rows
@@ -272,17 +267,12 @@ def _run(
 ) -> list[torch.Tensor]:
     layouts = _row_layouts(numbers)
     out = empty_units(layouts, num_tokens, words.device)
-    _write(out, words, runs, sources, layouts=layouts, num_tokens=num_tokens, impl=impl)
+    _write(out, words, runs, sources, num_tokens, layouts=layouts, impl=impl)
     return out
 
 
 def _fake(
-    words: torch.Tensor,
-    runs: torch.Tensor,
-    sources: torch.Tensor,
-    num_tokens: int,
-    numbers: list[int],
-    impl: str,
+    words: torch.Tensor, runs: Any, sources: Any, num_tokens: int, numbers: list[int], impl: str
 ) -> list[torch.Tensor]:
     return [
         words.new_empty(num_tokens * layout.width, dtype=UNITS[layout.unit])

@@ -1,17 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Group statistics, one launch: a program owns ``GROUPS`` groups and looks for their members.
+"""Triton kernel of group statistics: each program computes ``GROUPS`` groups in one launch.
 
-It walks the ids of all members in chunks, and in the chunks that hold a member of its groups
-takes tiles of ``[GROUPS, BLOCK]``: three times, for the lowest and highest score, for sums of
-what scores exceed the lowest by, and to write what it owns. So there is no sort, nothing is
-read back, and no float is added atomically. A chunk that is passed over would have added zeros.
+A program reads the ids of all members in chunks, and tiles of ``[GROUPS, BLOCK]`` where a chunk
+holds members of its groups. It does so three times: for the lowest and highest score, for sums of
+the excess over the lowest, and to write its members. No sort and no atomics. A skipped chunk would
+have added zeros.
 
-Every sum is over the differences from the group's lowest score. For float32 scores of similar
-size these are exact in float64, and mostly their sums are too, whatever the order of members;
-and the variance loses no more than the group's size in digits, as the lowest of n scores is at
-most sqrt(n - 1) deviations below their mean. The deviation of the others is worked out from the
-squares of all, less the member's own part; that may be nearly all of them for the lowest and the
-highest score alone, of whose others the squares are summed without them.
+Every sum is over differences from the group's lowest score. For float32 scores of similar size
+these are exact in float64, so the order of members rarely matters, and the variance loses at most
+the group's size in digits: the lowest of n scores is at most sqrt(n - 1) deviations below their
+mean. The deviation of the others is computed from the squares of all minus the member's own part,
+except for the lowest and the highest score, whose part may be nearly all of it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 GROUPS = 16
 GROUPS_OF_OTHERS = 8
-"""Groups of a program if each member is divided by the deviation of the other members: it keeps
-eight terms of a group in registers, and those of 16 groups spill."""
+"""Groups of a program with ``"leave_one_out_std"``, which keeps eight terms of a group in
+registers: those of 16 groups spill."""
 CHUNK = 1024
-"""Ids that a program tests at once for members of its groups."""
+"""Ids that a program compares at once with its groups."""
 
 
 @triton.jit
@@ -105,10 +104,10 @@ def _sums(
     scores, group_ids, lengths, valid, own, low, high, num_members, first, end,
     BASELINE: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return what is summed of the scores' excess over the lowest, and two more of a baseline.
+    """Return sum and sum of squares of the scores' excess over the lowest, and two more.
 
-    These are sums of lengths and of lengths times excess, or the members that have the highest
-    score and the highest score below it.
+    These are sums of lengths and of lengths times excess, or for ``"second_best"`` the number of
+    members with the highest score and the highest score below it.
     """
     total = tl.zeros((GROUPS, BLOCK), tl.float64)
     square = tl.zeros((GROUPS, BLOCK), tl.float64)
@@ -150,11 +149,7 @@ def _sums_of_others(
     scores, group_ids, valid, own, low, high, members, num_members, first, end,
     GROUPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return what is summed for the deviation of the others, see `GroupSums`.
-
-    These are the sum and the sum of squares of the scores' excess over the lowest, and
-    Σ(score - mean)² of all members but one of the lowest, and of all but one of the highest.
-    """
+    """Return total, square, without_low and without_high of `GroupSums`."""
     lows = tl.zeros((GROUPS, BLOCK), tl.int32)
     highs = tl.zeros((GROUPS, BLOCK), tl.int32)
     above = tl.zeros((GROUPS, BLOCK), tl.float64)
@@ -184,7 +179,7 @@ def _sums_of_others(
         chunk += CHUNK
     others = tl.maximum(members - 1, 1).to(tl.float64)
     width = tl.where(members > 0, high - low, 0.0)
-    more = tl.sum(lows, 1).to(tl.float64) - 1.0  # of those that have the score, one is left out
+    more = tl.sum(lows, 1).to(tl.float64) - 1.0  # members at this end that stay
     total = tl.sum(above, 1) - more * width
     of_above = tl.sum(above_square, 1) + more * width * width - total * total / others
     more = tl.sum(highs, 1).to(tl.float64) - 1.0
@@ -196,10 +191,9 @@ def _sums_of_others(
 
 @triton.jit
 def _variances_of_others(members, squares, above, below, ddof):
-    """Return what `_scale_of_others` needs of a group: Σ(score - mean)² by degrees of freedom.
+    """Return variances of all members, without one lowest, and without one highest member.
 
-    These are of all members, of all but one of the lowest, and of all but one of the highest; the
-    last is what the square of a member's distance from the mean takes from the first.
+    The last result is the factor of a member's squared distance from the mean in the first.
     """
     count = members.to(tl.float64)
     degrees = count - 1.0 - ddof
@@ -209,8 +203,8 @@ def _variances_of_others(members, squares, above, below, ddof):
 
 
 @triton.jit
-def _scale_of_others(score, low, high, excess, of_all, above, below, part, eps):
-    """Return what divides, as `_scale_of_others` of `group_terms` does."""
+def _std_of_others(score, low, high, excess, of_all, above, below, part, eps):
+    """Return the divisor of `group_advantages.py` with the same name."""
     variance = of_all[:, None] - excess * excess * part[:, None]
     variance = tl.where(score[None, :] == low[:, None], above[:, None], variance)
     variance = tl.where(score[None, :] == high[:, None], below[:, None], variance)
@@ -219,7 +213,7 @@ def _scale_of_others(score, low, high, excess, of_all, above, below, part, eps):
 
 @triton.jit
 def _center(low, high, mean, one, other, BASELINE: tl.constexpr):
-    """Return shift, center and floor as `group_terms` does; ``one`` and ``other`` of `_sums`."""
+    """Return shift, center and floor of `group_terms`; ``one`` and ``other`` are of `_sums`."""
     shift = low
     center = mean
     floor = tl.zeros_like(mean) - float("inf")
@@ -241,7 +235,7 @@ def _factor(
     members, low, high, mean, off, total, square, share, ddof, eps,
     BASELINE: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Return the factor as `group_terms` does, and which groups have a member or less."""
+    """Return the factor of `group_terms`, and which groups have no more than one member."""
     count = members.to(tl.float64)
     factor = tl.zeros_like(mean) + share
     alone = members <= 1
@@ -323,7 +317,7 @@ def group_advantages_kernel(
                 excess = score[None, :] - shift[:, None] - center[:, None]
                 advantage = excess * factor[:, None]
                 if SCALE == "leave_one_out_std":
-                    advantage = advantage / _scale_of_others(
+                    advantage = advantage / _std_of_others(
                         score, shift, high, excess, of_all, one, other, part, eps
                     )
                 if BASELINE == "second_best":

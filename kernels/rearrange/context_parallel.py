@@ -1,4 +1,4 @@
-"""Which tokens of a packed batch each rank of context parallelism holds, as index maps."""
+"""Index maps of context parallelism: the tokens of a packed batch that each rank holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from trajpack.kernels.validation import check_boundaries, check_cu_seqlens, values_to_check
 
 Partition: TypeAlias = Literal["zigzag", "contiguous", "whole"]
-"""How tokens go to ranks.
+"""Distribution of tokens to ranks.
 
 - ``"zigzag"``: each sequence in twice as many chunks as ranks; rank ``r`` holds chunk ``r`` from
-  the front and chunk ``r`` from the end, so that causal attention costs all of them the same.
+  the front and chunk ``r`` from the end, so that causal attention costs every rank the same.
 - ``"contiguous"``: each sequence in as many chunks as ranks; rank ``r`` holds chunk ``r``.
-- ``"whole"``: the batch as it lies in as many chunks as ranks, across its boundaries.
+- ``"whole"``: the batch in as many chunks as ranks, across boundaries.
 """
 
 
@@ -25,17 +25,16 @@ def context_parallel_index(
     cp_rank: int,
     partition: Partition = "zigzag",
 ) -> torch.Tensor:
-    """Return which tokens a rank holds, in its order: ``x[index]`` is its share of ``x``.
+    """Return the tokens that a rank holds, in its order: ``x[index]`` is its share of ``x``.
 
-    Labels, and whatever else looks at the next token, are made before: at the end of a chunk the
-    next token is on another rank.
+    Make labels before: at the end of a chunk the next token is on another rank.
 
     Args:
         cu_seqlens: ``[sequences + 1]`` int32 boundaries in memory, padding included: starts at 0,
-            ends at ``num_tokens``, never decreases. Each sequence divides by `chunks_of`.
+            ends at ``num_tokens``, never decreases. Lengths are multiples of `chunks_of`.
         num_tokens: Tokens of all sequences.
-        cp_size: Ranks.
-        cp_rank: Which.
+        cp_size: Number of ranks.
+        cp_rank: Number of the rank.
         partition: See `Partition`.
 
     Returns:
@@ -43,8 +42,8 @@ def context_parallel_index(
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If there is no such rank or partition, or ``num_tokens`` does not divide. On the
-            host, where boundaries can be read for nothing, also if a sequence does not.
+        ValueError: If there is no such rank or partition, or ``num_tokens`` does not divide; on the
+            host also if the length of a sequence does not.
 
     Cost: a search and a dozen small operations over the rank's tokens. No copy, no synchronisation.
 
@@ -84,23 +83,22 @@ def context_parallel_order(
     cp_size: int,
     partition: Partition = "zigzag",
 ) -> torch.Tensor:
-    """Return where each token is among those of rank 0, then of rank 1, and so on.
+    """Return the place of each token among those of rank 0, then of rank 1, and so on.
 
-    The inverse of `context_parallel_index`: with outputs of all ranks behind each other,
+    The inverse of `context_parallel_index`: with the concatenated outputs of all ranks,
     ``gathered[order]`` is in the order of the batch.
 
     Args:
         cu_seqlens: As for `context_parallel_index`.
         num_tokens: As for `context_parallel_index`.
-        cp_size: Ranks.
+        cp_size: Number of ranks.
         partition: See `Partition`.
 
     Returns:
         int32 ``[num_tokens]``.
 
     Raises:
-        TypeError: As `context_parallel_index`.
-        ValueError: As `context_parallel_index`.
+        TypeError, ValueError: As `context_parallel_index`.
 
     Cost: a search and two dozen small operations over all tokens. No copy, no synchronisation.
 
@@ -129,9 +127,7 @@ def context_parallel_order(
 
 
 def chunks_of(cp_size: int, partition: Partition) -> int:
-    """Return how many chunks of one size a sequence is cut into: what its length must divide by.
-
-    One rank holds all of it, uncut.
+    """Return the number of equal chunks of a sequence; its length must be a multiple of it.
 
     Raises:
         ValueError: If there is no such partition, or no rank.

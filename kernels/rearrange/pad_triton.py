@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import Launch, launch_on
+from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-ELEMENTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_WIDTH = 2**31 - 4096
 """Units of a row at most: they are counted in int32, a tile further on."""
 
@@ -178,7 +178,7 @@ class _Source:
         if tensor.numel():
             pairs = zip(steps, shape[:lead], strict=True)
             extent = row + sum(step * (length - 1) for step, length in pairs)
-        self.memory = tensor.as_strided((extent,), (1,)).view(ELEMENTS[self.element])
+        self.memory = tensor.as_strided((extent,), (1,)).view(UNITS[self.element])
 
 
 def _rows_are_dense(tensor: torch.Tensor, lead: int) -> bool:
@@ -206,7 +206,7 @@ def _whole_tiles(
     tile = block * element
     tiles = triton.cdiv(count * like.element_size(), tile)
     whole = like.new_empty(tiles * tile // like.element_size())
-    return whole, whole.view(ELEMENTS[element]), tiles
+    return whole, whole.view(UNITS[element]), tiles
 
 
 def _fill(value: complex, dtype: torch.dtype) -> tuple[int, int]:

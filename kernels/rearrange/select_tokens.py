@@ -1,35 +1,29 @@
-"""Tokens of a packed batch, segment after segment, laid out anew: all their fields at once."""
+"""Tokens laid out anew, segment by segment: all fields of a batch, or one with gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from trajpack.kernels.dispatch import LIBRARY, Impl, resolve_impl
-from trajpack.kernels.rearrange.token_rows import Number, as_rows, as_units, layouts_of, rows_of
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.rearrange.segments import (
+    Number,
+    Rows,
+    Segment,
+    as_rows,
+    as_units,
+    check_segments,
+    rows_of,
+    select_on_host,
+)
 from trajpack.kernels.runs import MAX_TOKENS
-from trajpack.kernels.validation import check_device, check_tensor
-
-if TYPE_CHECKING:
-    from trajpack.kernels.rearrange.select_tokens_host import HostSources
+from trajpack.kernels.validation import check_choice, check_device, check_integer, check_tensor
 
 OP = "select_tokens"
 Positions: TypeAlias = Literal["continue", "zero"]
-
-
-class Segment(IntEnum):
-    """Rows of the table of segments. A segment is a stretch of the result."""
-
-    START = 0
-    """Index of its first token in the result; the next column's START ends the segment."""
-    SOURCE = 1
-    """Index of its first token in what is selected from."""
-    LENGTH = 2
-    """Tokens that it takes from there; what it has more is padding."""
 
 
 class SelectedTokens(NamedTuple):
@@ -38,9 +32,9 @@ class SelectedTokens(NamedTuple):
     rows: list[torch.Tensor]
     """``[num_tokens, *rest]`` for each source, of its dtype."""
     position_ids: torch.Tensor
-    """int64 ``[num_tokens]``: how many tokens of its segment stand before each."""
+    """int64 ``[num_tokens]``: position of each token in its segment."""
     segment_ids: torch.Tensor
-    """int32 ``[num_tokens]``: the segment of each."""
+    """int32 ``[num_tokens]``: segment of each token."""
 
 
 def select_tokens(
@@ -57,10 +51,10 @@ def select_tokens(
         sources: One or more of shape ``[source_tokens, *rest]``, each with its own dtype of at
             most 8 bytes; moved bit for bit. Those that are not contiguous are copied first.
         table: ``[3 or more, segments + 1]`` int32, see `Segment`: START begins at 0, never
-            decreases and ends at ``num_tokens``; of the last column nothing else is read, nor is
-            any further row.
+            decreases and ends at ``num_tokens``. The rest of the last column and further rows
+            are not read.
         num_tokens: Tokens of the result.
-        fills: What padding holds in each source's rows.
+        fills: Padding value of each source.
         positions: Positions of padding: ``"continue"`` counts on from the segment's tokens,
             ``"zero"`` is 0.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
@@ -70,9 +64,8 @@ def select_tokens(
 
     Raises:
         TypeError: If a dtype is none of the above.
-        ValueError: If shapes or devices disagree. On the host, where the table can be read for
-            nothing, also if it is ill-formed. On a device it is not read, and no address outside
-            the sources is touched.
+        ValueError: If shapes or devices disagree, or, on the host, if the table is ill-formed.
+            A table on a device is not read; no address outside the sources is touched.
 
     Cost: one launch for all, no copy, no host synchronisation.
 
@@ -97,14 +90,13 @@ class TokenSources:
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], fills: Sequence[Number]) -> None:
-        self._sources, self._fills = list(sources), list(fills)
-        check_sources(OP, self._sources)
-        if len(self._fills) != len(self._sources):
+        self._sources = list(sources)
+        _check_sources(OP, self._sources)
+        if len(fills) != len(self._sources):
             raise ValueError(
                 f"{OP}: fills must be {len(self._sources)}, one of each source, got {fills}"
             )
-        pairs = list(zip(self._sources, self._fills, strict=True))
-        self._layouts = [rows_of(*pair) for pair in pairs]
+        self._rows = [rows_of(*pair) for pair in zip(self._sources, fills, strict=True)]
 
     def select(
         self,
@@ -114,44 +106,81 @@ class TokenSources:
         impl: Impl = "auto",
     ) -> SelectedTokens:
         """Do what `select_tokens` does."""
-        check_table(OP, table, num_tokens, self._sources[0].device)
-        if positions not in ("continue", "zero"):
-            raise ValueError(f"{OP}: positions must be 'continue' or 'zero', got {positions!r}")
+        _check_table(OP, table, num_tokens, self._sources[0].device)
+        check_choice(OP, "positions", positions, ("continue", "zero"))
         chosen = resolve_impl(OP, impl, table)
-        if chosen == "torch" and _is_on_host(table):  # all but the operator, for its overhead
-            *rows, position_ids, segment_ids = self._on_host.select(table, num_tokens, positions)
-            return SelectedTokens(rows, position_ids, segment_ids)
-        *rows, position_ids, segment_ids = torch.ops.trajpack.select_tokens(
+        select: Callable[..., list[torch.Tensor]] = torch.ops.trajpack.select_tokens
+        is_traced = type(table) is not torch.Tensor or torch.compiler.is_compiling()
+        if table.device.type == "cpu" and not is_traced:
+            select = _run  # without the overhead of an op, a fifth of the time
+        *units, position_ids, segment_ids = select(
             self._units,
             table if table.stride(1) == 1 else table.contiguous(),
             num_tokens,
-            [number for rows in self._layouts for number in rows],
+            [number for rows in self._rows for number in rows],
             positions,
             chosen,
         )
-        pairs = zip(rows, self._sources, strict=True)
-        shaped = [as_rows(flat, source, num_tokens) for flat, source in pairs]
-        return SelectedTokens(shaped, position_ids, segment_ids)
+        pairs = zip(units, self._sources, strict=True)
+        rows = [as_rows(flat, source, num_tokens) for flat, source in pairs]
+        return SelectedTokens(rows, position_ids, segment_ids)
 
     @cached_property
     def _units(self) -> list[torch.Tensor]:
-        pairs = zip(self._sources, self._layouts, strict=True)
-        return [as_units(source, rows) for source, rows in pairs]
-
-    @cached_property
-    def _on_host(self) -> HostSources:
-        from trajpack.kernels.rearrange.select_tokens_host import HostSources
-
-        return HostSources(self._sources, self._fills)
+        return [as_units(*pair) for pair in zip(self._sources, self._rows, strict=True)]
 
 
-def _is_on_host(table: torch.Tensor) -> bool:
-    """Tell whether a table can be read for nothing: not one of a compiler's, without values."""
-    real = type(table) is torch.Tensor and not torch.compiler.is_compiling()
-    return real and table.device.type == "cpu"
+def merge_tokens(
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    inverse: torch.Tensor,
+    num_tokens: int,
+    fill: Number = 0,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Lay stretches of one tensor out anew, as `select_tokens` does, and let gradients flow.
+
+    Args:
+        rows: ``[source_tokens, *rest]`` of a dtype of at most 8 bytes.
+        table: Segments of the result, as for `trajpack.kernels.select_tokens`.
+        inverse: Segments of ``rows``, by which the result gives ``rows`` back. Each token is
+            taken at most once.
+        num_tokens: Tokens of the result.
+        fill: Value of tokens of the result that have no source.
+        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
+
+    Returns:
+        ``[num_tokens, *rest]``. Differentiable any number of times with respect to ``rows``;
+        tokens that are not used have a gradient of 0.
+
+    Raises:
+        TypeError, ValueError: As `trajpack.kernels.select_tokens`.
+
+    Cost: one launch, and one for the gradient, which saves the tables alone. No copy, no host
+    synchronisation.
+
+    Example:
+        >>> table = torch.tensor([[0, 1, 3], [2, 0, 0], [1, 2, 0]], dtype=torch.int32)
+        >>> inverse = torch.tensor([[0, 2, 3], [1, 0, 0], [2, 1, 0]], dtype=torch.int32)
+        >>> merge_tokens(torch.tensor([7.0, 8.0, 9.0]), table, inverse, 3)
+        tensor([9., 7., 8.])
+    """
+    op = "merge_tokens"
+    _check_sources(op, [rows])
+    _check_table(op, table, num_tokens, rows.device)
+    _check_table(op, inverse, rows.shape[0], rows.device)
+    merged: torch.Tensor = torch.ops.trajpack.merge_tokens(
+        rows,
+        table.contiguous(),
+        inverse.contiguous(),
+        num_tokens,
+        fill,
+        resolve_impl(op, impl, rows),
+    )
+    return merged
 
 
-def check_sources(op: str, sources: Sequence[torch.Tensor]) -> None:
+def _check_sources(op: str, sources: Sequence[torch.Tensor]) -> None:
     """Raise unless there are tensors over the same tokens, of dtypes that can be moved."""
     if not sources:
         raise ValueError(f"{op}: there must be a source, got none")
@@ -172,8 +201,7 @@ def check_sources(op: str, sources: Sequence[torch.Tensor]) -> None:
         check_device(op, name, source, sources[0].device)
 
 
-def check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> None:
-    """Raise unless a table can select ``num_tokens`` from sources on ``device``."""
+def _check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> None:
     check_tensor(op, "table", table, ndim=2, dtypes=(torch.int32,))
     if table.shape[0] < len(Segment) or table.shape[1] == 0:
         raise ValueError(
@@ -181,10 +209,7 @@ def check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.dev
             f"got {list(table.shape)}"
         )
     check_device(op, "table", table, device)
-    if not isinstance(num_tokens, (int, torch.SymInt)):
-        raise TypeError(f"{op}: num_tokens must be an integer, got {num_tokens!r}")
-    if not 0 <= num_tokens <= MAX_TOKENS:
-        raise ValueError(f"{op}: num_tokens must be in [0, {MAX_TOKENS}], got {num_tokens}")
+    check_integer(op, "num_tokens", num_tokens, most=MAX_TOKENS)
 
 
 def select_reference(
@@ -192,9 +217,9 @@ def select_reference(
     table: torch.Tensor,
     num_tokens: int,
     fills: Sequence[Number],
-    positions: Positions = "continue",
+    positions: str = "continue",
 ) -> SelectedTokens:
-    """Say in plain torch what `select_tokens` means: each token looks its segment up.
+    """Define `select_tokens` in plain torch: each token looks up its segment.
 
     No value is read by the host, so it runs on any device.
     """
@@ -217,54 +242,107 @@ def select_reference(
     return SelectedTokens(rows, counted, segment.int())
 
 
+def _select(
+    op: str,
+    units: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    num_tokens: int,
+    *,
+    rows: Sequence[Rows],
+    positions: str,
+    impl: str,
+) -> list[torch.Tensor]:
+    """Return the selected units of each source; with ``positions`` also positions and segments."""
+    check_segments(op, table, num_tokens, units[0].shape[0] // rows[0].width)
+    if impl == "triton":
+        from trajpack.kernels.rearrange.select_tokens_triton import select_forward
+
+        return select_forward(units, table, num_tokens, rows, positions)
+    if table.device.type == "cpu":
+        return select_on_host(units, table, num_tokens, rows, positions)
+    shaped = [flat.view(-1, row.width) for flat, row in zip(units, rows, strict=True)]
+    found = select_reference(shaped, table, num_tokens, [row.fill for row in rows], positions)
+    places = [found.position_ids, found.segment_ids] if positions else []
+    return [*(row.reshape(-1) for row in found.rows), *places]
+
+
+def _layouts(numbers: Sequence[int]) -> list[Rows]:
+    """Return the layouts that the op takes as flat integers."""
+    return [Rows(*numbers[at : at + 3]) for at in range(0, len(numbers), 3)]
+
+
 def _run(
-    sources: Sequence[torch.Tensor],
+    units: Sequence[torch.Tensor],
     table: torch.Tensor,
     num_tokens: int,
     layouts: list[int],
-    positions: Positions,
+    positions: str,
     impl: str,
 ) -> list[torch.Tensor]:
-    rows = layouts_of(layouts)
-    if impl == "triton":
-        from trajpack.kernels.rearrange.select_tokens_host import check_segments
-        from trajpack.kernels.rearrange.select_tokens_triton import select_forward
-
-        check_segments(OP, table, num_tokens, sources[0].shape[0] // rows[0].width)
-        return select_forward(sources, table, num_tokens, rows, positions)
-    if table.device.type == "cpu":
-        from trajpack.kernels.rearrange.select_tokens_host import HostSources
-
-        on_host = HostSources(
-            [source.view(-1, row.width) for source, row in zip(sources, rows, strict=True)],
-            [row.fill for row in rows],
-        )
-        selected = on_host.select(table, num_tokens, positions)
-        return [flat.reshape(-1) for flat in selected]
-    shaped = [source.view(-1, row.width) for source, row in zip(sources, rows, strict=True)]
-    found = select_reference(shaped, table, num_tokens, [row.fill for row in rows], positions)
-    flat = [row.reshape(-1) for row in found.rows]
-    return [*flat, found.position_ids, found.segment_ids]
+    rows = _layouts(layouts)
+    return _select(OP, units, table, num_tokens, rows=rows, positions=positions, impl=impl)
 
 
 def _fake(
-    sources: Sequence[torch.Tensor],
+    units: Sequence[torch.Tensor],
     table: torch.Tensor,
     num_tokens: int,
     layouts: list[int],
-    positions: Positions,
+    positions: str,
     impl: str,
 ) -> list[torch.Tensor]:
-    rows = [
-        source.new_empty(num_tokens * row.width)
-        for source, row in zip(sources, layouts_of(layouts), strict=True)
-    ]
-    return [*rows, table.new_empty(num_tokens, dtype=torch.int64), table.new_empty(num_tokens)]
+    pairs = zip(units, _layouts(layouts), strict=True)
+    outs = [flat.new_empty(num_tokens * row.width) for flat, row in pairs]
+    return [*outs, table.new_empty(num_tokens, dtype=torch.int64), table.new_empty(num_tokens)]
 
 
-LIBRARY.define(
+register_op(
     "select_tokens(Tensor[] sources, Tensor table, SymInt num_tokens, int[] layouts, "
-    "str positions, str impl) -> Tensor[]"
+    "str positions, str impl) -> Tensor[]",
+    _run,
+    _fake,
 )
-LIBRARY.impl("select_tokens", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("trajpack::select_tokens", _fake, lib=LIBRARY)
+
+
+def _run_merge(
+    rows: torch.Tensor,
+    table: torch.Tensor,
+    inverse: torch.Tensor,
+    num_tokens: int,
+    fill: Number,
+    impl: str,
+) -> torch.Tensor:
+    layout = rows_of(rows, fill)
+    units = [as_units(rows, layout)]
+    (merged,) = _select(
+        "merge_tokens", units, table, num_tokens, rows=[layout], positions="", impl=impl
+    )
+    return as_rows(merged, rows, num_tokens)
+
+
+def _fake_merge(rows: torch.Tensor, table: Any, inverse: Any, num_tokens: int, *_: Any) -> Any:
+    return rows.new_empty((num_tokens, *rows.shape[1:]))
+
+
+def _setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    rows, table, inverse, _, _, ctx.impl = inputs
+    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(table, inverse)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    table, inverse = ctx.saved_tensors
+    given = torch.ops.trajpack.merge_tokens(
+        grad.contiguous(), inverse, table, ctx.num_rows, 0, ctx.impl
+    )
+    return given, None, None, None, None, None
+
+
+register_op(
+    "merge_tokens(Tensor rows, Tensor table, Tensor inverse, SymInt num_tokens, Scalar fill, "
+    "str impl) -> Tensor",
+    _run_merge,
+    _fake_merge,
+    setup_context=_setup_context,
+    backward=_backward,
+)

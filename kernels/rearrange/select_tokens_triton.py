@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Selected tokens in one launch: a program owns one tile of ``BLOCK`` tokens, or of one field.
 
-What has one unit to a token is written by the program that owns the token, position and segment
-too: they share one search. A field of several units to a row has tiles of its own, behind those in
-the grid. Outputs are allocated in whole tiles, so every store is full width and unmasked. Where a
-source begins is a matter of lengths, so loads are unit by unit: a thread loads the neighbours that
-it stores, and the lanes of a warp load 4 units apart.
+The program of a tile of tokens writes positions, segments and every field of one unit per token:
+they share one search. A field of several units per token has tiles of its own, later in the grid.
+Outputs are allocated in whole tiles, so every store is full width and unmasked. Sources may begin
+anywhere, so loads are unit by unit: a thread loads the neighbours that it stores, and the lanes of
+a warp load 4 units apart.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.rearrange.select_tokens import Segment
-from trajpack.kernels.rearrange.token_rows import Rows
+from trajpack.kernels.rearrange.segments import Rows, Segment
 from trajpack.kernels.runs import TILE
 from trajpack.kernels.search_triton import find_segment, find_segments
 
@@ -113,52 +112,30 @@ def select_forward(
     rows: Sequence[Rows],
     positions: str,
 ) -> list[torch.Tensor]:
-    """Launch the kernel on flat sources, for fresh outputs; places come last."""
-    size = triton.cdiv(num_tokens, TILE) * TILE
-    places = (
-        torch.empty(size, dtype=torch.int64, device=table.device),
-        torch.empty(size, dtype=torch.int32, device=table.device),
-    )
-    outs = _launch(sources, table, num_tokens, rows, positions, places)
-    return [*outs, *(place[:num_tokens] for place in places)]
+    """Launch the kernel on flat sources, for fresh outputs.
 
-
-def merge_forward(
-    source: torch.Tensor, table: torch.Tensor, num_tokens: int, row: Rows
-) -> torch.Tensor:
-    """Launch the kernel on one flat source, for its rows alone."""
-    (out,) = _launch([source], table, num_tokens, [row], "continue", ())
-    return out
-
-
-def _launch(
-    sources: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    num_tokens: int,
-    rows: Sequence[Rows],
-    positions: str,
-    places: tuple[torch.Tensor, ...],
-) -> list[torch.Tensor]:
-    sizes = [num_tokens * row.width for row in rows]
-    outs = [
-        torch.empty(triton.cdiv(size, TILE) * TILE, dtype=source.dtype, device=table.device)
-        for size, source in zip(sizes, sources, strict=True)
+    Positions and segments come last, unless ``positions`` is empty.
+    """
+    device = table.device
+    sizes = [num_tokens * row.width for row in rows] + [num_tokens] * (2 * bool(positions))
+    dtypes = [source.dtype for source in sources]
+    dtypes += [torch.int64, torch.int32] if positions else []
+    memory = [
+        torch.empty(triton.cdiv(size, TILE) * TILE, dtype=dtype, device=device)
+        for size, dtype in zip(sizes, dtypes, strict=True)
     ]
+    outs, places = memory[: len(rows)], memory[len(rows) :]
     launch = launch_on("select_tokens_kernel", table.get_device())
-    by_token = bool(places) or any(row.width == 1 for row in rows)
+    by_token = bool(positions) or any(row.width == 1 for row in rows)
     tiles = by_token * triton.cdiv(num_tokens, launch.block)
-    tiles += sum(
-        triton.cdiv(size, launch.block)
-        for size, row in zip(sizes, rows, strict=True)
-        if row.width > 1
-    )
+    tiles += sum(triton.cdiv(num_tokens * w, launch.block) for w, _, _ in rows if w > 1)
     if tiles:
         with torch.cuda.device_of(table):  # Triton launches on the current device
             select_tokens_kernel[(tiles,)](
-                tuple(sources), tuple(outs), places, table, table.stride(0), table.shape[1] - 1,
-                sources[0].shape[0] // rows[0].width, num_tokens,
+                tuple(sources), tuple(outs), tuple(places), table, table.stride(0),
+                table.shape[1] - 1, sources[0].shape[0] // rows[0].width, num_tokens,
                 WIDTHS=tuple(row.width for row in rows), FILLS=tuple(row.fill for row in rows),
                 ZERO=positions == "zero", BY_TOKEN=by_token,
                 BLOCK=launch.block, **launch.options,
             )  # fmt: skip
-    return [out[:size] for out, size in zip(outs, sizes, strict=True)]
+    return [out[:size] for out, size in zip(memory, sizes, strict=True)]

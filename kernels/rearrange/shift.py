@@ -1,4 +1,4 @@
-"""Values of the next token or of the one before, within sequences: what labels are made by."""
+"""Shifts of tokens by one place within sequences: they align labels with logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from trajpack.kernels.validation import check_boundaries, check_cu_seqlens, values_to_check
+from trajpack.kernels.validation import (
+    check_boundaries,
+    check_cu_seqlens,
+    check_tensor,
+    values_to_check,
+)
 
 End: TypeAlias = Literal["first", "last"]
 Direction: TypeAlias = Literal["left", "right"]
@@ -20,9 +25,9 @@ def shift_tokens(
 ) -> torch.Tensor:
     """Move the values of tokens by one place within their sequences, and never across a boundary.
 
-    ``"left"`` brings to each place what the next token has: labels, masks and log-probabilities of
-    rollouts to where a model predicts that token. ``"right"`` brings what a model says of the next
-    token to that token's own index, as it stands in ``rollout_logprobs``.
+    ``"left"`` moves each token's label, mask or log-probability to the place where a model predicts
+    it. ``"right"`` moves a model's output for the next token to that token's own index, as in
+    ``rollout_logprobs``.
 
     Args:
         x: ``[tokens, *rest]`` of a dtype that torch can fill by index: neither FP8 nor uint16 to
@@ -30,7 +35,7 @@ def shift_tokens(
         cu_seqlens: ``[sequences + 1]`` int32 boundaries in memory, of padding too: starts at 0,
             ends at ``tokens``, never decreases. A micro-batch's ``cu_seqlens_padded``.
         direction: ``"left"`` or ``"right"``.
-        fill: What the last token of a sequence has then, or the first.
+        fill: Value of the last token of each sequence, or of the first.
 
     Returns:
         A tensor like ``x``. Differentiable with respect to it.
@@ -60,7 +65,7 @@ def shift_tokens(
 
 
 def end_tokens(cu_seqlens: torch.Tensor, num_tokens: int, end: End) -> torch.Tensor:
-    """Return the index of the first or last token of each sequence; of some other's if empty.
+    """Return the index of the first or last token of each sequence; any index if it is empty.
 
     Cost: two small operations, no synchronisation.
 
@@ -77,15 +82,15 @@ def end_tokens(cu_seqlens: torch.Tensor, num_tokens: int, end: End) -> torch.Ten
 def drop_tokens(
     x: torch.Tensor, cu_seqlens: torch.Tensor, end: End, num_sequences: int
 ) -> torch.Tensor:
-    """Leave out the first or the last token of each sequence.
+    """Remove the first or the last token of each sequence.
 
-    Inputs without their last tokens and labels without their first ones are as long as each other,
-    and no label crosses a boundary.
+    Inputs without their last tokens and labels without their first ones have the same length, and
+    no label crosses a boundary.
 
     Args:
         x: ``[tokens, *rest]`` of any dtype.
         cu_seqlens: As for `shift_tokens`.
-        end: ``"first"`` or ``"last"``: which of its tokens a sequence goes without.
+        end: Token that each sequence loses, ``"first"`` or ``"last"``.
         num_sequences: Sequences with tokens, known from their lengths on the host.
 
     Returns:
@@ -114,7 +119,11 @@ def drop_tokens(
             f"drop_tokens: num_sequences must be {with_tokens}, the sequences with tokens, got "
             f"{num_sequences}"
         )
-    return x.index_select(0, _places_left(cu_seqlens, x.shape[0] - num_sequences, end))
+    left = dropped_boundaries(cu_seqlens).long()
+    place = torch.arange(x.shape[0] - num_sequences, device=x.device)
+    sequence = torch.searchsorted(left, place, right=True) - 1
+    kept = cu_seqlens.long()[sequence] + place - left[sequence] + (end == "first")
+    return x.index_select(0, kept)
 
 
 def dropped_boundaries(cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -128,17 +137,7 @@ def dropped_boundaries(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return torch.cat([cu_seqlens[:1], left])
 
 
-def _places_left(cu_seqlens: torch.Tensor, num_left: int, end: End) -> torch.Tensor:
-    left = dropped_boundaries(cu_seqlens).long()
-    place = torch.arange(num_left, device=cu_seqlens.device)
-    sequence = torch.searchsorted(left, place, right=True) - 1
-    return cu_seqlens.long()[sequence] + place - left[sequence] + (end == "first")
-
-
 def _check(op: str, x: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: x must be a tensor, got {type(x).__name__}")
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must have at least 1 dimension, got none")
+    check_tensor(op, "x", x, or_more=True)
     check_cu_seqlens(op, cu_seqlens, device=x.device)
     check_boundaries(op, cu_seqlens, x.shape[0])

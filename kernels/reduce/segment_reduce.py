@@ -1,4 +1,4 @@
-"""Sums, means and maxima over segments: sequences by their boundaries, or turns by their spans."""
+"""Sums, means and maxima over segments: sequences by boundaries, or turns by spans."""
 
 from __future__ import annotations
 
@@ -24,40 +24,39 @@ def segment_sum(
     max_seqlen: int | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Add up the entries of each segment: log-probabilities of sequences, lengths of responses.
+    """Sum the entries of each segment: log-probabilities of sequences, lengths of responses.
 
     A segment's sum is bitwise the same whatever it is packed with, and in every run. Entries
     outside all segments count nowhere.
 
     Args:
-        x: ``[entries]``, float32, float64, int32, int64 or bool.
+        x: ``[entries]`` float32, float64, int32, int64 or bool.
         segments: ``[segments + 1]`` int32 boundaries that never decrease (``cu_seqlens``), or
             ``[segments, 2]`` int32 spans, first index and one past the last (``turn_spans``),
-            in any order, that do not overlap. Either may hold empty segments.
-        mask: ``[entries]`` bool: entries that count; all of them if None. What does not count
-            may be NaN or infinite.
-        max_seqlen: No segment is longer than this, as far as the caller knows. It decides
-            how the work is cut, never a result: a wrong bound costs time alone.
+            in any order, that do not overlap. Segments may be empty.
+        mask: ``[entries]`` bool: True for entries that count; all if None. Other entries may be
+            NaN or infinite.
+        max_seqlen: Upper bound of a segment's length, if known. It decides how the work is cut,
+            never a result.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
 
     Returns:
         ``[segments]``: float32 of float32 and float64 of float64, summed in float64, or the
-        exact int64 of integers and bools. The sum of nothing is 0; NaN that counts makes it NaN.
+        exact int64 of integers and bools. An empty sum is 0; NaN that counts makes it NaN.
         Differentiable with respect to ``x``.
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, or ``max_seqlen`` is negative. On the host,
-            where segments can be read for nothing, also if they leave the entries or end
-            before they begin. On a device they are not read: what lies outside is left out, and
-            results of boundaries that decrease are arbitrary.
+        ValueError: If shapes or devices disagree, or ``max_seqlen`` is negative. On the host also
+            if segments leave the entries or end before they begin. On a device segments are not
+            read: entries outside are left out, and results of boundaries that decrease are
+            arbitrary.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096, where there are at most 8,192 entries,
-    and for spans, each of which one warp then walks from its start, however long; else two, and
-    an eighth of a byte of scratch for an entry. Every entry is read once. No copy, no host
-    synchronisation. The gradient is made of plain torch operations over entries, without a
-    synchronisation either; where segments are spans, they are sorted.
+    and for spans, each read by one warp; else two, and an eighth of a byte of scratch for an
+    entry. Every entry is read once. No copy, no host synchronisation, nor in the gradient, which
+    is plain torch operations over entries and sorts spans.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -2.0, -4.0, -8.0])
@@ -69,8 +68,7 @@ def segment_sum(
         tensor([2, 0, 1])
 
     Reference:
-        ``torch.segment_reduce``, with masks, spans and integers, and without NaN for the mean of
-        nothing.
+        ``torch.segment_reduce``, with masks, spans and integers.
     """
     return _segment_reduce("sum", x, segments, mask, max_seqlen, impl)
 
@@ -86,16 +84,15 @@ def segment_mean(
     """Average the entries of each segment that count.
 
     Args:
-        x: ``[entries]``, float32, float64, int32, int64 or bool.
-        segments: Boundaries or spans, as in `segment_sum`.
-        mask: ``[entries]`` bool: entries that count; all of them if None.
-        max_seqlen: As in `segment_sum`.
-        impl: As in `segment_sum`.
+        x: As of `segment_sum`.
+        segments: As of `segment_sum`.
+        mask: As of `segment_sum`.
+        max_seqlen: As of `segment_sum`.
+        impl: As of `segment_sum`.
 
     Returns:
-        ``[segments]``, float64 of float64 and float32 of all others: the sum in float64, or of
-        integers the exact one, divided by the number of entries that count. The mean of nothing
-        is 0. Differentiable with respect to ``x``.
+        ``[segments]``, float64 of float64 and float32 of all others: `segment_sum` divided by the
+        number of entries that count; 0 of no entries. Differentiable with respect to ``x``.
 
     Raises:
         TypeError: As in `segment_sum`.
@@ -109,7 +106,7 @@ def segment_mean(
         tensor([-2.3333,  0.0000, -8.0000])
 
     Reference:
-        ``torch.segment_reduce`` with ``reduce="mean"``, which has NaN for the mean of nothing.
+        ``torch.segment_reduce`` with ``reduce="mean"``, which has NaN for an empty segment.
     """
     return _segment_reduce("mean", x, segments, mask, max_seqlen, impl)
 
@@ -122,19 +119,19 @@ def segment_max(
     max_seqlen: int | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Return the greatest of the entries of each segment that count.
+    """Return the maximum of the entries of each segment that count.
 
     Args:
-        x: ``[entries]``, float32, float64, int32 or int64.
-        segments: Boundaries or spans, as in `segment_sum`.
-        mask: ``[entries]`` bool: entries that count; all of them if None.
-        max_seqlen: As in `segment_sum`.
-        impl: As in `segment_sum`.
+        x: ``[entries]`` float32, float64, int32 or int64.
+        segments: As of `segment_sum`.
+        mask: As of `segment_sum`.
+        max_seqlen: As of `segment_sum`.
+        impl: As of `segment_sum`.
 
     Returns:
-        ``[segments]`` of the dtype of ``x``. The maximum of nothing is -inf, of integers the
-        least of the dtype. NaN that counts makes it NaN. Differentiable with respect to ``x``:
-        equal maxima share the gradient equally, as in ``torch.amax``.
+        ``[segments]`` of the dtype of ``x``; of no entries -inf, or the lowest integer. NaN that
+        counts makes it NaN. Differentiable with respect to ``x``: equal maxima share the gradient
+        equally, as in ``torch.amax``.
 
     Raises:
         TypeError: As in `segment_sum`; also for bools.
@@ -165,15 +162,7 @@ def _segment_reduce(
     op = f"segment_{reduction}"
     bools = () if reduction == "max" else (torch.bool,)
     check_tensor(op, "x", x, dtypes=(*FLOATS, *INTEGERS, *bools))
-    ndim = 2 if isinstance(segments, torch.Tensor) and segments.ndim == 2 else 1
-    check_tensor(op, "segments", segments, ndim=ndim, dtypes=(torch.int32,), device=x.device)
-    if ndim == 1 and segments.shape[0] == 0:
-        raise ValueError(f"{op}: segments must have segments + 1 boundaries, got none")
-    if ndim == 2 and segments.shape[1] != 2:
-        raise ValueError(
-            f"{op}: segments must be boundaries [segments + 1] or spans [segments, 2], "
-            f"got shape {list(segments.shape)}"
-        )
+    check_segments(op, segments, x.device)
     if mask is not None:
         entries = x.shape[0]
         check_tensor(
@@ -188,13 +177,26 @@ def _segment_reduce(
     return reduced
 
 
+def check_segments(op: str, segments: torch.Tensor, device: torch.device) -> None:
+    """Raise unless ``segments`` can be boundaries or spans; values are not read."""
+    ndim = 2 if isinstance(segments, torch.Tensor) and segments.ndim == 2 else 1
+    check_tensor(op, "segments", segments, ndim=ndim, dtypes=(torch.int32,), device=device)
+    if ndim == 1 and segments.shape[0] == 0:
+        raise ValueError(f"{op}: segments must have segments + 1 boundaries, got none")
+    if ndim == 2 and segments.shape[1] != 2:
+        raise ValueError(
+            f"{op}: segments must be boundaries [segments + 1] or spans [segments, 2], "
+            f"got shape {list(segments.shape)}"
+        )
+
+
 def segment_reduce_reference(
     x: torch.Tensor, segments: torch.Tensor, mask: torch.Tensor | None, reduction: str
 ) -> torch.Tensor:
-    """Reduce segments in plain torch: ``reduction`` is "sum", "mean" or "max".
+    """Define the reductions "sum", "mean" and "max" in plain torch; no value is read by the host.
 
-    Sums of floats are made in float64, each of its own entries alone; sums of integers are
-    differences of a running int64 sum. No value is read by the host.
+    Sums of floats are made in float64 of each segment's own entries; sums of integers are
+    differences of a running int64 sum.
     """
     begin, end = _bounds_of_segments(segments, x.shape[0])
     if reduction == "max":
@@ -239,14 +241,16 @@ def _reduce_floats(
     return torch.empty_like(reduced[::2]).scatter(0, order, reduced[::2])
 
 
-def segment_reduce_on_host(
+def segment_reduce_torch(
     x: torch.Tensor, segments: torch.Tensor, mask: torch.Tensor | None, reduction: str
 ) -> torch.Tensor:
-    """Return the result of `segment_reduce_reference` for tensors on the host, by numpy.
+    """Compute `segment_reduce_reference` for ``impl="torch"``: on the host by numpy.
 
-    One call of ``ufunc.reduceat`` over all entries: for 1M entries, 1 to 12 times faster than
-    ``torch.segment_reduce``, and 15 times and more faster than ``scatter_reduce`` of integers.
+    One ``ufunc.reduceat`` over 1M entries is 1 to 12 times faster than ``torch.segment_reduce``,
+    and 15 times and more faster than ``scatter_reduce`` of integers.
     """
+    if x.device.type != "cpu":
+        return segment_reduce_reference(x, segments, mask, reduction)
     bounds = segments.numpy()
     begin, end = bounds.T if bounds.ndim == 2 else (bounds[:-1], bounds[1:])
     entries, counted = x.detach().numpy(), None if mask is None else mask.numpy()
@@ -274,7 +278,7 @@ def _reduceat(
     end: Entries,
     initial: float,
 ) -> Entries:
-    """Reduce the counted entries of each [begin, end), in float64 or int64 where they are added."""
+    """Reduce the counted entries of each [begin, end); sums are float64 or int64."""
     dtype = entries.dtype
     if ufunc is np.add:
         dtype = np.dtype(np.float64 if dtype.kind == "f" else np.int64)
@@ -331,7 +335,6 @@ def _dtype_of(x: torch.Tensor, reduction: str) -> torch.dtype:
 
 
 def _check_bounds(op: str, segments: torch.Tensor, num_entries: int) -> None:
-    """Raise if boundaries or spans can be read and leave the entries."""
     readable = values_to_check(segments)
     if readable is None:
         return
@@ -354,10 +357,8 @@ def _run(
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
     _check_bounds(f"segment_{reduction}", segments, x.shape[0])
-    if impl == "torch" and x.device.type == "cpu":
-        return segment_reduce_on_host(x, segments, mask, reduction)
     if impl == "torch":
-        return segment_reduce_reference(x, segments, mask, reduction)
+        return segment_reduce_torch(x, segments, mask, reduction)
     from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 
     out = _fake(x, segments, mask, reduction, impl)

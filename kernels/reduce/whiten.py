@@ -1,4 +1,4 @@
-"""Moments of masked entries, and whitening: entries brought to mean 0 and deviation 1."""
+"""Moments of masked entries, and whitening: entries scaled to mean 0 and deviation 1."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.validation import check_number, check_tensor
+from trajpack.kernels.validation import check_integer, check_number, check_tensor
 
 OP = "whiten"
 NOISE = 2.0**-46
-"""Share of the sum of squares that cannot be told from rounding: the square of 2⁻²³, the spacing
-of float32, and about 100 roundings of float64."""
+"""Part of the sum of squares that is treated as rounding: the square of 2⁻²³, the spacing of
+float32, and about 100 roundings of float64."""
 CHUNK = 32_768
 """Entries computed at once on the host: 256 KB of float64."""
 
@@ -20,12 +20,12 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
     """Return count, mean, sum of squared deviations, minimum and maximum of counted entries.
 
     Each chunk of fixed size is centred on its own mean, and chunks are merged in a fixed order:
-    the deviations are off by about 10⁻¹⁶ of mean / std, not of its square. Chunks are counted
-    from the first entry: entries appended behind that are not counted change no bit.
+    the relative error of the deviations is about 10⁻¹⁶ · mean / std, not of its square. Chunks
+    start at the first entry, so uncounted entries appended at the end change no bit.
 
     Args:
-        x: ``[entries]``, float32 or float64. What is not counted may be anything, NaN too.
-        mask: ``[entries]`` bool: the entries that count.
+        x: ``[entries]`` float32 or float64. Uncounted entries may have any value, NaN included.
+        mask: ``[entries]`` bool: True for entries that count.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
 
@@ -51,11 +51,7 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         variances, 1979.
     """
     _check_counted("masked_moments", x, mask)
-    chosen = resolve_impl("masked_moments", impl, x)
-    moments: torch.Tensor = torch.ops.trajpack.masked_moments(
-        x.contiguous(), mask.contiguous(), chosen
-    )
-    return moments
+    return moments_and_sums(x, mask, impl=resolve_impl("masked_moments", impl, x))[0]
 
 
 def moment_sums(
@@ -64,21 +60,20 @@ def moment_sums(
     """Return sums that data-parallel ranks add up, with one all-reduce, for `whiten`.
 
     Args:
-        x: ``[entries]``, float32 or float64. What is not counted may be anything, NaN too.
-        mask: ``[entries]`` bool: the entries that count.
-        shift: Number that is first taken from every entry, the same on every rank. The nearer
-            to the mean, the more precise is the variance that the sums give; see `whiten`.
-        impl: As for `masked_moments`.
+        x: As of `masked_moments`.
+        mask: As of `masked_moments`.
+        shift: Number subtracted from every entry, the same on every rank. The nearer to the mean,
+            the more precise is the variance from the sums; see `whiten`.
+        impl: As of `masked_moments`.
 
     Returns:
         ``[3]`` float64: count, Σ(x - shift), Σ(x - shift)². Not differentiable.
 
     Raises:
-        TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, ``x`` requires a gradient or ``shift`` is not
-            finite.
+        TypeError: As of `masked_moments`.
+        ValueError: As of `masked_moments`, and if ``shift`` is not finite.
 
-    Cost: that of `masked_moments`, from which the sums are made.
+    Cost: that of `masked_moments`.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
@@ -87,15 +82,22 @@ def moment_sums(
 
     Reference:
         ``distributed_masked_mean`` of verl (``verl/utils/torch_functional.py``), which reduces
-        count and sum; here the squares too, in one message.
+        count and sum; here also the squares, in one message.
     """
     _check_counted("moment_sums", x, mask)
     check_number("moment_sums", "shift", shift, finite=True)
-    chosen = resolve_impl("moment_sums", impl, x)
-    sums: torch.Tensor = torch.ops.trajpack.moment_sums(
-        x.contiguous(), mask.contiguous(), float(shift), chosen
+    impl = resolve_impl("moment_sums", impl, x)
+    return moments_and_sums(x, mask, shift=float(shift), impl=impl)[1]
+
+
+def moments_and_sums(
+    x: torch.Tensor, mask: torch.Tensor, *, shift: float = 0.0, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of `masked_moments` and `moment_sums`; arguments are checked."""
+    moments, sums = torch.ops.trajpack.masked_moments(
+        x.contiguous(), mask.contiguous(), shift, impl
     )
-    return sums
+    return moments, sums
 
 
 def whiten(
@@ -115,32 +117,28 @@ def whiten(
 
         (x - mean) / (std + eps)        std² = Σ(x - mean)² / (count - ddof)
 
-    A batch of little variance is scaled like any other. Where there is no spread to scale by,
-    centred entries are exactly 0: if all are equal, or no more than ``ddof`` count. No entries
-    give zeros. Nothing of this is ever NaN or raises.
+    A batch of little variance is scaled like any other. Where there is no spread (all entries
+    equal, or no more than ``ddof``), centred entries are exactly 0. No entries give zeros.
 
     Args:
-        x: ``[entries]``, float32 or float64. What is not counted may be anything, NaN too. A
-            NaN or an infinity that counts, among others, makes all that count NaN: it is not
-            hidden. Squares of differences must be in reach of float64.
-        mask: ``[entries]`` bool: the entries that count.
+        x: ``[entries]`` float32 or float64. Uncounted entries may have any value, NaN included. A
+            NaN or infinity that counts makes all that count NaN. Squares of differences must be
+            within the range of float64.
+        mask: ``[entries]`` bool: True for entries that count.
         sums: ``[3]`` float64 of `moment_sums`, added up over the ranks of a data-parallel run:
             every rank then whitens by the moments of all. Default: those of ``x``.
-        shift: What ``sums`` were made with. The variance is then off by about 10⁻¹⁶ of
-            (mean - shift)² / variance. A spread below 2⁻²³ of the distance from ``shift`` to
-            the mean, the spacing of float32 there, is not told from rounding and counts as none;
-            a ``shift`` near the mean leaves any spread as it is.
-        center: Whether the mean is taken away; else it is added back after scaling.
+        shift: The ``shift`` of ``sums``. The relative error of the variance is then about
+            10⁻¹⁶ · (mean - shift)² / variance. A spread below 2⁻²³ of the distance from ``shift``
+            to the mean, the spacing of float32 there, counts as none.
+        center: Whether the mean is subtracted; else it is added back after scaling.
         ddof: 1 for the unbiased variance, 0 for the mean of squares.
         eps: Added to the standard deviation, at least 0. verl adds 1e-8 to the variance instead:
-            that is within 5e-9 of ``eps=0`` at a variance of 1, but it turns a standard
-            deviation of 1e-4, and of all below it, into 0.7, and less.
-        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
-            implementation that cannot run raises.
+            within 5e-9 of ``eps=0`` at a variance of 1, but it whitens a standard deviation of
+            1e-4 to 0.7.
+        impl: As of `masked_moments`.
 
     Returns:
-        ``[entries]`` float32, 0 where ``mask`` is False. Computed in float64. Advantages are
-        constants of a loss, so it is not differentiable.
+        ``[entries]`` float32, 0 where ``mask`` is False, computed in float64. Not differentiable.
 
     Raises:
         TypeError: If a dtype or a type is none of the above.
@@ -166,18 +164,19 @@ def whiten(
     """
     _check_counted(OP, x, mask)
     check_number(OP, "shift", shift, finite=True)
-    _check_scaling(ddof, eps, center)
-    if sums is None:
-        return whiten_with_moments(x, mask, ddof=ddof, eps=eps, center=center, impl=impl)[0]
-    check_tensor(OP, "sums", sums, dtypes=(torch.float64,), device=x.device)
-    if sums.shape[0] != 3:
-        raise ValueError(f"{OP}: sums must have 3 entries, got shape {list(sums.shape)}")
-    chosen = resolve_impl(OP, impl, x)
-    whitened: torch.Tensor = torch.ops.trajpack.whiten_with_sums(
-        x.contiguous(), mask.contiguous(), sums.detach().contiguous(), float(shift),
-        ddof, float(eps), center, chosen,
-    )  # fmt: skip
-    return whitened
+    check_number(OP, "eps", eps, least=0, finite=True)
+    check_integer(OP, "ddof", ddof, most=1)
+    if not isinstance(center, bool):
+        raise TypeError(f"{OP}: center must be a bool, got {center!r}")
+    if sums is not None:
+        check_tensor(OP, "sums", sums, dtypes=(torch.float64,), device=x.device)
+        if sums.shape[0] != 3:
+            raise ValueError(f"{OP}: sums must have 3 entries, got shape {list(sums.shape)}")
+        sums = sums.detach().contiguous()
+    impl = resolve_impl(OP, impl, x)
+    return whiten_with_moments(
+        x, mask, sums=sums, shift=shift, ddof=ddof, eps=eps, center=center, impl=impl
+    )[0]
 
 
 def whiten_with_moments(
@@ -185,20 +184,24 @@ def whiten_with_moments(
     mask: torch.Tensor,
     *,
     ddof: int,
+    impl: str,
+    sums: torch.Tensor | None = None,
+    shift: float = 0.0,
     eps: float = 0.0,
     center: bool = True,
-    impl: Impl = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `whiten` and `masked_moments` in two launches; checks no argument."""
-    chosen = resolve_impl(OP, impl, x)
-    whitened, moments = torch.ops.trajpack.whiten_with_moments(
-        x.contiguous(), mask.contiguous(), ddof, float(eps), center, chosen
+    """Return the results of `whiten` and `masked_moments`, which is empty with ``sums``.
+
+    Arguments are checked. Cost: two launches.
+    """
+    whitened, moments = torch.ops.trajpack.whiten(
+        x.contiguous(), mask.contiguous(), sums, float(shift), ddof, float(eps), center, impl
     )
     return whitened, moments
 
 
 def masked_moments_reference(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute `masked_moments` in plain torch, without reading a value on the host."""
+    """Define `masked_moments` in plain torch; no value is read by the host."""
     values = x.double()
     one = x.new_ones(1, dtype=torch.float64)  # one more entry, since amin needs one
     low = torch.cat([torch.where(mask, values, float("inf")), one / 0]).amin()
@@ -247,7 +250,7 @@ def whiten_reference(
     eps: float,
     center: bool,
 ) -> torch.Tensor:
-    """Whiten in plain torch by count, mean and Σ(x - mean)²; on the host in chunks."""
+    """Whiten by count, mean and Σ(x - mean)² in plain torch; on the host by numpy, in chunks."""
     count, mean, squares = moments
     varies = (count > ddof) & (squares != 0)
     std = squares.sqrt() / (count - ddof).clamp(min=1).sqrt()  # squares / count may underflow to 0
@@ -274,10 +277,7 @@ def whiten_reference(
 def moments_of_sums(
     sums: torch.Tensor, shift: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, mean and Σ(x - mean)² of the entries of `moment_sums`.
-
-    The last is 0 where it cannot be told from the rounding of the sums.
-    """
+    """Return count, mean and Σ(x - mean)², 0 if within the rounding of the sums."""
     count, first, second = sums.unbind()
     away = first / count.clamp(min=1)
     squares = second - first * away
@@ -293,92 +293,64 @@ def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
     )
 
 
-def _check_scaling(ddof: int, eps: float, center: bool) -> None:
-    check_number(OP, "eps", eps, least=0, finite=True)
-    if isinstance(ddof, bool) or not isinstance(ddof, int):
-        raise TypeError(f"{OP}: ddof must be an int, got {ddof!r}")
-    if ddof not in (0, 1):
-        raise ValueError(f"{OP}: ddof must be 0 or 1, got {ddof}")
-    if not isinstance(center, bool):
-        raise TypeError(f"{OP}: center must be a bool, got {center!r}")
-
-
-def _run_moments(x: torch.Tensor, mask: torch.Tensor, impl: str) -> torch.Tensor:
-    if impl == "torch":
-        return masked_moments_torch(x, mask)
-    from trajpack.kernels.reduce.whiten_triton import moments_forward
-
-    return moments_forward(x, mask, 0.0)[0]
-
-
-def _run_sums(x: torch.Tensor, mask: torch.Tensor, shift: float, impl: str) -> torch.Tensor:
+def _run_moments(
+    x: torch.Tensor, mask: torch.Tensor, shift: float, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     if impl == "triton":
         from trajpack.kernels.reduce.whiten_triton import moments_forward
 
-        return moments_forward(x, mask, shift)[1]
-    count, mean, squares = masked_moments_torch(x, mask)[:3].unbind()
-    away = torch.where(count > 0, mean - shift, 0.0)
-    return torch.stack([count, count * away, squares + count * away * away])
-
-
-def _run_with_moments(
-    x: torch.Tensor, mask: torch.Tensor, ddof: int, eps: float, center: bool, impl: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if impl == "triton":
-        from trajpack.kernels.reduce.whiten_triton import whiten_forward
-
-        return whiten_forward(x, mask, ddof=ddof, eps=eps, center=center)
+        return moments_forward(x, mask, shift)
     moments = masked_moments_torch(x, mask)
     count, mean, squares = moments[:3].unbind()
-    whitened = whiten_reference(x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center)
-    return whitened, moments
+    away = torch.where(count > 0, mean - shift, 0.0)
+    return moments, torch.stack([count, count * away, squares + count * away * away])
 
 
-def _run_with_sums(
+def _run_whiten(
     x: torch.Tensor,
     mask: torch.Tensor,
-    sums: torch.Tensor,
+    sums: torch.Tensor | None,
     shift: float,
     ddof: int,
     eps: float,
     center: bool,
     impl: str,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    no_moments = x.new_empty(0, dtype=torch.float64)
     if impl == "triton":
-        from trajpack.kernels.reduce.whiten_triton import whiten_by_sums_forward
+        from trajpack.kernels.reduce.whiten_triton import whiten_by_sums_forward, whiten_forward
 
-        return whiten_by_sums_forward(
+        if sums is None:
+            return whiten_forward(x, mask, ddof=ddof, eps=eps, center=center)
+        whitened = whiten_by_sums_forward(
             x, mask, sums, shift=shift, noise=NOISE, ddof=ddof, eps=eps, center=center
         )
-    moments = moments_of_sums(sums, shift)
-    return whiten_reference(x, mask, moments, ddof=ddof, eps=eps, center=center)
+        return whitened, no_moments
+    if sums is None:
+        moments = masked_moments_torch(x, mask)
+        count, mean, squares = moments[:3].unbind()
+    else:
+        moments = no_moments
+        count, mean, squares = moments_of_sums(sums, shift)
+    whitened = whiten_reference(x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center)
+    return whitened, moments
 
 
-def _fake_with_moments(
-    x: torch.Tensor, mask: torch.Tensor, *_: object
+def _fake_whiten(
+    x: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor | None, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=torch.float32), x.new_empty(5, dtype=torch.float64)
+    moments = x.new_empty(0 if sums is not None else 5, dtype=torch.float64)
+    return x.new_empty(x.shape, dtype=torch.float32), moments
 
 
 register_op(
-    "masked_moments(Tensor x, Tensor mask, str impl) -> Tensor",
+    "masked_moments(Tensor x, Tensor mask, float shift, str impl) -> (Tensor, Tensor)",
     _run_moments,
-    lambda x, *_: x.new_empty(5, dtype=torch.float64),
+    lambda x, *_: (x.new_empty(5, dtype=torch.float64), x.new_empty(3, dtype=torch.float64)),
 )
 register_op(
-    "moment_sums(Tensor x, Tensor mask, float shift, str impl) -> Tensor",
-    _run_sums,
-    lambda x, *_: x.new_empty(3, dtype=torch.float64),
-)
-register_op(
-    "whiten_with_moments(Tensor x, Tensor mask, int ddof, float eps, bool center, str impl)"
-    " -> (Tensor, Tensor)",
-    _run_with_moments,
-    _fake_with_moments,
-)
-register_op(
-    "whiten_with_sums(Tensor x, Tensor mask, Tensor sums, float shift, int ddof, float eps, "
-    "bool center, str impl) -> Tensor",
-    _run_with_sums,
-    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
+    "whiten(Tensor x, Tensor mask, Tensor? sums, float shift, int ddof, float eps, bool center, "
+    "str impl) -> (Tensor, Tensor)",
+    _run_whiten,
+    _fake_whiten,
 )

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Moments and whitening in Triton: partial moments of chunks, merged by each program.
+"""Triton kernels of moments and whitening.
 
-The first launch leaves the moments of every chunk of ``CHUNK`` entries, which a program holds in
-registers and passes over twice: mean, then squared deviations. In the second each program merges
-the moments of all chunks, in an order that depends on their number alone, and whitens its own
-entries; no third launch and no atomics. Chunks without a counted entry are neutral, bit for bit.
-
-Stores are whole chunks, unmasked and full width, as are the loads of all chunks but the last.
+The first launch stores the moments of every chunk of ``CHUNK`` entries: mean, then squared
+deviations, of entries held in registers. In the second each program merges the moments of all
+chunks, in an order that depends on their number alone, and whitens its own entries: no third launch
+and no atomics. Chunks without a counted entry change no bit. Stores are whole chunks, unmasked and
+full width, as are the loads of all chunks but the last.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import triton.language as tl
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 
 CHUNK = block_shape("whiten", DEFAULT).block
-"""The same on every architecture: with PARTIALS it settles the order of the sums."""
+"""The same on every architecture: it decides the order of the sums, as PARTIALS does."""
 PARTIALS = 1024
 """Chunks whose moments are read at once."""
 MOST_PROGRAMS = 1024
-"""Programs that whiten, each of which reads the moments of all chunks: beyond so many, a program
-whitens several chunks."""
+"""Largest number of programs that whiten; each reads the moments of all chunks."""
 ALIGNMENT = 16
-"""Bytes at a multiple of which inputs begin, so that there is one layout and one order of sums."""
+"""Alignment of inputs in bytes, so that there is one layout and one order of sums."""
 
 
 @triton.jit
@@ -165,7 +163,7 @@ def whiten_kernel(
     x, mask, partials, whitened, moments, entries: tl.int64, num_chunks: tl.int64, chunks_each,
     ddof, eps: tl.float64, center, CHUNK: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the moments of all chunks and whiten by them; the first program leaves them."""
+    """Merge the moments of all chunks and whiten by them; the first program stores them."""
     count, mean, squares, low, high = _merge_chunks(partials, num_chunks, PARTIALS)
     if tl.program_id(0) == 0:
         _store_moments(moments, count, mean, squares, low, high)
@@ -279,15 +277,15 @@ def whiten_by_sums_forward(
 
 
 def _cut(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return room in whole chunks, chunks of a program that whitens, and such programs."""
+    """Return memory in whole chunks, chunks of a program, and number of programs."""
     num_chunks = triton.cdiv(x.shape[0], CHUNK)
     chunks_each = max(triton.cdiv(num_chunks, MOST_PROGRAMS), 1)
-    room = torch.empty(num_chunks * CHUNK, dtype=torch.float32, device=x.device)
-    return room, chunks_each, triton.cdiv(num_chunks, chunks_each)
+    memory = torch.empty(num_chunks * CHUNK, dtype=torch.float32, device=x.device)
+    return memory, chunks_each, triton.cdiv(num_chunks, chunks_each)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, a mask as bytes, moved if it does not begin where it should."""
+    """Return ``tensor``, a mask as bytes, copied if it is not aligned."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.int8)  # Triton takes a bool pointer for one bit
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()

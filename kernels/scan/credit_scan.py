@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajpack.kernels.corrections.kl_penalty import estimate
+from trajpack.kernels.corrections.penalties import estimate
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, check_scan_inputs, split_rate
@@ -116,18 +116,64 @@ def scan_tokens(  # noqa: PLR0913 - all but three are keywords
         max_seqlen=max_seqlen,
         **over_tokens,
     )
+    gamma, gammas = split_rate(op, gamma_name, gamma, cu_seqlens)
+    lam, lams = split_rate(op, "lam", lam, cu_seqlens)
+    return credit_scan(
+        rewards,
+        cu_seqlens,
+        op=op,
+        kind=kind,
+        impl=resolve_impl(op, impl, rewards),
+        values=values,
+        loss_mask=loss_mask,
+        bootstrap=bootstrap,
+        logprobs=logprobs,
+        rollout_logprobs=rollout_logprobs,
+        gamma=gamma,
+        gammas=gammas,
+        lam=lam,
+        lams=lams,
+        clips=clips,
+        observation=observation,
+        max_seqlen=max_seqlen,
+    )
+
+
+def credit_scan(  # noqa: PLR0913 - all but two are keywords
+    rewards: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    op: str,
+    kind: str,
+    impl: str,
+    values: torch.Tensor | None = None,
+    loss_mask: torch.Tensor | None = None,
+    bootstrap: torch.Tensor | None = None,
+    logprobs: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    gammas: torch.Tensor | None = None,
+    lam: float = 1.0,
+    lams: torch.Tensor | None = None,
+    clips: Sequence[float] = (),
+    observation: str = "carry",
+    max_seqlen: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the op ``trajpack::credit_scan``; the arguments, see `Scan`, are not checked."""
     optional = (values, loss_mask, bootstrap, logprobs, rollout_logprobs)
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(
         rewards.contiguous(),
         cu_seqlens.contiguous(),
         *(None if tensor is None else tensor.contiguous() for tensor in optional),
-        *split_rate(op, gamma_name, gamma, cu_seqlens),
-        *split_rate(op, "lam", lam, cu_seqlens),
+        gamma,
+        gammas,
+        lam,
+        lams,
         [float(clip) for clip in clips],
         observation,
         kind,
         op,
-        resolve_impl(op, impl, rewards),
+        impl,
         max_seqlen,
     )
     return results
@@ -265,7 +311,7 @@ def _passed_rewards(scan: Scan, tokens: ScannedTokens) -> Coefficient:
 def _start(scan: Scan) -> torch.Tensor:
     """Return the state behind each segment's last entry: float64 ``[segments]``."""
     if scan.bootstrap is None:
-        return scan.cu_seqlens.new_zeros(scan.num_segments, dtype=torch.float64)
+        return torch.zeros_like(scan.cu_seqlens[1:], dtype=torch.float64)
     gamma = scan.gamma if scan.gammas is None else scan.gammas.double()
     start = gamma * scan.bootstrap.double()
     if scan.chunks is None or scan.chunks.truncated is None or not scan.num_chunks:
@@ -285,7 +331,7 @@ def _states(
     """Return the state behind each entry."""
     if not isinstance(decay, torch.Tensor):
         decay = torch.full_like(increment, decay)
-    run = exclusive_scan_on_host if scan.device.type == "cpu" else exclusive_scan_reference
+    run = exclusive_scan_on_host if increment.device.type == "cpu" else exclusive_scan_reference
     return run(decay, increment, start, tokens.entries.bounds)
 
 
@@ -515,24 +561,20 @@ def _backward(ctx: Any, of_first: torch.Tensor, of_second: torch.Tensor) -> tupl
     given = of_first.double()
     if kind == "gae":
         given = given + of_second.double()
-    gradient, _ = torch.ops.trajpack.credit_scan(
+    gradient, _ = credit_scan(
         given.flip(0),
         (given.shape[0] - cu_seqlens).flip(0),
-        None,
-        loss_mask,
-        None,
-        None,
-        None,
-        gamma,
-        gammas,
-        lam,
-        lams,
-        clips,
-        observation,
-        "adjoint",
-        op,
-        impl,
-        max_seqlen,
+        op=op,
+        kind="adjoint",
+        impl=impl,
+        loss_mask=loss_mask,
+        gamma=gamma,
+        gammas=gammas,
+        lam=lam,
+        lams=lams,
+        clips=clips,
+        observation=observation,
+        max_seqlen=max_seqlen,
     )
     return gradient.flip(0).to(ctx.dtype), *[None] * 16
 

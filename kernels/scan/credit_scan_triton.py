@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
-from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS
+from trajpack.kernels.corrections.penalties import KL_ESTIMATORS
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Scan
 from trajpack.kernels.search_triton import find_segment, find_segments
@@ -310,15 +310,23 @@ def write_block(
     outputs,
     span,
     rates,
+    tail,
     top,
-    token,
-    behind,
-    states,
+    state,
     SCAN: tl.constexpr,
     OBSERVATION: tl.constexpr,
+    ESTIMATOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the outputs of the tokens before ``top``; ``states`` are those behind each."""
+    """Write the outputs of the tokens before ``top``; ``state`` is that behind them.
+
+    Return the effect of the block on the state.
+    """
+    token, behind, decay, increment = read_block(
+        inputs, span, rates, tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
+    )
+    lanes, decays, increments, block_decay, block_increment = scan_block(decay, increment, BLOCK)
+    states = states_of_block(lanes, decays, increments, state, BLOCK)
     position = top - 1 - tl.arange(0, BLOCK)
     exists = position >= span[0]
     at, generated, reward, value = token
@@ -352,6 +360,7 @@ def write_block(
         tl.store(main + at, tl.where(generated, advantage, 0.0).to(tl.float32), mask=written)
         if other is not None:
             tl.store(other + at, tl.where(generated, target, 0.0).to(tl.float32), mask=written)
+    return block_decay, block_increment
 
 
 @triton.jit
@@ -463,24 +472,17 @@ def walk_kernel(
         state = state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
         top = span[1]
         while top > span[0]:
-            token, behind_each, decay, increment = read_block(
-                inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
-            )
-            lanes, decays, increments, block_decay, block_increment = scan_block(
-                decay, increment, BLOCK
-            )
-            states = states_of_block(lanes, decays, increments, state, BLOCK)
-            write_block(
+            block_decay, block_increment = write_block(
                 inputs,
                 outputs,
                 span,
                 (gamma, lam),
+                tail,
                 top,
-                token,
-                behind_each,
-                states,
+                state,
                 SCAN,
                 OBSERVATION,
+                ESTIMATOR,
                 BLOCK,
             )
             state = add_carry(block_increment, block_decay, state)
@@ -586,22 +588,17 @@ def block_states_kernel(
                 increment = tl.load(steps + 2 * (window - done) + 1)
                 state = add_carry(increment, decay, state)
             top = span[1] - behind * BLOCK
-            token, behind_each, decay, increment = read_block(
-                inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
-            )
-            lanes, decays, increments, _, _ = scan_block(decay, increment, BLOCK)
-            states = states_of_block(lanes, decays, increments, state, BLOCK)
             write_block(
                 inputs,
                 outputs,
                 span,
                 (gamma, lam),
+                tail,
                 top,
-                token,
-                behind_each,
-                states,
+                state,
                 SCAN,
                 OBSERVATION,
+                ESTIMATOR,
                 BLOCK,
             )
     elif fill_ids is not None:

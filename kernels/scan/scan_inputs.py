@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,36 +124,18 @@ def check_scan_inputs(
     ``over_tokens`` are float tensors ``[tokens]`` without a gradient, by argument name.
     """
     check_tensor(op, "rewards", rewards, dtypes=FLOATS)
-    device, num_tokens = rewards.device, rewards.shape[0]
-    check_cu_seqlens(op, cu_seqlens, device=device)
-    if num_tokens and cu_seqlens.shape[0] == 1:
-        raise ValueError(f"{op}: cu_seqlens must bound {num_tokens} entries, got no segment")
+    each: dict[str, Any] = {"device": rewards.device, "entries": rewards.shape[0]}
+    check_cu_seqlens(op, cu_seqlens, device=rewards.device)
+    if rewards.shape[0] and cu_seqlens.shape[0] == 1:
+        raise ValueError(f"{op}: cu_seqlens must bound {rewards.shape[0]} entries, got no segment")
     for name, tensor in over_tokens.items():
-        check_tensor(
-            op, name, tensor, dtypes=FLOATS, device=device, entries=num_tokens, constant=True
-        )
+        check_tensor(op, name, tensor, dtypes=FLOATS, constant=True, **each)
     check_choice(op, "observation", observation, OBSERVATIONS)
     if loss_mask is not None:
-        check_tensor(
-            op, "loss_mask", loss_mask, dtypes=(torch.bool,), device=device, entries=num_tokens
-        )
+        check_tensor(op, "loss_mask", loss_mask, dtypes=(torch.bool,), **each)
     if bootstrap is not None:
-        check_of_segments(op, "bootstrap", bootstrap, cu_seqlens)
+        _check_of_segments(op, "bootstrap", bootstrap, cu_seqlens)
     check_max_seqlen(op, max_seqlen)
-
-
-def check_of_segments(op: str, name: str, tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
-    """Raise unless ``tensor`` has one constant float for each segment."""
-    check_tensor(
-        op,
-        name,
-        tensor,
-        dtypes=FLOATS,
-        device=cu_seqlens.device,
-        entries=cu_seqlens.shape[0] - 1,
-        per="segment",
-        constant=True,
-    )
 
 
 def split_rate(
@@ -161,8 +143,23 @@ def split_rate(
 ) -> tuple[float, torch.Tensor | None]:
     """Return a discount or λ as a number, and as a float64 tensor if there is one per segment."""
     if isinstance(rate, torch.Tensor):
-        check_of_segments(op, name, rate, cu_seqlens)
+        _check_of_segments(op, name, rate, cu_seqlens)
         return 1.0, rate.double().contiguous()
     if not isinstance(rate, Real):
         raise TypeError(f"{op}: {name} must be a number or a tensor, got {rate!r}")
     return float(rate), None
+
+
+def _check_of_segments(op: str, name: str, tensor: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """Raise unless ``tensor`` has one constant float for each segment."""
+    num_segments, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
+    check_tensor(
+        op,
+        name,
+        tensor,
+        dtypes=FLOATS,
+        device=device,
+        entries=num_segments,
+        per="segment",
+        constant=True,
+    )

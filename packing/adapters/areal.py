@@ -11,9 +11,9 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import advantages_of
-from trajpack.packing.rows.rows import check_field_names, right_padded
+from trajpack.packing.rows.rows import check_field_names, right_padded, turn_trajectories
 from trajpack.packing.rows.scores import Score, row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
@@ -26,8 +26,8 @@ def to_padded_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the dictionary of a ``RolloutWorkflow``: a row for each sequence, right-padded.
 
-    ``B`` rows of ``S`` tokens, as many as the longest sequence has. Entry ``j`` belongs to
-    token ``j``, or to token ``j + 1`` in the extra fields `EARLY`.
+    ``S`` is the longest sequence. Entry ``j`` belongs to token ``j``, in the extra fields `EARLY`
+    to token ``j + 1``.
 
     ================ ======= ========= ================================= ============
     key              dtype   shape     content                           padding
@@ -40,24 +40,14 @@ def to_padded_dict(
                                        generated
     turn_ids         int32   [B, S]    turn within its trajectory, -1    -1
                                        where not generated
-    rewards          float32 [B]       see ``rewards``
+    rewards          float32 [B]       ``"rewards"`` or ``"returns"``
     each extra field its own [B, S, *]                                   0
     ================ ======= ========= ================================= ============
 
-    Only AReaL's turn-level GAE reads ``turn_ids``; releases without it ignore the key. Not carried:
-    the row's trajectory and group, rewards of single turns in a row of several, truncation. AReaL
-    tells groups by their position in the batch.
-
-    Args:
-        batch: In layout ``"turns"`` for AReaL's export ``"individual"``, in ``"merged"`` for
-            ``"concat"``.
-        pad_token_id: Token id at padding.
-        rewards: ``"returns"``: the discounted return of the row's first turn; ``"rewards"``: the
-            sum over the row's turns, not discounted.
-
-    Raises:
-        ValueError: If the batch is padded, ``rewards`` is neither, or an extra field has the name
-            of another key.
+    Layout ``"turns"`` is AReaL's export ``"individual"``, ``"merged"`` is ``"concat"``. Only
+    AReaL's turn-level GAE reads ``turn_ids``; releases without it ignore the key. Not carried: the
+    row's trajectory and group (AReaL tells groups by their position in the batch), rewards of
+    single turns in a row of several, truncation.
 
     Cost: a launch for each key and some over the turns. No synchronisation.
 
@@ -68,13 +58,16 @@ def to_padded_dict(
         tensor([[-1, -1,  4]], dtype=torch.int32)
     """
     batch.check_unpadded()
+    turns = torch.arange(batch.num_turns, device=batch.device)
+    within = (turns - batch.cu_turns[turn_trajectories(batch)]).int()
+    within = torch.cat([within, within.new_full((1,), -1)])  # index -1 reads this entry
     found = {
         "input_ids": right_padded(batch, batch.input_ids.int(), pad_token_id),
         "attention_mask": right_padded(batch, torch.ones_like(batch.loss_mask), False),
         "loss_mask": right_padded(batch, batch.loss_mask.int()),
         "logprobs": right_padded(batch, batch.rollout_logprobs),
         "versions": right_padded(batch, batch.policy_versions),
-        "turn_ids": right_padded(batch, _turns_of_trajectories(batch), -1),
+        "turn_ids": right_padded(batch, within[batch.turn_ids.long()], -1),
         "rewards": row_scores(batch, rewards),
     }
     check_field_names("to_padded_dict", batch, found)
@@ -101,9 +94,6 @@ def to_update_dict(
     kl_rewards           0
     ==================== ===============================================================
 
-    Raises:
-        ValueError: If the batch has no advantages, and as `to_padded_dict`.
-
     Cost: as `to_padded_dict`, and a copy of each shifted key.
     """
     advantages = advantages_of("to_update_dict", batch)
@@ -128,27 +118,17 @@ def from_padded_dict(
     *,
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
-    """Return the trajectories of padded dictionaries, as workflows return them.
+    """Return the trajectories of a padded dictionary or of several, as workflows return them.
 
-    A row is a trajectory: each run of its ``loss_mask`` is a turn, or each turn of ``turn_ids`` if
-    present, with everything before it as prompt. The row's reward goes to its last turn.
+    A row is a trajectory, with its turns by ``turn_ids`` if present. The row's reward goes to its
+    last turn.
 
-    Lost in the format: rewards of single turns, the discount, turns that generated nothing,
-    truncation, groups. Dictionaries after ``compute_advantages`` are shifted and cannot be read.
-
-    Args:
-        dicts: A dictionary of ``B`` rows, or several.
-        ids: Ids of the trajectories; their group and a number if ``None``.
-        groups: Their groups; none if ``None``.
-        missing_reward: Reward of each row of a dictionary without ``rewards``, and of each row
-            whose own is ``None``; such a dictionary is refused if ``None``.
+    Lost in the format: rewards of single turns, the discount, truncation, groups. Dictionaries
+    after ``compute_advantages`` are shifted and cannot be read.
 
     Raises:
         TypeError: If a dictionary is none, such as the ``None`` of a rejected episode.
-        ValueError: If a key or a reward is missing, a reward is not finite, shapes disagree, or a
-            row's first token was generated.
-
-    Cost: copies the tensors to the host, which synchronises a device.
+        ValueError: As in all formats.
     """
     op = "from_padded_dict"
     if isinstance(dicts, Mapping) or not isinstance(dicts, Iterable):
@@ -159,11 +139,13 @@ def from_padded_dict(
     of = reading.labels_of(op, "groups", groups, len(rows))
     names = reading.row_ids(op, ids, of)
     return [
-        row.trajectory(name, group=group) for row, name, group in zip(rows, names, of, strict=True)
+        masked_trajectory(name, **row, group=group)
+        for row, name, group in zip(rows, names, of, strict=True)
     ]
 
 
-def _rows(op: str, padded: Any, missing_reward: float | None) -> list[MaskedTokens]:
+def _rows(op: str, padded: Any, missing_reward: float | None) -> list[dict[str, Any]]:
+    """Return the arguments of `masked_trajectory` for each row of a dictionary."""
     if not isinstance(padded, Mapping):
         raise TypeError(f"{op}: expected a dictionary of tensors, got {type(padded).__name__}")
     needed = ("input_ids", "attention_mask", "loss_mask", "logprobs")
@@ -181,15 +163,16 @@ def _rows(op: str, padded: Any, missing_reward: float | None) -> list[MaskedToke
             expected="rewards [B]",
             of="" if rewards is None else f"row {row}",
         )
-        columns = {name: values[row][of] for name, values in arrays.items()}
-        found.append(MaskedTokens(**columns, reward=reward))
+        found.append({name: values[row][of] for name, values in arrays.items()})
+        found[-1]["reward"] = reward
     return found
 
 
 def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
-    """Return the keyword arguments of a ``SequenceSample`` that holds the batch.
+    """Return the keyword arguments of a ``SequenceSample`` that holds a batch in layout "turns".
 
-    One batch element for each trajectory, in it one sequence for each turn:
+    They are ``keys, ids, dtypes, trailing_shapes, seqlens, data``, of one batch element for each
+    trajectory, in it one sequence for each turn:
 
     ================== ======= ================ =============================================
     key                dtype   length           content
@@ -208,12 +191,6 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
 
     Not carried: groups, per-token versions, undiscounted rewards.
 
-    Args:
-        batch: In layout ``"turns"``.
-
-    Returns:
-        ``keys, ids, dtypes, trailing_shapes, seqlens, data``; tensors on the batch's device.
-
     Raises:
         ValueError: If the batch is in another layout or padded, an id occurs twice, or only some
             trajectories have a birth time or a task id.
@@ -228,8 +205,7 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
         raise ValueError(f"ids must differ within a SequenceSample, repeated: {repeated}")
     turns = [slice(begin, end) for begin, end in pairwise(batch.cu_turns.tolist())]
     lengths = [list(batch.seqlens[of]) for of in turns]
-    once = [[1] for _ in turns]
-    each_turn = [[1] * len(of) for of in lengths]
+    once, each_turn = [[1] for _ in turns], [[1] * len(of) for of in lengths]
     starts = list(accumulate(batch.seqlens, initial=0))
     completions = batch.turn_spans[:, 0].tolist()
     prompts = [batch.input_ids[starts[of.start] : completions[of.start]] for of in turns]
@@ -271,12 +247,3 @@ def _early(batch: PackedBatch, packed: torch.Tensor) -> torch.Tensor:
     """Lay out one token early: without the first column, with a last column of 0."""
     padded = right_padded(batch, packed)
     return torch.cat([padded[:, 1:], torch.zeros_like(padded[:, :1])], 1)
-
-
-def _turns_of_trajectories(batch: PackedBatch) -> torch.Tensor:
-    """Return the turn of each token, counted within its trajectory, or -1; int32."""
-    turns = torch.arange(batch.num_turns, device=batch.device)
-    trajectory = torch.searchsorted(batch.cu_turns[1:].long(), turns, right=True)
-    within = (turns - batch.cu_turns[trajectory]).int()
-    within = torch.cat([within, within.new_full((1,), -1)])  # index -1 reads this entry
-    return within[batch.turn_ids.long()]

@@ -21,8 +21,6 @@ def to_varlen(batch: Packed) -> dict[str, Any]:
     Query, key and value are ``[tokens, heads, head size]``, of the batch's tokens in their order.
     Padding behind a sequence belongs to it: causal attention keeps it from the tokens before.
 
-    Not carried: everything but attention's arguments.
-
     Cost: views; the longest sequence is known to the host. No synchronisation.
 
     Example:

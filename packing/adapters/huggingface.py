@@ -11,7 +11,6 @@ from trajpack.packing.rows.packed import Packed, check_unpadded, holds_token
 
 __all__ = ["check_isolation", "to_padding_free"]
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 IGNORED = -100
 """Label of tokens without a loss."""
 
@@ -40,21 +39,13 @@ def to_padding_free(
     max_length_q, max_length_k       int             tokens of the longest
     ================================ ===== ========= ===============================================
 
-    Labels are at the token itself: the model shifts them. Call the model with ``use_cache=False``:
-    with a cache, or with an ``attention_mask``, sequences see each other without an error.
-    Convolutions and recurrent layers need `seq_idx` and boundaries instead of positions: set these
-    options for a hybrid model, and call `check_isolation` once for any model.
+    Labels are at the token itself: the model shifts them. They are at generated tokens, or at
+    ``"all"``, never at padding. Call the model with ``use_cache=False``: with a cache, or with an
+    ``attention_mask``, sequences see each other without an error. Convolutions and recurrent layers
+    need `seq_idx` and boundaries instead of positions: set these options for a hybrid model, and
+    call `check_isolation` once for any model.
 
-    Not carried: log-probabilities, versions, returns, advantages; turns.
-
-    Args:
-        batch: A batch or a micro-batch; its padding has the label -100.
-        labels: ``"generated"``: labels at generated tokens only; ``"all"``: at all tokens.
-        separator_id: Label of the first token of a sequence.
-        return_position_ids: Whether to return `position_ids`.
-        return_flash_attn_kwargs: Whether to return boundaries and lengths.
-        return_seq_idx: Whether to return `seq_idx`.
-        position_ids_start: Position of the first token of a sequence.
+    Not carried: log-probabilities, versions, returns, advantages, turns.
 
     Raises:
         ValueError: If ``labels`` is neither; if it is ``"all"`` and the batch that of a
@@ -81,11 +72,11 @@ def to_padding_free(
     labelled = torch.where((batch.position_ids == 0) & holds, separator_id, labelled)
     found = {"input_ids": batch.input_ids[None], "labels": labelled[None]}
     if return_position_ids:
-        shifted = batch.position_ids + position_ids_start if position_ids_start else None
-        found["position_ids"] = (batch.position_ids if shifted is None else shifted)[None]
+        start = position_ids_start  # where it is 0, positions stay a view
+        found["position_ids"] = (batch.position_ids + start if start else batch.position_ids)[None]
     if return_seq_idx:
         found["seq_idx"] = batch.sequence_ids[None]
     if return_flash_attn_kwargs:
         given = batch.model_inputs()
-        found |= {name: given[name] for name in _BOUNDARIES}
+        found |= {name: given[name] for name in given if name.startswith(("cu_", "max_"))}
     return found

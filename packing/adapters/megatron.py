@@ -27,16 +27,12 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     ========================================= ===== ======= ========================================
 
     Older versions of the class lack the last three, which `to_packed_seq_params` then omits. Fields
-    about the ranks, ``cp_group`` and ``local_cp_size``, are for the caller.
+    about the ranks, ``cp_group`` and ``local_cp_size``, are for the caller. Sequences of a
+    micro-batch must be multiples of twice the context-parallel ranks times the tensor-parallel
+    ones.
 
-    Args:
-        batch: A batch, or a micro-batch whose sequences are multiples of the parallelism's need:
-            twice the context-parallel ranks times the tensor-parallel ones.
-        lengths: ``"both"`` gives true and padded lengths, and says that there is padding;
-            ``"padded"`` gives padded ones for both, for engines that treat padding as tokens.
-
-    Raises:
-        ValueError: If ``lengths`` is neither.
+    With ``lengths="padded"`` padded lengths stand for the true ones too, and `pad_between_seqs` is
+    False: for engines that treat padding as tokens.
 
     Cost: views; lengths are known to the host. No synchronisation.
 
@@ -71,10 +67,6 @@ def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
 
     The model takes it with ``input_ids[None]``, ``position_ids[None]`` and no attention mask. Has
     those fields of `packed_seq_params_kwargs` that the installed version has.
-
-    Raises:
-        ImportError: If Megatron-Core is not installed.
-        ValueError: If ``lengths`` is neither.
 
     Cost: views. No synchronisation: the class would read the device to derive ``seq_idx``, so that
     is set afterwards.

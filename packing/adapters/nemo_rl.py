@@ -18,7 +18,7 @@ def to_loss_inputs(
 ) -> dict[str, Any]:
     """Return the keys of ``ClippedPGLossDataDict``: a row for each sequence, right-padded.
 
-    ``B`` rows of ``S`` tokens. Column ``j`` belongs to token ``j``; the loss ignores column 0 and
+    Column ``j`` belongs to token ``j``; the loss ignores column 0 and
     compares column ``j`` with the prediction at ``j - 1``.
 
     ========================= ======= ========= ================================ ============
@@ -35,17 +35,12 @@ def to_loss_inputs(
     each other field          its own [B, S, *]                                  0
     ========================= ======= ========= ================================ ============
 
-    ``BatchedDataDict`` takes it. Not carried: rewards, returns, policy versions, truncation, the
-    row's trajectory and group.
-
-    Args:
-        batch: With advantages, in any layout.
-        pad_token_id: Token id at padding.
-        sequence_multiple: ``S`` is a multiple of it (``make_sequence_length_divisible_by``).
+    ``BatchedDataDict`` takes it. ``S`` is a multiple of ``sequence_multiple``, NeMo-RL's
+    ``make_sequence_length_divisible_by``. Not carried: rewards, returns, policy versions,
+    truncation, the row's trajectory and group.
 
     Raises:
-        ValueError: If the batch has no advantages or is padded, ``sequence_multiple`` is not
-            positive, or an extra field has the name of another key.
+        ValueError: As in all formats, and if ``sequence_multiple`` is not positive.
 
     Cost: a launch for each key. No synchronisation.
     """
@@ -80,7 +75,7 @@ def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[s
     key              dtype   shape        content
     ================ ======= ============ =============================================
     message_log              list of list messages in order, see below
-    total_reward     float32 [B]          see ``rewards``
+    total_reward     float32 [B]          ``"rewards"`` or ``"returns"``
     length           int32   [B]          tokens of the first message
     loss_multiplier  float32 [B]          1
     truncated        bool    [B]          whether the last turn was truncated
@@ -91,14 +86,6 @@ def to_message_logs(batch: PackedBatch, *, rewards: Score = "rewards") -> dict[s
     ``role``, ``content`` (empty, since texts are unknown), ``token_ids`` int64, ``token_loss_mask``
     int64, ``generation_logprobs`` float32. NeMo-RL's ``batched_message_log_to_flat_message`` makes
     rows of them. Not carried: policy versions, rewards of single turns, extra fields.
-
-    Args:
-        batch: In any layout.
-        rewards: ``"rewards"``: the sum over the sequence's turns; ``"returns"``: the discounted
-            return of its first turn.
-
-    Raises:
-        ValueError: If the batch is padded, or ``rewards`` is neither.
 
     Cost: reads boundaries back to the host, which synchronises a device; the messages' tensors are
     views of the batch.

@@ -20,8 +20,8 @@ def to_experience_dict(
 ) -> dict[str, Any]:
     """Return the fields of an ``Experience``: a row for each sequence, right-padded.
 
-    ``B`` rows of ``T`` tokens, as many as the longest sequence has. Fields of actions are
-    ``[B, T - 1]`` and one token early: entry ``j`` belongs to token ``j + 1``.
+    ``T`` is the longest sequence. Fields of actions are ``[B, T - 1]`` and one token early: entry
+    ``j`` belongs to token ``j + 1``.
 
     =================== ======= ========== ============================== ============
     field               dtype   shape      content                        padding
@@ -31,7 +31,7 @@ def to_experience_dict(
     action_mask         int64   [B, T - 1] 1 where generated              0
     rollout_log_probs   float32 [B, T - 1] 0 where not generated          0
     advantages, returns float32 [B, T - 1] if the batch has advantages    0
-    rewards, scores     float32 [B]        see ``rewards``
+    rewards, scores     float32 [B]        "rewards" or "returns"
     response_length     int64   [B]        from first to last generated
     truncated           bool    [B]        whether the last turn was
     total_length        float32 [B]        tokens of the sequence
@@ -44,23 +44,16 @@ def to_experience_dict(
     Masks are integers, as in OpenRLHF's own sample generator. Not carried: rewards of single turns,
     policy versions, other extra fields.
 
-    Args:
-        batch: In any layout.
-        pad_token_id: Token id at padding.
-        rewards: ``"rewards"``: the sum over the row's turns; ``"returns"``: the discounted return
-            of its first turn.
-
-    Raises:
-        ValueError: If the batch is padded, or ``rewards`` is neither.
-
     Cost: a launch for each field and a copy of the shifted ones, and some launches over the turns.
     Reads the rows' trajectories back to the host only if a trajectory has several rows.
     """
     batch.check_unpadded()
     scores = row_scores(batch, rewards)
-    turn = torch.arange(batch.num_turns, device=batch.device)
-    last_turn = turn.new_zeros(len(batch))
-    last_turn = last_turn.scatter_reduce(0, batch.turn_sequence.long(), turn, "amax")
+    turn, sequence = torch.arange(batch.num_turns, device=batch.device), batch.turn_sequence.long()
+    last_turn = turn.new_zeros(len(batch)).scatter_reduce(0, sequence, turn, "amax")
+    begin, end = batch.turn_spans[:, 0].long(), batch.turn_spans[:, 1].long()
+    first = batch.cu_seqlens[:-1].long() + prompt_lengths_of(batch)
+    last = first.scatter_reduce(0, sequence, torch.where(end > begin, end, 0), "amax")
     found: dict[str, Any] = {
         "sequences": right_padded(batch, batch.input_ids, pad_token_id),
         "attention_mask": right_padded(batch, torch.ones_like(batch.input_ids)),
@@ -68,7 +61,7 @@ def to_experience_dict(
         "rollout_log_probs": _early(batch, batch.rollout_logprobs),
         "rewards": scores,
         "scores": scores.clone(),
-        "response_length": _response_lengths(batch),
+        "response_length": last - first,
         "truncated": batch.turn_truncated[last_turn],
         "total_length": batch.cu_seqlens.diff().float(),
         "info": {"reward": scores.clone()},
@@ -83,15 +76,7 @@ def to_experience_dict(
 
 
 def to_experience(batch: PackedBatch, **options: Any) -> Any:
-    """Return an OpenRLHF ``Experience`` of the batch; needs OpenRLHF.
-
-    Args:
-        batch: In any layout.
-        options: Those of `to_experience_dict`, which has content and cost.
-
-    Raises:
-        ModuleNotFoundError: If OpenRLHF is not installed.
-    """
+    """Return an OpenRLHF ``Experience`` with the fields and options of `to_experience_dict`."""
     require("openrlhf")
     from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -101,11 +86,3 @@ def to_experience(batch: PackedBatch, **options: Any) -> Any:
 def _early(batch: PackedBatch, packed: torch.Tensor) -> torch.Tensor:
     """Lay out without the first token, which no model predicts."""
     return right_padded(batch, packed)[:, 1:].contiguous()
-
-
-def _response_lengths(batch: PackedBatch) -> torch.Tensor:
-    """Return the tokens from each sequence's first generated one to its last, int64."""
-    begin, end = batch.turn_spans[:, 0].long(), batch.turn_spans[:, 1].long()
-    first = batch.cu_seqlens[:-1].long() + prompt_lengths_of(batch)
-    ends = torch.where(end > begin, end, 0)
-    return first.scatter_reduce(0, batch.turn_sequence.long(), ends, "amax") - first

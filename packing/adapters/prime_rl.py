@@ -12,7 +12,7 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
@@ -21,6 +21,7 @@ from trajpack.packing.rows.packed import (
     holds_token,
     lengths_in_memory,
     num_kept_of,
+    pieces_of,
     places_of,
 )
 from trajpack.packing.rows.sampling_mask import as_integers, mask_rows, masks_from_ragged, ragged
@@ -68,28 +69,30 @@ def to_tensor_micro_batch(
     ============================ ======= ====================== ================================
 
     All entries are at their own token; the trainer shifts logits. It pads with token 1; a
-    micro-batch pads with the token of its `Alignment`.
+    micro-batch pads with the token of its `Alignment`. ``temperature`` is for prompts, and for all
+    tokens without a field ``temperatures``; ``env_names`` has one for each sequence or is one for
+    all; ``num_loras`` is the number of adapters that the trainer runs.
 
     Not carried: versions, returns, images.
 
-    Args:
-        batch: A batch or a micro-batch.
-        temperature: For prompts, and for all tokens without a field ``temperatures``.
-        env_names: Environment of each sequence, or one for all.
-        num_loras: Number of adapters that the trainer runs.
-
     Raises:
-        ValueError: If the batch has no advantages or is that of a `StaticBatch`, there are not
-            as many names as sequences, or a sampling mask has another shape.
+        ValueError: As in all formats, and if there are not as many names as sequences, or a
+            sampling mask has another shape.
 
     Cost: views and some launches over the tokens; `env_names` is a list of the host. No
     synchronisation.
     """
     op = "to_tensor_micro_batch"
     check_unpadded(batch)
-    lengths = _segments(batch)
+    lengths = list(lengths_in_memory(batch)[: max(len(num_kept_of(batch)), 1)])
+    if lengths:  # all padding behind is in the last one
+        lengths[-1] += batch.num_tokens - sum(lengths)
     bounds = places_of(batch)[: len(lengths) + 1].long()
     bounds[len(lengths) :] = batch.num_tokens
+    starts, kept = accumulate(lengths_in_memory(batch), initial=0), num_kept_of(batch)
+    of_tokens = [""] * batch.num_tokens
+    for name, start, length in zip(_env_names(op, batch, env_names), starts, kept, strict=False):
+        of_tokens[start : start + length] = [name] * length
     lora_num_tokens = torch.zeros(num_loras, dtype=torch.int32, device=batch.device)
     lora_num_tokens[:1] = batch.num_tokens
     temperatures = _temperatures(batch, temperature)
@@ -102,7 +105,7 @@ def to_tensor_micro_batch(
         "inference_logprobs": batch.rollout_logprobs[None],
         "loss_mask": batch.loss_mask[None],
         "temperatures": torch.where(holds_token(batch), temperatures, 1.0)[None],
-        "env_names": _env_names_of_tokens(batch, _env_names(op, batch, env_names)),
+        "env_names": of_tokens,
         "sequence_lengths": lengths,
         "seq_lens": bounds.diff(),
         "lora_num_tokens": lora_num_tokens,
@@ -123,16 +126,14 @@ def to_micro_batch(
     that field only, is a dictionary of bytes: ``ids`` of all tokens and their ``counts``, int32.
     Without ``lora_num_tokens``, which the receiver counts.
 
-    Raises:
-        ValueError: As `to_tensor_micro_batch`.
-
     Cost: copies every field to the host (synchronises) and makes lists of it.
     """
     found = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
     for name in ("lora_num_tokens", *LEFT_OUT):
         del found[name]
     mask = found.pop("sampling_mask")
-    found["routed_experts"] = _bytes(batch.fields.get("routed_experts"))
+    if "routed_experts" in batch.fields:
+        found["routed_experts"] = _bytes(batch.fields["routed_experts"])
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             found[name] = (value if name == "seq_lens" else value[0]).tolist()
@@ -160,35 +161,32 @@ def to_training_samples(
     =================================== =========== ==============================================
 
     Raises:
-        TypeError: If it is no `PackedBatch`.
-        ValueError: If it is padded, or there are not as many names as sequences.
+        TypeError, ValueError: As `to_tensor_micro_batch`, but advantages may be missing.
 
     Cost: copies every field to the host (synchronises) and makes lists of it.
     """
     op = "to_training_samples"
     check_whole(op, batch)
-    names = _env_names(op, batch, env_names)
     columns = {
         "token_ids": batch.input_ids,
         "mask": batch.loss_mask,
         "logprobs": batch.rollout_logprobs,
         "temperatures": _temperatures(batch, temperature),
-        "advantages": batch.advantages,
-        **{name: batch.fields.get(name) for name in ("mm_token_type_ids", *STREAMS)},
     }
-    samples: list[dict[str, Any]] = [{"env_name": name, "routed_experts": None} for name in names]
-
-    def add(key: str, column: torch.Tensor | None, convert: Any = torch.Tensor.tolist) -> None:
-        pieces = [None] * len(batch) if column is None else column.cpu().split(batch.seqlens)
-        for sample, piece in zip(samples, pieces, strict=True):
-            sample[key] = None if piece is None else convert(piece)
-
-    for key, column in columns.items():
-        add(key, column)
-    add("routed_experts", batch.fields.get("routed_experts"), _bytes)
+    optional = ("advantages", "routed_experts", "mm_token_type_ids", *STREAMS)
+    columns |= {key: batch.fields[key] for key in optional if key in batch.fields}
+    if batch.advantages is not None:
+        columns["advantages"] = batch.advantages
     if "sampling_mask" in batch.fields:
-        add("sampling_mask", mask_rows(op, batch), _mask_bytes)
-    return samples
+        columns["sampling_mask"] = mask_rows(op, batch)
+    convert = {"routed_experts": _bytes, "sampling_mask": _mask_bytes}
+    names = _env_names(op, batch, env_names)
+    return [
+        dict.fromkeys(optional)
+        | {"env_name": name}
+        | {key: convert.get(key, torch.Tensor.tolist)(values) for key, values in of.items()}
+        for name, of in zip(names, pieces_of(batch, columns), strict=True)
+    ]
 
 
 def from_training_samples(
@@ -204,11 +202,9 @@ def from_training_samples(
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or object or mapping with its fields.
 
-    Each run of trainable tokens is a turn, with everything before it as prompt. Packed in layout
-    ``"merged"``, tokens, mask and log-probabilities are those of the samples.
-
-    A sample has no name, group, reward, version or truncation, and does not separate turns without
-    a token between them. Advantages are not read.
+    Packed in layout ``"merged"``, tokens, mask and log-probabilities are those of the samples. A
+    sample has no name, group, reward, version or truncation, and does not separate turns without a
+    token between them. Advantages are not read.
 
     Args:
         samples: Objects or mappings with ``token_ids``, ``mask``, ``logprobs``.
@@ -216,23 +212,11 @@ def from_training_samples(
         groups: Their groups.
         rewards: Their rewards, for the last turn.
         versions: Policy versions that sampled them; 0 if ``None``.
-        fields: Extra fields to read into `Turn.fields`, for a `TokenField` of that name: per-token
-            lists such as ``"temperatures"``, and ``"sampling_mask"``, for generated tokens;
-            ``"routed_experts"`` for prompt and completion, declared with
-            ``generated_only=False``. Streams and routes that are not named are left out.
-        sampling_mask_width: Columns of ``"sampling_mask"``; as many as the longest of these samples
-            has if ``None``.
-        missing_reward: Reward of all samples if ``rewards`` is ``None``, and of each whose own is
-            ``None``; samples without rewards are refused if this is ``None`` too.
-
-    Raises:
-        TypeError: If lists hold no numbers.
-        ValueError: If a reward is missing or not finite, lists are not of one length, labels are
-            not as many as samples, or the first token of a sample is trainable; if a key is
-            missing, a sample has images or a payload, or a sampling mask that ``fields`` does not
-            name.
-
-    Cost: host work over the tokens.
+        fields: Per-token lists such as ``"temperatures"``, and ``"sampling_mask"``, for generated
+            tokens; ``"routed_experts"`` for prompt and completion, declared with
+            ``generated_only=False``. Streams that are not named are left out.
+        sampling_mask_width: As in all formats.
+        missing_reward: As in all formats.
 
     Example:
         >>> sample = {"token_ids": [1, 2, 3], "mask": [False, True, True], "logprobs": [0, -1, -2]}
@@ -273,15 +257,18 @@ def from_training_samples(
             expected="the argument rewards" if rewards is None else f"rewards[{index}]",
             of=f"trajectory {name!r}",
         )
-        masked = MaskedTokens(
-            sample["token_ids"],
-            sample["mask"],
-            sample["logprobs"],
-            version_range=(of_versions[index], of_versions[index]),
-            reward=reward,
-            fields=rows,
+        trajectories.append(
+            masked_trajectory(
+                name,
+                sample["token_ids"],
+                sample["mask"],
+                sample["logprobs"],
+                version_range=(of_versions[index], of_versions[index]),
+                reward=reward,
+                fields=rows,
+                group=of_groups[index],
+            )
         )
-        trajectories.append(masked.trajectory(name, group=of_groups[index]))
     return trajectories
 
 
@@ -311,14 +298,6 @@ def _stream(batch: Packed, name: str, dtype: torch.dtype) -> torch.Tensor | None
     return None if field is None else torch.where(holds_token(batch), field, 0).to(dtype)[None]
 
 
-def _segments(batch: Packed) -> list[int]:
-    """Return the length of each sequence in memory; all padding behind is in the last one."""
-    lengths = list(lengths_in_memory(batch)[: max(len(num_kept_of(batch)), 1)])
-    if lengths:
-        lengths[-1] += batch.num_tokens - sum(lengths)
-    return lengths
-
-
 def _env_names(op: str, batch: Packed, env_names: str | Sequence[str]) -> list[str]:
     count = len(num_kept_of(batch))
     names = [env_names] * count if isinstance(env_names, str) else list(env_names)
@@ -327,18 +306,7 @@ def _env_names(op: str, batch: Packed, env_names: str | Sequence[str]) -> list[s
     return names
 
 
-def _env_names_of_tokens(batch: Packed, names: Sequence[str]) -> list[str]:
-    """Return the environment of each token, ``""`` at padding."""
-    starts = accumulate(lengths_in_memory(batch), initial=0)
-    found = [""] * batch.num_tokens
-    for name, start, length in zip(names, starts, num_kept_of(batch), strict=False):
-        found[start : start + length] = [name] * length
-    return found
-
-
-def _bytes(experts: torch.Tensor | None) -> dict[str, Any] | None:
-    if experts is None:
-        return None
+def _bytes(experts: torch.Tensor) -> dict[str, Any]:
     rows = experts.detach().cpu().contiguous()
     dtype = str(rows.dtype).removeprefix("torch.")
     return {"data": rows.numpy().tobytes(), "shape": list(rows.shape), "dtype": dtype}

@@ -14,10 +14,11 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.rows import (
     RowLists,
     check_field_names,
+    in_response,
     prompt_lengths_of,
     row_groups,
     widths_of,
@@ -33,12 +34,7 @@ CARRIED = {"routed_experts": "rollout_expert_indices", "sampling_mask": "rollout
 NEEDED = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
 """Keys that every ``GeneratorOutput`` has."""
 IMAGES = ("pixel_values", "image_grid_thw")
-TIMES = (
-    "rollout_metrics",
-    "env_metrics",
-    "trajectory_generation_times",
-    "trajectory_time_splits",
-)
+TIMES = ("rollout_metrics", "env_metrics", "trajectory_generation_times", "trajectory_time_splits")
 
 
 class TrajectoryID(NamedTuple):
@@ -64,7 +60,8 @@ def to_generator_output(
     response_ids           list[int]           the rest, observations too
     loss_masks             list[int]           of the response; 1 where generated
     rollout_logprobs       list[float]         of the response, not shifted; 0.0 else
-    rewards                list[float], float  see ``rewards``
+    rewards                list[float], float  ``"tokens"``: at each turn's last token;
+                                               ``"rows"``: their sum
     stop_reasons           str                 "length" if the last turn was truncated,
                                                else "stop"
     trajectory_ids         `TrajectoryID`      the group or else the id; number in the group
@@ -82,13 +79,9 @@ def to_generator_output(
     SkyRL's ``generator.step_wise_trajectories``. SkyRL wants the trajectories of a group next to
     each other. Not carried: policy versions, advantages.
 
-    Args:
-        batch: In any layout.
-        rewards: ``"tokens"``: each turn's reward at its last token; ``"rows"``: the sum.
-
     Raises:
-        ValueError: If the batch is padded, ``rewards`` is neither, or a field has a dtype or a
-            shape that SkyRL does not take.
+        ValueError: As in all formats, and if a field has a dtype or a shape that SkyRL does not
+            take.
 
     Cost: everything is read back to the host, which synchronises a device, and becomes lists.
     """
@@ -134,8 +127,9 @@ def to_training_input(
 ) -> dict[str, Any]:
     """Return a ``TrainingInput``: a row for each sequence, aligned at the right.
 
-    ``B`` rows of ``S`` tokens, as many as the longest sequence has, left-padded; responses are the
-    last ``R`` columns. Nothing is shifted: column ``j`` of ``R`` belongs to its token.
+    ``S`` is the longest sequence, left-padded; responses are the last ``R`` columns, those of the
+    longest or ``max_response_length``. Nothing is shifted: column ``j`` of ``R`` belongs to its
+    token.
 
     ====================== ============ ================== =========================== =======
     key                    dtype        shape              content                     padding
@@ -158,16 +152,10 @@ def to_training_input(
     installed for these two fields. The last token of a sequence has no route: it gets experts
     0, 1, 2, ..., as in SkyRL. Not carried: policy versions, truncation, images.
 
-    Args:
-        batch: In any layout.
-        pad_token_id: Token id at padding.
-        max_response_length: ``R``; that of the longest response if ``None``.
-
     Raises:
-        ModuleNotFoundError: If SkyRL is not installed, and the batch has one of the two fields.
-        ValueError: If a response is longer than that, as in `rows_of`, the batch is padded, an
-            extra field has the name of another key, a field has a dtype or a shape that SkyRL
-            does not take, or a batch with one of the two fields is empty.
+        ValueError: As in all formats, and if a response is longer than ``max_response_length``, as
+            in `rows_of`, a field has a dtype or a shape that SkyRL does not take, or a batch with
+            one of the two fields is empty.
 
     Cost: a launch for each key and some over the turns. One host read of a number, which
     synchronises a device, unless ``max_response_length`` is given; two more for each
@@ -178,7 +166,7 @@ def to_training_input(
     prompts = prompt_lengths_of(batch)
     lengths = batch.cu_seqlens.diff().long()
     _, width = widths_of(prompts, lengths - prompts, batch.max_seqlen, max_response_length)
-    is_response = batch.position_ids >= prompts[batch.sequence_ids.long()]
+    is_response = in_response(batch, prompts)
 
     def whole(packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
         return pad(packed, batch.cu_seqlens, batch.max_seqlen, value=value, side="left")
@@ -236,27 +224,13 @@ def from_generator_output(
     """Return the trajectories of a ``GeneratorOutput``.
 
     Entries with the same ``trajectory_ids``, the steps of a step-wise output, are one trajectory;
-    without ids each entry is one. Each run of a ``loss_masks`` is a turn, with everything before it
-    in its entry as prompt. Rewards at tokens go to their turns, a single one to the entry's last
-    turn; that turn is truncated if the entry stopped for its length. Groups are the
-    ``instance_id``.
+    without ids each entry is one. Rewards at tokens go to their turns, a single one to the entry's
+    last turn; that turn is truncated if the entry stopped for its length. Groups are the
+    ``instance_id``. Lost in the format: policy versions.
 
-    Lost in the format: turns that generated nothing or had no observation between them, policy
-    versions.
-
-    Args:
-        output: The output of a generator.
-        fields: Extra fields to read into `Turn.fields`: ``"routed_experts"`` (rows of prompt and
-            completion, 0, 1, 2, ... where no route was captured; declare the `TokenField` with
-            ``generated_only=False``), ``"sampling_mask"`` (rows of the completion, int32, -1
-            behind the last token). Routes that are not named are left out.
-        missing_reward: Reward of an entry, or of a token, whose reward is ``None``, and of each
-            entry if there are no ``rewards``; such an output is refused if this is ``None`` too.
-
-    Raises:
-        ValueError: If a key or a reward is missing, a reward is not finite or lengths disagree,
-            one of ``fields`` is missing or another name; if there are images, or sample
-            support that ``fields`` does not name.
+    ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
+    route was captured; declare the `TokenField` with ``generated_only=False``) and
+    ``"sampling_mask"`` (rows of the completion, int32, -1 behind the last token).
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)
@@ -279,22 +253,22 @@ def from_generator_output(
                     f"{op}: trajectory_ids must be of class TrajectoryID, got {labels[row]!r}"
                 )
             name, group = str(labels[row].to_string()), str(labels[row].instance_id)
-        masked = _masked(output, row, name, fields=fields, missing_reward=missing_reward)
-        trajectory = masked.trajectory(name, group=group)
+        options = _entry(output, row, name, fields=fields, missing_reward=missing_reward)
+        trajectory = masked_trajectory(name, **options)
         before = found[name].turns if name in found else ()
         found[name] = Trajectory(name, [*before, *trajectory.turns], group)
     return list(found.values())
 
 
-def _masked(
+def _entry(
     output: Mapping[str, Any],
     row: int,
     name: str,
     *,
     fields: Sequence[str],
     missing_reward: float | None,
-) -> MaskedTokens:
-    """Return the tokens of an entry."""
+) -> dict[str, Any]:
+    """Return the arguments of `masked_trajectory` for an entry."""
 
     def given(reward: Any, expected: str) -> Any:
         of = f"trajectory {name!r}"
@@ -313,17 +287,16 @@ def _masked(
         rows["routed_experts"] = reading.routes_of_all(
             f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)
         )
-    return MaskedTokens.of_response(
-        prompt,
-        response,
-        output["loss_masks"][row],
-        output["rollout_logprobs"][row],
-        reward if by_token else None,
-        reward=0.0 if by_token else reward,
-        truncated=reasons is not None and reasons[row] == "length",
-        fields=rows,
-        name=name,
-    )
+    return {
+        "prompt_ids": prompt,
+        "input_ids": response,
+        "mask": output["loss_masks"][row],
+        "logprobs": output["rollout_logprobs"][row],
+        "token_rewards": reward if by_token else None,
+        "reward": 0.0 if by_token else reward,
+        "truncated": reasons is not None and reasons[row] == "length",
+        "fields": rows,
+    }
 
 
 def _routes(batch: PackedBatch) -> torch.Tensor:

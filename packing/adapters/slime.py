@@ -11,7 +11,7 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import MaskedTokens
+from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.rows import RowLists
 from trajpack.packing.rows.sampling_mask import as_integers, mask_rows, masks_from_ragged, ragged
 from trajpack.packing.rows.scores import row_scores
@@ -118,7 +118,7 @@ def to_train_data(
     ==================== =========== ======================================================
     tokens               list[int]   a sequence
     response_lengths     int         tokens from its first generated one on; see `to_samples`
-    rewards              float       see ``rewards``
+    rewards              float       ``rewards``, else the raw reward
     raw_reward           float       sum of the rewards of the sequence's turns
     truncated            int         1 if its last turn was truncated
     sample_indices       int         index of the sequence
@@ -126,23 +126,15 @@ def to_train_data(
     loss_masks           list[int]   of the response; 1 where generated, 0 on observations
     rollout_mask_sums    int         generated tokens of all sequences of the trajectory
     rollout_log_probs    list[float] of the response, not shifted; 0.0 on observations
-    source_names         str         see ``source_names``
+    source_names         str         source of the sequence, for slime's logs
     ==================== =========== ======================================================
 
     Extra fields as in `to_samples`. slime makes tensors of them: tokens int64, masks int32,
     log-probabilities float32. Not carried: rewards of single turns, advantages, versions.
 
-    Args:
-        batch: In any layout.
-        rewards: One for each sequence, already compared within groups as slime's ``rewards`` are,
-            for example by `trajpack.kernels.grpo`; the raw rewards if ``None``.
-        source_names: Source of each sequence for slime's logs, or one for all.
-
-    Raises:
-        ValueError: If there are more or fewer rewards or names than sequences, or the batch is
-            padded.
-
-    Cost: everything is read back to the host, which synchronises a device, and becomes lists.
+    ``rewards`` has one for each sequence, already compared within groups as slime's ``rewards``
+    are, for example by `trajpack.kernels.grpo`; ``source_names`` has one for each or is one for
+    all. Other numbers of them are a `ValueError`. Cost: as `to_samples`.
     """
     op, samples = "to_train_data", to_samples(batch)
     found = {key: [sample[of] for sample in samples] for key, of in TRAIN_KEYS.items()}
@@ -174,31 +166,17 @@ def from_samples(
 ) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
 
-    A sample is a trajectory: each run of its ``loss_mask`` is a turn, with everything before it as
-    prompt; without a mask the response is one turn, and of a sample to be removed
-    (``remove_sample``) nothing is trained. The reward goes to the last turn, which is truncated if
-    the sample is; groups are the ``group_index``. Versions are ``weight_versions`` if these are
-    numbers: one for each turn if there are as many, else the first and the last for all.
+    A sample is a trajectory. Without a ``loss_mask`` the response is one turn; of a sample to be
+    removed (``remove_sample``) nothing is trained. The reward goes to the last turn, which is
+    truncated if the sample is; groups are the ``group_index``. Versions are ``weight_versions`` if
+    these are numbers: one for each turn if there are as many, else the least and greatest for all.
 
-    Lost in the format: rewards of single turns, turns that generated nothing or had no observation
-    between them, versions of single tokens, the common rollout of samples.
+    Lost in the format: rewards of single turns, versions of single tokens, the common rollout of
+    samples.
 
-    Args:
-        samples: Those of a rollout, in order.
-        ids: Ids of the trajectories; the group and a number if ``None``.
-        fields: Extra fields to read into `Turn.fields`: ``"teacher_log_probs"``;
-            ``"sampling_mask"`` (of the top-p tokens); ``"routed_experts"`` (rows of prompt and
-            completion, experts 0, 1, 2, ... at the last token; declare the `TokenField` with
-            ``generated_only=False``). Routes that are not named are left out.
-        sampling_mask_width: Columns of ``"sampling_mask"``; as many as the longest of these samples
-            has if ``None``.
-        missing_reward: Reward of a sample whose ``reward`` is missing or ``None``; such a sample is
-            refused if ``None``.
-
-    Raises:
-        ValueError: If tokens, log-probabilities or a reward are missing, lengths disagree, or the
-            reward is no number; if one of ``fields`` is missing or another name, or a sample has
-            images, or teacher's log-probabilities or top-p tokens that ``fields`` does not name.
+    ``fields`` may be ``"teacher_log_probs"``, ``"sampling_mask"`` (of the top-p tokens) and
+    ``"routed_experts"`` (rows of prompt and completion, experts 0, 1, 2, ... at the last token;
+    declare the `TokenField` with ``generated_only=False``).
     """
     op = "from_samples"
     reading.check_known_fields(op, fields, SAMPLE_KEYS)
@@ -223,8 +201,8 @@ def from_samples(
         for of_sample, mask in zip(rows, padded, strict=True):
             of_sample["sampling_mask"] = mask
     return [
-        _masked(sample, name, fields=of_sample, missing_reward=missing_reward).trajectory(
-            name, group=group
+        masked_trajectory(
+            name, **_sample(sample, name, of_sample, missing_reward=missing_reward), group=group
         )
         for sample, name, group, of_sample in zip(given, names, groups, rows, strict=True)
     ]
@@ -237,16 +215,8 @@ def from_train_data(
 ) -> list[Trajectory]:
     """Return the trajectories of the lists that slime's trainer is given.
 
-    As `from_samples`; rewards are those of ``raw_reward``. There are no groups and no versions.
-
-    Args:
-        train_data: A list for each key.
-        ids: Ids of the trajectories; their numbers if ``None``.
-        options: ``fields``, ``sampling_mask_width`` and ``missing_reward``, as in `from_samples`;
-            the last also if all of ``raw_reward`` is missing.
-
-    Raises:
-        ValueError: If a key or a reward is missing or lengths disagree.
+    As `from_samples`, with its keywords as ``options``; rewards are those of ``raw_reward``. There
+    are no groups and no versions.
     """
     op = "from_train_data"
     needed = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "truncated")
@@ -264,14 +234,10 @@ def from_train_data(
     return from_samples(samples, ids, **options)
 
 
-def _masked(
-    sample: Mapping[str, Any],
-    name: str,
-    *,
-    fields: dict[str, Any],
-    missing_reward: float | None,
-) -> MaskedTokens:
-    """Return the tokens of a sample."""
+def _sample(
+    sample: Mapping[str, Any], name: str, fields: dict[str, Any], *, missing_reward: float | None
+) -> dict[str, Any]:
+    """Return the arguments of `masked_trajectory` for a sample."""
     whose = f"trajectory {name!r}"
     for key in ("tokens", "response_length", "rollout_log_probs"):
         if sample.get(key) is None:
@@ -279,12 +245,9 @@ def _masked(
     tokens, length = sample["tokens"], int(sample["response_length"])
     if not 0 <= length <= len(tokens):
         raise ValueError(f"{whose}: response_length must be in [0, {len(tokens)}], got {length}")
+    expected = "reward (raw_reward in train data)"
     reward = reading.reward_or_missing(
-        "from_samples",
-        sample.get("reward"),
-        missing_reward,
-        expected="reward (raw_reward in train data)",
-        of=whose,
+        "from_samples", sample.get("reward"), missing_reward, expected=expected, of=whose
     )
     if isinstance(reward, Mapping):
         raise ValueError(f"{whose}: reward must be a number, got {reward!r}")
@@ -295,17 +258,15 @@ def _masked(
         routes = reading.routes_of_all(whose, fields["routed_experts"], len(tokens))
         fields = fields | {"routed_experts": routes}
     status = sample.get("status")
-    masked = MaskedTokens.of_response(
-        tokens[: len(tokens) - length],
-        tokens[len(tokens) - length :],
-        [1] * length if mask is None else mask,
-        sample["rollout_log_probs"],
-        reward=reward,
-        truncated=getattr(status, "value", status) == "truncated",
-        fields=fields,
-        name=name,
-    )
     versions = [str(version) for version in sample.get("weight_versions") or ()]
-    if not all(map(str.isdecimal, versions)):  # such as "default"
-        return masked
-    return masked.with_turn_versions([int(version) for version in versions])
+    numbered = all(map(str.isdecimal, versions))  # they may be such as "default"
+    return {
+        "prompt_ids": tokens[: len(tokens) - length],
+        "input_ids": tokens[len(tokens) - length :],
+        "mask": [1] * length if mask is None else mask,
+        "logprobs": sample["rollout_log_probs"],
+        "reward": reward,
+        "truncated": getattr(status, "value", status) == "truncated",
+        "turn_versions": [int(version) for version in versions] if numbered else (),
+        "fields": fields,
+    }

@@ -6,7 +6,7 @@ from typing import Any
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
-from trajpack.packing.rows.packed import advantages_of, at_trained, check_whole
+from trajpack.packing.rows.packed import advantages_of, at_trained, check_whole, pieces_of
 
 
 def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, Any]]:
@@ -23,17 +23,9 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
     mask          float32 [L - 1] 1 where it was generated
     ============= ======= ======= ========================================================
 
-    Sequences of one token predict nothing and are omitted. Nothing is padded.
-
-    Not carried: versions, returns, groups, turns.
-
-    Args:
-        batch: In any layout.
-        mask: Whether to give the mask, which recipes read and remove before sending.
-
-    Raises:
-        TypeError: If it is no `PackedBatch`.
-        ValueError: If the batch is padded or has no advantages.
+    ``mask=False`` leaves the mask out, which recipes read and remove before sending. Sequences of
+    one token predict nothing and are omitted. Nothing is padded. Not carried: versions, returns,
+    groups, turns.
 
     Cost: copies four tensors to the host (synchronises); the inputs are views of that.
 
@@ -52,26 +44,18 @@ def to_datum_kwargs(batch: PackedBatch, *, mask: bool = True) -> list[dict[str, 
     }
     if mask:
         columns["mask"] = batch.loss_mask.float()
-    pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
     return [
         {
-            "model_input": tokens[:-1].tolist(),
-            "loss_fn_inputs": {name: of[sequence][1:] for name, of in pieces.items()},
+            "model_input": of["target_tokens"][:-1].tolist(),
+            "loss_fn_inputs": {name: values[1:] for name, values in of.items()},
         }
-        for sequence, tokens in enumerate(pieces["target_tokens"])
-        if tokens.shape[0] > 1
+        for of in pieces_of(batch, columns)
+        if len(of["target_tokens"]) > 1
     ]
 
 
 def to_datums(batch: PackedBatch, *, mask: bool = True) -> list[Any]:
-    """Return a ``tinker.types.Datum`` for each sequence, with the parts of `to_datum_kwargs`.
-
-    Raises:
-        ImportError: If tinker is not installed.
-        ValueError: If the batch is padded or has no advantages.
-
-    Cost: that of `to_datum_kwargs`, and the objects.
-    """
+    """Return a ``tinker.types.Datum`` for each sequence, with the parts of `to_datum_kwargs`."""
     require("tinker")
     from tinker.types import Datum, ModelInput, TensorData
 

@@ -15,6 +15,7 @@ from trajpack.packing.rows.packed import (
     check_unpadded,
     check_whole,
     num_kept_of,
+    pieces_of,
     places_of,
 )
 
@@ -40,22 +41,16 @@ def to_training_microbatch(
     advantages         float32 [rows, seq_len]  advantage of token t + 1           0
     ================== ======= ================ ================================== =======
 
-    torchtitan 0.3.0 has rows; its development branch joins them to ``[rows * seq_len]``, which is
-    ``flat=True``. Each sequence loses its last token before it is packed, so that no shift crosses
-    a boundary. Log-probabilities and advantages are 0 where ``loss_mask`` is False.
-
-    Not carried: versions (a ``TrainingBatch`` has `min_policy_versions` beside), returns.
-
-    Args:
-        rows: A batch or micro-batch for each row, or a single one.
-        seq_len: Tokens of a row; of the longest row if ``None``.
-        pad_id: Token and label at padding.
-        per_sample_pad_multiple: Each sequence is padded to a multiple of it.
-        flat: Whether to return one dimension, row after row.
+    ``rows`` is a batch or micro-batch for each row, or a single one; ``seq_len`` the longest row's
+    if ``None``. torchtitan 0.3.0 has rows; its development branch joins them to
+    ``[rows * seq_len]``, which is ``flat=True``. Each sequence loses its last token before it is
+    packed, so that no shift crosses a boundary, and is padded to a multiple of
+    ``per_sample_pad_multiple``. Log-probabilities and advantages are 0 where ``loss_mask`` is
+    False. Not carried: versions (a ``TrainingBatch`` has `min_policy_versions` beside), returns.
 
     Raises:
-        ValueError: If there is no row, a row is longer than ``seq_len``, the batch has no
-            advantages, or it is that of a `StaticBatch`; if the multiple is below 1.
+        ValueError: As in all formats, and if there is no row, a row is longer than ``seq_len``, or
+            the multiple is below 1.
 
     Cost: some launches over each row, no synchronisation.
 
@@ -98,10 +93,6 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     max_policy_version int         highest, or 0
     ================== =========== ========================================================
 
-    Raises:
-        TypeError: If it is no `PackedBatch`.
-        ValueError: If the batch is padded or has no advantages.
-
     Cost: copies five tensors to the host (synchronises) and makes lists of them.
     """
     check_whole("to_training_samples", batch)
@@ -111,11 +102,11 @@ def to_training_samples(batch: PackedBatch) -> list[dict[str, Any]]:
         "logprobs": at_trained(batch, batch.rollout_logprobs),
         "advantage": at_trained(batch, advantages_of("to_training_samples", batch)),
     }
-    pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
+    columns["versions"] = batch.policy_versions
     samples = []
-    for sequence, versions in enumerate(batch.policy_versions.cpu().split(batch.seqlens)):
-        known = [version for version in versions.tolist() if version >= 0] or [0]
-        sample: dict[str, Any] = {name: of[sequence].tolist() for name, of in pieces.items()}
+    for of in pieces_of(batch, columns):
+        sample: dict[str, Any] = {name: values.tolist() for name, values in of.items()}
+        known = [version for version in sample.pop("versions") if version >= 0] or [0]
         samples.append(
             sample | {"min_policy_version": min(known), "max_policy_version": max(known)}
         )

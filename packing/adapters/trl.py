@@ -12,6 +12,7 @@ from trajpack.packing.rows.packed import (
     advantages_of,
     check_unpadded,
     check_whole,
+    pieces_of,
     places_of,
 )
 from trajpack.packing.rows.rows import row_trajectories, rows_of
@@ -51,7 +52,7 @@ def to_grpo_inputs(
     num_items_in_batch       int64   []            trained tokens of all ranks
     ======================== ======= ============= ============================== ============
 
-    Not carried: versions, returns, groups; extra fields.
+    Not carried: versions, returns, groups, extra fields.
 
     Args:
         batch: In any layout, with advantages.
@@ -65,9 +66,8 @@ def to_grpo_inputs(
             ``importance_sampling_ratio``, each over the batch's ``[tokens]``.
 
     Raises:
-        TypeError: If it is no `PackedBatch`, or one of ``optional`` no tensor or of another name.
-        ValueError: If the batch has no advantages or is padded, a row is longer than its width, or
-            advantages differ within a sequence that needs a single one.
+        TypeError: As in all formats, and if one of ``optional`` is no tensor or of another name.
+        ValueError: As in all formats, and if a row is longer than its width.
 
     Cost: some launches for each entry. One host read of two widths, which synchronises a device,
     unless both are given; one more for ``"sequence"``.
@@ -133,12 +133,7 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     =============== ================ ==============================================================
 
     Not carried: versions (the queue itself drops stale samples), returns, an advantage for each
-    token: `to_async_row` has those.
-
-    Raises:
-        TypeError: If it is no `PackedBatch`.
-        ValueError: If the batch has no advantages or is padded, or advantages differ within a
-            sequence.
+    token: `to_async_row` has those. Advantages that differ within a sequence are a `ValueError`.
 
     Cost: copies the tensors to the host, which synchronises a device; arrays are views of that.
     """
@@ -150,11 +145,11 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
         "completion_mask": batch.loss_mask.long(),
         "old_log_probs": batch.rollout_logprobs,
     }
-    pieces = {name: column.cpu().split(batch.seqlens) for name, column in columns.items()}
+    rows = zip(pieces_of(batch, columns), advantages, row_trajectories(batch), strict=True)
     return [
-        {name: of[sequence].numpy() for name, of in pieces.items()}
-        | {"advantage": advantages[sequence], "group_id": groups[trajectory], "metrics": {}}
-        for sequence, trajectory in enumerate(row_trajectories(batch))
+        {name: values.numpy() for name, values in of.items()}
+        | {"advantage": advantage, "group_id": groups[trajectory], "metrics": {}}
+        for of, advantage, trajectory in rows
     ]
 
 
@@ -184,14 +179,8 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
     M is the number of generated tokens of a batch, and T for a micro-batch, which does not know
     it; the rest is padding, which the trainer strips.
 
-    Not carried: versions, returns, extra fields.
-
-    Args:
-        batch: A batch or a micro-batch, with advantages.
-        num_trained: Trained tokens of all ranks, one entry; those of this row if ``None``.
-
-    Raises:
-        ValueError: If there are no advantages, or the batch is that of a `StaticBatch`.
+    ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
+    ``None``. Not carried: versions, returns, extra fields.
 
     Cost: some launches over the tokens, no synchronisation.
     """
@@ -240,13 +229,7 @@ def to_flat_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None)
     ======================= ======= ====== ====================================================
 
     The trainer itself drops the first column: a sequence's first token predicts nothing.
-
-    Args:
-        batch: A batch or a micro-batch, with advantages.
-        num_trained: Trained tokens of all ranks, one entry; those of this row if ``None``.
-
-    Raises:
-        ValueError: If there are no advantages, or the batch is that of a `StaticBatch`.
+    ``num_trained`` as in `to_async_row`.
 
     Cost: views and a few launches, no synchronisation.
     """
@@ -278,14 +261,11 @@ def _of_sequences(op: str, batch: PackedBatch) -> torch.Tensor:
     """Return the single advantage of each sequence; reads back whether it is a single one."""
     advantages = advantages_of(op, batch)
     sequence = batch.sequence_ids.long()
-    low = advantages.new_full((len(batch),), float("inf"))
-    high = -low
-    low = low.scatter_reduce(
-        0, sequence, torch.where(batch.loss_mask, advantages, float("inf")), "amin"
-    )
-    high = high.scatter_reduce(
-        0, sequence, torch.where(batch.loss_mask, advantages, -float("inf")), "amax"
-    )
+    infinite = advantages.new_full((len(batch),), float("inf"))
+    trained = torch.where(batch.loss_mask, advantages, float("inf"))
+    low = infinite.scatter_reduce(0, sequence, trained, "amin")
+    trained = torch.where(batch.loss_mask, advantages, -float("inf"))
+    high = (-infinite).scatter_reduce(0, sequence, trained, "amax")
     differ = low < high
     if differ.any():
         first = int(differ.nonzero()[0, 0])

@@ -13,16 +13,17 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
-from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, MaskedTokens
+from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, masked_trajectory
 from trajpack.packing.rows.rows import (
     check_field_names,
+    in_response,
     prompt_lengths_of,
     row_groups,
     row_turns,
     rows_of,
 )
 from trajpack.packing.rows.scores import Place, token_scores
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Trajectory, Turn
 
 OF_ROWS = ("prompts", "responses", "attention_mask", "token_level_rewards")
 """Keys, beside those of `_fields`, that no extra field can be named as."""
@@ -43,8 +44,9 @@ def to_data_proto_dict(
 ) -> dict[str, Any]:
     """Return the arguments of ``DataProto.from_dict``: a row for each sequence.
 
-    ``B`` rows, prompts of ``P`` tokens left-padded, responses of ``R`` right-padded. Column ``j``
-    of a response's fields belongs to its token ``j``: nothing is shifted.
+    Prompts of ``P`` tokens are left-padded, responses of ``R`` right-padded: ``max_prompt_length``
+    and ``max_response_length``, those of the longest if ``None``. Column ``j`` of a response's
+    fields belongs to its token ``j``: nothing is shifted.
 
     =================== ======= ========== ================================ ============
     tensors             dtype   shape      content                          padding
@@ -57,7 +59,7 @@ def to_data_proto_dict(
     position_ids        int64   [B, P + R] from 0                           left 0, right
                                                                             the last again
     rollout_log_probs   float32 [B, R]     0 where not generated            0
-    rm_scores           float32 [B, R]     rewards, see ``scores``          0
+    rm_scores           float32 [B, R]     rewards, by ``scores``           0
     advantages, returns float32 [B, R]     if the batch has advantages      0
     token_level_scores, float32 [B, R]     with advantages: rm_scores       0
     token_level_rewards
@@ -67,25 +69,14 @@ def to_data_proto_dict(
     other extra fields  own    [B, R, *]                                    0
     =================== ======= ========== ================================ ============
 
-    ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id; ``__num_turns__``, two
-    per turn; ``min_global_steps`` and ``max_global_steps``, the policy versions.
-
-    Args:
-        batch: In any layout; a sequence is a row.
-        pad_token_id: Token id at padding.
-        max_prompt_length: ``P``, the trainer's ``data.max_prompt_length``; that of the longest
-            prompt if ``None``.
-        max_response_length: ``R``, likewise.
-        scores: ``"turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the
-            row's rewards at the row's last token, as verl's own agent loops do.
-        meta_info: Further entries of the proto, such as the temperature.
-
-    Returns:
-        ``tensors``, ``non_tensors``, ``meta_info``; tensors on the batch's device.
+    These are ``tensors``. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
+    ``__num_turns__``, two per turn; ``min_global_steps`` and ``max_global_steps``, the policy
+    versions. ``meta_info`` are the given entries of the proto, such as the temperature.
+    ``scores="turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the row's
+    rewards at the row's last token, as verl's own agent loops do.
 
     Raises:
-        ValueError: If a prompt or a response is longer than its width, the batch is padded,
-            ``scores`` is neither, or an extra field has the name of another key.
+        ValueError: As in all formats, and if a prompt or a response is longer than its width.
 
     Cost: some launches for each key; reads turn tables and the widths back to the host, which
     synchronises a device.
@@ -115,15 +106,7 @@ def to_data_proto_dict(
 
 
 def to_data_proto(batch: PackedBatch, **options: Any) -> Any:
-    """Return a ``verl.DataProto`` of the batch; needs verl.
-
-    Args:
-        batch: In any layout; a sequence is a row.
-        options: Those of `to_data_proto_dict`, which has content and cost.
-
-    Raises:
-        ModuleNotFoundError: If verl is not installed.
-    """
+    """Return a ``verl.DataProto``, with content and options of `to_data_proto_dict`."""
     require("verl")
     from verl import DataProto
 
@@ -150,13 +133,8 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     uid, num_turns, min_ and max_global_steps     list    an entry for each row, not a tensor
     ============================================= ======= =====================================
 
-    Args:
-        batch: In any layout, not empty.
-        scores: As in `to_data_proto_dict`.
-
     Raises:
-        ModuleNotFoundError: If tensordict is not installed.
-        ValueError: If the batch is empty, which no jagged tensor can be, or padded.
+        ValueError: As in all formats, and if the batch is empty, which no jagged tensor can be.
 
     Cost: tensors of whole sequences are views of the batch; each other key is gathered. Reads
     lengths and turn tables back to the host, which synchronises a device.
@@ -171,7 +149,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     offsets = batch.cu_seqlens.long()
     responses = offsets.diff() - prompts
     ends = torch.nn.functional.pad(responses.cumsum(0), (1, 0))
-    is_response = batch.position_ids >= prompts[batch.sequence_ids.long()]
+    is_response = in_response(batch, prompts)
     response, prompt = is_response.nonzero()[:, 0], (~is_response).nonzero()[:, 0]
 
     def jagged(offsets: torch.Tensor, lengths: Sequence[int]) -> Any:
@@ -209,25 +187,12 @@ def from_data_proto(
 ) -> list[Trajectory]:
     """Return the trajectories of a padded ``DataProto``, or of its dictionary form.
 
-    A row is a trajectory: each run of its ``response_mask`` is a turn, with everything before it as
-    prompt. Log-probabilities are ``rollout_log_probs``; rewards ``token_level_scores``, else
-    ``rm_scores``, each for its turn; groups are the ``uid``; versions go from ``min_global_steps``
-    to ``max_global_steps`` if present.
+    A row is a trajectory. Log-probabilities are ``rollout_log_probs``; rewards
+    ``token_level_scores``, else ``rm_scores``, each for its turn, else ``missing_reward`` for the
+    last turn; groups are the ``uid``; versions go from ``min_global_steps`` to
+    ``max_global_steps`` if present.
 
-    Lost in the format: turns that generated nothing or had no observation between them, truncation,
-    versions of single tokens, the discount.
-
-    Args:
-        proto: A ``DataProto``, or a result of `to_data_proto_dict`.
-        ids: Ids of the trajectories; the uid and a number if ``None``.
-        missing_reward: Reward of each row's last turn if the proto has neither
-            ``token_level_scores`` nor ``rm_scores``; such a proto is refused if ``None``.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If a key is missing or shapes disagree.
-
-    Cost: copies the tensors to the host, which synchronises a device.
+    Lost in the format: truncation, versions of single tokens, the discount.
     """
     op = "from_data_proto"
     tensors, labels = _parts_of_proto(proto)
@@ -252,18 +217,18 @@ def from_data_proto(
     found = []
     for row, name in enumerate(reading.row_ids(op, ids, uids)):
         of = in_response[row]
-        masked = MaskedTokens.of_response(
-            arrays["prompts"][row][in_prompt[row]],
+        trajectory = masked_trajectory(
+            name,
             arrays["responses"][row][of],
             arrays["response_mask"][row][of],
             arrays["rollout_log_probs"][row][of],
-            arrays[scores[0]][row][of] if scores else None,
+            prompt_ids=arrays["prompts"][row][in_prompt[row]],
+            token_rewards=arrays[scores[0]][row][of] if scores else None,
             reward=reward,
             version_range=_version_range(*(values[row] for values in steps)),
-            name=name,
+            group=None if uids[row] is None else str(uids[row]),
         )
-        group = None if uids[row] is None else str(uids[row])
-        found.append(masked.trajectory(name, group=group))
+        found.append(trajectory)
     return found
 
 
@@ -282,22 +247,9 @@ def from_agent_loop_outputs(
     trainer: one trajectory with the turns of all outputs. Its reward is that of the last output;
     verl's copies of it in the other outputs are not counted.
 
-    Args:
-        outputs: One for each trajectory, or a list of outputs.
-        ids: Ids of the trajectories; their group and a number if ``None``.
-        groups: Their groups; none if ``None``.
-        fields: Extra fields to read into `Turn.fields`: ``"routed_experts"``, ``"teacher_ids"``,
-            ``"teacher_logprobs"``, each with a row for every token of prompt and response. Declare
-            a `TokenField` of that name with ``generated_only=False``. Tokens behind the last
-            recorded route get rows of zeros, as in verl.
-        missing_reward: Reward of an output, or of the last output of a session, whose
-            ``reward_score`` is missing or ``None``; such an output is refused if ``None``.
-
-    Raises:
-        ValueError: If tokens, a mask, log-probabilities or a reward are missing, lengths disagree,
-            a list of outputs is empty, one of ``fields`` is missing or another name; if an output
-            has images, videos or audio, or a teacher's log-probabilities that ``fields`` does not
-            name.
+    ``fields`` may be ``"routed_experts"``, ``"teacher_ids"``, ``"teacher_logprobs"``, each with a
+    row for every token of prompt and response: declare the `TokenField` with
+    ``generated_only=False``. Tokens behind the last recorded route get rows of zeros, as in verl.
     """
     op = "from_agent_loop_outputs"
     reading.check_known_fields(op, fields, WHOLE_SEQUENCE_FIELDS)
@@ -319,16 +271,16 @@ def from_agent_loop_outputs(
         turns = [
             turn
             for output, of_output in zip(given, rewards, strict=True)
-            for turn in _masked(output, name, fields, reward=of_output).trajectory(name).turns
+            for turn in _turns(output, name, fields, reward=of_output)
         ]
         found.append(Trajectory(name, turns, group))
     return found
 
 
-def _masked(
+def _turns(
     output: Mapping[str, Any], name: str, fields: Sequence[str], *, reward: float
-) -> MaskedTokens:
-    """Return the tokens of an ``AgentLoopOutput``; its last turn gets the reward."""
+) -> Sequence[Turn]:
+    """Return the turns of an ``AgentLoopOutput``; the last one gets the reward."""
     op = "from_agent_loop_outputs"
     for key in OUTPUT_KEYS:
         if output.get(key) is None:
@@ -344,13 +296,19 @@ def _masked(
     if "routed_experts" in rows:  # fewer than tokens: followed by zeros, as in verl
         length = len(output["prompt_ids"]) + len(output["response_ids"])
         rows["routed_experts"] = reading.filled_up(rows["routed_experts"][:length], length, 0)
-    return MaskedTokens.of_response(
-        *(output[key] for key in OUTPUT_KEYS),
+    prompt, response, mask, logprobs = (output[key] for key in OUTPUT_KEYS)
+    versions = _version_range(extra.get("min_global_steps"), extra.get("max_global_steps"))
+    trajectory = masked_trajectory(
+        name,
+        response,
+        mask,
+        logprobs,
+        prompt_ids=prompt,
         reward=reward,
-        version_range=_version_range(extra.get("min_global_steps"), extra.get("max_global_steps")),
+        version_range=versions,
         fields=rows,
-        name=name,
     )
+    return trajectory.turns
 
 
 def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:
@@ -384,12 +342,7 @@ def _version_range(first: Any, last: Any) -> tuple[int, int]:
 
 
 def _parts_of_proto(proto: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the tensors and the labels of a ``DataProto`` or of its dictionary.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If it has no tensors.
-    """
+    """Return the tensors and the labels of a ``DataProto`` or of its dictionary."""
     if isinstance(proto, Mapping) and "tensors" in proto:
         tensors, labels = proto["tensors"], proto.get("non_tensors")
     elif hasattr(proto, "non_tensor_batch"):

@@ -1,5 +1,5 @@
-"""`PackedBatch`: the packed tensors and everything that is read from them.
+"""`PackedBatch` and everything that is read from it.
 
-Its fields and methods, the exact inverse `unpack`, files (`storage`, checked by `consistency`), and
-the text and pictures of `trajpack inspect`.
+Fields and methods (`batch`), the exact inverse `unpack`, files (`storage`, checked by
+`consistency`), and the text of `trajpack inspect` (`inspection`).
 """

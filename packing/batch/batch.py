@@ -1,4 +1,4 @@
-"""The packed batch: what a trainer holds."""
+"""`PackedBatch`: packed trajectories as tensors on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 
 from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.packing.conversion import check_memory
-from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import (
     Lengths,
@@ -28,13 +27,13 @@ from trajpack.packing.micro_batches.cutting import (
 from trajpack.packing.micro_batches.labels import LabelMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Layout, Trajectory
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
-    from trajpack.kernels.rearrange.token_rows import Number
+    from trajpack.kernels.rearrange.segments import Number
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
     from trajpack.packing.plan.plan import Plan
@@ -48,13 +47,13 @@ class LayoutTokens(NamedTuple):
     """Tokens that the same turns take in each layout."""
 
     turns: int
-    """In layout ``"turns"``: every turn's prompt and completion."""
+    """Tokens in layout ``"turns"``: every turn's prompt and completion."""
     merged: int
-    """In layout ``"merged"``: what is new with each turn, once."""
+    """Tokens in layout ``"merged"``: every token once."""
 
     @property
     def ratio(self) -> float:
-        """Tokens as turns for each one as merged; 1 where there are none."""
+        """Quotient ``turns / merged``; 1 for an empty batch."""
         return self.turns / self.merged if self.merged else 1.0
 
 
@@ -103,9 +102,9 @@ class PackedBatch(LabelMethods):
     turn_spans: torch.Tensor
     """int32 ``[turns, 2]``: the completion's first token in the batch, and one past its last."""
     turn_begin: torch.Tensor
-    """int32 ``[turns]``: first token in the batch that is new with the turn: its context since the
-    completion before it in its chain, or since its sequence's start where there is none. The
-    tokens from here to the completion's end are the same in every layout."""
+    """int32 ``[turns]``: index of the first token that is new with the turn: the end of the
+    previous completion of its chain, or the start of its sequence. The tokens from here to the
+    end of the completion are the same in every layout."""
     cu_generated: torch.Tensor
     """int32 ``[turns + 1]``: generated tokens of all turns before each; ends at their number."""
     cu_turns: torch.Tensor
@@ -124,9 +123,9 @@ class PackedBatch(LabelMethods):
     seqlens: tuple[int, ...]
     """Tokens of each sequence."""
     num_generated: int
-    """Generated tokens: what `loss_mask` selects."""
+    """Number of generated tokens, which `loss_mask` selects."""
     num_groups: int
-    """Distinct groups: what `group_ids` numbers."""
+    """Number of distinct groups in `group_ids`."""
     ids: tuple[str, ...]
     """Names of the trajectories."""
     groups: tuple[str | None, ...]
@@ -134,14 +133,14 @@ class PackedBatch(LabelMethods):
     task_ids: tuple[int | None, ...]
     """Kinds of task of the trajectories."""
     birth_times_ms: tuple[int | None, ...]
-    """When their episodes began, in milliseconds since the epoch."""
+    """Start times of the episodes, milliseconds since the epoch."""
     turn_discounts: tuple[float, ...]
-    """Their discounts from one turn to the next."""
+    """Discounts of the trajectories from one turn to the next."""
 
     advantages: torch.Tensor | None = None
-    """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` until they are assigned."""
+    """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first."""
     metrics: torch.Tensor | None = None
-    """float64 ``[metrics]``: what was measured when they were, named by `metric_names`."""
+    """float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`."""
     metric_names: tuple[str, ...] = ()
     """Names of the metrics."""
 
@@ -151,19 +150,19 @@ class PackedBatch(LabelMethods):
     ) -> PackedBatch:
         """Make a batch whose fields in ``later`` are computed at first access.
 
-        So a pack costs the host the same at any size.
+        Making a batch then costs the host the same at any size.
         """
         batch = object.__new__(cls)
         batch.__dict__.update(ready, _later=dict(later))
         return batch
 
-    if not TYPE_CHECKING:  # which knows all fields, and shall see a misspelled one
+    if not TYPE_CHECKING:  # type checkers then find misspelled fields
 
         def __getattr__(self, name: str) -> Any:
             make = self.__dict__.get("_later", {}).get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            with torch.inference_mode(False):  # the tensors may be needed for training later
+            with torch.inference_mode(False):  # autograd may need the tensors later
                 return self.__dict__.setdefault(name, make())
 
     @property
@@ -199,29 +198,29 @@ class PackedBatch(LabelMethods):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Let go of shared memory: pickles and deep copies hold the tensors alone."""
+        """Return fields that share no memory: pickles and deep copies hold the tensors alone."""
         state = self._values() | {name: tensor.clone() for name, tensor in self.tensors().items()}
         return state | {"fields": {name: field.clone() for name, field in self.fields.items()}}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor it has by its field's name; extra fields are in `fields`."""
+        """Return the tensors of the batch by field name, without the extra fields in `fields`."""
         values = self._values()
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def host_values(self) -> dict[str, Any]:
-        """Return what is no tensor, by its field's name; extra fields are in `fields`."""
+        """Return the fields that are no tensors by name, without `fields` and `token_fields`."""
         values = self._values()
         return {
             name: value
             for name, value in values.items()
-            if not isinstance(value, (torch.Tensor, type(None)))  # None: a tensor it lacks
+            if not isinstance(value, (torch.Tensor, type(None)))  # None: a missing tensor
             and name not in ("fields", "token_fields")
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
-        """Return the batch on ``device``; itself if it is there already.
+        """Return the batch on ``device``; the same object if it is there already.
 
-        Cost: one copy a tensor. To get a batch to a device, pack it there: that is one copy.
+        Cost: one copy a tensor. Packing for the device is one copy in all.
         """
         moved: dict[str, Any] = {
             name: tensor.to(device, non_blocking=non_blocking)
@@ -235,39 +234,38 @@ class PackedBatch(LabelMethods):
         return dataclasses.replace(self, **moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Let work of another stream than the one it was packed on read the batch.
+        """Keep the memory of the batch from reuse while work of another stream reads it.
 
-        PyTorch hands memory out again as soon as no tensor holds it, for work that is behind on
-        the stream it was allocated on. Work of another stream may still read it then. This tells
-        the allocator of that stream for all memory of the batch: the fields over tokens, extra
-        fields, returns, advantages, and the one allocation in which the copy from the host put
-        all tables and the token stream. ``record_stream`` on a field covers that field alone.
+        PyTorch's caching allocator reuses memory on the stream of its allocation as soon as no
+        tensor holds it. This method records ``stream`` for all memory of the batch: per-token
+        fields, extra fields, returns, advantages, and the one allocation that holds all tables
+        and the token stream. ``record_stream`` on a single field covers that field alone.
 
-        The other stream must have waited for the packing: ``stream.wait_stream(packing)``.
+        Make the other stream wait for the packing before: ``stream.wait_stream(packing)``.
         ``docs/devices.md`` has an example.
 
         Args:
-            stream: That the batch is read on, a `torch.cuda.Stream`.
+            stream: The `torch.cuda.Stream` that reads the batch.
 
         Cost: one call of ``torch.Tensor.record_stream`` a storage, about a dozen. No copy, no
             synchronisation. Does nothing on the host.
         """
-        # tables that were not asked for yet lie in one allocation, with the boundaries
+        # tables that were not accessed yet share the allocation of the boundaries
         made = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
         record_storages([self.cu_seqlens, *made, *self.fields.values()], stream)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
-        One row that holds every sequence. Layers keep the sequences apart by different arguments:
+        The inputs are one row with all sequences. Different layers need different arguments to keep
+        the sequences apart:
 
         ================================= =========================================================
         layer                             argument
         ================================= =========================================================
         flash attention                   ``cu_seq_lens_q``, ``cu_seq_lens_k``, their maxima
-        eager and sdpa attention          ``position_ids``, where there is neither cache nor mask:
-                                          pass no ``attention_mask`` beside these, a mask of ones
-                                          would let sequences see each other
+        eager and sdpa attention          ``position_ids``, without cache and ``attention_mask``:
+                                          a mask of ones lets sequences attend to each other
         short convolution, Mamba2         ``seq_idx``
         gated delta rule (Qwen3.5)        ``cu_seq_lens_q``; its convolution ``seq_idx``
         ================================= =========================================================
@@ -293,11 +291,11 @@ class PackedBatch(LabelMethods):
         )
 
     def unpack(self) -> list[Trajectory]:
-        """Return the trajectories that were packed: equal in every value, in their order.
+        """Return the packed trajectories, equal in every value, in their order.
 
-        Cost: copies the batch to the host (synchronises); the turns' arrays are views of that.
+        Cost: copies the batch to the host (synchronises); the turns' arrays are views of the copy.
         """
-        from trajpack.packing.batch.unpack import unpack  # which itself needs this class
+        from trajpack.packing.batch.unpack import unpack  # it imports this class
 
         return unpack(self)
 
@@ -316,38 +314,37 @@ class PackedBatch(LabelMethods):
     ) -> PackedBatch:
         """Return the batch with ``advantages``, ``returns`` and ``metrics`` of an estimator.
 
-        The guide, ``docs/credit.md``, has an example of each. A generated token is given the same
-        in every layout, bit for bit (where advantages are whitened, up to rounding); all other
-        tokens have 0. Narrow `loss_mask`, as for staleness, after this and not before: credit goes
-        to what turns generated. The batch that comes back shares all other tensors with this one.
+        ``docs/credit.md`` has an example of each estimator. A generated token has the same values
+        in every layout, bit for bit (up to rounding if advantages are whitened); all other tokens
+        have 0. Narrow `loss_mask` (as for staleness) after this call, not before: estimators
+        read the generated tokens from the turns. The new batch shares all other tensors.
 
         Args:
-            estimator: Such as ``GAE(lam=0.95)`` or ``GRPO()``; it names every convention.
-            values: ``[tokens]`` floats, of the state before each token: what a causal critic puts
-                out one token earlier.
-            ref_logprobs: ``[tokens]`` floats, of the reference that ``kl`` penalizes distance from.
-            logprobs: ``[tokens]`` floats, at each token's own index, of the policy that is trained,
-                before its update; `rollout_logprobs` stand in for it in ``kl``.
-            bootstrap: ``[trajectories]`` floats, of the state behind the last token; read where the
-                last turn was cut off, if ``truncated="bootstrap"``.
-            scores: ``[trajectories]`` floats in the place of summed rewards, for estimators that
+            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``.
+            values: ``[tokens]`` floats, value of the state before each token: the output of a
+                causal critic one token earlier.
+            ref_logprobs: ``[tokens]`` floats of the reference policy, for the penalty ``kl``.
+            logprobs: ``[tokens]`` floats, at each token's own index, of the trained policy before
+                its update. Default in ``kl``: `rollout_logprobs`.
+            bootstrap: ``[trajectories]`` floats, value of the state behind the last token; used for
+                trajectories whose last turn is truncated, if ``truncated="bootstrap"``.
+            scores: ``[trajectories]`` floats that replace the summed rewards, for estimators that
                 compare trajectories.
-            state_ids: ``[turns]`` int32 or int64, the state of each turn, for `GiGPO`: such
-                as ``zlib.crc32(observation.encode())``. Negative: none.
-            all_reduce: Sums a float64 ``[3]`` tensor over the data-parallel ranks, in place, where
-                the estimator whitens; such as ``torch.distributed.all_reduce``. Without it each
-                rank whitens by itself. It is not called where nothing is whitened; `GPG`, which
-                counts the batch in another way, refuses it.
+            state_ids: ``[turns]`` int32 or int64, state of each turn, for `GiGPO`: for instance
+                ``zlib.crc32(observation.encode())``. A negative number: no state.
+            all_reduce: Function that sums a float64 ``[3]`` tensor over the data-parallel ranks in
+                place, such as ``torch.distributed.all_reduce``; called if the estimator whitens.
+                Without it each rank whitens its own batch. `GPG` raises, because its factor counts
+                one batch.
             impl: See `trajpack.kernels`.
 
         Raises:
             TypeError: If an input is of a wrong type.
-            ValueError: If one has a wrong shape or device, is missing, or would go unnoticed;
-                ``values`` and ``logprobs`` may be given to all.
+            ValueError: If an input has a wrong shape or device, is missing, or is not used by the
+                estimator; ``values`` and ``logprobs`` are accepted by all.
 
         Warns:
-            UserWarning: If the estimator compares trajectories, there are several of them, and
-                every group has one member.
+            UserWarning: If the estimator compares trajectories and every group has one member.
 
         Cost: three or four launches, metrics included, and six with ``scores``; up to seven where
         tokens between generated ones are steps, five or six more where cut-off trajectories are
@@ -359,11 +356,11 @@ class PackedBatch(LabelMethods):
         """
         from trajpack.packing.credit.advantages import (
             Inputs,
-            with_advantages,  # which itself needs this class
+            with_advantages,  # it imports this class
         )
 
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
-        return with_advantages(self, estimator, inputs, all_reduce, impl)
+        return with_advantages(self, estimator, inputs, all_reduce=all_reduce, impl=impl)
 
     def loss_weights(
         self,
@@ -375,28 +372,27 @@ class PackedBatch(LabelMethods):
     ) -> torch.Tensor:
         """Return weights with which a plain sum over tokens is the aggregated loss.
 
-        A prompt is a group. What a sequence is, ``per`` says: with ``"trajectory"`` and ``"turn"``
-        a token has the same weight in every layout, bit for bit.
+        A prompt is a group. ``per`` defines a sequence: with ``"trajectory"`` and ``"turn"`` the
+        weight of a token is the same in every layout, bit for bit.
 
         Args:
             aggregation: ``"token_mean"``, ``"sequence_mean_token_mean"``,
                 ``"sequence_mean_token_sum"``, ``"prompt_mean"`` or ``"constant"``.
-            per: What one sequence of a sequence mean is: a ``"trajectory"``, in however many rows
-                it is packed; a ``"turn"``; or a ``"row"``, a sequence of this batch, which is a
-                turn in layout ``"turns"`` and a chain of turns in ``"merged"``. Trainers that are
-                given rows count rows (TRL, verl, SkyRL), with ``denominator=len(batch)`` those
-                without a generated token too, as TRL and SkyRL do.
-            denominator: In place of the number of tokens, sequences or groups, where a batch is
+            per: Unit of a sequence mean: a ``"trajectory"``, a ``"turn"``, or a ``"row"``, which is
+                a sequence of this batch (a turn in layout ``"turns"``, a chain in ``"merged"``).
+                TRL, verl and SkyRL count rows; TRL and SkyRL also count rows without a generated
+                token: ``denominator=len(batch)``.
+            denominator: Replaces the number of tokens, sequences or groups. For a batch that is
                 spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
-            truncated: ``"mask"`` leaves trajectories out whose last turn was cut off: they have
-                weight 0 and count nowhere.
+            truncated: ``"mask"`` gives weight 0 to trajectories whose last turn is truncated, and
+                does not count them.
 
         Returns:
             float32 ``[tokens]``, 0 where not generated.
 
         Raises:
-            ValueError: If ``per`` is unknown, or given to an aggregation that means no sequences;
-                or see `trajpack.kernels.loss_weights`.
+            ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
+                `trajpack.kernels.loss_weights`.
 
         Cost: up to 45 small operations. No copy, no synchronisation.
 
@@ -425,16 +421,16 @@ class PackedBatch(LabelMethods):
         """Return this batch's share of the denominator of `loss_weights`.
 
         Args:
-            aggregation: As there, but for ``"constant"``, which has none.
-            per: As there.
-            truncated: As there.
+            aggregation: As in `loss_weights`, except ``"constant"``.
+            per: As in `loss_weights`.
+            truncated: As in `loss_weights`.
 
         Returns:
-            0-d int64 tensor: tokens, sequences or groups that have tokens. The sum over ranks is
-            the ``denominator`` of each.
+            0-d int64 tensor: number of tokens, or of sequences or groups with tokens. The sum over
+            ranks is the ``denominator`` of each rank.
 
         Raises:
-            ValueError: As there, or see `trajpack.kernels.loss_denominator`.
+            ValueError: As `loss_weights`; see also `trajpack.kernels.loss_denominator`.
 
         Cost: up to 30 small operations. No copy, no synchronisation.
 
@@ -453,13 +449,12 @@ class PackedBatch(LabelMethods):
         per: Literal["trajectory", "turn"] = "trajectory",
         impl: Impl = "auto",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weigh tokens as if the policy of ``logprobs`` had sampled them.
+        """Return importance weights of the policy of ``logprobs`` over the sampling policy.
 
         Args:
-            logprobs: float32 ``[tokens]``, of the policy that is trained, before its update.
-            correction: What becomes of a ratio to `rollout_logprobs`, such as
-                ``Correction.tis(2.0)``.
-            per: What the segments of ``correction`` are, if it has any.
+            logprobs: float32 ``[tokens]`` of the trained policy before its update.
+            correction: Rule for the ratios to `rollout_logprobs`, such as ``Correction.tis(2.0)``.
+            per: Segments of ``correction``, if it has any.
             impl: See `trajpack.kernels`.
 
         Returns:
@@ -489,7 +484,7 @@ class PackedBatch(LabelMethods):
                 logprobs, self.rollout_logprobs, self.loss_mask, correction,
                 segments=self.turn_spans, segment_ids=self.turn_ids, impl=impl,
             )  # fmt: skip
-        # what a trajectory generated may stand in several sequences: line it up
+        # the generated tokens of a trajectory may lie in several sequences: gather them
         num_positions = self.num_tokens if self.is_padded else self.num_generated
         position = torch.arange(num_positions, device=self.device)
         turn = torch.searchsorted(self.cu_generated[1:].long(), position, right=True)
@@ -506,7 +501,7 @@ class PackedBatch(LabelMethods):
         return out.index_copy_(0, torch.where(exists, at, self.num_tokens), weights)[:-1], metrics
 
     def _units(self, aggregation: str, per: str, truncated: str) -> dict[str, Any]:
-        """Return what counts, each token's sequence, and each trajectory's group."""
+        """Return the mask, the sequence of each token and the group of each trajectory."""
         if per not in ("trajectory", "turn", "row"):
             raise ValueError(
                 f"loss_weights: per must be 'trajectory', 'turn' or 'row', got {per!r}"
@@ -524,7 +519,7 @@ class PackedBatch(LabelMethods):
         by_trajectory = per == "trajectory" and aggregation not in ("token_mean", "constant")
         if truncated == "keep" and not by_trajectory:
             return units
-        turn = torch.arange(self.num_turns + 1, device=self.device)  # and one of no trajectory
+        turn = torch.arange(self.num_turns + 1, device=self.device)  # the last has no trajectory
         trajectory = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True)
         of_tokens = trajectory[self.turn_ids.long()]
         if truncated == "mask" and self.num_turns:
@@ -551,24 +546,24 @@ class PackedBatch(LabelMethods):
         *,
         impl: Impl = "auto",
     ) -> MicroBatch:
-        """Return some of the sequences as a micro-batch, in the order that is asked for.
+        """Return some sequences, in the given order, as a micro-batch.
 
         Args:
-            sequences: Which; none at all makes a dummy, a micro-batch of padding.
-            alignment: How it is padded.
-            tensors: ``[tokens, ...]`` each, of any dtype of at most 8 bytes: what else the loss
-                takes, such as ``{"loss_weights": batch.loss_weights("token_mean")}``. They become
-                `MicroBatch.fields`, 0 on padding; no gradient flows.
+            sequences: Indices of the sequences; an empty list makes a dummy of padding.
+            alignment: Rules for padding.
+            tensors: ``[tokens, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
+                loss, such as ``{"loss_weights": batch.loss_weights("token_mean")}``. They become
+                `MicroBatch.fields`, 0 on padding, without gradients.
             impl: See `trajpack.kernels`.
 
         Raises:
             TypeError: If ``sequences`` are no integers, or one of ``tensors`` is none.
             ValueError: If there is no such sequence, a tensor has a wrong shape, device or name,
                 or the alignment has no room.
-            RuntimeError: While a CUDA graph is captured: select before.
+            RuntimeError: While a CUDA graph is captured.
 
         Cost: one copy of 16 bytes a sequence, from pinned memory, and one launch; no
-        synchronisation. Of the host, a pass over the batch's lengths the first time.
+        synchronisation. The first call makes a pass over the batch's lengths on the host.
 
         Example:
             >>> import trajpack
@@ -588,21 +583,20 @@ class PackedBatch(LabelMethods):
         *,
         impl: Impl = "auto",
     ) -> Iterator[MicroBatch]:
-        """Return the micro-batches of a plan one by one: each is made when it is asked for.
+        """Return an iterator that makes the micro-batches of a plan one by one.
 
         Args:
-            plan: Such as ``trajpack.plan_micro_batches(batch.seqlens, capacity)``. Of a sequence
-                that it cuts off the first tokens are taken; where it has no sequences, the
-                micro-batch is a dummy.
+            plan: Plan of the batch, such as ``trajpack.plan_micro_batches(batch.seqlens,
+                capacity)``. A truncated sequence keeps its first tokens; a micro-batch without
+                sequences is a dummy.
             alignment: As for `select`.
             tensors: As for `select`.
             impl: See `trajpack.kernels`.
 
         Raises:
             TypeError: As `select`.
-            ValueError: As `select`; also if the plan is for other sequences, or those of a
-                micro-batch, each padded, go over the plan's capacity. All at once, before the
-                first.
+            ValueError: As `select`; also if the plan is for other sequences, or a padded
+                micro-batch exceeds the plan's capacity. All are checked before the first is made.
             RuntimeError: As `select`.
 
         Cost: one copy for all micro-batches together, of 16 bytes a sequence, from pinned memory;
@@ -634,17 +628,16 @@ class PackedBatch(LabelMethods):
         fill: Number = 0,
         impl: Impl = "auto",
     ) -> torch.Tensor:
-        """Bring outputs of the micro-batches into the order of the batch: the inverse of `split`.
+        """Return outputs of the micro-batches in the order of the batch: the inverse of `split`.
 
         Args:
-            plan: As it was split by.
-            outputs: A tensor of one dtype for each micro-batch, dummies too, ``[its tokens, ...]``,
-                with a row for each token, padding included: values, or log-probabilities at their
-                tokens' own index. What a model says of the next token is shifted first; see
-                `trajpack.kernels.shift_tokens`.
-            alignment: As it was split with.
-            fill: What tokens hold that are in no micro-batch: of sequences that the plan dropped,
-                and those it cut off.
+            plan: Plan of the split.
+            outputs: One tensor for each micro-batch, dummies included: ``[tokens of the
+                micro-batch, ...]``, of one dtype, with a row for each token, padding included:
+                values, or log-probabilities at the token's own index. Outputs for the next token
+                must be shifted first, see `trajpack.kernels.shift_tokens`.
+            alignment: Alignment of the split.
+            fill: Value of tokens in no micro-batch: dropped sequences and truncated tokens.
             impl: See `trajpack.kernels`.
 
         Returns:
@@ -671,12 +664,12 @@ class PackedBatch(LabelMethods):
         return merged(self, plan, outputs, alignment, fill, impl)
 
     def turn_ends(self) -> list[list[int]]:
-        """Return for each sequence how many of its tokens stand before each turn's end.
+        """Return the ends of the turns in each sequence, in tokens from the sequence's start.
 
-        Where a sequence may be cut off: ``plan_micro_batches(batch.seqlens, capacity,
+        A plan can truncate sequences there: ``plan_micro_batches(batch.seqlens, capacity,
         oversized="truncate_at_turn", turn_ends=batch.turn_ends())``.
 
-        Cost: two copies of 4 and 8 bytes a turn to the host, where it is not there (synchronises).
+        Cost: from a device, two copies of 4 and 8 bytes a turn (synchronises).
 
         Example:
             >>> import trajpack
@@ -686,19 +679,19 @@ class PackedBatch(LabelMethods):
         """
         sequence = self.turn_sequence.cpu().numpy()
         ends = self.turn_spans[:, 1].cpu().numpy() - self.host_lengths.starts[sequence]
-        is_turn = ends > 0  # padding turns of a StaticBatch end at 0
+        is_turn = ends > 0  # padding turns of a `StaticBatch` end at 0
         sequence, ends = sequence[is_turn], ends[is_turn]
         order = np.lexsort((ends, sequence))
         cuts = np.cumsum(np.bincount(sequence, minlength=len(self)))[:-1]
         return [part.tolist() for part in np.split(ends[order], cuts)] if len(self) else []
 
     def layout_tokens(self) -> LayoutTokens:
-        """Return how many tokens the turns take in layout ``"turns"`` and in ``"merged"``.
+        """Return the numbers of tokens of the turns in layout ``"turns"`` and in ``"merged"``.
 
-        Whatever layout the batch has. What `trajpack.pack_resident` packed in layout ``"turns"``
-        does not know what a prompt repeats: both are the same there.
+        The numbers do not depend on the layout of the batch. Both are equal for a batch of
+        `trajpack.pack_resident` in layout ``"turns"``, which does not compare prompts.
 
-        Cost: three copies of 16 bytes a turn to the host, where it is not there (synchronises).
+        Cost: from a device, three copies of 16 bytes a turn (synchronises).
 
         Example:
             >>> import trajpack
@@ -714,20 +707,20 @@ class PackedBatch(LabelMethods):
     def with_field(self, field: TokenField, rows: torch.Tensor) -> PackedBatch:
         """Return the batch with an extra field that was computed after packing.
 
-        Such as log-probabilities of a teacher. The field is declared, so that `save` and `unpack`
-        take it along. All other tensors are shared with this batch.
+        For instance log-probabilities of a teacher. `save` and `unpack` include the field. The new
+        batch shares all other tensors.
 
         Args:
-            field: Its name is not that of a field the batch has.
-            rows: ``[tokens, *field.shape]`` of ``field.dtype``, on the batch's device. Where
+            field: Declaration with a new name.
+            rows: ``[tokens, *field.shape]`` of ``field.dtype``, on the batch's device. If
                 ``field.generated_only``, tokens that were not generated get ``field.fill``.
 
         Raises:
             TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
-            ValueError: If the name is taken, the shape or the device is another, or ``rows`` is
-                sparse or its memory was freed.
+            ValueError: If the batch has a field of that name, the shape or the device differs, or
+                ``rows`` is sparse or its memory was freed.
 
-        Cost: one launch where ``field.generated_only``, else nothing. No synchronisation.
+        Cost: one launch if ``field.generated_only``, else none. No synchronisation.
 
         Example:
             >>> from trajpack import TokenField, Trajectory, Turn, pack
@@ -763,18 +756,18 @@ class PackedBatch(LabelMethods):
         return dataclasses.replace(self, fields=fields, token_fields=declared)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the batch to a ``.safetensors`` file, whole or not at all.
+        """Write the batch to a ``.safetensors`` file atomically.
 
-        What `load` would refuse is refused here: a tensor of another dtype or shape than this
-        class says, a narrowed `loss_mask`, returns that are not those of the rewards, an extra
-        field that is not declared (see `with_field`). Values of `advantages`, `metrics` and extra
-        fields are free, and so are `returns` where there are `advantages`.
+        A batch that `load` would reject is rejected here: wrong dtypes or shapes, a narrowed
+        `loss_mask`, returns that do not follow from the rewards, an extra field that is not
+        declared (see `with_field`). Any values are accepted in `advantages`, `metrics` and extra
+        fields, and in `returns` beside `advantages`.
 
         Raises:
-            OSError: If it cannot be written, or ``path`` is a folder, a pipe or a device; what was
-                there stays as it was.
-            ValueError: If the batch is padded, or its parts do not fit together. It names the
-                field and what can be done.
+            OSError: If the file cannot be written, or ``path`` is a folder, a pipe or a device. A
+                file at ``path`` then keeps its content.
+            ValueError: If the batch is padded, or its fields contradict each other. The error
+                names the field and a remedy.
 
         Cost: copies the batch to the host (synchronises), checks every value there, and takes
             twice its memory until it is written.
@@ -785,19 +778,18 @@ class PackedBatch(LabelMethods):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackedBatch:
-        """Read a batch that `save` wrote, to the host.
+        """Read a batch from a file of `save`, to the host.
 
-        The tensors are copies: what happens to the file afterwards does not change them. They are
-        checked as `save` checks them, so that a file which was damaged, or made by others, is
-        either refused or a batch whose parts fit together.
+        The tensors are copies, which later writes to the file do not change. `load` makes the
+        same checks as `save`: a damaged or foreign file is either rejected or a consistent batch.
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is not a packed batch, one of an unknown schema, or one whose parts
-                contradict each other. It names the file and the field.
+            ValueError: If the file is no packed batch, has an unknown schema, or has fields that
+                contradict each other. The error names the file and the field.
 
-        Cost: reads the file once and checks every value. Memory: that of the tensors, some MB to
-            work in, and for names and lengths, 100 MB of a file at most, a few times their size.
+        Cost: one read of the file and a check of every value. Memory: the tensors, some MB, and a
+            few times the size of names and lengths, which are at most 100 MB of a file.
         """
         from trajpack.packing.batch.storage import load
 
@@ -806,14 +798,10 @@ class PackedBatch(LabelMethods):
     @property
     def is_padded(self) -> bool:
         """Whether the batch has the size of a `StaticBatch`, with a padding sequence."""
-        return self.cu_seqlens.shape[0] > self.num_turns + 1  # which are no fewer than sequences
+        return self.cu_seqlens.shape[0] > self.num_turns + 1  # a sequence has at least one turn
 
     def check_unpadded(self) -> None:
-        """Raise where there are turns of no trajectory, as in a `StaticBatch`.
-
-        Raises:
-            ValueError: That names the way out.
-        """
+        """Raise a `ValueError` if the batch has the padding of a `StaticBatch`."""
         if self.is_padded:
             raise ValueError("the batch is padded: take StaticBatch.unpadded()")
 
@@ -821,8 +809,36 @@ class PackedBatch(LabelMethods):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _versions(self) -> str:
-        known = self.turn_version_start >= 0  # those of padding are not
+        known = self.turn_version_start >= 0  # padding has -1
         if not known.any():
             return ""
         low, high = int(self.turn_version_start[known].min()), int(self.turn_version_end.max())
         return f"; policy version {low}" if low == high else f"; policy versions {low} to {high}"
+
+
+def number_groups(
+    groups: Iterable[str | None], known: dict[str, int], num_groups: int
+) -> tuple[list[int], int]:
+    """Number groups in order of first appearance; ``None`` is always a group of its own.
+
+    Args:
+        groups: Group of each trajectory.
+        known: Number of each group named before. Groups that are new are added, and what a call
+            added that did not count, at its end, is removed first.
+        num_groups: Groups before.
+
+    Returns:
+        The number of each trajectory's group, and how many groups there are then.
+
+    Example:
+        >>> number_groups(["b", None, "a", "b", None], {}, 0)
+        ([0, 1, 2, 0, 3], 4)
+    """
+    while known and next(reversed(known.values())) >= num_groups:
+        known.popitem()
+    numbers = []
+    for group in groups:
+        number = num_groups if group is None else known.setdefault(group, num_groups)
+        num_groups += number == num_groups
+        numbers.append(number)
+    return numbers, num_groups

@@ -1,4 +1,4 @@
-"""Whether the parts of a batch fit together: what is asked before a file is written and after."""
+"""Checks that the fields of a batch agree, made before a file is written and after it is read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import MAX_TOKENS
-from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.batch import PackedBatch, number_groups
 from trajpack.packing.conversion import FLOAT32_MAX, INT32_MAX, shown
-from trajpack.packing.layout import LAYOUTS, number_groups
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.turn_fields import TURN_FIELDS
+from trajpack.packing.types import LAYOUTS
 
 TURN_DTYPES = {
     **{field.name: field.dtype for field in TURN_FIELDS},
@@ -42,19 +42,18 @@ LABELS: dict[str, tuple[type, ...]] = {
 }
 HOST = {field.name for field in dataclasses.fields(PackedBatch)} - {*DTYPES, "fields"}
 FIELD_PREFIX = "fields."
-"""Before the names of extra fields, among the tensors of a file."""
+"""Prefix of the names of extra fields in a file."""
 PIECE = 1 << 18
-"""Tokens that are read and compared at a time: what is compared takes little memory, and a file
-that says it is large is refused before much of it is read."""
+"""Tokens that are read and compared at a time, which bounds memory."""
 RETURNS_TOLERANCE = 1e-6
-"""How far a turn's return may be off, as a share of what its rewards' sizes come to: the sums are
-made in float64, and their order differs between implementations."""
+"""Tolerance of a turn's return, relative to the discounted sum of absolute rewards: the order of
+the float64 sums differs between implementations."""
 
 REMEDIES = {
     "loss_mask": "narrow it after the batch is loaded, or weigh the loss (`loss_weights`) instead",
     "turn_returns": "pack trajectories with other rewards",
 }
-"""Remedies, by the field that a caller changed."""
+"""Remedies for fields that callers change."""
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -63,7 +62,7 @@ Read = Callable[[str, "Check | None"], torch.Tensor]
 
 
 class InconsistentBatch(ValueError):
-    """Parts that make no packed batch."""
+    """Fields that make no packed batch."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
@@ -72,21 +71,21 @@ class InconsistentBatch(ValueError):
 
 
 class Described(NamedTuple):
-    """A tensor that is not read yet."""
+    """Dtype and shape of a tensor that is not read yet."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Turns(NamedTuple):
-    """Turns and sequences of a batch, whose tables were found to agree."""
+    """Checked tables of the turns and sequences of a batch."""
 
     starts: Ints
     """``[sequences + 1]`` boundaries of the sequences."""
     spans: Ints
     """``[turns, 2]`` boundaries of the completions."""
     order: Ints
-    """Turns in the order in which their completions stand in the batch."""
+    """``[turns]`` turns in the order of their completions in the batch."""
     begin: Ints
     """``[turns]`` first token that is new with each turn."""
     cu_turns: Ints
@@ -94,23 +93,23 @@ class Turns(NamedTuple):
 
 
 def checked_batch(described: Mapping[str, Described], host: Any, read: Read) -> PackedBatch:
-    """Put a batch together from tensors and what stays on the host of it.
+    """Make a batch from tensors and host values, and check it.
 
-    Whatever follows from lengths, turns and labels is worked out again and compared bit for bit,
-    and `turn_returns` up to rounding. Values that a caller may choose are not judged: those of
-    ``advantages``, ``metrics`` and extra fields, and of ``returns`` where there are advantages.
+    Values that follow from lengths, turns and labels are computed again and compared bit for bit,
+    `turn_returns` up to rounding. Any values are accepted in ``advantages``, ``metrics`` and extra
+    fields, and in ``returns`` beside advantages.
 
     Args:
-        described: Every tensor, extra fields with `FIELD_PREFIX` before their names.
-        host: All other fields by name, as JSON has them.
-        read: Returns a tensor as it was described, contiguous and on the host, once for each. It
-            calls the check, if there is one, with the tensor as a numpy array and the rows that
-            were read, each time that `PIECE` more of them are there. Tensors over turns come first.
+        described: Dtype and shape of every tensor; names of extra fields begin with `FIELD_PREFIX`.
+        host: All other fields by name, as read from JSON.
+        read: Function that returns a tensor by name, contiguous and on the host; called once for
+            each, first for tensors over turns. It calls the given check with the tensor as a numpy
+            array and a slice of rows, whenever `PIECE` more rows were read.
 
     Raises:
-        InconsistentBatch: That names the part, what was expected and what came.
+        InconsistentBatch: If fields disagree. It names the field, the expected and the found value.
 
-    Cost: a pass over all tensors, beside them memory for a few times `PIECE` tokens.
+    Cost: a pass over all tensors, and memory for a few times `PIECE` tokens.
     """
     _require(isinstance(host, dict), "its metadata must be a JSON object")
     _require(set(host) == HOST, f"its metadata must be {sorted(HOST)}, got {sorted(host)}")
@@ -187,7 +186,7 @@ def _declared(described: Any) -> tuple[TokenField, ...]:
 def _check_described(
     described: Mapping[str, Described], host: dict[str, Any], declared: Sequence[TokenField]
 ) -> None:
-    """Check which tensors there are, their dtypes and shapes."""
+    """Check names, dtypes and shapes of the tensors."""
     fields = {FIELD_PREFIX + field.name: field for field in declared}
     for name in described:
         is_field = name.startswith(FIELD_PREFIX)
@@ -226,7 +225,7 @@ def _check_described(
 
 
 def called(name: str) -> str:
-    """Return what an error calls a tensor."""
+    """Return the name of a tensor in an error message."""
     is_field = name.startswith(FIELD_PREFIX)
     return f"field {name.removeprefix(FIELD_PREFIX)!r}" if is_field else name
 
@@ -262,7 +261,7 @@ def _check_tables(tables: Mapping[str, Array], host: dict[str, Any]) -> Turns:
 
 
 def _check_sequences(sequence: Array, cu_turns: Ints, num_sequences: int, layout: str) -> None:
-    """Check that sequences are numbered as turns open them, each by a turn of one trajectory."""
+    """Check that sequences are numbered in the order of their first turns."""
     name = "turn_sequence"
     if layout == "turns":
         _require(
@@ -287,13 +286,13 @@ def _check_sequences(sequence: Array, cu_turns: Ints, num_sequences: int, layout
 
 
 def _check_spans(tables: Mapping[str, Array], starts: Ints, cu_turns: Ints, layout: str) -> Turns:
-    """Check that completions follow each other in their sequences, the last up to its end."""
+    """Check the order of completions in their sequences; the last must end with its sequence."""
     sequence = tables["turn_sequence"].astype(np.int64)
     spans, begin = tables["turn_spans"].astype(np.int64), tables["turn_begin"].astype(np.int64)
     order = np.argsort(sequence, kind="stable")
     of, (first, end) = sequence[order], spans[order].T
     opens = np.diff(of, prepend=-1) != 0
-    context = np.where(opens, starts[of], np.roll(end, 1))  # what is new with each turn begins here
+    context = np.where(opens, starts[of], np.roll(end, 1))  # first token that is new with a turn
     closes = np.roll(opens, -1)
     wrong = np.empty(len(order), np.bool_)
     wrong[order] = (first < context) | (first <= starts[of]) | (end < first)
@@ -310,7 +309,7 @@ def _check_spans(tables: Mapping[str, Array], starts: Ints, cu_turns: Ints, layo
 
 
 def _check_returns(tensors: Mapping[str, torch.Tensor], discounts: list[float]) -> None:
-    """Discount the rewards again. Where powers of a discount pass float64, anything may be."""
+    """Compare returns with discounted rewards, except where powers of a discount overflow."""
     rewards, cu_turns = tensors["turn_rewards"], tensors["cu_turns"]
     by = torch.tensor(discounts, dtype=torch.float64, device="cpu")
     expected = discounted_returns(rewards, cu_turns, by, "torch").numpy()
@@ -327,7 +326,7 @@ def _check_returns(tensors: Mapping[str, torch.Tensor], discounts: list[float]) 
 def _check_tokens(
     turns: Turns, tables: Mapping[str, Array], read: Read, *, has_credit: bool
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors over tokens one by one, each checked piece by piece."""
+    """Read and check the tensors over tokens one by one."""
     tokens: dict[str, torch.Tensor] = {}
 
     def take(name: str, check: Check | None) -> Array:
@@ -360,7 +359,7 @@ def _check_tokens(
     if has_credit:
         take("returns", None)
     else:
-        values = np.append(tables["turn_returns"], np.float32(0))  # the last for those of no turn
+        values = np.append(tables["turn_returns"], np.float32(0))  # index -1: not generated
         rebuilt("returns", "turn_returns", lambda at: values[of[at]])
     take("input_ids", _check_ids)
     return tokens
@@ -381,21 +380,21 @@ def _check_logprobs(turn_ids: Array, logprobs: Array, at: slice) -> None:
 def _check_versions(
     turn_ids: Array, tables: Mapping[str, Array], versions: Array, at: slice
 ) -> None:
-    """Check that versions are those of their turns, and do not fall within one."""
-    least = np.append(tables["turn_version_start"], np.int32(-1))  # the last for those of no turn
+    """Check that versions are in the range of their turn, and do not decrease in a turn."""
+    least = np.append(tables["turn_version_start"], np.int32(-1))  # index -1: not generated
     most = np.append(tables["turn_version_end"], np.int32(-1))
     name, of, got = "policy_versions", turn_ids[at], versions[at]
     wrong = (got < least[of]) | (got > most[of])
     told = "be from turn_version_start to turn_version_end of its turn, -1 where it has none"
     _first_wrong(name, got, wrong, told, first=at.start)
-    here = slice(max(at.start - 1, 0), at.stop)  # and the token before
+    here = slice(max(at.start - 1, 0), at.stop)  # with the previous token
     falls = (np.diff(versions[here]) < 0) & (np.diff(turn_ids[here]) == 0)
     told = "not run backwards within a turn"
     _first_wrong(name, versions[here][1:], falls, told, first=here.start + 1)
 
 
 def _check_ends(versions: Array, spans: Ints, tables: Mapping[str, Array]) -> None:
-    """Check that a turn's versions run from its first to its last one, or stay at its first."""
+    """Check that a turn's versions cover its range, or are all the start of the range."""
     filled = np.flatnonzero(spans[:, 1] > spans[:, 0])
     first, last = versions[spans[filled, 0]], versions[spans[filled, 1] - 1]
     start = tables["turn_version_start"][filled]
@@ -409,28 +408,22 @@ def _check_ends(versions: Array, spans: Ints, tables: Mapping[str, Array]) -> No
 
 
 def _spread(bounds: Ints, values: Ints, at: slice) -> Ints:
-    """Return for each token of a piece the value of the stretch that holds it.
-
-    Args:
-        bounds: Where the stretches begin, and where the last one ends.
-        values: One for each.
-        at: The piece.
-    """
+    """Return for each token of slice ``at`` the value of its segment; ``bounds`` are boundaries."""
     low = int(np.searchsorted(bounds, at.start, side="right")) - 1
     high = int(np.searchsorted(bounds, at.stop, side="left"))
     return np.repeat(values[low:high], np.diff(bounds[low : high + 1].clip(at.start, at.stop)))
 
 
 def _check_prefixes(ids: Array, turns: Turns) -> None:
-    """Check in layout ``"turns"`` that a prompt repeats the earlier turn that it goes on from.
+    """Check in layout ``"turns"`` that a prompt repeats an earlier turn up to `turn_begin`.
 
-    What no earlier turn holds must be new. All of a prompt may be: `pack_resident` does not look.
+    A prompt may be all new: `pack_resident` does not compare prompts.
     """
     starts, cu_turns = turns.starts, turns.cu_turns
     held = turns.begin - starts[:-1]
     repeating = np.unique(np.searchsorted(cu_turns, np.flatnonzero(held), side="right") - 1)
     for trajectory in repeating.tolist():
-        ends: Counter[bytes] = Counter()  # turns that no other has gone on from
+        ends: Counter[bytes] = Counter()  # turns that no later turn extends
         for turn in range(cu_turns[trajectory], cu_turns[trajectory + 1]):
             text = ids[starts[turn] : starts[turn + 1]].astype(np.int32).tobytes()
             if held[turn]:
@@ -445,14 +438,9 @@ def _check_prefixes(ids: Array, turns: Turns) -> None:
 
 
 def _same(name: str, got: Array, expected: Array, why: str, *, first: int = 0) -> None:
-    """Raise unless two arrays are the same bit for bit, the second in the first one's dtype.
+    """Raise unless ``got`` has the bits of ``expected``, converted to the dtype of ``got``.
 
-    Args:
-        name: Of the tensor.
-        got: What it holds.
-        expected: What it must hold.
-        why: What says so.
-        first: Index of the first entry in the tensor.
+    ``why`` names the source of the expected values, ``first`` is the index of the first entry.
     """
     expected = expected.astype(got.dtype, copy=False)
     if got.dtype == np.bool_:
@@ -478,7 +466,7 @@ def _first_wrong(name: str, got: Array, wrong: Array, expected: str, *, first: i
 
 
 def _check_bools(name: str, tensor: torch.Tensor) -> None:
-    """Raise where bytes of bools are neither 0 nor 1: what is computed of them is not defined."""
+    """Raise if a byte of a bool tensor is neither 0 nor 1, for which torch is undefined."""
     if tensor.dtype == torch.bool and tensor.numel():
         most = int(tensor.view(torch.uint8).max())
         _require(most <= 1, f"{name} must be bytes of 0 or 1, got {most}")

@@ -1,4 +1,4 @@
-"""A packed batch as a person would want to see it: what is in it, and who said what."""
+"""Text and rich panels that show a packed batch in a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-"""Turns token ids into text."""
+"""Function from token ids to text."""
 Kind: TypeAlias = Literal["prompt", "observation", "generated"]
 
 STYLES: dict[Kind, str] = {"prompt": "cyan", "observation": "yellow", "generated": "bold green"}
@@ -29,20 +29,20 @@ _NARROW = 50
 
 
 class Span(NamedTuple):
-    """A stretch of a sequence that has one origin."""
+    """Tokens of a sequence of one kind."""
 
     kind: Kind
-    """``"observation"`` is context after the first generated token of its sequence."""
+    """``"prompt"``, ``"generated"``, or ``"observation"``: context after a generated token."""
     start: int
     """Index of its first token in the batch."""
     end: int
     """Index past its last token in the batch."""
     turn: int
-    """Turn that generated it, an index of the batch's turn tensors, or -1."""
+    """Turn that generated the tokens, an index of the batch's turn tensors, or -1."""
 
 
 def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
-    """Cut a sequence where prompt, observation and the completions of its turns meet.
+    """Return the spans of prompt, observations and completions of a sequence.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
@@ -71,12 +71,12 @@ def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
 
 
 def _visible(text: str) -> str:
-    """Mark the ends of lines, so that those at either end of a text are not lost."""
+    """Return printable text with marked line ends."""
     return printable(text.replace("\n", f"{_NEWLINE}\n").removesuffix("\n"), keep="\n")
 
 
 def describe(batch: PackedBatch) -> list[tuple[str, str]]:
-    """Return what is in a batch as pairs of a name and its value in words.
+    """Return the content of a batch as pairs of a name and a value in words.
 
     Cost: copies the turn tensors to the host (synchronises).
 
@@ -123,7 +123,7 @@ def describe(batch: PackedBatch) -> list[tuple[str, str]]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where it needs one.
+    """Return a number with its noun, in the plural unless the number is 1.
 
     Example:
         >>> counted(1, "turn"), counted(1200, "turn")
@@ -133,7 +133,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def as_table(rows: Iterable[tuple[str, str]], title: str) -> Table:
-    """Return pairs of a name and a value as a table for a rich console. Text is never markup."""
+    """Return pairs of a name and a value as a rich table; markup in the text is shown as text."""
     from rich.table import Table
     from rich.text import Text
 
@@ -146,7 +146,7 @@ def as_table(rows: Iterable[tuple[str, str]], title: str) -> Table:
 
 
 def as_lines(rows: Iterable[tuple[str, str]], title: str) -> Text:
-    """Return what `as_table` does where a table would be too wide: a line for each pair."""
+    """Return pairs of a name and a value as lines, for terminals too narrow for a table."""
     from rich.text import Text
 
     lines = [Text(printable(title), "italic")]
@@ -160,7 +160,7 @@ def summary(rows: Iterable[tuple[str, str]], title: str, width: int) -> Table | 
 
 
 def legend(decoded: bool) -> Text:
-    """Return a line that says which style means what."""
+    """Return the legend of the styles."""
     from rich.text import Text
 
     parts = [
@@ -179,16 +179,15 @@ def sequence_panel(
 ) -> Panel:
     """Return one sequence with its turns and its text as a panel for a rich console.
 
-    Every span has a line of its own, named after its kind, so that spans can be told apart
-    without colour too. A long span is shortened in the middle, and of many turns the first
-    ones are shown. Whatever the text holds, it is
-    neither markup nor does it reach the terminal as a control character.
+    Each span has a line that begins with its kind. A long span is shortened in the middle, and
+    only the first spans of a long sequence are shown. Control characters and markup of the text
+    are escaped.
 
     Args:
-        batch: On any device.
-        sequence: Which one, from 0.
-        decode: Turns token ids into text; ``None`` shows the ids.
-        full: Leave nothing out.
+        batch: Batch on any device.
+        sequence: Index of the sequence.
+        decode: Function from token ids to text; ``None`` shows the ids.
+        full: Whether to show all tokens of all spans.
 
     Raises:
         IndexError: If there is no such sequence.

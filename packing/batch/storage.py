@@ -1,8 +1,7 @@
 """Packed batches as ``.safetensors`` files.
 
-The library writes them. It would read them by mapping the file, whose bytes others may change, or
-with a copy of the whole beside the file's own bytes; so they are read here, each tensor from its
-place in the file into memory of its own.
+The safetensors library writes the files. Its readers map the file, which others may change, or hold
+all bytes twice, so the reader here copies each tensor from the file once.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a safetensors header, bytes."""
 MAX_DIMENSIONS = 64
 MAX_REASON = 1000
-"""Characters that an error says of a file."""
+"""Maximum number of characters of an error's reason."""
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -83,12 +82,12 @@ class Stored(NamedTuple):
 
     described: Described
     begin: int
-    """Its first byte in the file."""
+    """Position of its first byte in the file."""
     num_bytes: int
 
 
 def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
-    """Write ``batch`` to ``path``, whole or not at all; see `PackedBatch.save`."""
+    """Write ``batch`` to ``path`` atomically; see `PackedBatch.save`."""
     from safetensors import SafetensorError
     from safetensors.torch import save as serialise
 
@@ -114,7 +113,7 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
         content = serialise(_unshared(tensors), metadata)
     except SafetensorError as error:  # its header holds 100 MB
         raise ValueError(f"ids and groups take too much room: {error}") from error
-    unfinished = place.with_name(f".{place.name}.{uuid.uuid4().hex}")  # others may save there, too
+    unfinished = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     with replacing(place, unfinished), unfinished.open("xb") as file:
         file.write(content)
 
@@ -123,29 +122,29 @@ def load(path: str | os.PathLike[str]) -> PackedBatch:
     """Read a batch from ``path``; see `PackedBatch.load`."""
     name = os.fspath(path)
     try:
-        if kind := _other_kind(os.stat(name).st_mode):  # which to open may wait, or act
+        if kind := _other_kind(os.stat(name).st_mode):  # opening a pipe or a device may block
             raise ValueError(f"it is {kind}, not a file")
         descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             found = os.fstat(descriptor)
-            if kind := _other_kind(found.st_mode):  # put there since
+            if kind := _other_kind(found.st_mode):  # replaced meanwhile
                 raise ValueError(f"it is {kind}, not a file")
             return _read_batch(file, found.st_size)
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error) or "it takes more memory than there is"
-        if len(reason) > MAX_REASON:  # a text of the file, quoted
+        if len(reason) > MAX_REASON:  # it may quote text of the file
             reason = f"{reason[:MAX_REASON]} ..."
         raise ValueError(f"{os.fsdecode(name)} is not a readable packed batch: {reason}") from error
 
 
 def _other_kind(mode: int) -> str | None:
-    """Return what else than a file it is."""
+    """Return the kind of a file that is not regular, or ``None``."""
     kind = stat.S_IFMT(mode)
     return None if kind == stat.S_IFREG else KINDS.get(kind, "of an unknown kind")
 
 
 def _host_of(batch: PackedBatch) -> dict[str, Any]:
-    """Return what is no tensor of a batch, as JSON will have it."""
+    """Return the host values of a batch for JSON."""
     host = {name: getattr(batch, name) for name in HOST}
     host = {
         name: _plain(name, v) if isinstance(v, (list, tuple)) else v for name, v in host.items()
@@ -166,7 +165,7 @@ def _plain(name: str, entries: Any) -> list[Any]:
 
 
 def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, Any]]:
-    """Return the names that a batch's tensors have in a file, and the tensors."""
+    """Return the tensors of a batch with their names in a file."""
     for name in DTYPES:
         tensor = getattr(batch, name)
         if tensor is not None or name not in LATER_DTYPES:
@@ -195,7 +194,7 @@ def _on_host(name: str, tensor: Any) -> torch.Tensor:
 
 
 def _examined(tensors: Mapping[str, torch.Tensor], name: str, check: Check | None) -> torch.Tensor:
-    """Return one of the tensors, after it was checked."""
+    """Check a tensor and return it."""
     tensor = tensors[name]
     if check:
         for begin in range(0, len(tensor), PIECE):
@@ -204,7 +203,7 @@ def _examined(tensors: Mapping[str, torch.Tensor], name: str, check: Check | Non
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that share memory with others, which safetensors refuses."""
+    """Copy tensors that share memory, which safetensors rejects."""
     taken: set[int] = set()
     unshared = {}
     for name, tensor in tensors.items():
@@ -215,11 +214,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _read_batch(file: FileIO, size: int) -> PackedBatch:
-    """Read a batch from a file of so many bytes.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Read a batch from a file of ``size`` bytes; raise a `ValueError` if it holds none."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise ValueError(f"it needs {size:,} bytes of memory, this machine has {memory:,}")
@@ -246,13 +241,13 @@ def _read_batch(file: FileIO, size: int) -> PackedBatch:
 def _read_tensor(
     file: FileIO, stored: Mapping[str, Stored], name: str, check: Check | None
 ) -> torch.Tensor:
-    """Read a tensor into memory of its own, and check it as it comes."""
+    """Read a tensor into fresh memory and check it in pieces."""
     (dtype, shape), place, num_bytes = stored[name]
     try:
         raw = np.empty(num_bytes, np.uint8)
     except MemoryError:
         raise ValueError(f"{called(name)} needs {num_bytes:,} bytes of memory") from None
-    if not num_bytes:  # which torch does not view as another dtype
+    if not num_bytes:  # torch cannot view no bytes as another dtype
         return torch.empty(shape, dtype=dtype, device="cpu")
     tensor = torch.from_numpy(raw).view(dtype).reshape(shape)
     row_bytes = num_bytes // len(tensor)
@@ -267,7 +262,7 @@ def _read_tensor(
 
 
 def _read_header(file: FileIO, size: int) -> tuple[dict[str, Any], int]:
-    """Return what a file says of its tensors, and where they begin."""
+    """Return the header of a file and the position of its first tensor."""
     first = np.zeros(8, np.uint8)
     if size < len(first):
         raise ValueError(f"it has {size} bytes, too few for a header")
@@ -285,7 +280,7 @@ def _read_header(file: FileIO, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _parsed(text: str) -> Any:
-    """Read JSON, without what it does not have: keys that stand twice, NaN and infinity."""
+    """Read JSON; duplicate keys, NaN and infinity are errors."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -300,7 +295,7 @@ def _parsed(text: str) -> Any:
 
 
 def _stored(header: Mapping[str, Any], begin: int, size: int) -> dict[str, Stored]:
-    """Return where each tensor lies; they fill the file from ``begin`` to its end."""
+    """Return the position of each tensor; together they must fill the file from ``begin``."""
     stored = {name: _stored_tensor(name, entry, begin) for name, entry in header.items()}
     end = begin
     for name, one in sorted(stored.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
@@ -335,7 +330,7 @@ def _stored_tensor(name: str, entry: Any, begin: int) -> Stored:
 
 
 def _fill(file: FileIO, begin: int, out: npt.NDArray[np.uint8], *, name: str) -> None:
-    """Read as many bytes as ``out`` takes, from byte ``begin`` of the file."""
+    """Fill ``out`` with the bytes of the file from position ``begin``."""
     file.seek(begin)
     filled, room = 0, out.data
     while filled < len(out):

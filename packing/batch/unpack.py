@@ -1,4 +1,4 @@
-"""From a packed batch back to the trajectories it was packed from."""
+"""`unpack`: packed batch to trajectories."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trajpack.packing.types import Trajectory, Turn, VersionSpan
 def unpack(batch: PackedBatch) -> list[Trajectory]:
     """Return the trajectories of a batch: the inverse of `trajpack.pack`, bit for bit.
 
-    In every layout a turn's prompt is what stands before its completion in its sequence.
+    In every layout a turn's prompt is the tokens of its sequence before its completion.
 
-    Cost: copies the batch to the host (synchronises); the turns' arrays are views of that.
+    Cost: copies the batch to the host (synchronises); the turns' arrays are views of the copy.
 
     Example:
         >>> from trajpack import Trajectory, Turn, pack
@@ -31,11 +31,11 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
     """
     host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors().items()}
     ids = host["input_ids"].astype(np.int32)
-    host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # the batch's own, on the host
-    fields = {name: _own(field) for name, field in batch.fields.items()}
+    host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # on the host a view of the batch
+    fields = {name: _host_copy(field) for name, field in batch.fields.items()}
     turns = [
         dataclasses.replace(turn, fields=_rows(batch, fields, host, index)) if fields else turn
-        for index in range(int(host["cu_turns"][len(batch.ids)]))  # the rest is padding
+        for index in range(int(host["cu_turns"][len(batch.ids)]))  # without padding turns
         for turn in (_turn(host, ids, index),)
     ]
     bounds = host["cu_turns"].tolist()[: len(batch.ids) + 1]
@@ -64,8 +64,8 @@ def _turn(host: dict[str, npt.NDArray[Any]], ids: npt.NDArray[np.int32], turn: i
     )
 
 
-def _own(field: torch.Tensor) -> Any:
-    """Return a field on the host, not the batch's own, as numpy has it where numpy has it."""
+def _host_copy(field: torch.Tensor) -> Any:
+    """Return a copy of a field: a numpy array, or a tensor if numpy lacks the dtype."""
     copied = field.cpu().clone()
     try:
         return copied.numpy()
@@ -85,7 +85,7 @@ def _rows(
 
 
 def _spans(versions: npt.NDArray[np.int32]) -> list[VersionSpan] | None:
-    """Return the stretches of equal version, or ``None`` where there is but one."""
+    """Return the spans of equal version, or ``None`` if there is only one."""
     changes = np.flatnonzero(np.diff(versions)) + 1
     if not changes.size:
         return None

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.host_memory import HostMemory
+from trajpack.kernels.fields.build import HostMemory, build, build_into
+from trajpack.kernels.fields.gather_fields import gather_fields
+from trajpack.kernels.scan.credit_scan import credit_scan
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.store import Store
-from trajpack.packing.buffer.writing import turn_tables, write_batch
-from trajpack.packing.conversion import as_integer, several
-from trajpack.packing.layout import Layout, check_layout
+from trajpack.packing.buffer.chains import (
+    TrajectoryLabels,
+    ValidatedTurns,
+    copy_numbers,
+    named,
+    validate_turns,
+)
+from trajpack.packing.buffer.staging import DeviceRegion, Staging
+from trajpack.packing.buffer.tables import (
+    TABLE_ROWS,
+    BatchTables,
+    Counts,
+    StoredTurns,
+    check_layout,
+    columns_for,
+)
+from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.types import Trajectory
+from trajpack.packing.types import Layout, Trajectory
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
+
+MOST_WAITING = 64
+"""Turns that may wait for a table update; their update costs as much as a call."""
 
 
 def pack(
@@ -31,10 +52,10 @@ def pack(
     """Pack trajectories into one batch; `PackedBatch.unpack` is the exact inverse.
 
     Args:
-        trajectories: In the order they will have in the batch.
-        layout: ``"merged"``: a sequence is a whole conversation, every completion in it
+        trajectories: Trajectories in the order of the batch.
+        layout: ``"merged"``: a sequence is a whole conversation, and all its completions are
             trained. ``"turns"``: a sequence is one turn, its prompt and its completion.
-        device: Where the batch shall live; torch's default device if ``None``.
+        device: Device of the batch; torch's default device if ``None``.
         impl: See `trajpack.kernels`; ``"auto"`` is Triton on CUDA and torch elsewhere.
         fields: Extra per-token fields that every turn brings, see `TokenField`.
 
@@ -62,6 +83,24 @@ def pack(
     return buffer.pack(layout=layout, impl=impl)
 
 
+class State(NamedTuple):
+    """Counts of a buffer; replaced as a whole at the end of a call, so that calls are atomic."""
+
+    num_words: int = 0
+    num_tokens: int = 0
+    num_turns: int = 0
+    num_generated: int = 0
+    num_trajectories: int = 0
+    waiting: tuple[StoredTurns, ...] = ()
+    """Stored turns that are not in the tables yet."""
+    counts: Counts = Counts()
+    """Entries of the tables."""
+    layout: Layout = "merged"
+    """Layout of the tables."""
+    arranged: bool = False
+    """Whether the tables of that layout are complete."""
+
+
 class TrajectoryBuffer:
     """Collects trajectories on the host and packs them for a device.
 
@@ -69,9 +108,9 @@ class TrajectoryBuffer:
     keeps its memory through `clear`, and belongs to one thread at a time.
 
     Args:
-        device: Where batches shall live; torch's default device if ``None``. For a CUDA
-            device the buffer's memory is pinned.
-        capacity: Tokens it may hold; memory for them is made at once. Unlimited if ``None``.
+        device: Device of the batches; torch's default device if ``None``. For a CUDA device the
+            buffer's memory is pinned.
+        capacity: Maximum number of stored tokens, allocated at once. Unlimited if ``None``.
         fields: Extra per-token fields that every turn brings, see `TokenField`.
 
     Example:
@@ -95,12 +134,16 @@ class TrajectoryBuffer:
         self.device = torch.get_default_device() if device is None else torch.device(device)
         self.capacity = capacity
         self.fields = check_fields(fields)
-        self._store = Store(self.device, capacity, self.fields)
+        num_words = 2 * (capacity or 0)  # an id and a log-probability for each token
+        self._staging = Staging(self.device, columns_for(self.fields), num_words)
+        self._tables = BatchTables(self.fields)
+        self._labels: list[TrajectoryLabels] = []
+        self._state = State()
         self._memory = HostMemory() if self.device.type == "cpu" else None
 
     def __len__(self) -> int:
-        """Trajectories it holds."""
-        return self._store.state.num_trajectories
+        """Number of stored trajectories."""
+        return self._state.num_trajectories
 
     def __repr__(self) -> str:
         limit = "" if self.capacity is None else f" of {self.capacity:,}"
@@ -111,56 +154,79 @@ class TrajectoryBuffer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it stores, each counted once."""
-        return self._store.state.num_tokens
+        """Number of stored tokens, each counted once."""
+        return self._state.num_tokens
 
     @property
     def num_turns(self) -> int:
-        """Turns of all its trajectories."""
-        return self._store.state.num_turns
+        """Number of turns of the stored trajectories."""
+        return self._state.num_turns
 
     @property
     def num_bytes(self) -> int:
-        """Bytes its stream takes: 4 a token, 4 more a generated token, and the extra fields."""
-        return 4 * self._store.state.num_words
+        """Bytes of the stream: 4 a token, 4 more a generated token, and the extra fields."""
+        return 4 * self._state.num_words
 
     def add(self, trajectory: Trajectory) -> None:
-        """Check a trajectory and store what is new in each of its turns: `extend` by one."""
+        """Check a trajectory and store the new tokens of its turns: `extend` by one."""
         self.extend((trajectory,))
 
     def extend(self, trajectories: Iterable[Trajectory]) -> None:
-        """Check trajectories and store what is new in each of their turns.
+        """Check trajectories and store the new tokens of their turns.
 
-        A turn extends the longest of its trajectory's chains whose tokens are all a prefix of
-        its prompt (the latest, on a tie); where there is none, a new chain begins.
+        A turn extends the longest chain of its trajectory that is a prefix of its prompt (the
+        latest, on a tie). Without such a chain it begins a new one.
 
         Raises:
             TypeError: If a value is of the wrong kind.
             ValueError: If a value is out of range, lengths disagree, or the trajectories do
-                not fit the capacity. Every error names trajectory, turn, what was expected
-                and what came; nothing of the call stays behind.
+                not fit the capacity. Every error names the trajectory, the turn, the expected and
+                the given value; no part of the call is stored.
 
-        Each number is read once, and what was read is checked and stored: an array that another
-        thread writes meanwhile may be refused, but never leaves a value behind that was not
-        checked.
+        Each number is read once, and the read value is checked and stored. An array that another
+        thread writes meanwhile may raise, but an unchecked value is never stored.
 
-        Cost: copies what is new and, where a trajectory has several turns, each prompt, and
-            compares the prompt with the chain it extends (with several, where their ends agree),
-            at memory speed, beside about 30 microseconds a call and 3 a turn. Arrays of int32
-            and float32 are read where they are; others are converted first. Reads CUDA tensors
-            back (one synchronisation each; see `pack_resident`). After `pack`, and without
-            `clear`, waits for that pack's copy.
+        Cost: copies the new tokens and, for a trajectory of several turns, each prompt, which is
+            compared with the chain it extends, at memory speed; about 30 microseconds a call and
+            3 a turn. Arrays of int32 and float32 are not converted. CUDA tensors are read back
+            (one synchronisation each; see `pack_resident`). After `pack` without `clear`, waits
+            for the copy of that pack.
         """
         given = several("trajectories must be several of Trajectory", trajectories)
-        if given:
-            self._store.extend(given)
+        if not given:
+            return
+        intake, state = validate_turns(given, self.fields), self._state
+        if self.capacity is not None and state.num_tokens + intake.num_tokens > self.capacity:
+            raise ValueError(
+                f"{named(intake.labels)} needs {intake.num_tokens} tokens, but "
+                f"{self.capacity - state.num_tokens} of the buffer's {self.capacity} are left; "
+                "pack and clear it, or give it more capacity"
+            )
+        stored, num_words = self._append(intake)
+        new = state._replace(
+            num_words=num_words,
+            num_tokens=state.num_tokens + intake.num_tokens,
+            num_turns=state.num_turns + len(intake.turn_size),
+            num_generated=state.num_generated + intake.num_generated,
+            num_trajectories=state.num_trajectories + len(intake.labels),
+            waiting=(*state.waiting, stored),
+        )
+        if new.num_turns - state.counts.turns >= MOST_WAITING:
+            with suppress(ValueError):  # too long in this layout: `pack` raises it
+                new = self._with_tables(new)
+        self._labels[state.num_trajectories :] = intake.labels
+        self._state = new
 
     def clear(self) -> None:
-        """Forget every trajectory and keep the memory. Batches already packed stay valid."""
-        self._store.clear()
+        """Remove all trajectories and keep the memory. Packed batches stay valid."""
+        rows = self._state.counts.spans + 1
+        self._labels = []  # a new list: batches still read the old one
+        self._tables = BatchTables(self.fields)
+        self._state = State(layout=self._state.layout)
+        self._staging.clear(rows)
 
     def pack(self, layout: Layout = "merged", impl: Impl = "auto") -> PackedBatch:
-        """Write all trajectories as one batch. The buffer keeps its content.
+        """Return all trajectories as one batch; the buffer keeps them.
 
         Args:
             layout: ``"merged"`` or ``"turns"``, see `trajpack.pack`.
@@ -168,39 +234,149 @@ class TrajectoryBuffer:
                 implementation that cannot run raises.
 
         Raises:
-            ValueError: If ``layout`` or ``impl`` is unknown, or the batch would pass 2³¹ tokens.
+            ValueError: If ``layout`` or ``impl`` is unknown, or the batch would exceed 2³¹ tokens.
             RuntimeError: If ``impl`` cannot run for this device.
 
-        Cost: one host-to-device copy of what the buffer stores and its tables, two launches, a
-            third one where there are extra fields, no synchronisation; 38 bytes a token are
-            written on the device. The host's part does not grow with the batch, as long as the
-            layout is that of the pack before (at first ``"merged"``): tables are kept for one
-            layout at a time. On the host, memory of batches that are gone is used again: let go
-            of one before the next is packed. A CUDA graph that captures it replays this batch,
-            as long as the buffer lives; `StaticBatch` replays others. Where another stream than
-            the current one reads the batch, `PackedBatch.record_stream` keeps its memory.
+        Cost: one host-to-device copy of the stored words and tables, two launches, a third one for
+            extra fields, no synchronisation; 38 bytes a token are written on the device. The
+            host's part does not grow with the batch if the layout is that of the previous pack (at
+            first ``"merged"``), because tables are kept for one layout at a time. On the host the
+            memory of deleted batches is reused: delete a batch before packing the next. A CUDA
+            graph that captures a pack replays this batch while the buffer exists; `StaticBatch`
+            replays others. If another stream reads the batch, call `PackedBatch.record_stream`.
         """
         check_layout(layout)
         chosen = resolve_impl("pack", impl, torch.empty(0, device=self.device))
-        state = self._store.update_tables(layout)
-        with self._store.staging.on_device():
-            arena = self._store.staging.send(state.num_words)
-            counts, memory = state.settled, self._memory
-            written = write_batch(arena, arena.stream, counts, self.fields, chosen, memory)
-        ready = written | {"layout": layout, "num_generated": state.num_generated}
-        later = turn_tables(arena, state.settled)
-        if self.device.type == "cpu":  # the buffer's memory is written again
-            ready |= {name: table().clone() for name, table in later.items()}
-            later = {}
-        return PackedBatch.with_lazy_columns(ready, later | self._store.host_columns())
+        state = self._arrange(layout)
+        counts, memory = state.counts, self._memory
+        with self._staging.on_device():
+            region = self._staging.send(state.num_words)
+            ready = write_batch(region, region.stream, counts, self.fields, chosen, memory)
+        ready |= {"layout": layout, "num_generated": state.num_generated}
+        lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
+        if self.device.type == "cpu":  # later calls write to the memory of the tables
+            ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
+        return PackedBatch.with_lazy_columns(ready, lazy)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
-        """Write all trajectories into the memory of ``static``: `StaticBatch.fill` and `run`.
+        """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
 
         Raises:
-            ValueError: If the batch does not fit, or ``static`` was made for other fields.
+            ValueError: If the batch does not fit, or ``static`` has other fields.
 
         Cost: as `pack`, and a copy on the host; nothing is allocated but the turns' returns.
         """
         static.fill(self, layout)
         return static.run()
+
+    def _append(self, intake: ValidatedTurns) -> tuple[StoredTurns, int]:
+        """Append turns to the stream; return their positions and the new end."""
+        used = self._state.num_words
+        logprobs = used + intake.num_tokens
+        end = logprobs + intake.num_generated
+        rows = []
+        for pieces in intake.rows:
+            begin = -(-end // 4) * 4  # a multiple of 16 bytes
+            rows.append(4 * begin)
+            end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
+        if end > INT32_MAX:
+            raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
+        self._staging.reserve(end, 0, words_used=used)
+        stream = self._staging.region.stream
+        floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
+        copy_numbers(intake, stream[used:logprobs], floats)
+        for begin, pieces in zip(rows, intake.rows, strict=True):
+            flat = [piece.reshape(-1) for piece in pieces]
+            size = sum(piece.size for piece in flat)
+            np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
+        intake.rows = []  # releases the caller's arrays
+        return StoredTurns(intake, used, logprobs, tuple(rows)), end
+
+    def _arrange(self, layout: Layout) -> State:
+        """Bring the tables up to date for ``layout``."""
+        if layout != self._state.layout:  # the tables will be overwritten
+            self._state = self._state._replace(layout=layout, arranged=False)
+        self._state = self._with_tables(self._state)
+        return self._state
+
+    def _with_tables(self, state: State) -> State:
+        """Write the tables of the turns in ``state``, and return the state that counts them."""
+        if state.arranged and not state.waiting:
+            return state
+        reserve = partial(self._staging.reserve, 0, words_used=state.num_words)
+        counts, before = state.counts, state.counts if state.arranged else Counts()
+        for stored in state.waiting:
+            counts = self._tables.append_rows(stored, counts, reserve)
+        counts = self._tables.arrange(state.layout, counts, before, reserve=reserve)
+        return state._replace(counts=counts, waiting=(), arranged=True)
+
+
+def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.Tensor:
+    """Discount the turns' rewards backward over their trajectories."""
+    returns, _ = credit_scan(
+        region.table("turn_rewards", counts.turns),
+        region.table("cu_turns", counts.trajectories + 1),
+        op="discounted_returns",
+        kind="returns",
+        impl=impl,
+        gammas=region.table("turn_discounts", counts.trajectories),
+        max_seqlen=counts.most_turns,
+    )
+    return returns
+
+
+def write_batch(
+    region: DeviceRegion,
+    words: torch.Tensor,
+    counts: Counts,
+    fields: Sequence[TokenField],
+    impl: Impl,
+    memory: HostMemory | None = None,
+) -> dict[str, Any]:
+    """Launch the kernels that write a batch from its tables and the stream ``words``.
+
+    Returns the per-token tensors, on the host in ``memory``, and the turns' returns.
+    """
+    returns = returns_of_turns(region, counts, impl)
+    runs = region.table("runs", counts.spans + 1)
+    if memory is not None and impl == "torch":
+        built = memory.fields(counts.tokens)
+        build_into(built, words, runs, returns, impl)
+    else:
+        built = build(words, runs, returns, counts.tokens, impl)
+    extra = {}
+    if fields:
+        sources = region.table("field_sources", counts.spans + 1)
+        layouts = [field.layout for field in fields]
+        gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
+        extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
+    return {
+        **built._asdict(),
+        "turn_returns": returns,
+        "fields": extra,
+        "token_fields": tuple(fields),
+    }
+
+
+def lazy_columns(
+    region: DeviceRegion,
+    labels: Sequence[TrajectoryLabels],
+    tables: BatchTables,
+    *,
+    counts: Counts,
+) -> dict[str, Callable[[], Any]]:
+    """Return functions that make the tables and host values of a batch at first access."""
+    count, seqlens = counts.trajectories, tables.seqlens.rows[: counts.sequences]
+    return {
+        **{
+            name: partial(region.table, name, getattr(counts, number) + addend)
+            for name, (number, addend) in TABLE_ROWS.items()
+        },
+        "seqlens": lambda: tuple(seqlens.tolist()),
+        "num_groups": lambda: counts.groups,
+        "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),
+        "ids": lambda: tuple(label.id for label in labels[:count]),
+        "groups": lambda: tuple(label.group for label in labels[:count]),
+        "task_ids": lambda: tuple(label.task_id for label in labels[:count]),
+        "birth_times_ms": lambda: tuple(label.birth_time_ms for label in labels[:count]),
+    }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajpack.packing.conversion import (
     FLOAT32_MAX,
@@ -26,6 +27,7 @@ from trajpack.packing.conversion import (
     shown,
 )
 from trajpack.packing.token_fields import Bytes, TokenField, rows_of_turn
+from trajpack.packing.turn_fields import TURN_FIELDS, TurnField
 from trajpack.packing.types import Trajectory, Turn
 
 TINY = 256
@@ -33,6 +35,9 @@ TINY = 256
 
 VersionRun = tuple[int, int, int]
 ID_FIELDS = ("prompt_ids", "completion_ids")
+_CHECKED = {"reward", "truncated", "version_start", "version_end"}
+_PLAIN_FIELDS = [one for one in TURN_FIELDS if one.attribute not in _CHECKED]
+"""Numbers of a turn that `take_numbers` has no rule of their own for."""
 
 
 class TrajectoryLabels(NamedTuple):
@@ -46,18 +51,14 @@ class TrajectoryLabels(NamedTuple):
 
 
 class ChainEnd(NamedTuple):
-    """Last turn of a chain; its prompt and completion are the whole chain."""
+    """Last turn of a chain, which holds all tokens of the chain."""
 
     prompt: Any
-    """int32 bytes, or the given array or list where no other turn is compared with it."""
+    """int32 bytes; in a trajectory of one turn the given array or list."""
     completion: Any
     rows: Sequence[Bytes]
     turn: int
     """Index of the turn in `ValidatedTurns`."""
-
-    def arrays(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return prompt and completion, where they are bytes, as arrays."""
-        return np.frombuffer(self.prompt, INT32), np.frombuffer(self.completion or b"", INT32)
 
 
 @dataclass
@@ -73,8 +74,8 @@ class ValidatedTurns:
     last_turns: list[int] = field(default_factory=list)
     """Last turn of each chain."""
     ids: list[Any] = field(default_factory=list)
-    """int32 arrays: prompt and completion of the last turn of each chain. For a trajectory with one
-    turn they may be the caller's arrays."""
+    """int32 arrays: prompt and completion of the last turn of each chain; the caller's arrays for a
+    trajectory of one turn."""
     logprobs: list[Any] = field(default_factory=list)
     """float32 arrays: log-probabilities of each turn; may be the caller's arrays."""
     rows: list[list[Bytes]] = field(default_factory=list)
@@ -85,24 +86,18 @@ class ValidatedTurns:
     """Prompt tokens of each turn."""
     turn_size: list[int] = field(default_factory=list)
     """Completion tokens of each turn."""
-    reward: list[float] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
-    version_start: list[int] = field(default_factory=list)
-    version_end: list[int] = field(default_factory=list)
+    numbers: dict[str, list[Any]] = field(
+        default_factory=lambda: {one.attribute: [] for one in TURN_FIELDS}
+    )
+    """`TURN_FIELDS` of each turn, by attribute."""
     version_runs: dict[int, Sequence[VersionRun]] = field(default_factory=dict)
     """Version runs of turns with several versions, by turn."""
+    num_tokens: int = 0
+    """Sum of `chain_sizes`."""
+    num_generated: int = 0
+    """Sum of `turn_size`."""
     has_lists: bool = False
     """Whether lists are among `ids` and `logprobs`, until `validate_turns` returns."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to be stored."""
-        return sum(self.chain_sizes)
-
-    @property
-    def num_generated(self) -> int:
-        """Generated tokens to be stored."""
-        return sum(self.turn_size)
 
     def sizes(self, typecode: Typecode) -> list[int]:
         """Return how many numbers each piece of `ids` (``"i"``) or `logprobs` (``"f"``) has."""
@@ -115,18 +110,18 @@ class ValidatedTurns:
 def validate_turns(
     trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...]
 ) -> ValidatedTurns:
-    """Convert trajectories, check all but single ids and log-probabilities, and find the chains.
+    """Convert trajectories, check everything except the ids and log-probabilities, find the chains.
 
-    `copy_numbers` checks those in bulk, where they are stored. Each number of the caller's is read
-    once, by a conversion, a copy or `copy_numbers`, so that what is checked is what is stored.
+    `copy_numbers` checks the stored ids and log-probabilities in bulk. Each number is read from the
+    caller's arrays once, so the checked values are the stored values.
 
     Raises:
         TypeError: If a value is of the wrong kind.
         ValueError: If a value is out of range, lengths disagree, there is no turn, or a sequence
             changed while it was read. Both name the trajectory, the turn and the value.
 
-    Cost: the prompt of each turn is copied and compared once, at memory speed, with a chain it may
-    extend; not so the prompt of a trajectory's only turn.
+    Cost: each prompt of a trajectory of several turns is copied once and compared with the chains
+    it may extend, at memory speed.
     """
     intake = ValidatedTurns(fields, rows=[[] for _ in fields])
     for trajectory in trajectories:
@@ -153,14 +148,16 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
         raise
     except (TypeError, ValueError) as error:
         raise placed(error, trajectory, turn_index) from error.__cause__
-    except Exception as error:  # of the caller's own classes, too
+    except Exception as error:  # raised by a class of the caller
         unread = ValueError(f"it cannot be read: {shown(error)}")
         raise placed(unread, trajectory, turn_index) from error
     intake.num_turns.append(turn_index + 1)
     for tip in tips:
         intake.chain_sizes.append(intake.turn_begin[tip.turn] + intake.turn_size[tip.turn])
+        intake.num_tokens += intake.chain_sizes[-1]
         intake.last_turns.append(tip.turn)
-        intake.ids += (tip.prompt, tip.completion) if alone else tip.arrays()
+        ids = tip.prompt, tip.completion
+        intake.ids += ids if alone else [np.frombuffer(part or b"", INT32) for part in ids]
     for number, spec in enumerate(intake.fields):
         if not spec.generated_only:
             intake.rows[number].extend(tip.rows[number] for tip in tips)
@@ -169,19 +166,19 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
 def copy_numbers(
     intake: ValidatedTurns, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
 ) -> None:
-    """Write the token ids and log-probabilities of an intake to where they are stored.
+    """Copy the token ids and log-probabilities of ``intake`` to the stream, and check the copies.
 
-    The copies are checked, not the caller's arrays, which another thread may write. The intake
-    lets go of those.
+    Another thread may write the caller's arrays, so only the copies are checked. The intake
+    releases the arrays.
 
     Args:
-        intake: From `validate_turns`; it is used once.
+        intake: Result of `validate_turns`; can be copied once.
         ids: ``[intake.num_tokens]``.
         logprobs: ``[intake.num_generated]``.
 
     Raises:
         ValueError: If an id is negative, a log-probability is not finite, or an array changed its
-            length. It names trajectory and turn. ``ids`` and ``logprobs`` then hold garbage.
+            length. The error names trajectory and turn; ``ids`` and ``logprobs`` are undefined.
     """
     pieces = {"i": intake.ids, "f": intake.logprobs}
     intake.ids, intake.logprobs = [], []
@@ -198,27 +195,24 @@ def copy_numbers(
         place = int((ids < 0).argmax())
         where, index = _located(intake, "i", 0, index=place)
         raise ValueError(f"{where} must be 0 or more, got {ids[place]} at index {index}")
-    if not _all_finite(logprobs):
+    with np.errstate(all="ignore"):
+        # a sum is cheaper than a test of each number, but may overflow if all are finite
+        all_finite = np.isfinite(logprobs.sum()) or np.isfinite(logprobs).all()
+    if not all_finite:
         place = int(np.isfinite(logprobs).argmin())
         where, index = _located(intake, "f", 0, index=place)
         raise ValueError(f"{where} must be finite float32, got {logprobs[place]} at index {index}")
 
 
-def _all_finite(values: npt.NDArray[np.float32]) -> bool:
-    with np.errstate(all="ignore"):
-        # a sum is cheaper than a look at each; it may pass float32 though all are finite
-        return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
-
-
 def _as_arrays(intake: ValidatedTurns, typecode: Typecode, pieces: Sequence[Any]) -> list[Any]:
-    """Return pieces as arrays: lists are converted, tiny ones that follow each other in one go.
+    """Convert the lists among ``pieces`` to arrays; consecutive tiny lists are converted together.
 
     Raises:
-        TypeError: If a list holds what is no number.
-        ValueError: If a number does not fit, or a piece has no longer the length that was checked.
+        TypeError: If an entry of a list is no number.
+        ValueError: If a number does not fit, or the length of a piece changed after its check.
     """
     arrays: list[Any] = []
-    joined: list[Any] = []  # of the pieces from `first` on, which have `total` numbers
+    joined: list[Any] = []  # the `total` numbers of the pieces from `first` on
     first = total = 0
     for number, (piece, size) in enumerate(zip(pieces, intake.sizes(typecode), strict=True)):
         if type(piece) is list and size < TINY:
@@ -243,7 +237,7 @@ def _as_arrays(intake: ValidatedTurns, typecode: Typecode, pieces: Sequence[Any]
 def _packed(
     intake: ValidatedTurns, typecode: Typecode, piece: int, *, numbers: list[Any]
 ) -> npt.NDArray[Any]:
-    """Convert the numbers that ``piece`` begins with."""
+    """Convert numbers; ``piece`` is the first piece they come from."""
     try:
         return packed_numbers(numbers, typecode)
     except NotPackedError as error:
@@ -253,7 +247,7 @@ def _packed(
 
 
 def _changed(intake: ValidatedTurns, typecode: Typecode, piece: int) -> ValueError:
-    """Say that a piece has not the length any more that was checked."""
+    """Return the error for a piece whose length changed after its check."""
     if typecode == "f":
         turn, name = piece, "completion_logprobs"
     else:
@@ -264,13 +258,10 @@ def _changed(intake: ValidatedTurns, typecode: Typecode, piece: int) -> ValueErr
 def _located(
     intake: ValidatedTurns, typecode: Typecode, piece: int, *, index: int
 ) -> tuple[str, int]:
-    """Return the trajectory, turn and field of a number, and its index there.
+    """Return trajectory, turn and field of a number as text, and its index in that field.
 
-    Args:
-        intake: With all turns.
-        typecode: Of the pieces of `ValidatedTurns.ids` or of `ValidatedTurns.logprobs`.
-        piece: One of them.
-        index: Of the number, counted from the beginning of that piece.
+    ``index`` counts from the beginning of ``piece``, a piece of `ValidatedTurns.ids` (``"i"``) or
+    `ValidatedTurns.logprobs` (``"f"``).
     """
     sizes = intake.sizes(typecode)
     while index >= sizes[piece]:
@@ -280,7 +271,7 @@ def _located(
         return f"{_labelled(intake, piece)}: completion_logprobs", index
     chain = piece // 2
     place = index + piece % 2 * intake.turn_begin[intake.last_turns[chain]]
-    for turn, of in enumerate(intake.turn_chain):  # the first that has the token
+    for turn, of in enumerate(intake.turn_chain):  # the first turn with the token
         begin = intake.turn_begin[turn]
         if of == chain and place < begin + intake.turn_size[turn]:
             break
@@ -290,7 +281,7 @@ def _located(
 
 
 def _labelled(intake: ValidatedTurns, turn: int) -> str:
-    """Return what an error says of a turn, an index of the intake's."""
+    """Return the name of a turn, an index of the intake, for an error message."""
     trajectory = 0
     while turn >= intake.num_turns[trajectory]:
         turn -= intake.num_turns[trajectory]
@@ -299,11 +290,11 @@ def _labelled(intake: ValidatedTurns, turn: int) -> str:
 
 
 def placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueError:
-    """Say where an error happened."""
+    """Return the error with the names of the trajectory and the turn."""
     kind = TypeError if isinstance(error, TypeError) else ValueError
     try:
         name = str.__str__(trajectory.id) if isinstance(trajectory, Trajectory) else None
-    except Exception:  # noqa: BLE001 - no text, or that of a subclass
+    except Exception:  # noqa: BLE001 - no str
         name = None
     if name is None:
         return kind(str(error))
@@ -312,7 +303,7 @@ def placed(error: Exception, trajectory: Any, index: int) -> TypeError | ValueEr
 
 
 def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
-    """Check all of a trajectory but its turns."""
+    """Check the fields of a trajectory except its turns."""
     if not isinstance(trajectory, Trajectory):
         raise TypeError(f"expected a Trajectory, got {type(trajectory).__name__}")
     name, group = trajectory.id, trajectory.group
@@ -321,7 +312,7 @@ def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
     if group is not None and not isinstance(group, str):
         raise TypeError(f"group must be a str or None, got {shown(group)}")
     if type(name) is not str:
-        name = str.__str__(name)  # of a subclass, the text alone
+        name = str.__str__(name)  # a plain str, not the subclass
     if group is not None and type(group) is not str:
         group = str.__str__(group)
     task_id, birth_time_ms = trajectory.task_id, trajectory.birth_time_ms
@@ -336,7 +327,7 @@ def checked_labels(trajectory: Trajectory) -> TrajectoryLabels:
 
 
 def _as_number(name: str, value: Any) -> float:
-    """Convert a number, which a bool is not here: those of tokens are no bools either."""
+    """Convert a number; a bool is an error, as it is for tokens."""
     if is_bool(value):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     return as_number(name, value)
@@ -356,7 +347,7 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
         completion = narrow_ids("completion_ids", completion)
         logprobs = narrow_logprobs("completion_logprobs", logprobs)
     begin, size = len(prompt), len(completion)
-    if not alone:  # what is compared with other turns must be what is stored
+    if not alone:  # the compared values must be the stored values
         prompt, completion = prompt.tobytes(), completion.tobytes()
         begin, size = len(prompt) // INT32.itemsize, len(completion) // INT32.itemsize
     if begin == 0:
@@ -403,37 +394,51 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
         runs, start, end = as_version_runs("", spans, start, end, size)
         if len(runs) > 1 or runs[0][0] != start:
             intake.version_runs[len(intake.turn_size)] = runs
-    intake.version_start.append(start)
-    intake.version_end.append(end)
     intake.turn_begin.append(begin)
     intake.turn_size.append(size)
-    intake.reward.append(reward)
-    intake.truncated.append(bool(truncated))
+    intake.num_generated += size
+    numbers = intake.numbers
+    numbers["reward"].append(reward)
+    numbers["truncated"].append(bool(truncated))
+    numbers["version_start"].append(start)
+    numbers["version_end"].append(end)
+    for one in _PLAIN_FIELDS:
+        numbers[one.attribute].append(_checked_number(one, getattr(turn, one.attribute)))
+
+
+def _checked_number(field: TurnField, value: Any) -> float:
+    """Check a number of a turn by its dtype alone."""
+    name = field.attribute
+    if field.dtype == torch.bool:
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        return bool(value)
+    if field.dtype.is_floating_point:
+        return _as_number(name, value)
+    number = as_integer(name, value)
+    if not -INT32_MAX <= number <= INT32_MAX:
+        raise ValueError(f"{name} must fit int32, got {number}")
+    return number
 
 
 def _longest_prefix(
     tips: Sequence[ChainEnd], turn: ChainEnd, fields: Sequence[TokenField]
 ) -> int | None:
     """Return the chain to extend, trying the longest first and the latest of equal length."""
-    if len(tips) == 1:
-        return 0 if _is_prefix(tips[0], turn, fields) else None
+    prompt: bytes = turn.prompt
     sizes = [len(tip.prompt) + len(tip.completion) for tip in tips]
     for chain in sorted(range(len(tips)), key=lambda chain: (-sizes[chain], -chain)):
-        if _is_prefix(tips[chain], turn, fields):
+        tip = tips[chain]
+        # the completion first: most prompts that diverge do so there
+        if not prompt.startswith(tip.completion, len(tip.prompt)):
+            continue
+        end = sizes[chain] // INT32.itemsize
+        if prompt.startswith(tip.prompt) and all(
+            spec.generated_only or np.array_equal(mine, theirs[:end])
+            for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
+        ):
             return chain
     return None
-
-
-def _is_prefix(tip: ChainEnd, turn: ChainEnd, fields: Sequence[TokenField]) -> bool:
-    prompt: bytes = turn.prompt
-    # most prompts that diverge do so in the completion: no need to read on
-    if not prompt.startswith(tip.completion, len(tip.prompt)) or not prompt.startswith(tip.prompt):
-        return False
-    end = (len(tip.prompt) + len(tip.completion)) // INT32.itemsize
-    return all(
-        spec.generated_only or np.array_equal(mine, theirs[:end])
-        for spec, mine, theirs in zip(fields, tip.rows, turn.rows, strict=True)
-    )
 
 
 def named(labels: Sequence[TrajectoryLabels]) -> str:

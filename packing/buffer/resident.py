@@ -1,12 +1,12 @@
-"""Turns that already live on the device, packed there: no token passes through the host."""
+"""`pack_resident`: packs turns whose tensors are on the device; the host reads no token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
@@ -18,32 +18,35 @@ from trajpack.kernels.fields.gather_words import (
 )
 from trajpack.kernels.fields.pieces import PIECE_WIDTH
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.buffer import lazy_columns, write_batch
 from trajpack.packing.buffer.chains import ValidatedTurns, checked_labels, placed, take_numbers
 from trajpack.packing.buffer.staging import DeviceRegion, Staging
-from trajpack.packing.buffer.store import host_columns
-from trajpack.packing.buffer.tables import BatchTables, Counts, StoredTurns, columns_for
-from trajpack.packing.buffer.writing import turn_tables, write_batch
+from trajpack.packing.buffer.tables import (
+    BatchTables,
+    Counts,
+    StoredTurns,
+    check_layout,
+    columns_for,
+)
 from trajpack.packing.conversion import check_memory, several, shown
-from trajpack.packing.layout import Layout, check_layout
-from trajpack.packing.types import Trajectory, Turn
+from trajpack.packing.types import Layout, Trajectory, Turn
 
 
 def pack_resident(
     trajectories: Iterable[Trajectory], layout: Layout = "turns", impl: Impl = "auto"
 ) -> PackedBatch:
-    """Pack turns whose tensors live on one device, where an engine beside the trainer left them.
+    """Pack turns whose tensors are on one device, for instance tensors of a colocated engine.
 
-    Token ids and log-probabilities are gathered through a table of addresses and never read by
-    the host, so their values are not checked: ids must fit int32 and not be negative. Layout
-    ``"turns"`` therefore does not know what a prompt repeats: all of a turn is new with it, and
-    ``turn_begin`` is where its sequence begins.
+    A kernel gathers token ids and log-probabilities through a table of addresses. The host does not
+    read the values, so they are not checked: ids must fit int32 and not be negative. Prompts are
+    not compared: in layout ``"turns"`` a whole turn is new, and ``turn_begin`` is the start of
+    its sequence.
 
     Args:
         trajectories: Their turns' ``prompt_ids``, ``completion_ids`` and
             ``completion_logprobs`` are one-dimensional, contiguous tensors on one device.
-        layout: ``"turns"``, or ``"merged"`` where the caller vouches for it: a turn is then
-            taken to extend the one before it wherever its prompt is long enough, without a look
-            at the tokens.
+        layout: ``"turns"``, or ``"merged"`` if the caller guarantees that prompts repeat earlier
+            turns: a turn then extends the previous one if its prompt is long enough.
         impl: See `trajpack.kernels`.
 
     Raises:
@@ -53,9 +56,9 @@ def pack_resident(
         RuntimeError: If ``impl`` cannot run for the device, or a CUDA graph is captured.
 
     Cost: one copy of the tables, three launches, no synchronisation; about 7 microseconds of the
-        host a turn. The tensors must be ready on the current stream, and live until the
-        launches have run: torch sees to that for memory of this stream alone, so call
-        ``record_stream`` on tensors of another.
+        host a turn. The tensors must be ready on the current stream and exist until the launches
+        have run. Torch guarantees the latter for memory of the current stream; call
+        ``record_stream`` on tensors of another stream.
 
     Example:
         >>> turn = Turn(torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([-0.5]))
@@ -72,34 +75,31 @@ def pack_resident(
     num_words = num_ids + intake.num_generated
     if num_words > MAX_WORDS:
         raise ValueError(f"a batch holds at most {MAX_WORDS} words, this one needs {num_words}")
-    tables = BatchTables(())
+    tables = BatchTables()
     on_device = chosen == "triton" or device.type == "meta"
     addresses = piece_table(pieces) if on_device and pieces else np.zeros((0, PIECE_WIDTH))
     staging = Staging(device, columns_for(()))
-    staging.reserve(2 * addresses.size, len(intake.turn_size) + 1, words_used=0)
-    staging.stream[: 2 * addresses.size].view(np.int64)[:] = addresses.reshape(-1)
-
-    def room(rows: int) -> Mapping[str, npt.NDArray[Any]]:
-        staging.reserve(0, rows, words_used=2 * addresses.size)
-        return staging.tables
-
+    table_words = 2 * addresses.size
+    staging.reserve(table_words, len(intake.turn_size) + 1, words_used=0)
+    staging.region.stream[:table_words].view(np.int64)[:] = addresses.reshape(-1)
+    reserve = partial(staging.reserve, 0, words_used=table_words)
     counts = Counts()
     if given:
-        counts = tables.append_rows(StoredTurns(intake, 0, num_ids, ()), counts, room)
-    counts = tables.arrange(layout, counts, Counts(), room)
+        counts = tables.append_rows(StoredTurns(intake, 0, num_ids, ()), counts, reserve)
+    counts = tables.arrange(layout, counts, Counts(), reserve=reserve)
     with staging.on_device():
-        arena = staging.send(2 * addresses.size)
+        arena = staging.send(table_words)
         words = _words(arena, pieces, num_words, chosen)
         written = write_batch(arena, words, counts, (), chosen)
     ready = written | {"layout": layout, "num_generated": intake.num_generated}
-    host = host_columns(intake.labels, tables, counts)
-    return PackedBatch.with_lazy_columns(ready, turn_tables(arena, counts) | host)
+    lazy = lazy_columns(arena, intake.labels, tables, counts=counts)
+    return PackedBatch.with_lazy_columns(ready, lazy)
 
 
 def _words(
     arena: DeviceRegion, pieces: Sequence[torch.Tensor], num_words: int, impl: str
 ) -> torch.Tensor:
-    """Gather the pieces into one stream, through the table at the head of the arena's."""
+    """Gather the pieces into one stream, through the table at the start of the region's stream."""
     if not arena.stream.shape[0]:
         return gather_words(pieces, "torch").to(arena.words.device)
     table = arena.stream.view(torch.int64).view(-1, PIECE_WIDTH)
@@ -110,7 +110,7 @@ def _words(
 def _take_in(
     trajectories: Sequence[Trajectory], layout: Layout
 ) -> tuple[ValidatedTurns, list[torch.Tensor]]:
-    """Check all but the values; return the columns, and the tensors in the stream's order."""
+    """Check everything except the values; return columns, and tensors in the stream's order."""
     intake = ValidatedTurns(())
     ids: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
@@ -134,12 +134,13 @@ def _take_in(
             raise
         except (TypeError, ValueError) as error:
             raise placed(error, trajectory, index) from error.__cause__
-        except Exception as error:  # of the caller's own classes, too
+        except Exception as error:  # raised by a class of the caller
             unread = ValueError(f"it cannot be read: {shown(error)}")
             raise placed(unread, trajectory, index) from error
         intake.num_turns.append(index + 1)
         for tip in tips:
             intake.chain_sizes.append(sum(map(len, tip)))
+            intake.num_tokens += intake.chain_sizes[-1]
             ids += tip
     return intake, ids + logprobs
 
@@ -147,7 +148,7 @@ def _take_in(
 def _tensors(
     turn: Turn, earlier: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return prompt, completion and log-probabilities of a turn, checked but for their values."""
+    """Return prompt, completion and log-probabilities of a turn, with checked shapes and dtypes."""
     if not isinstance(turn, Turn):
         raise TypeError(f"expected a Turn, got {type(turn).__name__}")
     if turn.fields:
@@ -173,7 +174,7 @@ def _tensors(
 def _tensor(name: str, tensor: Any, *, real: bool) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if type(tensor) is not torch.Tensor:  # a subclass may say of itself what is not so
+    if type(tensor) is not torch.Tensor:  # a subclass may override attributes
         with torch._C.DisableTorchFunctionSubclass():
             plain: torch.Tensor = tensor.as_subclass(torch.Tensor)
         return _tensor(name, plain, real=real)

@@ -1,4 +1,4 @@
-"""Staging memory: the tables of a batch and its token stream, sent to the device in one copy."""
+"""Staging memory: tables and token stream of a batch, sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -55,23 +55,21 @@ class HostRegion:
 
 
 class DeviceRegion(NamedTuple):
-    """Words of a region on the device, as the kernels read them."""
+    """Words of a region on the device."""
 
     words: torch.Tensor
-    begin: int
+    """int32 ``[words]``: the tables, then the stream."""
+    stream: torch.Tensor
+    """int32: the token stream, a view of ``words``."""
     columns: Mapping[str, Column]
     offsets: Mapping[str, int]
-
-    @property
-    def stream(self) -> torch.Tensor:
-        """The token stream, int32."""
-        return self.words[self.begin :]
+    """First word of each table."""
 
     def table(self, name: str, num_rows: int) -> torch.Tensor:
-        """Return a table as a tensor over the region's memory that is no view of it.
+        """Return a table as a tensor over the region's memory, made by ``set_``, not as a view.
 
-        Views share a version counter: a write to one table would invalidate tensors of other
-        tables that autograd saved.
+        Views share a version counter: a write to one table would invalidate other tables that
+        autograd saved.
         """
         dtype, width = self.columns[name]
         place = 4 * self.offsets[name] // dtype.itemsize
@@ -81,25 +79,24 @@ class DeviceRegion(NamedTuple):
 
 
 class Staging:
-    """The memory that a buffer fills: tables that grow row by row and a stream that grows behind.
+    """Memory that a buffer fills: tables that grow row by row, and behind them the stream.
 
-    All tables have room for the same number of rows, and the stream begins behind the last, so
-    a copy of the whole takes the unused rows along; `clear` fits the room to what was used.
-    For a CUDA device there are two regions, both pinned, so that copies are asynchronous and
-    one region can be filled while the other is copied. The host waits for a copy only when it
-    writes to the region that this copy reads. A region that a CUDA graph has captured is never
-    written again, and kept as long as this object.
+    All tables have the same number of rows, and the stream begins behind the last table. A copy
+    includes the unused rows; `clear` reduces them to the rows that were used. For a CUDA
+    device there are two pinned regions, so that copies are asynchronous and one region is filled
+    while the other is copied. A write waits only for copies of the region that it writes to. A
+    region that a CUDA graph has captured is never written again, and lives as long as this object.
     """
 
     def __init__(
         self, device: torch.device, columns: Mapping[str, Column], num_words: int = 0
     ) -> None:
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())  # whichever it is later
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._columns = columns
         self._row_words = sum(c.dtype.itemsize * (c.width or 1) for c in columns.values()) / 4
-        self._region = self._allocate(ALIGNMENT, num_words)
+        self.region = self._allocate(ALIGNMENT, num_words)
         self._spare: HostRegion | None = None
         self._captured: list[HostRegion] = []
 
@@ -109,26 +106,18 @@ class Staging:
             "send trajectories or packed batches"
         )
 
-    @property
-    def stream(self) -> npt.NDArray[np.int32]:
-        """The stream, all of its room."""
-        return self._region.stream
+    def reserve(
+        self, num_words: int, num_rows: int, words_used: int
+    ) -> Mapping[str, npt.NDArray[Any]]:
+        """Wait until the region may be written, grow it if it is too small, return its tables.
 
-    @property
-    def tables(self) -> Mapping[str, npt.NDArray[Any]]:
-        """The tables, all of their room."""
-        return self._region.tables
-
-    def reserve(self, num_words: int, num_rows: int, words_used: int) -> None:
-        """Wait until the region may be written, and make room for so much.
-
-        The tables and the first ``words_used`` words of the stream stay.
+        The tables and the first ``words_used`` words of the stream keep their values.
         """
-        region = self._region
+        region = self.region
         self._wait(region)
         fits = num_words <= len(region.stream) and num_rows <= region.num_rows
         if fits and not region.captured:
-            return
+            return region.tables
         rows = region.num_rows
         if num_rows > rows:
             rows = _aligned(max(num_rows, 2 * rows))
@@ -139,60 +128,59 @@ class Staging:
         larger.stream[:words_used] = region.stream[:words_used]
         for name, table in region.tables.items():
             larger.tables[name][: len(table)] = table
-        self._region = larger
+        self.region = larger
+        return larger.tables
 
     def clear(self, rows_used: int) -> None:
-        """Forget everything and keep the memory. A region in flight makes way for the other."""
-        region, spare = self._region, self._spare
+        """Reset the tables and keep the memory; switch regions if the current one is in flight."""
+        region, spare = self.region, self._spare
         if region.copies or region.captured:
             if spare is None or len(spare.words) < len(region.words):
                 spare = self._allocate(region.num_rows, len(region.stream))
-            self._region = spare
+            self.region = spare
             self._spare = None if region.captured else region
         fitting = _aligned(max(rows_used + rows_used // 4, ALIGNMENT))
-        fits = fitting * self._row_words <= len(self._region.words)
-        if fits and not fitting <= self._region.num_rows <= 2 * fitting:
-            self._region.partition(self._columns, fitting)
+        fits = fitting * self._row_words <= len(self.region.words)
+        if fits and not fitting <= self.region.num_rows <= 2 * fitting:
+            self.region.partition(self._columns, fitting)
 
     def send(self, num_words: int) -> DeviceRegion:
-        """Bring tables and stream to the device in one copy.
+        """Copy tables and stream to the device in one copy.
 
-        On the host nothing is copied: the arena is the region itself, until the next write.
+        On the host there is no copy: the result shares the region's memory, until the next write.
         """
-        region = self._region
+        region = self.region
         words = region.words[: region.begin + num_words]
-        if self.device.type == "cpu":
-            return DeviceRegion(words, region.begin, self._columns, region.offsets)
-        arena = words.to(self.device, non_blocking=True)
+        on_host = self.device.type == "cpu"
+        arena = words if on_host else words.to(self.device, non_blocking=True)
         if self.device.type == "cuda":
             if not torch.cuda.is_current_stream_capturing():
                 self._remember_copy()
             elif not region.captured:
                 region.captured = True
                 self._captured.append(region)
-        return DeviceRegion(arena, region.begin, self._columns, region.offsets)
+        return DeviceRegion(arena, arena[region.begin :], self._columns, region.offsets)
 
     def send_again(self, arena: DeviceRegion) -> None:
-        """Bring the region to the memory of an arena that is no longer the region itself.
+        """Copy the region to ``arena``, memory of an earlier `send`.
 
-        A graph that captured this copies what the region holds when it is replayed. The event
-        behind the copy is then a node of the graph.
+        A graph that captured this call copies the region at every replay. The event behind the
+        copy is a node of the graph.
 
         Raises:
-            RuntimeError: By torch, while a graph is captured on ROCm, where that torch has no such
-                nodes.
+            RuntimeError: From torch, while a graph is captured on ROCm without external events.
         """
-        arena.words.copy_(self._region.words[: arena.words.shape[0]], non_blocking=True)
+        arena.words.copy_(self.region.words[: arena.words.shape[0]], non_blocking=True)
         if self.device.type == "cuda":
             self._remember_copy()
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Make the device the current one, where there are several."""
+        """Return a context in which the device is the current one."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _remember_copy(self) -> None:
         """Record an event behind a copy of the region, for `_wait`."""
-        region, in_graph = self._region, torch.cuda.is_current_stream_capturing()
+        region, in_graph = self.region, torch.cuda.is_current_stream_capturing()
         event = torch.cuda.Event(external=in_graph)  # external: each replay records it
         event.record(torch.cuda.current_stream(self.device))
         if in_graph:
@@ -214,7 +202,7 @@ class Staging:
     def _allocate(self, num_rows: int, num_words: int) -> HostRegion:
         size = int(num_rows * self._row_words) + num_words
         if self.device.type == "cuda":
-            # named, since torch's default device may be another, and only the host has pages to pin
+            # device="cpu", because torch's default device may be another
             words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
         else:
             words = torch.from_numpy(np.empty(size, np.int32))

@@ -1,10 +1,10 @@
-"""A batch of fixed size at fixed addresses: for CUDA graphs, and for memory that is used again."""
+"""`StaticBatch`: a batch of fixed size at fixed addresses, for CUDA graphs and reused memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,48 +14,46 @@ from trajpack.kernels.fields.build import build_into, empty_fields
 from trajpack.kernels.fields.gather_fields import empty_rows, gather_fields_into
 from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.buffer.buffer import (
+    TrajectoryBuffer,
+    lazy_columns,
+    returns_of_turns,
+)
 from trajpack.packing.buffer.staging import Staging
-from trajpack.packing.buffer.store import State
-from trajpack.packing.buffer.tables import Counts, columns_for
-from trajpack.packing.buffer.writing import returns_of_turns, table_rows, turn_tables
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, check_layout, columns_for
 from trajpack.packing.conversion import INT32_MAX, as_integer
-from trajpack.packing.layout import Layout, check_layout
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.turn_fields import TURN_FIELDS
-
-if TYPE_CHECKING:
-    from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.types import Layout
 
 
 class StaticBatch:
     """Reusable memory for batches of limited numbers of tokens and turns.
 
-    Every tensor has the size of the capacity, whatever a batch holds. Tokens behind the last
-    are padding: a sequence of their own, of token id 0, with ``loss_mask`` False; the sequences
-    behind it are empty. Turns behind the last belong to it, with reward 0, version -1 and no
-    tokens. Trajectories behind the last have no turns and group -1. The longest sequence may be
-    the padding: a graph that holds a model's forward, too, is given ``capacity`` for its longest.
-    `unpadded` is the batch without all that.
+    The tensors always have the size of the capacity. Unused tokens are a padding sequence of token
+    id 0 with ``loss_mask`` False; further sequences are empty. Unused turns belong to the padding
+    sequence, with reward 0, version -1 and no tokens. Unused trajectories have no turns and group
+    -1. The padding may be the longest sequence, so a captured model forward needs ``capacity`` as
+    its longest sequence. `unpadded` returns the batch without padding.
 
-    `fill` is the host's part and `run` the device's: one copy and the launches of a pack, at
-    addresses, sizes and grids that never change. A CUDA graph that captured `run`, alone or with
-    a model's forward, replays it with what `fill` wrote last. Call `run` once before the capture,
-    which compiles the kernels, and replay on one stream.
+    `fill` works on the host. `run` is one copy and the launches of a pack, at fixed addresses,
+    sizes and grids. A CUDA graph that captured `run`, alone or with a model's forward, replays it
+    with the content of the last `fill`. Call `run` once before the capture, to compile the
+    kernels, and replay on one stream.
 
-    `fill` and ``graph.replay()`` may follow each other without a synchronisation: every replay
-    records an event behind its copy (an external `torch.cuda.Event` that `run` puts into the
-    graph), and `fill` waits for that event before it writes to host memory. Let two static
-    batches take turns where the host shall not wait. The tensors are written again by the next
-    run or replay: work that reads them on another stream must be over by then. Host and device
-    memory live as long as this object, so there is no `PackedBatch.record_stream` to call; keep
-    the object as long as the graph, and as anything reads the tensors.
+    `fill` and ``graph.replay()`` need no synchronisation: every replay records an event behind its
+    copy (an external `torch.cuda.Event` that `run` puts into the graph), and `fill` waits for that
+    event before it writes. Two static batches in turn avoid the wait. The next run or replay
+    overwrites the tensors, so work of other streams must have read them before. Keep this object as
+    long as the graph and the tensors; `PackedBatch.record_stream` is not needed.
 
     Args:
         capacity: Tokens of a batch in its layout.
-        max_turns: Turns of a batch; it has no more trajectories and sequences.
-        max_runs: Generated stretches of one turn and one policy version; ``max_turns`` if ``None``.
-        device: Where the batch shall live; torch's default device if ``None``.
-        fields: Extra per-token fields, those of the buffers it is filled from.
+        max_turns: Maximum number of turns, trajectories and sequences.
+        max_runs: Maximum number of generated spans, one for each turn and policy version;
+            ``max_turns`` if ``None``.
+        device: Device of the batch; torch's default device if ``None``.
+        fields: Extra per-token fields of the buffers.
 
     Raises:
         TypeError: If a size is no integer.
@@ -93,8 +91,10 @@ class StaticBatch:
         self._staging = Staging(self.device, columns_for(self.fields))
         self._staging.reserve(self._words, max(max_runs, max_turns) + 2, words_used=0)
         sent = self._staging.send(self._words)
-        here = self.device.type == "cpu"  # where the arena would be the staging memory itself
-        self._arena = sent._replace(words=sent.words.clone()) if here else sent
+        if self.device.type == "cpu":  # `send` returned the staging memory itself
+            words = sent.words.clone()
+            sent = sent._replace(words=words, stream=words[words.shape[0] - self._words :])
+        self._arena = sent
         self._tokens = empty_fields(capacity, self.device)
         self._rows = empty_rows(self._layouts, capacity, self.device)
         self._counts = Counts(
@@ -105,14 +105,14 @@ class StaticBatch:
             sequences=max_turns + 1,
             tokens=capacity,
         )
-        self._host: dict[str, Any] = {}
+        self._lazy: dict[str, Any] = {}
         self._returns = torch.zeros(max_turns, device=self.device)
         self._ran: set[str] = set()
         """Implementations that `run` ran with."""
 
     @property
     def batch(self) -> PackedBatch:
-        """The batch: tensors as the last `run` or its last replay wrote them, labels as filled.
+        """The batch: tensors of the last `run` or replay, labels of the last `fill`.
 
         Raises:
             RuntimeError: If `run` was never called.
@@ -125,21 +125,18 @@ class StaticBatch:
             "fields": {f.name: row for f, row in zip(self.fields, self._rows, strict=True)},
             "token_fields": self.fields,
         }
-        return PackedBatch.with_lazy_columns(
-            ready, turn_tables(self._arena, self._counts) | self._host
-        )
+        return PackedBatch.with_lazy_columns(ready, self._lazy)
 
     def fill(self, buffer: TrajectoryBuffer, layout: Layout = "merged") -> None:
-        """Write what a buffer holds into the host memory that `run` copies from.
+        """Copy the content of a buffer to the host memory that `run` sends.
 
         Raises:
-            ValueError: If the batch has more tokens, turns or runs than there is room for, or
-                the buffer has other fields. Nothing is written then.
-            RuntimeError: While a CUDA graph is captured: replays would not fill again.
+            ValueError: If the batch exceeds ``capacity``, ``max_turns`` or ``max_runs``, or the
+                buffer has other fields; the memory then keeps its content.
+            RuntimeError: While a CUDA graph is captured, because replays would not fill again.
 
-        Cost: a copy at memory speed on the host. Waits for the copy of the last `run` or replay,
-            and for what its stream had to do before that; not for the kernels behind the copy,
-            nor for the rest of the graph.
+        Cost: a copy at memory speed on the host. Waits for the copy of the last `run` or replay and
+            for earlier work of its stream, not for the kernels behind the copy.
         """
         check_not_captured("StaticBatch.fill", self.device, "fill before the capture")
         check_layout(layout)
@@ -148,19 +145,22 @@ class StaticBatch:
                 f"fields must be those of the static batch, {[f.name for f in self.fields]}, "
                 f"the buffer has {[f.name for f in buffer.fields]}"
             )
-        state = buffer._store.update_tables(layout)
-        self._check_room(state)
-        self._staging.reserve(0, 0, words_used=0)  # waits
-        source = buffer._store.staging
-        self._staging.stream[: state.num_words] = source.stream[: state.num_words]
+        state = buffer._arrange(layout)
+        counts = state.counts
+        self._check_room(counts)
+        tables = self._staging.reserve(0, 0, words_used=0)  # waits
+        source = buffer._staging.region
+        self._staging.region.stream[: state.num_words] = source.stream[: state.num_words]
         for name, table in source.tables.items():
-            self._staging.tables[name][: state.settled.spans + 1] = table[: state.settled.spans + 1]
-        self._pad_tables(state.settled)
-        self._filled = state.settled
-        self._host = dict(buffer._store.host_columns())
-        seqlens = np.diff(self._staging.tables["cu_seqlens"][: self.max_turns + 2])
-        self._host["seqlens"] = lambda: tuple(seqlens.tolist())
-        self._host |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
+            tables[name][: counts.spans + 1] = table[: counts.spans + 1]
+        self._pad_tables(counts)
+        self._filled = counts
+        seqlens = np.diff(tables["cu_seqlens"][: self.max_turns + 2])
+        labels = lazy_columns(self._arena, buffer._labels, buffer._tables, counts=counts)
+        padded = lazy_columns(self._arena, (), buffer._tables, counts=self._counts)
+        self._lazy = labels | {name: padded[name] for name in TABLE_ROWS}
+        self._lazy["seqlens"] = lambda: tuple(seqlens.tolist())
+        self._lazy |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
 
     def run(self, impl: Impl = "auto") -> PackedBatch:
         """Write the batch: one copy to the device and the launches of a pack.
@@ -173,7 +173,7 @@ class StaticBatch:
             returns, which alone are allocated anew. Capturable in a CUDA graph, once it ran
             outside of one with the same ``impl``: the first call compiles.
         """
-        if not self._host:
+        if not self._lazy:
             raise RuntimeError("nothing to write: fill first")
         chosen = resolve_impl("StaticBatch.run", impl, self._arena.words)
         if chosen not in self._ran:
@@ -193,7 +193,7 @@ class StaticBatch:
         return self.batch
 
     def unpadded(self) -> PackedBatch:
-        """Return the batch without its padding, for what takes no padding: files, adapters.
+        """Return the batch without padding, for files and adapters.
 
         Raises:
             RuntimeError: As `batch`.
@@ -201,7 +201,8 @@ class StaticBatch:
         Cost: views of the same memory.
         """
         batch, counts = self.batch, self._filled
-        sizes = table_rows(counts) | {"turn_returns": counts.turns}
+        sizes = {name: getattr(counts, of) + more for name, (of, more) in TABLE_ROWS.items()}
+        sizes["turn_returns"] = counts.turns
         cut: dict[str, Any] = {
             name: tensor[: sizes.get(name, counts.tokens)]
             for name, tensor in batch.tensors().items()
@@ -213,8 +214,7 @@ class StaticBatch:
             seqlens=batch.seqlens[: counts.sequences],
         )
 
-    def _check_room(self, state: State) -> None:
-        counts = state.settled
+    def _check_room(self, counts: Counts) -> None:
         for name, needed, room in (
             ("capacity", counts.tokens, self.capacity),
             ("max_turns", counts.turns, self.max_turns),
@@ -225,7 +225,7 @@ class StaticBatch:
 
     def _pad_tables(self, counts: Counts) -> None:
         """Fill the unused rows of every table with padding."""
-        tables, spans, turns = self._staging.tables, counts.spans, counts.turns
+        tables, spans, turns = self._staging.region.tables, counts.spans, counts.turns
         runs = tables["runs"]
         runs[spans] = 0
         runs[spans, [Run.START, Run.SOURCE, Run.GENERATED]] = counts.tokens, -1, INT32_MAX

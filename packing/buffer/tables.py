@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
+from trajpack.packing.batch.batch import number_groups
 from trajpack.packing.buffer.chains import ValidatedTurns
 from trajpack.packing.buffer.staging import Column
-from trajpack.packing.layout import (
-    SPAN_COLUMNS,
-    Arrangement,
-    Layout,
-    Origin,
-    Spans,
-    arrange,
-    number_groups,
-)
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
+from trajpack.packing.types import LAYOUTS, Layout
+
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 I32, F64 = np.dtype(np.int32), np.dtype(np.float64)
 COLUMNS = {
@@ -37,6 +33,19 @@ COLUMNS = {
     **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
 """Tables that are sent with the stream. Each has one row more than entries."""
+
+
+TABLE_ROWS = {
+    **{field.name: ("turns", 0) for field in TURN_FIELDS},
+    "turn_sequence": ("turns", 0),
+    "turn_spans": ("turns", 0),
+    "turn_begin": ("turns", 0),
+    "cu_generated": ("turns", 1),
+    "cu_turns": ("trajectories", 1),
+    "cu_seqlens": ("sequences", 1),
+    "group_ids": ("trajectories", 0),
+}
+"""Tables that are tensors of a batch. Their numbers of rows: a number of `Counts` and an addend."""
 
 
 def columns_for(fields: Sequence[TokenField]) -> dict[str, Column]:
@@ -61,6 +70,28 @@ ReserveRows: TypeAlias = Callable[[int], Mapping[str, npt.NDArray[Any]]]
 """Reserves a number of rows in every table and returns the tables."""
 
 
+class Span(IntEnum):
+    """Columns of the table of spans: a row for each policy version in each turn's completion.
+
+    A turn has at least one span; the span of an empty completion is empty.
+    """
+
+    TURN = 0
+    """Turn that generated the span."""
+    CHAIN = 1
+    """Chain that holds it."""
+    BEGIN = 2
+    """Index of its first token in the chain."""
+    END = 3
+    """Index past its last token in the chain."""
+    VERSION = 4
+    """Policy version that sampled it."""
+    LOGPROB = 5
+    """Position of its first log-probability in the word stream."""
+    SOURCE = 6
+    """Position of its chain's first token in the word stream."""
+
+
 class Counts(NamedTuple):
     """Number of entries in the tables."""
 
@@ -82,21 +113,18 @@ class GrowingArray:
     """Array with appended rows; its memory doubles when full."""
 
     def __init__(self, dtype: npt.DTypeLike, width: int | None = None) -> None:
-        self._rows = np.empty((0,) if width is None else (0, width), dtype)
-
-    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
-        """Return a view, which a later write may replace."""
-        return self._rows[rows]
+        self.rows: npt.NDArray[Any] = np.empty((0,) if width is None else (0, width), dtype)
+        """The memory; a later write may replace it."""
 
     def write(self, begin: int, block: npt.NDArray[Any]) -> None:
         """Write ``block`` after the first ``begin`` rows."""
         end = begin + len(block)
-        if end > len(self._rows):
-            shape = (max(end, 2 * len(self._rows)), *self._rows.shape[1:])
-            larger = np.empty(shape, self._rows.dtype)
-            larger[:begin] = self._rows[:begin]
-            self._rows = larger
-        self._rows[begin:end] = block
+        if end > len(self.rows):
+            shape = (max(end, 2 * len(self.rows)), *self.rows.shape[1:])
+            larger = np.empty(shape, self.rows.dtype)
+            larger[:begin] = self.rows[:begin]
+            self.rows = larger
+        self.rows[begin:end] = block
 
 
 class BatchTables:
@@ -106,33 +134,27 @@ class BatchTables:
     has no effect.
     """
 
-    def __init__(self, fields: tuple[TokenField, ...]) -> None:
+    def __init__(self, fields: tuple[TokenField, ...] = ()) -> None:
         self._fields = fields
-        self._spans = GrowingArray(np.int64, len(SPAN_COLUMNS))
+        self._spans = GrowingArray(np.int64, len(Span))
         self._rows = GrowingArray(np.int64, len(fields))
-        self.forget_host()
-
-    def forget_host(self) -> None:
-        """Replace the arrays that batches have views of."""
-        self.seqlens = GrowingArray(np.int32)
-        self.discounts = GrowingArray(np.float64)
         self._groups: dict[str, int] = {}
+        self.seqlens = GrowingArray(np.int32)
+        """Lengths of the sequences, of which batches have views."""
 
-    def append_rows(self, block: StoredTurns, counts: Counts, room: ReserveRows) -> Counts:
+    def append_rows(self, block: StoredTurns, counts: Counts, reserve: ReserveRows) -> Counts:
         """Append the rows of stored turns and return the new counts."""
         intake = block.intake
-        group_ids, groups = number_groups(
-            (labels.group for labels in intake.labels), self._groups, counts.groups
-        )
+        groups = [labels.group for labels in intake.labels]
+        group_ids, num_groups = number_groups(groups, self._groups, counts.groups)
         num_turns = np.array(intake.num_turns, np.int32)
         turns = counts.turns + len(intake.turn_size)
         trajectories = counts.trajectories + len(num_turns)
         spans = self._spans_of(block, counts)
         end = counts.spans + len(spans)
-        tables = room(max(end, trajectories) + 1)
+        tables = reserve(max(end, trajectories) + 1)
         self._spans.write(counts.spans, spans)
-        discounts = np.array([labels.turn_discount for labels in intake.labels])
-        self.discounts.write(counts.trajectories, discounts)
+        discounts = [labels.turn_discount for labels in intake.labels]
         tables["turn_discounts"][counts.trajectories : trajectories] = discounts
         tables["group_ids"][counts.trajectories : trajectories] = group_ids
         ends = counts.turns + np.cumsum(num_turns)
@@ -140,7 +162,7 @@ class BatchTables:
         generated = counts.generated + np.cumsum(intake.turn_size)
         tables["cu_generated"][counts.turns + 1 : turns + 1] = generated
         for field in TURN_FIELDS:
-            tables[field.name][counts.turns : turns] = getattr(intake, field.attribute)
+            tables[field.name][counts.turns : turns] = intake.numbers[field.attribute]
         return counts._replace(
             trajectories=trajectories,
             turns=turns,
@@ -148,34 +170,75 @@ class BatchTables:
             spans=end,
             most_turns=max(counts.most_turns, int(num_turns.max(initial=0))),
             generated=counts.generated + intake.num_generated,
-            groups=groups,
+            groups=num_groups,
         )
 
-    def arrange(self, layout: Layout, counts: Counts, before: Counts, room: ReserveRows) -> Counts:
-        """Compute run table and boundaries of the turns after ``before``."""
-        spans = Spans(*self._spans[before.spans : counts.spans].T)
-        done = arrange(layout, spans, Origin(before.tokens, before.turns))
-        tables = room(counts.spans + 1)
+    def arrange(
+        self, layout: Layout, counts: Counts, before: Counts, *, reserve: ReserveRows
+    ) -> Counts:
+        """Compute the runs and boundaries of the turns after ``before``; return the new counts.
+
+        A sequence is a chain (``"merged"``) or a turn (``"turns"``): a prefix of one chain either
+        way. A run is a span and its context: the tokens of the sequence between the span before
+        it and the span. The spans of a trajectory follow each other, so the sequences of later
+        trajectories follow those of earlier ones.
+
+        Raises:
+            ValueError: If the batch would pass 2³¹ tokens.
+        """
+        spans = self._spans.rows[before.spans : counts.spans]
+        order = by_chain = np.arange(len(spans))
+        if (np.diff(spans[:, Span.CHAIN]) < 0).any():
+            by_chain = np.argsort(spans[:, Span.CHAIN], kind="stable")
+        held = np.empty_like(order)  # tokens of its chain that are older than each run
+        held[by_chain] = _context(spans[by_chain], Span.CHAIN)[1]
+        if layout == "merged":
+            order, spans, held = by_chain, spans[by_chain], held[by_chain]
+        sequence = spans[:, Span.CHAIN if layout == "merged" else Span.TURN]
+        opens, context = _context(spans, Span.CHAIN if layout == "merged" else Span.TURN)
+        ends = before.tokens + np.cumsum(spans[:, Span.END] - context)
+        num_tokens = int(ends[-1]) if ends.size else before.tokens
+        if num_tokens > MAX_TOKENS:
+            raise ValueError(
+                f"a batch holds at most {MAX_TOKENS} tokens, layout {layout!r} needs {num_tokens}"
+            )
+        tables = reserve(counts.spans + 1)
+        starts = np.append(before.tokens, ends[:-1])[: ends.size]
+        columns = {
+            Run.START: starts,
+            Run.SOURCE: spans[:, Span.SOURCE] + context,
+            Run.GENERATED: spans[:, Span.BEGIN] - context,
+            Run.LOGPROB: spans[:, Span.LOGPROB],
+            Run.POSITION: context,
+            Run.SEQUENCE: sequence,
+            Run.TURN: spans[:, Span.TURN],
+            Run.VERSION: spans[:, Span.VERSION],
+        }
+        for column, values in columns.items():
+            tables["runs"][before.spans : counts.spans, column] = values
+        tables["runs"][counts.spans] = [num_tokens, *[0] * (RUN_WIDTH - 1)]
+        for number, field in enumerate(self._fields):
+            rows = self._rows.rows[before.spans : counts.spans][order, number]
+            skipped = 0 if field.generated_only else context
+            sources = tables["field_sources"][before.spans : counts.spans]
+            sources[:, number] = rows + skipped * field.row_bytes
         if not before.spans:
             self.seqlens = GrowingArray(np.int32)
             tables["cu_turns"][0] = tables["cu_generated"][0] = 0
-        tables["runs"][before.spans : counts.spans] = done.runs
-        tables["runs"][counts.spans] = [done.num_tokens, *[0] * (RUN_WIDTH - 1)]
-        sequences = before.sequences + len(done.starts)
-        cu_seqlens = tables["cu_seqlens"]
-        cu_seqlens[before.sequences : sequences] = done.starts
-        cu_seqlens[sequences] = done.num_tokens
+        cu_seqlens, sequences = tables["cu_seqlens"], before.sequences + int(opens.sum())
+        cu_seqlens[before.sequences : sequences] = starts[opens]
+        cu_seqlens[sequences] = num_tokens
         self.seqlens.write(before.sequences, np.diff(cu_seqlens[before.sequences : sequences + 1]))
-        tables["turn_sequence"][before.turns : counts.turns] = done.turn_sequence
-        tables["turn_spans"][before.turns : counts.turns] = done.turn_spans
-        tables["turn_begin"][before.turns : counts.turns] = done.turn_begin
-        if self._fields:
-            sources = tables["field_sources"][before.spans : counts.spans]
-            self._write_sources(sources, self._rows[before.spans : counts.spans], done)
-        return counts._replace(sequences=sequences, tokens=done.num_tokens)
+        turn = spans[:, Span.TURN]
+        first = turn[::-1]  # written in reverse, a turn's first span is written last
+        tables["turn_sequence"][turn] = sequence
+        tables["turn_spans"][first, 0] = (ends - (spans[:, Span.END] - spans[:, Span.BEGIN]))[::-1]
+        tables["turn_spans"][turn, 1] = ends
+        tables["turn_begin"][first] = (starts - context + held)[::-1]
+        return counts._replace(sequences=sequences, tokens=num_tokens)
 
-    def _spans_of(self, block: StoredTurns, counts: Counts) -> npt.NDArray[np.int64]:
-        """Return the rows of `Spans` of stored turns; write the positions of extra fields' rows."""
+    def _spans_of(self, block: StoredTurns, counts: Counts) -> Ints:
+        """Return the rows of `Span` of stored turns; write the positions of extra fields' rows."""
         intake = block.intake
         chain = np.array(intake.turn_chain, np.int64)
         begin = np.array(intake.turn_begin, np.int64)
@@ -183,20 +246,26 @@ class BatchTables:
         sizes = np.array(intake.chain_sizes, np.int64)
         offset = (np.cumsum(sizes) - sizes)[chain]  # tokens before the chain
         trained = np.cumsum(size) - size  # generated tokens before the turn
-        version = np.array(intake.version_start, np.int64)
+        version = np.array(intake.numbers["version_start"], np.int64)
         turn = np.arange(len(size))
         start, stop = np.zeros_like(size), size
         if intake.version_runs:
             runs = [
                 (index, *run)
                 for index, (first, count) in enumerate(
-                    zip(intake.version_start, intake.turn_size, strict=True)
+                    zip(intake.numbers["version_start"], intake.turn_size, strict=True)
                 )
                 for run in intake.version_runs.get(index, [(first, 0, count)])
             ]
             turn, version, start, stop = np.array(runs, np.int64).T
             chain, begin, offset, trained = (c[turn] for c in (chain, begin, offset, trained))
-        self._rows.write(counts.spans, self._row_places(block, offset, trained + start))
+        if self._fields:  # the byte of each span's first row, or of its chain's
+            rows = [
+                block.rows[number]
+                + (trained + start if field.generated_only else offset) * field.row_bytes
+                for number, field in enumerate(self._fields)
+            ]
+            self._rows.write(counts.spans, np.stack(rows, 1))
         return np.stack(
             [
                 counts.turns + turn,
@@ -210,20 +279,18 @@ class BatchTables:
             1,
         )
 
-    def _row_places(
-        self, block: StoredTurns, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Return the byte of the first row of each span, or of its chain, in each extra field."""
-        places = np.empty((len(tokens), len(self._fields)), np.int64)
-        for number, field in enumerate(self._fields):
-            rows = trained if field.generated_only else tokens
-            places[:, number] = block.rows[number] + rows * field.row_bytes
-        return places
 
-    def _write_sources(
-        self, table: npt.NDArray[np.int64], places: npt.NDArray[np.int64], done: Arrangement
-    ) -> None:
-        """Write the byte of each run's first row: of its first token or first generated token."""
-        for number, field in enumerate(self._fields):
-            skipped = 0 if field.generated_only else done.runs[:, Run.POSITION].astype(np.int64)
-            table[:, number] = places[done.order, number] + skipped * field.row_bytes
+def _context(spans: Ints, unit: Span) -> tuple[npt.NDArray[np.bool_], Ints]:
+    """Return which spans are the first of their ``unit``, and the start of each span's context.
+
+    The context starts where the span before it ended, at 0 for the first of a unit.
+    """
+    opens = np.diff(spans[:, unit], prepend=-1) != 0
+    return opens, np.where(opens, 0, np.roll(spans[:, Span.END], 1))
+
+
+def check_layout(layout: str) -> None:
+    """Raise unless ``layout`` is known."""
+    if layout not in LAYOUTS:
+        known = " or ".join(repr(name) for name in LAYOUTS)
+        raise ValueError(f"layout must be {known}, got {layout!r}")

@@ -1,32 +1,50 @@
-"""Estimators: frozen values that name a method of credit assignment and its parameters."""
+"""Advantage estimators: frozen dataclasses that name a method and its parameters."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
-from typing import Literal, TypeAlias, get_args
+from functools import cache
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from trajpack.kernels.corrections.kl_penalty import KL_ESTIMATORS, KLEstimator
+from trajpack.kernels.corrections.penalties import KLEstimator
 from trajpack.kernels.groups.group_advantages import Singleton
-from trajpack.kernels.scan.observations import OBSERVATIONS, Observation
-from trajpack.kernels.validation import check_choice, check_number
+from trajpack.kernels.scan.observations import Observation
+from trajpack.kernels.validation import check_choice, check_integer, check_number
 
 Truncated: TypeAlias = Literal["keep", "mask", "bootstrap"]
 """Treatment of a trajectory whose last turn was truncated:
 
 - ``"keep"``: as any other.
-- ``"mask"``: its advantages are 0 and it is in no statistics. Its returns stay, for a critic;
+- ``"mask"``: its advantages are 0 and it counts in no statistics. Its returns stay, for a critic;
   `PackedBatch.loss_weights` can exclude its tokens from a loss.
 - ``"bootstrap"``: the value after its last token is ``bootstrap``.
 """
 
 
-def check_rate(op: str, name: str, rate: float) -> None:
-    """Raise unless ``rate`` is a finite number, not negative."""
-    if isinstance(rate, bool) or not isinstance(rate, Real):
-        raise TypeError(f"{op}: {name} must be a number, got {rate!r}")
-    if not 0 <= rate < float("inf"):
-        raise ValueError(f"{op}: {name} must be finite and not negative, got {rate!r}")
+NOT_NEGATIVE = ("gamma", "lam", "eps", "coefficient")
+ABOVE_ZERO = ("reward_clip", "clamp", "rho_clip", "c_clip", "advantage_rho_clip")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def check_fields(owner: Any) -> None:
+    """Raise unless each field of a dataclass has one of its choices or is within its bounds."""
+    kind = owner.__class__.__name__
+    for name, hint in _hints(owner.__class__).items():
+        value: Any = getattr(owner, name, None)
+        if get_origin(hint) is Literal:
+            check_choice(kind, name, value, get_args(hint))
+        elif value is None and hint == float | None:
+            continue
+        elif name in NOT_NEGATIVE:
+            check_number(kind, name, value, least=0, finite=True)
+        elif name in ABOVE_ZERO:
+            check_number(kind, name, value, above=0)
+        elif name == "ddof":
+            check_integer(kind, name, value, most=1)
 
 
 @dataclass(frozen=True)
@@ -36,7 +54,7 @@ class KLPenalty:
     Reference: `trajpack.kernels.kl_penalty`; in the reward as in InstructGPT, arXiv 2203.02155.
 
     Args:
-        coefficient: What the estimate is multiplied by.
+        coefficient: Factor of the estimate.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``, see `trajpack.kernels.kl_penalty`.
         clamp: Bound of an estimate on either side, or ``None``.
     """
@@ -46,12 +64,7 @@ class KLPenalty:
     clamp: float | None = 10.0
 
     def __post_init__(self) -> None:
-        check_rate("KLPenalty", "coefficient", self.coefficient)
-        if self.estimator not in KL_ESTIMATORS:
-            known = ", ".join(repr(name) for name in KL_ESTIMATORS)
-            raise ValueError(f"KLPenalty: estimator must be one of {known}, got {self.estimator!r}")
-        if self.clamp is not None:
-            check_number("KLPenalty", "clamp", self.clamp, above=0)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -69,23 +82,9 @@ class Estimator:
     reward_clip: float | None = None
 
     def __post_init__(self) -> None:
-        if self.truncated not in get_args(Truncated):
-            known = ", ".join(repr(name) for name in get_args(Truncated))
-            raise ValueError(
-                f"{self.name}: truncated must be one of {known}, got {self.truncated!r}"
-            )
+        check_fields(self)
         if self.truncated == "bootstrap" and not isinstance(self, TokenEstimator):
             raise ValueError(f"{self.name}: truncated='bootstrap' needs an estimator over tokens")
-        if self.reward_clip is not None:
-            check_number(self.name, "reward_clip", self.reward_clip, above=0)
-        for rate in ("gamma", "lam"):
-            if hasattr(self, rate):
-                check_rate(self.name, rate, getattr(self, rate))
-        ddof = getattr(self, "ddof", 1)
-        if isinstance(ddof, bool) or not isinstance(ddof, int):
-            raise TypeError(f"{self.name}: ddof must be an int, got {ddof!r}")
-        if ddof not in (0, 1):
-            raise ValueError(f"{self.name}: ddof must be 0 or 1, got {ddof}")
 
     @property
     def name(self) -> str:
@@ -103,14 +102,13 @@ class TokenEstimator(Estimator):
     """Base class of estimators that scan the tokens of a trajectory from its end.
 
     A turn's reward is at its last generated token; the reward of a turn without tokens is at the
-    last token generated before it. The walk goes through all turns of a trajectory
-    in order, so that both layouts give a token the same value. `Trajectory.turn_discount` has no
-    part in it: ``gamma`` discounts.
+    last token generated before it. All turns of a trajectory are scanned in order, so both layouts
+    give a token the same value. ``gamma`` discounts, and `Trajectory.turn_discount` is not used.
 
     Args:
         kl: Penalty in the reward, against ``ref_logprobs``.
-        whiten: Whether advantages are brought to mean 0 and standard deviation 1 over the batch.
-        ddof: Where they are, the variance is divided by the number of tokens less this, 0 or 1.
+        whiten: Whether advantages are scaled to mean 0 and standard deviation 1 over the batch.
+        ddof: 0 or 1, subtracted from the number of tokens that divides their variance.
     """
 
     _: KW_ONLY
@@ -126,7 +124,7 @@ class GAE(TokenEstimator):
     Args:
         gamma: Discount from one token to the next.
         lam: λ.
-        observation: What tokens between generated ones mean, see
+        observation: Convention for tokens that were not generated, see
             `trajpack.kernels.scan.observations.Observation`.
 
     Reference:
@@ -136,10 +134,6 @@ class GAE(TokenEstimator):
     gamma: float = 1.0
     lam: float = 0.95
     observation: Observation = "carry"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.name, "observation", self.observation, OBSERVATIONS)
 
 
 @dataclass(frozen=True)
@@ -171,7 +165,7 @@ class VTrace(TokenEstimator):
         rho_clip: Largest weight of a temporal difference.
         c_clip: Largest weight of a trace.
         advantage_rho_clip: Largest weight of an advantage.
-        observation: What tokens between generated ones mean.
+        observation: As of `GAE`.
 
     Reference:
         `trajpack.kernels.vtrace`.
@@ -184,12 +178,6 @@ class VTrace(TokenEstimator):
     advantage_rho_clip: float = 1.0
     observation: Observation = "carry"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.name, "observation", self.observation, OBSERVATIONS)
-        for clip in ("rho_clip", "c_clip", "advantage_rho_clip"):
-            check_number(self.name, clip, getattr(self, clip), above=0)
-
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus(TokenEstimator):
@@ -199,7 +187,7 @@ class ReinforcePlusPlus(TokenEstimator):
 
     Args:
         gamma: Discount from one token to the next.
-        observation: What tokens between generated ones mean.
+        observation: As of `GAE`.
 
     Reference:
         Hu, REINFORCE++, arXiv 2501.03262.
@@ -210,18 +198,14 @@ class ReinforcePlusPlus(TokenEstimator):
     _: KW_ONLY
     whiten: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.name, "observation", self.observation, OBSERVATIONS)
-
 
 @dataclass(frozen=True)
 class TurnReturns(Estimator):
-    """The return of a token's turn, `PackedBatch.turn_returns`: discounted over the turns.
+    """Return of each token's turn, discounted over turns: `PackedBatch.turn_returns`.
 
     Args:
-        whiten: Whether they are brought to mean 0 and standard deviation 1 over the batch.
-        ddof: Where they are, the variance is divided by the number of tokens less this, 0 or 1.
+        whiten: As of `TokenEstimator`.
+        ddof: As of `TokenEstimator`.
 
     Reference:
         AReaL's ``MathMultiTurnAgent``.
@@ -237,25 +221,14 @@ class TurnReturns(Estimator):
             raise ValueError("TurnReturns: reward_clip cannot change returns as packed, got one")
 
 
-def _check_choice(op: str, name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        *all_but_last, last = map(repr, choices)
-        raise ValueError(f"{op}: {name} must be {', '.join(all_but_last)} or {last}, got {value!r}")
-
-
 @dataclass(frozen=True)
 class GroupEstimator(Estimator):
     """Base class of estimators that compare the trajectories of a group.
 
-    A trajectory's score is the sum of its turns' rewards, undiscounted; each of its generated
-    tokens is given the trajectory's advantage. Its group is `Trajectory.group`; without one it is
-    a group of one. Where every group of a batch has one member, `with_advantages` warns.
+    A trajectory's score is the undiscounted sum of its turns' rewards; each of its generated tokens
+    gets the trajectory's advantage. Its group is `Trajectory.group`, or itself without one. Where
+    every group of a batch has one member, `with_advantages` warns.
     """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice(self.name, "singleton", getattr(self, "singleton", "raw"), ("raw", "zero"))
-        check_rate(self.name, "eps", getattr(self, "eps", 0.0))
 
 
 @dataclass(frozen=True)
@@ -264,18 +237,17 @@ class GRPO(GroupEstimator):
 
     Args:
         eps: Added to the standard deviation.
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
-        baseline: What is subtracted: the group's ``"mean"``, or that of the others
-            (``"leave_one_out"``).
-        scale: What divides: the group's ``"std"``, that of the others (``"leave_one_out_std"``,
-            only with ``baseline="leave_one_out"``), or the one about the baseline
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
+        baseline: The group's ``"mean"``, or that of the others (``"leave_one_out"``).
+        scale: Divisor: the group's ``"std"``, that of the others (``"leave_one_out_std"``, only
+            with ``baseline="leave_one_out"``), or the one about the baseline
             (``"std_about_baseline"``); see `trajpack.kernels.group_advantages`.
-        ddof: The variance is divided by the number of scores less this, 0 or 1.
+        ddof: 0 or 1, subtracted from the number of scores that divides their variance.
 
     Reference:
         `trajpack.kernels.grpo`. NeMo-RL's default is ``GRPO(singleton="zero",
-        baseline="leave_one_out", scale="leave_one_out_std")``; whose the others are,
-        ``docs/credit/systems.md`` says.
+        baseline="leave_one_out", scale="leave_one_out_std")``; see ``docs/credit/systems.md`` for
+        those of other systems.
     """
 
     eps: float = 1e-6
@@ -287,9 +259,6 @@ class GRPO(GroupEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice(self.name, "baseline", self.baseline, ("mean", "leave_one_out"))
-        scales = ("std", "leave_one_out_std", "std_about_baseline")
-        _check_choice(self.name, "scale", self.scale, scales)
         if self.scale == "leave_one_out_std" and self.baseline == "mean":
             raise ValueError(
                 f"{self.name}: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'"
@@ -301,7 +270,7 @@ class DrGRPO(GroupEstimator):
     """Score less the group's mean. Reference: `trajpack.kernels.dr_grpo`.
 
     Args:
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
 
     singleton: Singleton = "raw"
@@ -312,7 +281,7 @@ class RLOO(GroupEstimator):
     """Score less the mean of the others. Reference: `trajpack.kernels.rloo`.
 
     Args:
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
 
     singleton: Singleton = "raw"
@@ -323,7 +292,7 @@ class OPO(GroupEstimator):
     """Score less the group's mean weighted by length. Reference: `trajpack.kernels.opo`.
 
     Args:
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
 
     singleton: Singleton = "raw"
@@ -336,8 +305,8 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     Reference: `trajpack.kernels.reinforce_plus_plus_baseline`.
 
     Args:
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
-        ddof: The variance is divided by the number of tokens less this, 0 or 1.
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
+        ddof: As of `TokenEstimator`.
     """
 
     singleton: Singleton = "raw"
@@ -355,9 +324,9 @@ class MaxRL(GroupEstimator):
     """Score less the group's mean, divided by that. Reference: `trajpack.kernels.max_rl`.
 
     Args:
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
-        scale: Where the mean is not positive, advantages are 0 (``"mean"``), or it divides all
-            the same and their signs change (``"signed_mean"``).
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
+        scale: Where the mean is negative, advantages are 0 (``"mean"``) or change their sign
+            (``"signed_mean"``).
         eps: Added to the mean, for ``"signed_mean"`` alone.
     """
 
@@ -366,17 +335,13 @@ class MaxRL(GroupEstimator):
     scale: Literal["mean", "signed_mean"] = "mean"
     eps: float = 1e-6
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice(self.name, "scale", self.scale, ("mean", "signed_mean"))
-
 
 @dataclass(frozen=True)
 class GPG(GroupEstimator):
     """Score less the group's mean, scaled by those not scored 0. Reference: `trajpack.kernels.gpg`.
 
     Args:
-        singleton: What a group of one has: its score (``"raw"``), or ``"zero"``.
+        singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
 
     singleton: Singleton = "raw"
@@ -394,20 +359,16 @@ class PassAtK(GroupEstimator):
     scale: Literal["std", "none"] = "none"
     eps: float = 1e-6
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice(self.name, "scale", self.scale, ("std", "none"))
-
 
 @dataclass(frozen=True)
 class GiGPO(GroupEstimator):
     """GRPO's advantage, and that of a turn among all turns from the same state.
 
-    Needs ``state_ids``. A turn's step score is `PackedBatch.turn_returns`; it is compared with
-    those of turns that were taken in the same state by trajectories of the same group.
+    Needs ``state_ids``. A turn's step score is its `PackedBatch.turn_returns`, compared with those
+    of all turns from the same state in the same group.
 
     Args:
-        step_weight: What the turn's advantage is multiplied by.
+        step_weight: Factor of the turn's advantage.
         scale: Whether both advantages are divided by the standard deviation of their group.
         eps: Added to it.
 
@@ -421,6 +382,5 @@ class GiGPO(GroupEstimator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice(self.name, "scale", self.scale, ("std", "none"))
         if self.reward_clip is not None:
             raise ValueError("GiGPO: reward_clip cannot change the turns' returns, got one")

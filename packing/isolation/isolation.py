@@ -95,7 +95,8 @@ class _Trial:
             raise TypeError(f"model must be a torch module, got {type(model).__name__}")
         self.model = model
         self.name, ids, longest = _vocabulary(model)
-        self.device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        self.weights = list(model.parameters())
+        self.device = self.weights[0].device if self.weights else torch.device("cpu")
         if self.device.type == "meta":
             raise ValueError(f"{self.name} must have weights, it is on the meta device")
         if len(ids) < 2:
@@ -183,8 +184,7 @@ class _Trial:
     def logits(self, row: Row, taken: str = "packed sequences") -> torch.Tensor:
         """Return the logits of a row, ``[tokens, ids]``; each pass draws the same numbers."""
         kind = "cuda" if self.device.type == "cpu" else self.device.type
-        places = {weight.device for weight in self.model.parameters()}
-        devices = [place.index for place in places if place.type == kind]
+        devices = [d.index for d in {weight.device for weight in self.weights} if d.type == kind]
         of_python, of_numpy = random.getstate(), np.random.get_state()
         with torch.random.fork_rng(devices, device_type=kind):
             try:
@@ -211,29 +211,24 @@ class _Trial:
     def spacing(self, logits: torch.Tensor) -> float:
         """Return the distance of neighbouring numbers around 1 in the model's coarsest dtype."""
         kind = self.device.type
-        dtypes = {w.dtype for w in self.model.parameters() if w.is_floating_point()}
+        dtypes = {weight.dtype for weight in self.weights if weight.is_floating_point()}
         dtypes |= {logits.dtype, torch.float32}  # models of float64 compute partly in float32
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
-        spacing = max(torch.finfo(dtype).eps for dtype in dtypes)
         is_tf32 = kind == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return max(spacing, TF32_SPACING) if is_tf32 else spacing
+        spacings = [torch.finfo(dtype).eps for dtype in dtypes]
+        return max(*spacings, TF32_SPACING if is_tf32 else 0.0)
 
 
 class _LeakSearch:
     """Compares the modules of a model in two passes, at tokens that are the same in both.
 
     A module is compared where its inputs are bitwise equal. If its output is not, the output of the
-    first pass replaces it, so that rounding does not reach later modules, which are then compared
-    on bitwise equal inputs too.
-
-    Args:
-        model: The model.
-        same: Where tokens are the same, bool ``[tokens]``.
-        tolerance: Allowed movement of a module's output at a token, relative to its norm.
+    first pass replaces it, so that rounding does not reach later modules.
     """
 
     def __init__(self, model: nn.Module, same: torch.Tensor, tolerance: float) -> None:
+        """Keep where tokens are the same, bool ``[tokens]``, and the relative tolerance."""
         self._model, self._tolerance = model, tolerance
         self._num_tokens, self._same = len(same), same.nonzero()[:, 0]
         self._first: dict[tuple[str, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -242,10 +237,9 @@ class _LeakSearch:
     def find(
         self, before: Callable[[], torch.Tensor], after: Callable[[], torch.Tensor]
     ) -> str | None:
-        """Return name and class of the first module that moves by more than the tolerance.
+        """Return name and class of the first, innermost module that moves; None if none does.
 
-        The first to return is the innermost. The model itself if only its logits move, ``None`` if
-        nothing does. Both arguments run the model and return logits ``[tokens, ids]``.
+        The model's class if only its logits move. Both arguments run the model.
         """
         first, second = self._observe(before), self._observe(after, compare=True)
         if self._leak is None and self._moves(first[self._same], second[self._same]):
@@ -328,9 +322,6 @@ def _vocabulary(model: nn.Module) -> tuple[str, torch.Tensor, int]:
 
     Read from the configuration, or else the embeddings. Ids that may stand for an image, padding or
     an end are left out, unless fewer than two remain.
-
-    Raises:
-        TypeError: If the model has neither.
     """
     for wrapped in model.modules():
         module: Any = getattr(wrapped, "_orig_mod", wrapped)  # of torch.compile

@@ -16,7 +16,7 @@ Tail: TypeAlias = Literal["sequence", "extend", "separate"]
 
 
 class Placement(NamedTuple):
-    """Lengths of a micro-batch's sequences with padding; a padding sequence is the last."""
+    """Lengths of a micro-batch's sequences; a padding sequence is the last."""
 
     seqlens: Ints
     """int64 ``[sequences]``: tokens of each as attention sees them."""
@@ -62,12 +62,11 @@ class Alignment:
     """Token id of padding."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_multiple", "total_multiple", "total", "max_sequences"):
-            value = getattr(self, name)
-            if value is None and name in ("total", "max_sequences"):
+        for name in ("sequence_multiple", "total_multiple", "total", "max_sequences", "token_id"):
+            if getattr(self, name) is None and name in ("total", "max_sequences"):
                 continue
-            value = as_integer(name, value)
-            if value < 1:
+            value = as_integer(name, getattr(self, name))
+            if value < 1 and name != "token_id":
                 raise ValueError(f"{name} must be at least 1, got {value}")
             object.__setattr__(self, name, value)
         if self.total is not None and self.total % self.multiple:
@@ -79,7 +78,6 @@ class Alignment:
             raise ValueError(f"tail must be 'sequence', 'extend' or 'separate', got {self.tail!r}")
         if self.positions not in ("continue", "zero"):
             raise ValueError(f"positions must be 'continue' or 'zero', got {self.positions!r}")
-        object.__setattr__(self, "token_id", as_integer("token_id", self.token_id))
 
     @property
     def multiple(self) -> int:

@@ -1,7 +1,6 @@
 """Cutting a packed batch into micro-batches by a plan, and merging their outputs.
 
-Everything is laid out on the host from lengths alone; the tables of all micro-batches of a plan go
-to the device in one copy.
+All is laid out on the host from lengths; the tables of a plan go to the device in one copy.
 """
 
 from __future__ import annotations
@@ -9,24 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured
-from trajpack.kernels.rearrange.merge_tokens import merge_tokens
-from trajpack.kernels.rearrange.select_tokens import Segment, TokenSources
-from trajpack.kernels.rearrange.token_rows import Number
-from trajpack.packing.micro_batches.alignment import Alignment, Placement
+from trajpack.kernels.rearrange.segments import Number, Segment
+from trajpack.kernels.rearrange.select_tokens import TokenSources, merge_tokens
+from trajpack.packing.micro_batches.alignment import Alignment, Ints, Placement
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, check_given
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.plan.plan import Plan
 
-Ints: TypeAlias = npt.NDArray[np.int64]
 OWN = (
     "input_ids",
     "turn_ids",
@@ -43,9 +39,8 @@ MAX_ITEMSIZE = 8
 """Maximum bytes of an element that a kernel moves."""
 CU_SEQLENS = len(Segment)
 """Row of a table behind those of `Segment`: cumulative sums of true lengths."""
-ROWS = CU_SEQLENS + 1
-ALIGNED = 4
-"""Tables have a multiple of this many columns: each row begins at a multiple of 16 bytes."""
+COLUMNS_MULTIPLE = 4
+"""Columns of a table are a multiple of this: each row begins at a multiple of 16 bytes."""
 
 
 class Lengths(NamedTuple):
@@ -65,11 +60,10 @@ class PaddedMicroBatch(NamedTuple):
     kept: Ints
     """int64 ``[selected]``: tokens that each keeps."""
     placement: Placement
-    """Lengths with padding."""
 
 
 class _Table(NamedTuple):
-    """Segments of tokens to select; row by row what `Segment` describes."""
+    """Segments of tokens to select."""
 
     ends: Ints
     """Cumulative sums of the segments' lengths in the result."""
@@ -83,7 +77,7 @@ class _Table(NamedTuple):
 
 
 def lengths_of(seqlens: Iterable[int]) -> Lengths:
-    """Return lengths and starts of a batch's sequences."""
+    """Return lengths and first tokens of a batch's sequences."""
     lengths = np.fromiter(seqlens, np.int64)
     return Lengths(lengths, np.cumsum(lengths) - lengths)
 
@@ -297,28 +291,24 @@ def _row_of(tensor: torch.Tensor) -> str:
 
 
 def _send(tables: Sequence[_Table], device: torch.device) -> list[torch.Tensor]:
-    """Return tables on the device, int32 ``[ROWS, columns]`` each; spare columns repeat the end.
+    """Return tables on the device, int32 ``[rows, columns]`` each; spare columns repeat the end.
 
     Cost: one copy from pinned memory for all of them; none on the host.
     """
     remedy = "their tables leave host memory that is gone by the replay: make them before"
     check_not_captured("micro-batches", device, remedy)
-    columns = []
-    for one in tables:
-        count = max(len(one.ends) + 1, one.min_columns)
-        columns.append(-(-count // ALIGNED) * ALIGNED)
-    ends = list(accumulate((ROWS * count for count in columns), initial=0))
-    if device.type == "cuda":
-        # on the CPU explicitly: torch's default device may be another
-        words = torch.empty(ends[-1], dtype=torch.int32, device="cpu", pin_memory=True)
-    else:
-        words = torch.from_numpy(np.empty(ends[-1], np.int32))
+    rows = CU_SEQLENS + 1
+    columns = (max(len(one.ends) + 1, one.min_columns) for one in tables)
+    sizes = (rows * -(-count // COLUMNS_MULTIPLE) * COLUMNS_MULTIPLE for count in columns)
+    ends = list(accumulate(sizes, initial=0))
+    # on the CPU explicitly: torch's default device may be another
+    pinned = device.type == "cuda"
+    words = torch.zeros(ends[-1], dtype=torch.int32, device="cpu", pin_memory=pinned)
 
     def split(words: torch.Tensor) -> list[torch.Tensor]:
-        return [words[begin:end].view(ROWS, -1) for begin, end in pairwise(ends)]
+        return [words[begin:end].view(rows, -1) for begin, end in pairwise(ends)]
 
     for one, table in zip(tables, (part.numpy() for part in split(words)), strict=True):
-        table[:] = 0
         for row, sums in ((Segment.START, one.ends), (CU_SEQLENS, one.cu_seqlens)):
             table[row, 1:] = sums[-1] if sums.size else 0
             table[row, 1 : len(sums) + 1] = sums

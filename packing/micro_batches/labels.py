@@ -31,21 +31,20 @@ class LabelMethods:
     def labels(
         self, convention: Convention = "next", *, ignore: int = -100, generated_only: bool = True
     ) -> torch.Tensor:
-        """Return what a model shall predict; no label crosses a boundary, and none is padding.
+        """Return the tokens to predict; no label crosses a boundary, and none is padding.
 
         Args:
-            convention: Where the label of a token stands.
+            convention: Index of a token's label.
 
-                - ``"next"``: where the model predicts it, one place earlier. What goes with labels
-                  (masks, advantages, rollout log-probabilities) is moved by ``shift("left")``.
-                  verl, AReaL and slime have it so, and Megatron.
-                - ``"own"``: at the token's own index, for a model that shifts by itself, such as
+                - ``"next"``: where the model predicts the token, one place earlier. Masks,
+                  advantages and rollout log-probabilities are moved to it by ``shift("left")``.
+                  The convention of verl, AReaL, slime and Megatron.
+                - ``"own"``: the token's own index, for models that shift by themselves, such as
                   those of Hugging Face. The first token of a sequence has none.
-                - ``"drop_last"``: as ``"next"``, with all sequences one token shorter; the inputs
-                  that go with it are ``drop(input_ids, "last")``. torchtitan and tinker have it so.
-            ignore: What stands where there is no label.
-            generated_only: Whether `loss_mask` says what is predicted, or every token is that is
-                not padding.
+                - ``"drop_last"``: as ``"next"``, with all sequences one token shorter; its inputs
+                  are ``drop(input_ids, "last")``. The convention of torchtitan and tinker.
+            ignore: Value where there is no label.
+            generated_only: Whether the tokens of `loss_mask` have labels, or all but padding.
 
         Returns:
             int64 ``[tokens]``; one token less for each sequence with ``"drop_last"``.

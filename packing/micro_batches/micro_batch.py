@@ -19,12 +19,7 @@ WITHOUT_STREAMS = ("cpu", "meta")
 def check_given(
     name: str, tensor: Any, taken: Collection[str], *, num_tokens: int, device: torch.device
 ) -> None:
-    """Check that a caller's tensor has a row for each token.
-
-    Raises:
-        TypeError: If it is no tensor.
-        ValueError: If it has the wrong shape or device, or a name that is taken.
-    """
+    """Raise unless a caller's tensor has a row for each token and a name that is free."""
     if name in taken:
         raise ValueError(f"tensors: a micro-batch has a field {name!r} already")
     if not isinstance(tensor, torch.Tensor):
@@ -56,10 +51,7 @@ def model_inputs(
     places: torch.Tensor,
     max_seqlen: int,
 ) -> dict[str, Any]:
-    """Return arguments of a Hugging Face causal model for packed sequences.
-
-    See `PackedBatch.model_inputs`; ``places`` are the boundaries in memory.
-    """
+    """Return what `PackedBatch.model_inputs` does; ``places`` are the boundaries in memory."""
     return {
         "input_ids": input_ids[None],
         "position_ids": position_ids[None],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.packing.plan.balance import place_items
+from trajpack.packing.plan.algorithms import place_items
 from trajpack.packing.plan.statistics import PlanStatistics, fill_of, lower_bound_of, statistics_of
 from trajpack.packing.plan.units import (
     Algorithm,
@@ -20,10 +20,7 @@ from trajpack.packing.plan.units import (
     Labels,
     PlanInput,
     Policy,
-    check_choice,
-    check_count,
     read_input,
-    read_labels,
     round_up,
 )
 
@@ -63,9 +60,7 @@ class Plan:
         count, ends = len(self.seqlens), self.cu_bins.tolist()
         if ((self.order < 0) | (self.order >= count)).any():
             raise ValueError(f"Plan: order must hold sequences from 0 to {count - 1}")
-        placed = np.zeros(count, bool)
-        placed[self.order] = True
-        if np.count_nonzero(placed) != len(self.order):
+        if np.bincount(self.order, minlength=1).max() > 1:
             raise ValueError("Plan: a sequence is in two micro-batches")
         if not ends or ends != sorted(ends) or (ends[0], ends[-1]) != (0, len(self.order)):
             shown = f"{ends[:1]} to {ends[-1:]}"
@@ -193,26 +188,25 @@ def plan_micro_batches(  # noqa: PLR0913
         >>> plan.loads, plan.lower_bound
         (array([10, 10]), 2)
     """
-    op = "plan_micro_batches"
     source = read_input(
-        op,
+        "plan_micro_batches",
         seqlens,
         capacity,
+        algorithm=algorithm,
         cost=cost,
+        min_bins=min_bins,
+        multiple_of=multiple_of,
         max_sequences=max_sequences,
+        keep_together=keep_together,
         align=align,
-        policy=oversized,
+        oversized=oversized,
         turn_ends=turn_ends,
     )
-    check_choice(op, "algorithm", algorithm, choices=Algorithm)
-    check_count(op, "min_bins", min_bins, least=0)
-    check_count(op, "multiple_of", multiple_of)
-    labels = read_labels(op, "keep_together", keep_together, num_sequences=len(source.seqlens))
-    items = source.items(source.planned, labels)
+    members = source.planned
+    items = source.items(members)
     bin_of, num_bins = place_items(items, algorithm, min_bins=min_bins, multiple_of=multiple_of)
-    return build_plan(
-        source, items.members, bin_of[items.item_of], num_bins=num_bins, dropped=source.dropped
-    )
+    dropped = source.dropped
+    return build_plan(source, members, bin_of[items.item_of], num_bins=num_bins, dropped=dropped)
 
 
 def build_plan(
@@ -223,15 +217,7 @@ def build_plan(
     num_bins: int,
     dropped: tuple[int, ...] = (),
 ) -> Plan:
-    """Return the plan of some sequences.
-
-    Args:
-        source: Lengths and limits.
-        members: Sequences, ascending.
-        bin_of: ``[members]``: micro-batch of each.
-        num_bins: Number of micro-batches.
-        dropped: Sequences that the plan names as dropped.
-    """
+    """Return the plan of ``members``, ascending, by the micro-batch of each."""
     ranked = np.argsort(bin_of.astype(np.uint16) if num_bins < 2**16 else bin_of, kind="stable")
     cu_bins = np.zeros(num_bins + 1, np.int64)
     np.cumsum(np.bincount(bin_of, minlength=num_bins), out=cu_bins[1:])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from trajpack.packing.plan.balance import balance_over, karmarkar_karp, place_items, split_bins
+from trajpack.packing.plan.algorithms import (
+    BALANCED,
+    balance_over,
+    karmarkar_karp,
+    place_items,
+    split_bins,
+)
 from trajpack.packing.plan.plan import Plan, build_plan
 from trajpack.packing.plan.statistics import PlanStatistics, fill_of, statistics_of
 from trajpack.packing.plan.units import (
@@ -24,6 +30,7 @@ from trajpack.packing.plan.units import (
     check_choice,
     check_count,
     decreasing,
+    inverse_of,
     numbered,
     read_input,
     read_labels,
@@ -151,35 +158,41 @@ def plan_ranks(  # noqa: PLR0913
         op,
         seqlens,
         capacity,
+        algorithm=algorithm,
         cost=cost,
+        min_bins=min_bins,
+        multiple_of=multiple_of,
         max_sequences=max_sequences,
+        keep_together=keep_together,
         align=align,
-        policy=oversized,
+        oversized=oversized,
         turn_ends=turn_ends,
+        least_bins=1,
     )
-    check_choice(op, "algorithm", algorithm, choices=Algorithm)
     check_choice(op, "order", order, choices=Order)
     check_count(op, "num_ranks", num_ranks)
     check_count(op, "num_steps", num_steps)
-    check_count(op, "min_bins", min_bins)
-    check_count(op, "multiple_of", multiple_of)
     count = len(source.seqlens)
     in_step = read_labels(op, "keep_in_step", keep_in_step, num_sequences=count)
     on_rank = read_labels(op, "keep_on_rank", keep_on_rank, num_sequences=count)
-    together = read_labels(op, "keep_together", keep_together, num_sequences=count)
     if on_rank is not None:
-        on_rank = _joined(on_rank, together)
-    planner = _StepPlanner(
-        source=source,
-        num_ranks=num_ranks,
-        together=together,
-        algorithm=algorithm,
-        order=order,
-        min_bins=min_bins,
-        multiple_of=multiple_of,
-    )
-    steps = _split_steps(source, _joined(in_step, together), num_steps)
-    return RankPlan(tuple(planner.plan(members, on_rank) for members in steps), source.dropped)
+        on_rank = _joined(on_rank, source.together)
+    owners: dict[int, int] = {}
+    plans = []
+    for members in _split_steps(source, _joined(in_step, source.together), num_steps):
+        if on_rank is not None:
+            bin_of, num_bins = _ranks_first(
+                source, members, on_rank, num_ranks=num_ranks, order=order, owners=owners
+            )
+        else:
+            bin_of, num_bins = _free_ranks(source, members, num_ranks, order=order)
+        each = num_bins // num_ranks
+        rank_of, number = np.divmod(bin_of, each)
+        held = [rank_of == rank for rank in range(num_ranks)]
+        plans.append(
+            tuple(build_plan(source, members[own], number[own], num_bins=each) for own in held)
+        )
+    return RankPlan(tuple(plans), source.dropped)
 
 
 def _joined(first: Ints | None, second: Ints | None) -> Ints | None:
@@ -202,11 +215,7 @@ def _joined(first: Ints | None, second: Ints | None) -> Ints | None:
 
 
 def _split_steps(source: PlanInput, labels: Ints | None, num_steps: int) -> list[Ints]:
-    """Return the sequences of each step: labels in order of appearance, as many in each.
-
-    Raises:
-        ValueError: If there are fewer labels than steps.
-    """
+    """Return the sequences of each step: labels in order of appearance, as many in each."""
     members = source.planned
     if num_steps == 1:
         return [members]
@@ -224,148 +233,120 @@ def _split_steps(source: PlanInput, labels: Ints | None, num_steps: int) -> list
     return [members[step_of == step] for step in range(num_steps)]
 
 
-class _Placement(NamedTuple):
-    """Micro-batches of a step, numbered rank after rank, the same number on each."""
+def _free_ranks(
+    source: PlanInput, members: Ints, num_ranks: int, *, order: Order
+) -> tuple[Ints, int]:
+    """Return the micro-batch of each sequence of a step, and their number, rank after rank.
 
-    bin_of: Ints
-    """int64 ``[members]``: micro-batch of each sequence."""
-    num_bins: int
-    """Number of micro-batches of all ranks."""
+    There are two ways: micro-batches of all sequences, dealt out to ranks, fill better; sequences
+    to ranks first, and then to micro-batches, makes ranks cost the same. The way with fewer
+    micro-batches is taken, then the one whose most costly rank costs less.
+    """
+    found = _bins_first(source, members, num_ranks, order=order)
+    if source.algorithm == "next_fit" or num_ranks == 1:  # it keeps the batch's order
+        return found
+    labels = np.arange(len(source.seqlens)) if source.together is None else source.together
+    other = _ranks_first(source, members, labels, num_ranks=num_ranks, order=order, owners={})
+    costs = scaled(source.costs[members])
+
+    def price(placement: tuple[Ints, int]) -> tuple[int, int]:
+        bin_of, num_bins = placement
+        return num_bins, int(summed(costs, bin_of // (num_bins // num_ranks), num_ranks).max())
+
+    return min(other, found, key=price)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StepPlanner:
-    """Options of `plan_ranks`, and the rank of each label over the steps."""
+def _bins_first(
+    source: PlanInput, members: Ints, num_ranks: int, *, order: Order
+) -> tuple[Ints, int]:
+    """Make micro-batches of all sequences, and deal them out."""
+    items = source.items(members)
+    bin_of, num_bins = place_items(
+        items,
+        source.algorithm,
+        min_bins=num_ranks * source.min_bins,
+        multiple_of=num_ranks * source.multiple_of,
+    )
+    costs = summed(items.costs, bin_of, num_bins)
+    empty = np.bincount(bin_of, minlength=num_bins) == 0
+    rank_of = deal(costs, empty, num_ranks)
+    held = [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+    ordered = np.concatenate([own[_ordered(order, costs[own], empty[own])] for own in held])
+    return inverse_of(ordered)[bin_of[items.item_of]], num_bins
 
-    source: PlanInput
-    num_ranks: int
-    together: Ints | None
-    """int64 ``[sequences]``: labels of sequences that share a micro-batch."""
-    algorithm: Algorithm
-    order: Order
-    min_bins: int
-    multiple_of: int
-    owners: dict[int, int] = field(default_factory=dict)
-    """Rank by label, of labels that stay on a rank."""
 
-    def plan(self, members: Ints, on_rank: Ints | None) -> tuple[Plan, ...]:
-        """Return the plans of all ranks for a step.
+def _ranks_first(
+    source: PlanInput,
+    members: Ints,
+    labels: Ints,
+    *,
+    num_ranks: int,
+    order: Order,
+    owners: dict[int, int],
+) -> tuple[Ints, int]:
+    """Assign labels to ranks, and make the micro-batches of each rank."""
+    algorithm = source.algorithm
+    costs = scaled(source.costs[members])
+    rank_of = _assign(labels[members], costs, algorithm, num_ranks=num_ranks, owners=owners)
+    held = [np.flatnonzero(rank_of == rank) for rank in range(num_ranks)]
+    items = [source.items(members[own]) for own in held]
+    bounds = {"min_bins": source.min_bins, "multiple_of": source.multiple_of}
+    found = [place_items(one, algorithm, **bounds) for one in items]
+    most = max(num_bins for _, num_bins in found)
+    placed = np.empty(len(members), np.int64)
+    for rank, (own, one, (bin_of, num_bins)) in enumerate(zip(held, items, found, strict=True)):
+        again = None
+        if num_bins < most and algorithm in BALANCED:
+            again = balance_over(one, algorithm, most)
+        if again is None:
+            in_order = algorithm == "next_fit"
+            again = split_bins(one, bin_of, num_bins, wanted=most, in_order=in_order)
+        empty = np.bincount(again, minlength=most) == 0
+        ordered = _ordered(order, summed(one.costs, again, most), empty)
+        placed[own] = rank * most + inverse_of(ordered)[again[one.item_of]]
+    return placed, most * num_ranks
 
-        Where sequences may go to any rank there are two ways: micro-batches of all sequences, dealt
-        out to ranks, fill better; sequences to ranks first, and then to micro-batches, makes ranks
-        cost the same. The way with fewer micro-batches is taken, then the one whose most costly
-        rank costs less.
 
-        Args:
-            members: Sequences of the step, ascending.
-            on_rank: ``[sequences]``: labels of sequences that stay on a rank.
-        """
-        if on_rank is not None:
-            placement = self._ranks_first(members, on_rank, self.owners)
-        else:
-            placement = self._bins_first(members)
-            if self.algorithm != "next_fit" and self.num_ranks > 1:  # it keeps the batch's order
-                labels = self.together
-                labels = np.arange(len(self.source.seqlens)) if labels is None else labels
-                costs = scaled(self.source.costs[members])
+def _assign(
+    labels: Ints, costs: Ints, algorithm: Algorithm, *, num_ranks: int, owners: dict[int, int]
+) -> Ints:
+    """Return the rank of each sequence: its label's owner, or one so that ranks cost the same.
 
-                def price(placement: _Placement) -> tuple[int, int]:
-                    rank_of = placement.bin_of // (placement.num_bins // self.num_ranks)
-                    return placement.num_bins, int(summed(costs, rank_of, self.num_ranks).max())
+    New labels are added to ``owners``, the rank by label.
+    """
+    block_of, firsts = numbered(labels)
+    names = labels[firsts].tolist()
+    totals = summed(costs, block_of, len(firsts))
+    rank_of = np.array([owners.get(name, -1) for name in names], np.int64)
+    fresh = np.flatnonzero(rank_of < 0)
+    if algorithm == "karmarkar_karp" and len(fresh) == len(names):
+        ones = np.ones_like(totals)
+        unbounded = PlanItems(totals, ones, totals, int(totals.sum()), len(ones), fresh)
+        found = karmarkar_karp(unbounded, num_ranks)
+        assert found is not None
+        rank_of = found
+    else:  # the most costly new label goes to the rank that costs least
+        kept = np.flatnonzero(rank_of >= 0)
+        loads = summed(totals[kept], rank_of[kept], num_ranks)
+        heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
+        heapify(heap)
+        for block in fresh[decreasing(totals[fresh])].tolist():
+            load, rank = heap[0]
+            heapreplace(heap, (load + int(totals[block]), rank))
+            rank_of[block] = rank
+    owners.update(zip(names, rank_of.tolist(), strict=True))
+    return rank_of[block_of]
 
-                placement = min(self._ranks_first(members, labels, {}), placement, key=price)
-        each = placement.num_bins // self.num_ranks
-        rank_of, number = np.divmod(placement.bin_of, each)
-        held = [rank_of == rank for rank in range(self.num_ranks)]
-        return tuple(
-            build_plan(self.source, members[own], number[own], num_bins=each) for own in held
-        )
 
-    def _bins_first(self, members: Ints) -> _Placement:
-        """Make micro-batches of all sequences, and deal them out."""
-        items = self.source.items(members, self.together)
-        bin_of, num_bins = place_items(
-            items,
-            self.algorithm,
-            min_bins=self.num_ranks * self.min_bins,
-            multiple_of=self.num_ranks * self.multiple_of,
-        )
-        costs = summed(items.costs, bin_of, num_bins)
-        empty = np.bincount(bin_of, minlength=num_bins) == 0
-        rank_of = deal(costs, empty, self.num_ranks)
-        place_of = np.empty(num_bins, np.int64)
-        each = num_bins // self.num_ranks
-        for rank in range(self.num_ranks):
-            own = np.flatnonzero(rank_of == rank)
-            place_of[own[self._ordered(costs[own], empty[own])]] = rank * each + np.arange(each)
-        return _Placement(place_of[bin_of[items.item_of]], num_bins)
-
-    def _ranks_first(self, members: Ints, labels: Ints, owners: dict[int, int]) -> _Placement:
-        """Assign labels to ranks, and make the micro-batches of each rank."""
-        rank_of = self._assign(labels[members], scaled(self.source.costs[members]), owners)
-        held = [np.flatnonzero(rank_of == rank) for rank in range(self.num_ranks)]
-        items = [self.source.items(members[own], self.together) for own in held]
-        found = [
-            place_items(one, self.algorithm, min_bins=self.min_bins, multiple_of=self.multiple_of)
-            for one in items
-        ]
-        most = max(num_bins for _, num_bins in found)
-        placed = np.empty(len(members), np.int64)
-        for rank, (own, one, (bin_of, num_bins)) in enumerate(zip(held, items, found, strict=True)):
-            again = None
-            if num_bins < most and self.algorithm in ("karmarkar_karp", "longest_processing_time"):
-                again = balance_over(one, self.algorithm, most)
-            if again is None:
-                in_order = self.algorithm == "next_fit"
-                again = split_bins(one, bin_of, num_bins, wanted=most, in_order=in_order)
-            costs = summed(one.costs, again, most)
-            place_of = np.empty(most, np.int64)
-            ordered = self._ordered(costs, np.bincount(again, minlength=most) == 0)
-            place_of[ordered] = rank * most + np.arange(most)
-            placed[own] = place_of[again[one.item_of]]
-        return _Placement(placed, most * self.num_ranks)
-
-    def _assign(self, labels: Ints, costs: Ints, owners: dict[int, int]) -> Ints:
-        """Return the rank of each label: its owner, or one that makes ranks cost about the same.
-
-        Args:
-            labels: ``[members]``.
-            costs: ``[members]``, integers.
-            owners: Rank by label; new labels are added.
-        """
-        block_of, firsts = numbered(labels)
-        names = labels[firsts].tolist()
-        totals = summed(costs, block_of, len(firsts))
-        rank_of = np.array([owners.get(name, -1) for name in names], np.int64)
-        fresh = np.flatnonzero(rank_of < 0)
-        if self.algorithm == "karmarkar_karp" and len(fresh) == len(names):
-            alone = np.arange(len(names))
-            ones = np.ones_like(totals)
-            unbounded = PlanItems(totals, ones, totals, int(totals.sum()), len(ones), alone, alone)
-            found = karmarkar_karp(unbounded, self.num_ranks)
-            assert found is not None
-            rank_of = found
-        else:  # the most costly new label goes to the rank that costs least
-            kept = np.flatnonzero(rank_of >= 0)
-            loads = summed(totals[kept], rank_of[kept], self.num_ranks)
-            heap = [(load, rank) for rank, load in enumerate(loads.tolist())]
-            heapify(heap)
-            for block in fresh[decreasing(totals[fresh])].tolist():
-                load, rank = heap[0]
-                heapreplace(heap, (load + int(totals[block]), rank))
-                rank_of[block] = rank
-        owners.update(zip(names, rank_of.tolist(), strict=True))
-        return rank_of[block_of]
-
-    def _ordered(self, costs: Ints, empty: Any) -> Ints:
-        """Return the micro-batches of a rank in `order`; empty ones count as the smallest."""
-        numbers = np.arange(len(costs))
-        if self.order == "as_planned":
-            return numbers
-        falling = np.lexsort((numbers, -costs, empty))
-        if self.order == "largest_first":
-            return falling
-        return np.concatenate([falling[::2][::-1], falling[1::2]])
+def _ordered(order: Order, costs: Ints, empty: Any) -> Ints:
+    """Return the micro-batches of a rank in ``order``; empty ones count as the smallest."""
+    numbers = np.arange(len(costs))
+    if order == "as_planned":
+        return numbers
+    falling = np.lexsort((numbers, -costs, empty))
+    if order == "largest_first":
+        return falling
+    return np.concatenate([falling[::2][::-1], falling[1::2]])
 
 
 def deal(costs: Ints, empty: Any, num_ranks: int) -> Ints:
@@ -373,12 +354,7 @@ def deal(costs: Ints, empty: Any, num_ranks: int) -> Ints:
 
     In rounds, most costly first: the most costly of a round goes to the rank that costs least so
     far, so that the n-th micro-batches of all ranks cost about the same. Ranks then swap within
-    rounds while that lowers the cost of the most costly rank.
-
-    Args:
-        costs: ``[micro-batches]``, a multiple of the ranks.
-        empty: ``[micro-batches]``: True where one holds no sequence; it is dealt out last.
-        num_ranks: Number of ranks.
+    rounds while that lowers the cost of the most costly rank. Empty ones are dealt out last.
     """
     order = np.lexsort((np.arange(len(costs)), -costs, empty)).reshape(-1, num_ranks)
     held = np.empty((num_ranks, len(order)), np.int64)

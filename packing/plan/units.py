@@ -66,17 +66,15 @@ class PlanItems(NamedTuple):
     """Maximum tokens of a micro-batch."""
     max_sequences: int
     """Maximum sequences of a micro-batch."""
-    members: Ints
-    """int64 ``[members]``: indices of the sequences, ascending."""
     item_of: Ints
-    """int64 ``[members]``: item of each sequence."""
+    """int64 ``[sequences]``: item of each sequence."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
 
 class PlanInput(NamedTuple):
-    """Lengths and limits of a plan, checked."""
+    """Lengths and options of a plan, checked."""
 
     op: str
     """Name of the called function, for error messages."""
@@ -87,35 +85,33 @@ class PlanInput(NamedTuple):
     by_tokens: bool
     """Whether the costs are the aligned tokens."""
     capacity: int
-    """Maximum tokens of a micro-batch, as given."""
     align: int
-    """Each sequence takes a multiple of this many tokens."""
     max_sequences: int
-    """Maximum sequences of a micro-batch."""
+    algorithm: Algorithm
+    min_bins: int
+    multiple_of: int
+    together: Ints | None
+    """int64 ``[sequences]``: labels of sequences that share a micro-batch."""
     dropped: tuple[int, ...]
     """Too long sequences that are left out, ascending."""
     truncated: Mapping[int, int]
     """Kept tokens of too long sequences that are cut, by sequence."""
     oversized: tuple[int, ...]
-    """Too long sequences that get a micro-batch each, ascending."""
+    """Too long sequences that are alone in a micro-batch, ascending."""
 
     @property
     def planned(self) -> Ints:
         """Indices of the sequences that are not dropped."""
         return np.delete(np.arange(len(self.seqlens)), np.array(self.dropped, np.int64))
 
-    def items(self, members: Ints, keep_together: Ints | None) -> PlanItems:
-        """Return the items of some sequences; those with one label are one item.
-
-        Raises:
-            ValueError: If sequences that must stay together do not fit into one micro-batch.
-        """
+    def items(self, members: Ints) -> PlanItems:
+        """Return the items of some sequences; those kept together must fit a micro-batch."""
         capacity = self.capacity // self.align * self.align
         sizes = round_up(self.seqlens[members], self.align)
         counts, costs = np.ones_like(sizes), scaled(self.costs[members])
         item_of = np.arange(len(members))
-        if keep_together is not None:
-            item_of, firsts = numbered(keep_together[members])
+        if self.together is not None:
+            item_of, firsts = numbered(self.together[members])
             sizes, counts, costs = (
                 summed(each, item_of, len(firsts)) for each in (sizes, counts, costs)
             )
@@ -130,21 +126,26 @@ class PlanInput(NamedTuple):
             )
         # an oversized sequence counts as a full micro-batch
         sizes = np.minimum(sizes, capacity)
-        return PlanItems(sizes, counts, costs, capacity, self.max_sequences, members, item_of)
+        return PlanItems(sizes, counts, costs, capacity, self.max_sequences, item_of)
 
 
-def read_input(
+def read_input(  # noqa: PLR0913
     op: str,
     seqlens: Any,
     capacity: int,
     *,
+    algorithm: Algorithm,
     cost: Cost,
+    min_bins: int,
+    multiple_of: int,
     max_sequences: int | None,
+    keep_together: Labels,
     align: int,
-    policy: Policy,
+    oversized: Policy,
     turn_ends: Sequence[Sequence[int]] | None,
+    least_bins: int = 0,
 ) -> PlanInput:
-    """Check lengths, limits and costs, and apply the policy for sequences that are too long."""
+    """Check the arguments of `plan_micro_batches`, and apply the policy for long sequences."""
     lengths = read_lengths(op, seqlens)
     check_count(op, "capacity", capacity)
     check_count(op, "align", align)
@@ -156,28 +157,16 @@ def read_input(
             f"got {capacity}"
         )
     align, capacity = int(align), int(capacity)
-    check_choice(op, "oversized", policy, choices=Policy)
-    _check_turn_ends(op, policy, turn_ends, num_sequences=len(lengths))
-    room = capacity // align * align
-    too_long = np.flatnonzero(lengths > room).tolist()
-    if too_long and policy == "raise":
-        raise ValueError(
-            f"{op}: sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than the "
-            f"capacity of {room}{f' in multiples of {align}' if align > 1 else ''}; "
-            "oversized='drop', 'truncate_at_turn' or 'own_bin' takes it"
-        )
-    truncated = {}
-    for sequence in too_long:
-        if turn_ends is None:
-            break
-        fitting = _checked_ends(op, sequence, lengths[sequence], ends=turn_ends[sequence])
-        if kept := max((end for end in fitting if end <= room), default=0):
-            lengths[sequence] = truncated[sequence] = kept
-    oversized = too_long if policy == "own_bin" else []
-    dropped = [] if oversized else [one for one in too_long if one not in truncated]
+    check_choice(op, "oversized", oversized, choices=Policy)
+    lengths, dropped, truncated = _fit_lengths(
+        op, lengths, capacity // align * align, align=align, policy=oversized, turn_ends=turn_ends
+    )
     costs = _read_costs(op, cost, round_up(lengths, align))
     for array in (lengths, costs):  # shared by all plans of a batch
         array.flags.writeable = False
+    check_choice(op, "algorithm", algorithm, choices=Algorithm)
+    check_count(op, "min_bins", min_bins, least=least_bins)
+    check_count(op, "multiple_of", multiple_of)
     most = len(lengths) if max_sequences is None else min(int(max_sequences), len(lengths))
     return PlanInput(
         op=op,
@@ -187,13 +176,20 @@ def read_input(
         capacity=capacity,
         align=align,
         max_sequences=most or 1,
-        dropped=tuple(dropped),
+        algorithm=algorithm,
+        min_bins=min_bins,
+        multiple_of=multiple_of,
+        together=read_labels(op, "keep_together", keep_together, num_sequences=len(lengths)),
+        dropped=() if oversized == "own_bin" else tuple(dropped),
         truncated=truncated,
-        oversized=tuple(oversized),
+        oversized=tuple(dropped) if oversized == "own_bin" else (),
     )
 
 
-def _check_turn_ends(op: str, policy: Policy, turn_ends: Any, *, num_sequences: int) -> None:
+def _fit_lengths(
+    op: str, lengths: Ints, room: int, *, align: int, policy: Policy, turn_ends: Any
+) -> tuple[Ints, list[int], dict[int, int]]:
+    """Return lengths, the sequences that are still too long, and the kept tokens of cut ones."""
     if policy != "truncate_at_turn":
         if turn_ends is not None:
             raise ValueError(
@@ -201,30 +197,34 @@ def _check_turn_ends(op: str, policy: Policy, turn_ends: Any, *, num_sequences: 
             )
     elif turn_ends is None:
         raise ValueError(f"{op}: oversized='truncate_at_turn' needs turn_ends, got None")
-    elif len(turn_ends) != num_sequences:
+    elif len(turn_ends) != len(lengths):
         raise ValueError(
-            f"{op}: turn_ends must have one row for each of {num_sequences} sequences, "
+            f"{op}: turn_ends must have one row for each of {len(lengths)} sequences, "
             f"got {len(turn_ends)}"
         )
-
-
-def _checked_ends(op: str, sequence: int, length: int, *, ends: Any) -> list[int]:
-    rows = [int(end) for end in ends]
-    for end in rows:
-        if not 0 <= end <= length:
-            raise ValueError(
-                f"{op}: turn_ends of sequence {sequence} must be in [0, {length}], got {end}"
-            )
-    return rows
+    too_long = np.flatnonzero(lengths > room).tolist()
+    if too_long and policy == "raise":
+        raise ValueError(
+            f"{op}: sequence {too_long[0]} has {lengths[too_long[0]]} tokens, more than the "
+            f"capacity of {room}{f' in multiples of {align}' if align > 1 else ''}; "
+            "oversized='drop', 'truncate_at_turn' or 'own_bin' takes it"
+        )
+    truncated: dict[int, int] = {}
+    for sequence in too_long if turn_ends is not None else ():
+        ends = [int(end) for end in turn_ends[sequence]]
+        for end in ends:
+            if not 0 <= end <= lengths[sequence]:
+                raise ValueError(
+                    f"{op}: turn_ends of sequence {sequence} must be in "
+                    f"[0, {lengths[sequence]}], got {end}"
+                )
+        if kept := max((end for end in ends if end <= room), default=0):
+            lengths[sequence] = truncated[sequence] = kept
+    return lengths, [one for one in too_long if one not in truncated], truncated
 
 
 def read_lengths(op: str, seqlens: Any) -> Ints:
-    """Return lengths as a new int64 array.
-
-    Raises:
-        TypeError: If they are not integers.
-        ValueError: If they are not one row, or one is negative or beyond int32.
-    """
+    """Return lengths as a new int64 array, checked."""
     array = _as_array(seqlens)
     if array.ndim != 1:
         raise ValueError(f"{op}: seqlens must be one row of lengths, got shape {list(array.shape)}")
@@ -260,11 +260,7 @@ def _read_costs(op: str, cost: Cost, sizes: Ints) -> Floats:
 
 
 def read_labels(op: str, name: str, labels: Labels, *, num_sequences: int) -> Ints | None:
-    """Return labels as numbers; each ``None`` among them is a label of its own.
-
-    Raises:
-        ValueError: If there is not one label for each sequence.
-    """
+    """Return labels as numbers; each ``None`` among them becomes a separate number."""
     if labels is None:
         return None
     known: dict[Any, int] = {}
@@ -314,9 +310,14 @@ def numbered(labels: Ints) -> tuple[Ints, Ints]:
     """Number labels from 0 in order of appearance; return the numbers and the first indices."""
     _, firsts, inverse = np.unique(labels, return_index=True, return_inverse=True)
     order = np.argsort(firsts)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return rank[inverse], firsts[order]
+    return inverse_of(order)[inverse], firsts[order]
+
+
+def inverse_of(order: Ints) -> Ints:
+    """Return the place of each number in a permutation."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return place
 
 
 def summed(values: Ints, index: Ints, count: int) -> Ints:

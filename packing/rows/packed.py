@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -15,24 +16,17 @@ Packed: TypeAlias = "PackedBatch | MicroBatch"
 
 
 def places_of(batch: Packed) -> torch.Tensor:
-    """Return the boundaries of sequences in memory, int32 ``[sequences + 1]``.
-
-    Padding behind a sequence belongs to it. Differs from `cu_seqlens` only in a micro-batch that
-    pads its sequences.
-    """
+    """Return the boundaries of sequences in memory with their padding, int32 ``[n + 1]``."""
     return batch.cu_seqlens if isinstance(batch, PackedBatch) else batch.cu_seqlens_padded
 
 
 def lengths_in_memory(batch: Packed) -> tuple[int, ...]:
-    """Return the length of each sequence with its padding; known to the host."""
+    """Return the length of each sequence with its padding."""
     return batch.seqlens if isinstance(batch, PackedBatch) else batch.padded_seqlens
 
 
 def num_kept_of(batch: Packed) -> tuple[int, ...]:
-    """Return the length of each real sequence, without padding; known to the host.
-
-    Sequences of padding alone come last and are not counted.
-    """
+    """Return the length of each sequence without padding; a padding sequence is not counted."""
     return batch.seqlens if isinstance(batch, PackedBatch) else batch.num_kept
 
 
@@ -51,12 +45,7 @@ def check_unpadded(batch: Packed) -> None:
 
 
 def check_whole(op: str, batch: PackedBatch) -> None:
-    """Raise unless it is a whole batch without padding.
-
-    Raises:
-        TypeError: If it is a micro-batch, or anything else.
-        ValueError: If it is padded.
-    """
+    """Raise a `TypeError` for a micro-batch, a `ValueError` for a padded batch."""
     if not isinstance(batch, PackedBatch):
         raise TypeError(f"{op}: batch must be a PackedBatch, got {type(batch).__name__}")
     batch.check_unpadded()
@@ -72,3 +61,11 @@ def advantages_of(op: str, batch: Packed) -> torch.Tensor:
 def at_trained(batch: Packed, tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` with 0 where `loss_mask` is False; a caller's mask may drop tokens."""
     return torch.where(batch.loss_mask, tensor, 0.0)
+
+
+def pieces_of(
+    batch: PackedBatch, columns: Mapping[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """Copy tensors over the tokens to the host, and return those of each sequence."""
+    pieces = (column.cpu().split(batch.seqlens) for column in columns.values())
+    return [dict(zip(columns, of, strict=True)) for of in zip(*pieces, strict=True)]

@@ -1,4 +1,7 @@
-"""Reading rows of a trainer's rollout: keys, shapes, rewards, names and extra fields."""
+"""Reading rows of a trainer's rollout: keys, shapes, rewards, names and extra fields.
+
+``op`` is the operation that errors name.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,7 @@ from trajpack.packing.conversion import as_number, host_array
 def host_arrays(
     op: str, tensors: Mapping[str, Any], needed: Sequence[str], optional: Iterable[str] = ()
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the needed tensors and those optional ones that are there, as arrays on the host.
-
-    Raises:
-        ValueError: If a needed one is missing or ``None``.
-
-    Cost: copies each to the host, which synchronises a device.
-    """
+    """Return the needed tensors and those optional ones that are there, copied to the host."""
     check_keys(op, tensors, needed)
     there = (key for key in (*needed, *optional) if tensors.get(key) is not None)
     return {key: host_array(tensors[key]) for key in there}
@@ -74,7 +71,7 @@ def check_carried(
     """Raise a `ValueError` if a row has data that its trajectory would lose.
 
     Args:
-        whose: Named by errors: the trajectory or the operation.
+        whose: Trajectory or operation that errors name.
         row: A rollout as the trainer has it.
         fields: Extra fields that the caller named.
         keys: Key of the row by the extra field that it becomes. Each must be named if it is
@@ -96,17 +93,9 @@ def check_carried(
 def reward_or_missing(
     op: str, reward: Any, missing_reward: float | None, *, expected: str, of: str = ""
 ) -> Any:
-    """Return a reward, or ``missing_reward`` if it is ``None``.
+    """Return a reward, or ``missing_reward`` if it is ``None``; a `ValueError` if both are.
 
-    Args:
-        op: Named by errors.
-        reward: Reward of a row or a token.
-        missing_reward: The caller's option of that name.
-        expected: Key or argument that should hold the reward.
-        of: The row that lacks it, if it is one of several.
-
-    Raises:
-        ValueError: If both are ``None``.
+    ``expected`` is the key or argument that should hold it, ``of`` the row that lacks it.
     """
     if reward is not None:
         return reward
@@ -120,11 +109,7 @@ def reward_or_missing(
 
 
 def row_ids(op: str, ids: Iterable[str] | None, groups: Sequence[object]) -> list[str]:
-    """Return the ids of rows: as given, or each row's group and its number in the group.
-
-    Raises:
-        ValueError: If there are not as many ids as rows.
-    """
+    """Return the ids of rows: as given, or each row's group and its number in the group."""
     if ids is not None:
         return labels_of(op, "ids", ids, len(groups))
     seen: Counter[object] = Counter()
@@ -136,11 +121,7 @@ def row_ids(op: str, ids: Iterable[str] | None, groups: Sequence[object]) -> lis
 
 
 def labels_of(op: str, name: str, labels: Iterable[Any] | None, num_rows: int) -> list[Any]:
-    """Return the labels of rows, all ``None`` if none were given.
-
-    Raises:
-        ValueError: If there are not as many labels as rows.
-    """
+    """Return the labels of rows, all ``None`` if none were given; one for each, or `ValueError`."""
     given = [None] * num_rows if labels is None else list(labels)
     if len(given) != num_rows:
         raise ValueError(f"{op}: {name} must be {num_rows}, one a row, got {len(given)}")
@@ -157,9 +138,6 @@ def routes_of_all(name: str, routes: npt.NDArray[Any], length: int) -> npt.NDArr
     """Return routes for ``length`` tokens, with experts 0, 1, 2, ... behind the last captured one.
 
     The experts of a token must differ, since trainers dispatch by their number.
-
-    Raises:
-        ValueError: If routes are not ``[tokens, layers, k]``.
     """
     if routes.ndim != 3:
         raise ValueError(

@@ -16,6 +16,7 @@ import torch
 
 from trajpack.kernels.rearrange.pad import Number, pad
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.conversion import as_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +33,10 @@ class Rows:
     """Bool ``[rows, columns]``: False at padding."""
 
     def whole(self, packed: torch.Tensor, value: Number = 0) -> torch.Tensor:
-        """Lay ``packed`` ``[tokens, *rest]`` out as ``[rows, columns, *rest]``.
+        """Lay ``packed`` ``[tokens, *rest]`` out as ``[rows, columns, *rest]``, ``value`` as pad.
 
-        Args:
-            packed: A tensor over the batch's tokens, of any dtype. Differentiable.
-            value: Value at padding.
-
-        Cost: two launches, no synchronisation.
+        Differentiable. Cost: two launches, no synchronisation.
         """
-        if packed.shape[:1] != (self.num_tokens,):
-            raise ValueError(
-                f"rows: packed must be over {self.num_tokens} tokens, "
-                f"got shape {list(packed.shape)}"
-            )
         holds = self.attention_mask
         if not self.num_tokens:
             return packed.new_full((*holds.shape, *packed.shape[1:]), value)
@@ -70,12 +62,7 @@ def rows_of(
     max_prompt_length: int | None = None,
     max_response_length: int | None = None,
 ) -> Rows:
-    """Return the padded rows of a batch.
-
-    Args:
-        batch: In any layout; not padded.
-        max_prompt_length: Columns of the prompts; those of the longest if ``None``.
-        max_response_length: Columns of the responses; those of the longest if ``None``.
+    """Return the padded rows of a batch; widths are those of the longest if ``None``.
 
     Raises:
         TypeError: If a width is not an integer.
@@ -110,16 +97,11 @@ def rows_of(
 def widths_of(
     prompts: torch.Tensor, responses: torch.Tensor, num_prompt: int | None, num_response: int | None
 ) -> tuple[int, int]:
-    """Return the widths of prompts and responses: as given, or those of the longest.
-
-    Raises and costs as `rows_of` says.
-    """
+    """Return the widths of prompts and responses; raises and costs as `rows_of` says."""
     given = {"max_prompt_length": num_prompt, "max_response_length": num_response}
     for name, width in given.items():
-        if width is not None and (isinstance(width, bool) or not isinstance(width, int)):
-            raise TypeError(f"rows_of: {name} must be an integer, got {width!r}")
-        if width is not None and width < 0:
-            raise ValueError(f"rows_of: {name} must be 0 or more, got {width}")
+        if width is not None:
+            as_integer(f"rows_of: {name}", width)
     if not prompts.shape[0]:
         return num_prompt or 0, num_response or 0
     longest = torch.stack([prompts.max(), responses.max()])
@@ -128,13 +110,11 @@ def widths_of(
         torch._assert_async(fits, "rows_of: a prompt or a response is longer than its width")
         return num_prompt, num_response
     widths = longest.tolist()
-    for index, (lengths, (name, width)) in enumerate(
-        zip((prompts, responses), given.items(), strict=True)
-    ):
+    for index, (name, width) in enumerate(given.items()):
         if width is not None and widths[index] > width:
+            sequence = int((prompts, responses)[index].argmax())
             raise ValueError(
-                f"rows_of: sequence {int(lengths.argmax())} has {widths[index]} tokens, "
-                f"but {name} is {width}"
+                f"rows_of: sequence {sequence} has {widths[index]} tokens, but {name} is {width}"
             )
         widths[index] = widths[index] if width is None else width
     return widths[0], widths[1]
@@ -159,27 +139,29 @@ def prompt_lengths_of(batch: PackedBatch) -> torch.Tensor:
     return firsts - batch.cu_seqlens[:-1].long()
 
 
+def in_response(batch: PackedBatch, prompts: torch.Tensor) -> torch.Tensor:
+    """Return which tokens are of responses, bool ``[tokens]``, by the rows' `prompt_lengths_of`."""
+    return batch.position_ids >= prompts[batch.sequence_ids.long()]
+
+
+def turn_trajectories(batch: PackedBatch) -> torch.Tensor:
+    """Return the index of each turn's trajectory, int64 ``[turns]``."""
+    return torch.repeat_interleave(batch.cu_turns.diff().long(), output_size=batch.num_turns)
+
+
 def row_trajectories(batch: PackedBatch) -> list[int]:
     """Return the index in ``batch.ids`` of each row's trajectory.
 
-    Cost: nothing where every trajectory is one sequence. Otherwise reads two turn tables back to
-    the host, which synchronises a device.
+    Cost: nothing where every trajectory is one sequence. Otherwise one read from the device.
     """
     if len(batch) == len(batch.ids):
         return list(range(len(batch)))
-    owners = [0] * len(batch)
-    sequences = batch.turn_sequence.tolist()
-    for trajectory, (begin, end) in enumerate(pairwise(batch.cu_turns.tolist())):
-        for turn in range(begin, end):
-            owners[sequences[turn]] = trajectory
-    return owners
+    owners = batch.cu_turns.new_zeros(len(batch), dtype=torch.int64)
+    return owners.scatter(0, batch.turn_sequence.long(), turn_trajectories(batch)).tolist()
 
 
 def row_turns(batch: PackedBatch) -> list[list[int]]:
-    """Return the indices of each row's turns, oldest first.
-
-    Cost: reads a turn table back to the host, which synchronises a device.
-    """
+    """Return the indices of each row's turns, oldest first; reads a table from the device."""
     turns: list[list[int]] = [[] for _ in range(len(batch))]
     for turn, sequence in enumerate(batch.turn_sequence.tolist()):
         turns[sequence].append(turn)
@@ -190,9 +172,7 @@ def row_groups(batch: PackedBatch) -> list[str]:
     """Return the name of each row's group, or the id of its trajectory if it has no group.
 
     Where such an id is also the name of a group or another id, ``#`` and the trajectory's index
-    follow it, so that no trainer compares the two.
-
-    Cost: that of `row_trajectories`.
+    follow it, so that no trainer compares the two. Cost: that of `row_trajectories`.
     """
     names = [
         name if group is None else group
@@ -213,19 +193,14 @@ def check_field_names(op: str, batch: PackedBatch, taken: Iterable[str]) -> None
 
 
 class RowLists:
-    """Rows as Python lists on the host.
-
-    Cost: reads the turn tables back to the host, which synchronises a device; each method with a
-    tensor copies that tensor and makes a Python object of every number.
-    """
+    """Rows as Python lists on the host; reads the turn tables and each tensor from the device."""
 
     def __init__(self, batch: PackedBatch) -> None:
         batch.check_unpadded()
-        bounds = batch.cu_seqlens.tolist()
-        prompts = prompt_lengths_of(batch).tolist()
+        bounds, prompts = pairwise(batch.cu_seqlens.tolist()), prompt_lengths_of(batch).tolist()
         self.spans = [
             (begin, begin + prompt, end)
-            for (begin, end), prompt in zip(pairwise(bounds), prompts, strict=True)
+            for (begin, end), prompt in zip(bounds, prompts, strict=True)
         ]
         """First token of each prompt, first of each response, end of the row."""
         self.turns = row_turns(batch)

@@ -23,8 +23,7 @@ Ragged: TypeAlias = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 def mask_rows(op: str, batch: Packed) -> torch.Tensor:
     """Return the field ``sampling_mask``, int32 ``[tokens, K]``; -1 where nothing was generated.
 
-    Raises:
-        ValueError: If it holds no integers, or has not one dimension per token.
+    Raises a `ValueError` if it holds no integers, or has not one dimension per token.
     """
     mask = batch.fields["sampling_mask"]
     if mask.ndim != 2 or mask.is_floating_point():
@@ -47,13 +46,8 @@ def masks_from_ragged(
 ) -> list[npt.NDArray[np.int32]]:
     """Return each trajectory's mask as ``[tokens, width]``, -1 behind the last id of a token.
 
-    Args:
-        names: Ids of the trajectories, for errors.
-        masks: Ids and counts.
-        width: Columns; as many as the longest of all masks needs if ``None``.
-
-    Raises:
-        ValueError: If a token has more ids than ``width``, or counts do not add up to the ids.
+    ``width`` is as many as the longest of all masks needs if ``None``. Raises a `ValueError` if a
+    token has more ids than ``width``, or counts do not add up to the ids.
     """
     if width is None:
         width = max((int(counts.max(initial=1)) for _, counts in masks), default=1)

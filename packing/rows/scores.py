@@ -17,16 +17,9 @@ Place: TypeAlias = Literal["turns", "last"]
 def row_scores(batch: PackedBatch, of: Score = "rewards") -> torch.Tensor:
     """Return one number for each sequence, float32 ``[sequences]``.
 
-    Args:
-        batch: In any layout.
-        of: ``"rewards"``: the sum of the sequence's turn rewards, not discounted; ``"returns"``:
-            the discounted return of its first turn, with rewards of later turns in other
-            sequences.
-
-    Raises:
-        ValueError: If ``of`` is neither.
-
-    Cost: a few launches over the turns, no synchronisation.
+    ``"rewards"``: the sum of the sequence's turn rewards, not discounted; ``"returns"``: the
+    discounted return of its first turn, with rewards of later turns in other sequences. Cost: a few
+    launches over the turns, no synchronisation.
     """
     sequence = batch.turn_sequence.long()
     if of == "rewards":
@@ -45,9 +38,6 @@ def token_scores(batch: PackedBatch, *, op: str = "", place: Place = "turns") ->
     generated tokens is at the generated token before it in the sequence, or else at the first one;
     a sequence without generated tokens loses its rewards. With ``"last"`` the sum of a sequence's
     rewards is at its last token, generated or not.
-
-    Raises:
-        ValueError: If ``place`` is neither.
 
     Cost: a few launches over turns and tokens, no synchronisation.
     """

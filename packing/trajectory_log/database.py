@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trajpack.packing.durable_files import replacing
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError
-from trajpack.packing.trajectory_log.rows import (
+from trajpack.packing.trajectory_log.records import (
     COLUMNS,
-    EpisodeRow,
+    Record,
     decoded,
     decoded_text,
     encoded,
@@ -67,7 +67,7 @@ _SYSTEM_ERRORS = {
     15: errno.EBUSY,  # SQLITE_PROTOCOL
     22: errno.EFBIG,  # SQLITE_NOLFS
 }
-"""Result codes of SQLite that are system failures; all others mean damage."""
+"""SQLite's result codes of system failures; all others mean damage."""
 _READONLY_ROLLBACK = 776
 _SUPER_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 _NUMBERS = struct.Struct("<9q")
@@ -79,16 +79,13 @@ class Entry(NamedTuple):
     number: int
     """Position in the log, from 0."""
     name: bytes
-    """Name in UTF-8, surrogates passed."""
     failed: int
-    """1 if it failed, else 0."""
     num_trajectories: int
     num_turns: int
     num_tokens: int
     session: int
-    """Number of the table with its content, from 1; each writer fills a table of its own."""
+    """Number of the table with its content, from 1; each writer fills its own table."""
     num_bytes: int
-    """Length of its content."""
     checksum: int
     """CRC-32 in the header of its content."""
 
@@ -98,15 +95,15 @@ class Entry(NamedTuple):
         return decoded_text(self.name)
 
     @classmethod
-    def of(cls, row: EpisodeRow, content: bytes) -> Entry:
-        """Return the entry of an episode and its record, with number and session 0."""
+    def of(cls, record: Record, content: bytes) -> Entry:
+        """Return the entry of a record and its bytes, with number and session 0."""
         return cls(
             number=0,
-            name=encoded_text(row.episode),
-            failed=int(row.error is not None),
-            num_trajectories=len(row.labels),
-            num_turns=len(row.turns),
-            num_tokens=len(row.token_ids),
+            name=encoded_text(record.episode),
+            failed=int(record.error is not None),
+            num_trajectories=len(record.arrays.labels),
+            num_turns=len(record.arrays.turns),
+            num_tokens=len(record.arrays.tokens),
             session=0,
             num_bytes=len(content),
             checksum=int.from_bytes(content[4:8], "little"),
@@ -121,11 +118,7 @@ class State(NamedTuple):
     """CRC-32 of the log's description and of all rows of ``episodes``, in order."""
 
     def extended(self, entries: Sequence[Entry]) -> State:
-        """Return the state after these entries were appended.
-
-        Raises:
-            struct.error, TypeError: If a value is of the wrong type.
-        """
+        """Return the state after these entries were appended."""
         checksum, pack, crc32 = self.checksum, _NUMBERS.pack, zlib.crc32
         for number, name, *numbers in entries:
             checksum = crc32(name, crc32(pack(number, len(name), *numbers), checksum))
@@ -135,9 +128,8 @@ class State(NamedTuple):
 class LogFile:
     """The SQLite file of a log.
 
-    Every method opens a connection and closes it: between two calls nothing is locked, no
-    descriptor is open, and a forked process inherits nothing. A connection opens the file that is
-    at the path then, and checks that it is still this log.
+    Every method opens and closes a connection, which checks that the file at the path is still
+    this log. Between two calls nothing is locked or open, and a forked process inherits nothing.
 
     Args:
         path: Path of the file.
@@ -161,8 +153,8 @@ class LogFile:
             for table in ("sqlite_master", *_TABLES) if to_append else ():
                 found = db.execute(f"PRAGMA quick_check({table})").fetchall()
                 if found != [(b"ok",)]:
-                    said = b" ".join(found[0][0].split()).decode() if found else "no answer"
-                    raise self._damage(said)
+                    reason = b" ".join(found[0][0].split()).decode() if found else "no answer"
+                    raise self._damage(reason)
         self._described = described
         self.fields = declared_fields(path, described)
         """Extra per-token fields of every turn."""
@@ -171,13 +163,9 @@ class LogFile:
 
     @classmethod
     def create(
-        cls, path: Path, fields: Sequence[TokenField], rows: Iterable[EpisodeRow] = ()
+        cls, path: Path, fields: Sequence[TokenField], records: Iterable[Record] = ()
     ) -> None:
-        """Write a new log, which is on the disk, whole and under its name, on return.
-
-        Raises:
-            OSError: If it cannot be written; then no file is left.
-        """
+        """Write a new log durably, and check it; after an error no file is left."""
         import sqlite3
 
         described = json.dumps(
@@ -207,25 +195,26 @@ class LogFile:
                 for table in _TABLES.values():
                     db.execute(table)
                 state = State(0, zlib.crc32(described))
-                for number, row in enumerate(rows):
+                for number, record in enumerate(records):
                     if number == 0:
                         db.execute(_CONTENTS.format(1))
-                    content = encoded(row)
-                    entry = Entry.of(row, content)._replace(number=number, session=1)
+                    content = encoded(record)
+                    entry = Entry.of(record, content)._replace(number=number, session=1)
                     state = state.extended([entry])
                     _insert(db, [entry], [content])
                 db.execute("INSERT INTO log VALUES (?, ?, ?)", (*state, described))
                 db.execute("COMMIT")
-            cls(unfinished, to_append=True).check_all()
+            written = cls(unfinished, to_append=True)
+            end = written.state.num_episodes
+            for entries, state in written.entries(written.start, end):  # noqa: B007
+                for _, found in written.records(entries):
+                    if isinstance(found, DamagedLogError):
+                        raise found
+            written.check_end(state)
 
     def entries(self, state: State, end: int) -> Iterator[tuple[list[Entry], State]]:
-        """Yield the entries of episodes from ``state`` to ``end``, and the states behind them.
-
-        Raises:
-            DamagedLogError: If one is missing or malformed.
-        """
-        columns = ", ".join(Entry._fields)
-        query = f"SELECT {columns} FROM episodes WHERE number >= ? ORDER BY number LIMIT ?"
+        """Yield the entries of episodes from ``state`` to ``end``, and the states after them."""
+        query = "SELECT * FROM episodes WHERE number >= ? ORDER BY number LIMIT ?"
         while state.num_episodes < end:
             numbers = range(state.num_episodes, min(state.num_episodes + _BATCH_ENTRIES, end))
             with self._connection() as db:
@@ -241,9 +230,12 @@ class LogFile:
                 raise self._damage(f"a row behind {numbers[0]} is missing")
             yield entries, state
 
-    def rows(
-        self, entries: Iterable[Entry]
-    ) -> Iterator[tuple[Entry, EpisodeRow | DamagedLogError]]:
+    def check_end(self, state: State) -> None:
+        """Raise a `DamagedLogError` unless the state after all entries is that of the log."""
+        if state != self.state:
+            raise self._damage("its rows have another checksum")
+
+    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record | DamagedLogError]]:
         """Yield entries with their episodes, or with the error of a damaged one.
 
         A transaction reads some megabytes and ends before they are decoded, so that a writer
@@ -254,36 +246,15 @@ class LogFile:
                 db.execute("BEGIN")
                 contents = [self._content(db, entry) for entry in batch]
             for entry, content in zip(batch, contents, strict=True):
-                yield entry, self._row(entry, content)
-
-    def check_all(self) -> None:
-        """Read every episode.
-
-        Raises:
-            DamagedLogError: If one is damaged.
-        """
-        state = self.start
-        for entries, state in self.entries(self.start, self.state.num_episodes):  # noqa: B007
-            for _, row in self.rows(entries):
-                if isinstance(row, DamagedLogError):
-                    raise row
-        self.check_end(state)
-
-    def check_end(self, state: State) -> None:
-        """Raise a `DamagedLogError` unless the state behind all rows is that of the log."""
-        if state != self.state:
-            raise self._damage("its rows have another checksum")
+                yield entry, self._record(entry, content)
 
     def append(
         self, before: State, episodes: Sequence[tuple[Entry, bytes]]
     ) -> tuple[State, list[Entry]]:
-        """Append episodes in one transaction; they are on the disk on return.
+        """Append episodes in one durable transaction; return the new state, and their entries.
 
         A failed attempt may be repeated with the same arguments: nothing is appended twice, even
         if only its last step failed.
-
-        Returns:
-            The state after it, and the entries with their numbers.
 
         Raises:
             LogInUseError: If another writer has appended to the log, or another file is at its
@@ -379,7 +350,7 @@ class LogFile:
         if len(rows) != 1 or [type(value) for value in rows[0]] != [bytes, int, int]:
             raise self._damage("its table log makes no sense")
         described, state = rows[0][0], State(*rows[0][1:])
-        # a page that SQLite takes for a free or a spare one is overwritten
+        # SQLite overwrites a page that its header calls free
         size = os.stat(self.path).st_size
         used = _pragma(db, "page_count") * _pragma(db, "page_size")
         if size != used:
@@ -408,18 +379,18 @@ class LogFile:
             return error
         return None if row is None else row[0]
 
-    def _row(self, entry: Entry, content: Any) -> EpisodeRow | DamagedLogError:
+    def _record(self, entry: Entry, content: Any) -> Record | DamagedLogError:
         if isinstance(content, DamagedLogError):
             return content
         try:
             if not isinstance(content, bytes):
                 raise DamagedLogError("it has no content")
-            row = decoded(content, self.fields)
-            if Entry.of(row, content) != entry._replace(number=0, session=0):
+            record = decoded(content, self.fields)
+            if Entry.of(record, content) != entry._replace(number=0, session=0):
                 raise DamagedLogError("it has the content of another one")
         except DamagedLogError as error:
             return self._damage(f"episode {entry.text!r}: {error}")
-        return row
+        return record
 
 
 def _insert(db: sqlite3.Connection, entries: Sequence[Entry], contents: Sequence[bytes]) -> None:
@@ -459,11 +430,7 @@ def _pragma(db: sqlite3.Connection, name: str) -> Any:
 
 
 def check_regular(path: Path) -> None:
-    """Raise a `DamagedLogError` for a pipe, a device or a folder in place of a file.
-
-    Raises:
-        FileNotFoundError: If there is no file.
-    """
+    """Raise a `DamagedLogError` for a pipe, a device or a folder in place of a file."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise DamagedLogError(f"{path} is no regular file")
 
@@ -489,8 +456,8 @@ def _translated(path: Path) -> Iterator[None]:
     except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter of a message's bytes
         code = getattr(error, "sqlite_errorcode", 0)
         if code == _READONLY_ROLLBACK:
-            said = "its writer died in a transaction: open it once as a user who may write it"
-            raise OSError(errno.EACCES, said, str(path)) from error
+            reason = "its writer died in a transaction: open it once as a user who may write it"
+            raise OSError(errno.EACCES, reason, str(path)) from error
         if (number := _SYSTEM_ERRORS.get(code & 0xFF)) is not None:
             raise OSError(number, f"{os.strerror(number)} ({error})", str(path)) from error
         raise DamagedLogError(f"{path} is damaged: {str(error)!a}") from error

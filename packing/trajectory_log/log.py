@@ -14,17 +14,13 @@ from types import TracebackType
 from typing import Literal, TypeAlias
 
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
 from trajpack.packing.trajectory_log.parquet import MANIFEST, OldLog, write_parquet
-from trajpack.packing.trajectory_log.rows import (
-    EpisodeRow,
-    encoded,
-    row_of_episode,
-    trajectories_of_row,
-)
+from trajpack.packing.trajectory_log.records import Record, encoded
 from trajpack.packing.trajectory_log.salvage import salvage
 from trajpack.packing.trajectory_log.writer import EpisodeIndex, LogWriter
 from trajpack.packing.types import Trajectory
@@ -51,12 +47,11 @@ class TrajectoryLog:
     """An append-only log of episodes in a folder, durable across crashes of its writer.
 
     An episode is in the log once: one that succeeded stays as it is, one that failed may be
-    appended again. Trajectories are stored as a buffer stores them, each token once, in one
-    SQLite file, and are read back bit for bit. `flush` makes appended episodes durable; a thread
-    does the same whenever a limit of `LogOptions` is reached. A process that is killed, or a
-    machine that loses power, loses at most the episodes that were not flushed. Methods may be
-    called from any thread; a signal handler may raise inside any of them, or use the log that it
-    interrupts.
+    appended again. One SQLite file holds each token once, and gives trajectories back bit for
+    bit. `flush` makes appended episodes durable, and so does a thread at the limits of
+    `LogOptions`: a process that is killed, or a machine that loses power, loses at most the
+    episodes that were not flushed. Methods may be called from any thread; a signal handler may
+    raise inside any of them, or use the log that it interrupts.
 
     Made by `open`.
 
@@ -105,8 +100,8 @@ class TrajectoryLog:
             mode: ``"append"``: as the only writer; a log that an earlier release wrote as Parquet
                 segments is converted, and its files stay. ``"read"``: as one of many readers of
                 the durable episodes; a writer may append meanwhile.
-            fields: Extra fields of every turn, see `TokenField`; must be those of an existing
-                log. ``None`` takes the fields of an existing log, or none for a new one.
+            fields: Extra fields of every turn; must be those of an existing log. ``None`` takes
+                these, or none for a new log.
             options: Limits of a transaction, and treatment of damage.
 
         Raises:
@@ -198,10 +193,7 @@ class TrajectoryLog:
 
     @property
     def finished(self) -> frozenset[str]:
-        """Names of the episodes that succeeded, which a resumed rollout skips.
-
-        Cost: a copy; ``name in log`` looks one up.
-        """
+        """Names of the episodes that succeeded. A copy; ``name in log`` looks one up."""
         return self._index.names(failed=False)
 
     @property
@@ -216,12 +208,12 @@ class TrajectoryLog:
 
     @property
     def num_trajectories(self) -> int:
-        """Number of trajectories."""
+        """Number of trajectories, durable or not."""
         return self._index.num_trajectories
 
     @property
     def num_turns(self) -> int:
-        """Number of turns."""
+        """Number of turns, durable or not."""
         return self._index.num_turns
 
     @property
@@ -246,11 +238,11 @@ class TrajectoryLog:
 
         Raises:
             TypeError: If a value is of the wrong kind.
-            ValueError: If the episode is in the log already and did not fail, if one that
-                failed comes with trajectories, if a trajectory is not what a buffer with the
-                log's fields takes, or if the log is closed or opened for reading.
-            OSError: If earlier episodes could not be written, as on a full disk. The episode is
-                not kept then; earlier ones are, and are tried again.
+            ValueError: If the episode has succeeded before, if it failed and has trajectories, if
+                a buffer with the log's fields would refuse one, or if the log is closed or
+                opened for reading.
+            OSError: If earlier episodes could not be written, as on a full disk. They are kept
+                and tried again; this one is not kept.
 
         Cost: that of `TrajectoryBuffer.extend`; no disk access. Waits for the disk above
             `LogOptions.max_pending_bytes`.
@@ -268,10 +260,9 @@ class TrajectoryLog:
             raise ValueError(
                 f"episode {name!r} failed, but comes with {len(given)} trajectories; expected none"
             )
-        self._index.check_new(name)  # and again when it is added: another thread may be faster
-        row = row_of_episode(name, given, error, fields=self.fields)
-        content = encoded(row)
-        writer.append(name, Entry.of(row, content), content)
+        record = Record(name, error, TrajectoryArrays.of(given, self.fields))
+        content = encoded(record)
+        writer.append(name, Entry.of(record, content), content)
 
     def flush(self) -> None:
         """Make all episodes that were appended before the call durable.
@@ -314,17 +305,14 @@ class TrajectoryLog:
         Cost: reads and holds some megabytes at a time. A writer waits for milliseconds at most.
             Arrays are views of one piece of memory per episode.
         """
-        for row in self._rows():
-            trajectories = trajectories_of_row(row, self.fields)
-            yield LoggedEpisode(row.episode, tuple(trajectories), row.error)
+        for name, error, arrays in self._records():
+            yield LoggedEpisode(name, tuple(arrays.trajectories()), error)
 
     def fill(self, buffer: TrajectoryBuffer) -> int:
         """Add the trajectories of all durable episodes to a buffer, in the order of `replay`.
 
-        The buffer then holds the same bits as if it had been given the originals.
-
-        Returns:
-            The number of added trajectories.
+        The buffer then holds the same bits as if it had been given the originals. Returns the
+        number of added trajectories.
 
         Raises:
             DamagedLogError, OSError: As `replay`.
@@ -332,9 +320,9 @@ class TrajectoryLog:
                 if it is full: then it holds the first episodes that fit.
         """
         _checked(self._file, buffer.fields)
-        before, rows = len(buffer), self._rows()
-        while some := list(islice(rows, _FILLED_AT_ONCE)):
-            buffer.extend([one for row in some for one in trajectories_of_row(row, self.fields)])
+        before, records = len(buffer), self._records()
+        while some := list(islice(records, _FILLED_AT_ONCE)):
+            buffer.extend([one for record in some for one in record.arrays.trajectories()])
         return len(buffer) - before
 
     def export_parquet(self, path: str | os.PathLike[str], *, compression_level: int = 3) -> None:
@@ -345,27 +333,26 @@ class TrajectoryLog:
             compression_level: Level of zstd, 1 to 22.
 
         Raises:
-            DamagedLogError: As `replay`.
+            DamagedLogError, OSError: As `replay`, or if the file cannot be written.
             ImportError: If pyarrow is missing: the extra ``[log]``.
-            OSError: If the log cannot be read, or the file not be written.
             ValueError: If ``compression_level`` is out of range.
 
         Cost: memory for some megabytes of episodes; about 200 ns a token.
         """
-        write_parquet(Path(path), self._rows(), self.fields, compression_level=compression_level)
+        write_parquet(Path(path), self._records(), self.fields, compression_level=compression_level)
 
-    def _rows(self) -> Iterator[EpisodeRow]:
+    def _records(self) -> Iterator[Record]:
         """Yield the episodes that count and are durable now."""
         num_rows, counting = self._index.counting()
         for entries, _ in self._file.entries(self._file.start, num_rows):
-            for entry, row in self._file.rows(one for one in entries if one.number in counting):
-                if isinstance(row, EpisodeRow):
-                    yield row
+            for entry, record in self._file.records(e for e in entries if e.number in counting):
+                if isinstance(record, Record):
+                    yield record
                 elif self._options.damaged == "raise":
-                    raise row
+                    raise record
                 else:
                     self._index.lose(entry)
-                    warnings.warn(f"1 episode skipped: {row}", stacklevel=3)
+                    warnings.warn(f"1 episode skipped: {record}", stacklevel=3)
 
     def _opened_writer(self) -> LogWriter:
         if self._is_closed:
@@ -415,7 +402,7 @@ def _create(folder: Path, fields: Sequence[TokenField], options: LogOptions) -> 
     """Write a new log, or convert one of the old form."""
     if (folder / MANIFEST).exists() and not os.path.lexists(folder / f"{LOG}-journal"):
         old = OldLog(folder, options.damaged)
-        LogFile.create(folder / LOG, old.fields, old.rows())
+        LogFile.create(folder / LOG, old.fields, old.records())
     else:
         _check_empty(folder)
         LogFile.create(folder / LOG, fields)

@@ -16,27 +16,17 @@ from trajpack.packing.trajectory_log.database import (
     declared_fields,
 )
 from trajpack.packing.trajectory_log.options import DamagedLogError
-from trajpack.packing.trajectory_log.rows import RECORD_MARK, EpisodeRow, decoded
+from trajpack.packing.trajectory_log.records import RECORD_MARK, Record, decoded
 
 _TABLE_LEAF = 13
 """First byte of a page with rows of a table."""
 
 
 def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> None:
-    """Write a new log with all whole episodes of a damaged one, in order.
+    """Write a new log with the episodes of a damaged one whose checksum is right, in order.
 
     Rows are recognised by the form of their pages (https://www.sqlite.org/fileformat2.html),
-    whatever the rest of the file says; an episode is whole if its checksum is right.
-
-    Args:
-        source: File of the damaged log.
-        target: File of the new one.
-        fields: Extra fields of the log, for a file that does not say them any more.
-
-    Raises:
-        DamagedLogError: If ``fields`` is ``None`` and the file does not say them, or it is no
-            regular file.
-        OSError: If the file cannot be read, or the new one not be written.
+    whatever the rest of the file says. See `TrajectoryLog.salvage`.
     """
     check_regular(source)
     if fields is None:
@@ -44,7 +34,7 @@ def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> 
         fields = declared_fields(source, next(described, b"null"))
     known = tuple(fields)
 
-    def rows() -> Iterator[EpisodeRow]:
+    def records() -> Iterator[Record]:
         for value in _last_columns(source):
             if value.startswith(RECORD_MARK):
                 try:
@@ -52,7 +42,7 @@ def salvage(source: Path, target: Path, fields: Sequence[TokenField] | None) -> 
                 except DamagedLogError as error:
                     warnings.warn(f"1 episode of {source} is damaged: {error}", stacklevel=6)
 
-    LogFile.create(target, known, rows())
+    LogFile.create(target, known, records())
 
 
 def _last_columns(path: Path) -> Iterator[bytes]:

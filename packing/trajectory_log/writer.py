@@ -36,21 +36,10 @@ class PendingEpisode(NamedTuple):
     since: float
     """Time of the append, monotonic clock, seconds."""
     name: str
-    """Name of the episode."""
     entry: Entry
     """Its row in the table ``episodes``, without number and session."""
     content: bytes
     """Its record."""
-
-
-class _Written(NamedTuple):
-    """Counts of an episode in the file; the first field and fields 2 to 5 of its `Entry`."""
-
-    number: int
-    failed: int
-    num_trajectories: int
-    num_turns: int
-    num_tokens: int
 
 
 class EpisodeIndex:
@@ -74,14 +63,12 @@ class EpisodeIndex:
     def __init__(self, file: LogFile, damaged: Damaged) -> None:
         self._file = file
         self._lock = threading.Lock()
-        self._written: dict[str, _Written] = {}
+        self._written: dict[str, Entry] = {}
         self._num_rows = 0
         self.pending: dict[str, PendingEpisode] = {}
         """Pending episodes by name; one that is appended again replaces its predecessor."""
         self.num_pending_bytes = 0
-        """Bytes of their records."""
         self.is_closed = False
-        """Whether the log refuses episodes."""
         self.num_episodes = 0
         """Number of episodes; all counts include pending ones."""
         self.num_trajectories = 0
@@ -89,15 +76,14 @@ class EpisodeIndex:
         self.num_tokens = 0
         state, faults = file.start, dict[int, DamagedLogError]()
         for entries, state in file.entries(file.start, file.state.num_episodes):  # noqa: B007
-            for entry, row in file.rows(entries if damaged == "skip" else ()):
-                if isinstance(row, DamagedLogError):
-                    faults[entry.number] = row
+            for entry, record in file.records(entries if damaged == "skip" else ()):
+                if isinstance(record, DamagedLogError):
+                    faults[entry.number] = record
             for entry in entries:
-                name = entry.text
-                replaced = self._written.get(name)
+                replaced = self._written.get(entry.text)
                 if entry.number in faults or (replaced and entry.failed and not replaced.failed):
                     continue
-                self._add(name, entry)
+                self._add(entry.text, entry)
         file.check_end(state)
         self._num_rows = state.num_episodes
         self.num_episodes = len(self._written)
@@ -118,18 +104,8 @@ class EpisodeIndex:
                 outcomes[name] = one.entry.failed
         return frozenset(name for name, outcome in outcomes.items() if outcome == failed)
 
-    def check_new(self, name: str) -> None:
-        """Raise a `ValueError` if an episode has succeeded before."""
-        waiting, written = self.pending.get(name), self._written.get(name)
-        if (waiting and not waiting.entry.failed) or (written and not written.failed):
-            raise _known(name)
-
     def take(self, episode: PendingEpisode) -> None:
-        """Add a pending episode.
-
-        Raises:
-            ValueError: If it has succeeded before, or the log is closed.
-        """
+        """Add a pending episode, unless it has succeeded before or the log is closed."""
         name, entry = episode.name, episode.entry
         with self._lock:
             waits, is_written = name in self.pending, name in self._written
@@ -147,7 +123,9 @@ class EpisodeIndex:
                 self.num_pending_bytes += entry.num_bytes
                 self.pending[name] = episode
                 return
-        raise _known(name) if is_known else self.closed_error()
+        if is_known:
+            raise ValueError(f"episode {name!r} is in the log already")
+        raise self.closed_error()
 
     def move(self, batch: Sequence[PendingEpisode], entries: Sequence[Entry]) -> None:
         """Mark episodes as written, with their rows; idempotent.
@@ -164,7 +142,7 @@ class EpisodeIndex:
 
     def close(self) -> None:
         """Refuse episodes from now on."""
-        with self._lock:
+        with self._lock:  # an episode that is being added is added
             self.is_closed = True
 
     def give_up(self) -> None:
@@ -196,28 +174,24 @@ class EpisodeIndex:
         return ValueError(f"log {self._file.path.parent} is closed")
 
     def _add(self, name: str, entry: Entry) -> None:
-        self._written[name] = _Written(entry.number, *entry[2:6])
+        self._written[name] = entry
 
-    def _count(self, entry: Entry | _Written, sign: int) -> None:
+    def _count(self, entry: Entry, sign: int) -> None:
         self.num_trajectories += sign * entry.num_trajectories
         self.num_turns += sign * entry.num_turns
         self.num_tokens += sign * entry.num_tokens
-
-
-def _known(name: str) -> ValueError:
-    return ValueError(f"episode {name!r} is in the log already")
 
 
 Reply: TypeAlias = "SimpleQueue[Exception | None]"
 
 
 class LogWriter:
-    """Holds pending episodes, and a thread that writes them.
+    """The thread that writes pending episodes.
 
     Signal handlers run in the main thread, between any two steps, and may raise there. So one
-    step adds an episode to the index; the thread does all else; and a caller waits on a queue of
-    its own, which it may leave at any moment. An episode is pending until its transaction is
-    complete: a failure loses nothing.
+    step adds an episode to the index, the thread does the rest, and each caller waits on its own
+    queue, which it may leave at any moment. An episode is pending until its transaction is
+    complete, so that a failure loses none.
     """
 
     def __init__(
@@ -248,12 +222,7 @@ class LogWriter:
         return self._process == os.getpid()
 
     def append(self, name: str, entry: Entry, content: bytes) -> None:
-        """Add a pending episode.
-
-        Raises:
-            OSError: If earlier ones cannot be written; then the episode is not added.
-            ValueError: If it is in the log already, or the log is closed.
-        """
+        """Add a pending episode; after an error of earlier ones it is not added."""
         index, most = self._index, self._options.max_pending_bytes
         while index.num_pending_bytes >= most and self._failure is None:
             self._ask()
@@ -265,12 +234,7 @@ class LogWriter:
             self._inbox.put(None)
 
     def flush(self) -> None:
-        """Have the thread write all pending episodes, and wait for it.
-
-        Raises:
-            OSError: If they cannot be written.
-            ValueError: If `close` was called meanwhile, and they could not be written.
-        """
+        """Have the thread write all pending episodes, and wait for it."""
         if self._index.pending:
             self._raise(self._ask())
 
@@ -278,9 +242,6 @@ class LogWriter:
         """Have the thread write pending episodes, release the lock and end; wait for it.
 
         The thread does so even if this wait is interrupted.
-
-        Raises:
-            OSError: If pending episodes cannot be written; they are lost.
         """
         if self._has_ended or not self.is_ours:
             return

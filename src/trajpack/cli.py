@@ -10,8 +10,7 @@ The exit status is
 A rollout that ends with 2 or by a signal names the files that it wrote. If standard error is
 closed, full or a broken pipe, its text is lost and the work continues.
 
-This module imports almost nothing at its top, so that Ctrl-C is handled soon after the start: its
-functions import the rest, and the options are in `trajpack.commands.app`.
+This module imports almost nothing at its top, so that Ctrl-C is handled soon after the start.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ TYPE_CHECKING = False  # typing itself takes longer to import than all the rest
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
-
-    from trajpack.commands.app import Work
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -59,7 +56,14 @@ def run(arguments: Sequence[str]) -> int:
 
     with outlets():
         try:
-            work = _read(arguments)
+            ends = _end_on_interrupt()
+            try:
+                from trajpack.commands.app import read
+
+                work = read(arguments)  # imports all that the work needs
+            finally:
+                if ends:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
             return work if isinstance(work, int) else work()
         except SetupError as error:
             return refuse(str(error))
@@ -70,18 +74,6 @@ def run(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             say("interrupted")
             return INTERRUPTED
-
-
-def _read(arguments: Sequence[str]) -> Work | int:
-    """Return the work that the arguments ask for, after importing all that it needs."""
-    ends = _end_on_interrupt()
-    try:
-        from trajpack.commands.app import read
-
-        return read(arguments)
-    finally:
-        if ends:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end_on_interrupt() -> bool:

@@ -123,15 +123,10 @@ def random_trajectory(
     completion: tuple[int, int] = (50, 1000),
     vocabulary: int = 32_000,
 ) -> Trajectory:
-    """Return a conversation in which every prompt repeats all that came before.
+    """Return a conversation with the id ``name`` in which every prompt repeats what came before.
 
-    Args:
-        generator: Source of randomness; the same state gives the same trajectory.
-        name: Its id.
-        num_turns: Turns of the conversation.
-        prompt: Least and most tokens of the first prompt and of each observation.
-        completion: Least and most tokens of a completion.
-        vocabulary: Token ids are below it.
+    ``prompt`` limits the tokens of the first prompt and of each observation, ``completion`` those
+    of a completion; the upper limits are exclusive. Token ids are below ``vocabulary``.
     """
     spoken = np.empty(0, np.int32)
     turns = []
@@ -151,7 +146,52 @@ def trajectories(name: str | None = None) -> st.SearchStrategy[Trajectory]:
     require("hypothesis")
     from hypothesis import strategies as st
 
-    return st.composite(_draw_trajectory)(name)
+    # few values, so that prefixes meet by chance too; one at the edge of int32
+    some_id = st.sampled_from([0, 1, 2, 2**31 - 1])
+    containers: st.SearchStrategy[Any] = st.sampled_from([list, tuple, np.array, torch.tensor])
+
+    @st.composite
+    def turn(draw: st.DrawFn, prompt: list[int], completion: list[int]) -> Turn:
+        size, finite = len(completion), st.floats(-100.0, 0.0, width=32)
+        logprobs = draw(st.lists(finite, min_size=size, max_size=size))
+        start = draw(st.integers(0, 3))
+        spans: list[VersionSpan] | None = [] if draw(st.booleans()) else None
+        version, begin = start, 0
+        while spans is not None and begin < size:
+            end = draw(st.integers(begin + 1, size))
+            spans.append(VersionSpan(version, begin, end))
+            version, begin = version + draw(st.integers(0, 2)), end
+        return Turn(
+            prompt_ids=draw(containers)(prompt),
+            completion_ids=completion,
+            completion_logprobs=draw(containers)(logprobs),
+            reward=draw(st.floats(-10.0, 10.0)),
+            truncated=draw(st.booleans()),
+            version_start=start,
+            version_end=spans[-1].version if spans else start + draw(st.integers(0, 2)),
+            version_spans=spans,
+        )
+
+    @st.composite
+    def trajectory(draw: st.DrawFn) -> Trajectory:
+        contexts: list[list[int]] = [[]]
+        turns: list[Turn] = []
+        for _ in range(draw(st.integers(1, 5))):
+            known = draw(st.sampled_from(contexts))  # the turn goes on, branches or repeats
+            prompt = known + draw(st.lists(some_id, min_size=0 if known else 1, max_size=6))
+            completion = draw(st.lists(some_id, max_size=6))
+            turns.append(draw(turn(prompt, completion)))
+            contexts.append(prompt + completion)
+        return Trajectory(
+            id=draw(st.text(max_size=5)) if name is None else name,
+            turns=turns,
+            group=draw(st.none() | st.text(max_size=3)),
+            turn_discount=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+            task_id=draw(st.none() | st.integers(0, 9)),
+            birth_time_ms=draw(st.none() | st.integers(0, 2**45)),
+        )
+
+    return trajectory()
 
 
 def trajectory_lists(max_size: int = 4) -> st.SearchStrategy[list[Trajectory]]:
@@ -160,66 +200,6 @@ def trajectory_lists(max_size: int = 4) -> st.SearchStrategy[list[Trajectory]]:
     from hypothesis import strategies as st
 
     return st.lists(trajectories(), max_size=max_size)
-
-
-def _draw_trajectory(draw: st.DrawFn, name: str | None) -> Trajectory:
-    from hypothesis import strategies as st
-
-    contexts: list[list[int]] = [[]]
-    turns: list[Turn] = []
-    for _ in range(draw(st.integers(1, 5))):
-        known = draw(st.sampled_from(contexts))  # an earlier context: goes on, branches, repeats
-        prompt = known + _draw_ids(draw, min_size=0 if known else 1)
-        completion = _draw_ids(draw)
-        turns.append(_draw_turn(draw, prompt, completion))
-        contexts.append(prompt + completion)
-    return Trajectory(
-        id=draw(st.text(max_size=5)) if name is None else name,
-        turns=turns,
-        group=draw(st.none() | st.text(max_size=3)),
-        turn_discount=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
-        task_id=draw(st.none() | st.integers(0, 9)),
-        birth_time_ms=draw(st.none() | st.integers(0, 2**45)),
-    )
-
-
-def _draw_ids(draw: st.DrawFn, min_size: int = 0) -> list[int]:
-    from hypothesis import strategies as st
-
-    # few values, so that prefixes meet by chance too; one at the edge of int32
-    return draw(st.lists(st.sampled_from([0, 1, 2, 2**31 - 1]), min_size=min_size, max_size=6))
-
-
-def _draw_turn(draw: st.DrawFn, prompt: list[int], completion: list[int]) -> Turn:
-    from hypothesis import strategies as st
-
-    finite = st.floats(-100.0, 0.0, width=32)
-    logprobs = draw(st.lists(finite, min_size=len(completion), max_size=len(completion)))
-    start = draw(st.integers(0, 3))
-    spans = _draw_spans(draw, start, len(completion)) if draw(st.booleans()) else None
-    containers: list[Any] = [list, tuple, np.array, torch.tensor]
-    return Turn(
-        prompt_ids=draw(st.sampled_from(containers))(prompt),
-        completion_ids=completion,
-        completion_logprobs=draw(st.sampled_from(containers))(logprobs),
-        reward=draw(st.floats(-10.0, 10.0)),
-        truncated=draw(st.booleans()),
-        version_start=start,
-        version_end=spans[-1].version if spans else start + draw(st.integers(0, 2)),
-        version_spans=spans,
-    )
-
-
-def _draw_spans(draw: st.DrawFn, version: int, num_tokens: int) -> list[VersionSpan]:
-    from hypothesis import strategies as st
-
-    spans = []
-    begin = 0
-    while begin < num_tokens:
-        end = draw(st.integers(begin + 1, num_tokens))
-        spans.append(VersionSpan(version, begin, end))
-        version, begin = version + draw(st.integers(0, 2)), end
-    return spans
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,24 @@
 """The benchmarks' own logic: no number without a check, and no rival breaks a run."""
 
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import machine, rivals
-from benchmarks.contest import OURS, SLOW, Contender, Contest, as_record, race
+from benchmarks import rivals
+from benchmarks.contest import OURS, SLOW, Contender, as_record, race
 from benchmarks.kernels import pad_job, returns_job
-from benchmarks.packing import bench_extend, bench_pack, bench_sizes, bench_trainer_inputs
+from benchmarks.packing import (
+    bench_extend,
+    bench_micro_batches,
+    bench_pack,
+    bench_sizes,
+    bench_trainer_inputs,
+    plan_job,
+    plan_loops,
+)
+from benchmarks.packing.bench_plan import hold_all
 from benchmarks.packing.whole_job import RIVALS, assert_same_fields, by_lists, by_numpy_again
 from benchmarks.tables import render
 from benchmarks.workloads import (
@@ -21,29 +30,7 @@ from benchmarks.workloads import (
     lengths_a,
     single_turns,
 )
-
-SMALL = 0.002
-LENGTHS = np.array([3, 1, 8, 5])
-
-
-def must_be(wanted):
-    def check(result):
-        assert result == wanted
-
-    return check
-
-
-def contest(**options):
-    return Contest("job", "A: a", 10, must_be("right"), **options)
-
-
-def says(result):
-    return lambda: result
-
-
-def results_of(*records):
-    return machine.describe("command") | {"measured": "cpu", "contests": list(records)}
-
+from tests.benchmarks.contest_cases import LENGTHS, SMALL, contest, results_of, says
 
 # --- the contest
 
@@ -69,7 +56,7 @@ def test_a_result_that_was_not_checked_or_failed_its_check_has_no_number():
     table = render(results_of(record))
     row = next(line for line in table.splitlines() if line.startswith("| liar"))
     assert row.split("|")[2].strip() == "-"
-    assert "liar: wrong result, not timed: assert 'wrong' == 'right': A." in table
+    assert "liar: wrong result, not timed: wrong is not right: A." in table
     assert "absent: not installed (absent): A." in table
 
 
@@ -118,9 +105,13 @@ def test_only_a_run_that_is_slow_counts_though_it_was_the_first_and_whoever_it_i
     assert fast.seconds == [0.2]  # the run that was checked is a warm-up
 
 
-def test_a_round_comes_after_another_until_the_share_is_used_up():
+def test_a_round_comes_after_another_until_the_share_is_used_up(monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("benchmarks.contest.time", clock)
+
     def wait():
-        time.sleep(0.02)
+        now[0] += 0.02
         return "right"
 
     entrants = [Contender("slow", wait, ""), Contender("fast", says("right"), "")]
@@ -288,3 +279,76 @@ def test_workloads_are_seeded():
     for workload in (MULTI_TURN, next(iter(SEQUENCES))):
         assert conversations(workload, SMALL) == conversations(workload, SMALL)
     assert single_turns(LENGTHS) != single_turns(LENGTHS, seed=3)
+
+
+# --- micro-batches and plans
+
+
+@pytest.mark.parametrize("workload", [WORKLOADS[2], MULTI_TURN])
+@pytest.mark.parametrize("job", bench_micro_batches.MULTIPLES)
+def test_everybody_writes_the_same_micro_batches(job, workload):
+    entries = race(*bench_micro_batches.contest(job, workload, 0.01))
+    assert [entry.contender for entry in entries if not entry.best] == []
+    bench_micro_batches.inputs.cache_clear()
+
+
+def test_a_micro_batch_that_differs_is_found():
+    contest, entrants = bench_micro_batches.contest(bench_micro_batches.PLAIN, MULTI_TURN, 0.01)
+    micro_batches = entrants[0].work()
+    contest.check(micro_batches)
+    micro_batches[-1]["position_ids"][-1] += 1
+    with pytest.raises(AssertionError):
+        contest.check(micro_batches)
+    bench_micro_batches.inputs.cache_clear()
+
+
+@pytest.mark.parametrize("mix", plan_job.MIXES)
+@pytest.mark.parametrize("make", [plan_job.fewest_contest, plan_job.even_contest])
+def test_every_way_of_planning_passes_or_is_missing(mix, make):
+    noted = {}
+    for entry in race(*make(mix, 300, noted, rounds=1)):
+        assert entry.best or "not installed" in entry.note, entry
+        assert entry.contender in noted or not entry.best
+    assert noted[OURS]
+
+
+def test_what_each_way_made_of_each_size_is_written_down():
+    kept = []
+    records = hold_all(kept.append, plan_job.fewest_contest, "code", (60, 120), rounds=1)
+    assert kept == records
+    lengths = plan_job.code(120)
+    for record in records:
+        for entry in record["entries"]:
+            if entry["best_ms"]:
+                few, many = entry["wrote"].split(" / ")
+                assert 0 < int(few) < int(many)
+                assert int(many) >= lengths.sum() / plan_job.CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([[0, 1], [1]], "each sequence once"),
+        ([[0, 1]], "each sequence once"),
+        ([[0, 1, 2]], "over the capacity"),
+    ],
+)
+def test_a_wrong_plan_is_found(found, said, monkeypatch):
+    monkeypatch.setitem(plan_job.MIXES, "three", lambda count: np.array([20_000] * 3))
+    contest, _ = plan_job.fewest_contest("three", 3, {})
+    with pytest.raises(AssertionError, match=said):
+        contest.check(found)
+    contest.check([[0], [1], [2]])
+
+
+def test_the_loops_are_the_rules_they_are_named_after():
+    lengths, capacity = [5, 3, 4, 2, 6], 10
+    for way in (plan_loops.first_fit_by_scan, plan_loops.best_fit_by_tree):
+        bins = way(lengths, capacity)
+        assert sorted(map(sorted, bins)) == [[0, 1, 3], [2, 4]]
+    bins = plan_loops.fewest_held_by_scan(lengths, capacity)
+    assert sorted(map(sorted, bins)) == [[0, 2], [1, 4], [3]]
+    bins = plan_loops.differencing_by_rows([8, 7, 6, 5, 4], 3)
+    assert sorted(sum([8, 7, 6, 5, 4][one] for one in held) for held in bins) == [8, 11, 11]
+    bins = plan_loops.longest_first_by_heap([4, 5, 6, 7, 8], 2)
+    assert sorted(sum([4, 5, 6, 7, 8][one] for one in held) for held in bins) == [13, 17]

@@ -9,8 +9,7 @@ from benchmarks.kernels import gae_job, gae_ways, groups_job
 from benchmarks.kernels.gae_one_lane import one_lane
 from benchmarks.kernels.gae_ways import GAMMA, LAM
 from benchmarks.promises import GAE, ONE_LANE
-
-LENGTHS = np.array([3, 1, 8, 5])
+from tests.benchmarks.contest_cases import LENGTHS
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import device_contest, machine, timing
-from benchmarks.contest import OURS, Contender, Contest
+from benchmarks import device_contest, timing
+from benchmarks.contest import OURS, Contender
 from benchmarks.goals import goals, lines
 from benchmarks.kernels import (
     bench_kernels_gpu,
@@ -23,31 +23,7 @@ from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, ben
 from benchmarks.promises import PACK_ONLY
 from benchmarks.tables import render
 from benchmarks.workloads import MULTI_TURN, WORKLOADS, conversations
-
-SMALL = 0.002
-LENGTHS = np.array([3, 1, 8, 5])
-
-
-def must_be(wanted):
-    def check(result):
-        assert result == wanted
-
-    return check
-
-
-def contest(**options):
-    return Contest("job", "A: a", 10, must_be("right"), **options)
-
-
-def says(result):
-    return lambda: result
-
-
-def results_of(*records):
-    described = machine.describe("command") | {"measured": "gpu", "contests": list(records)}
-    described["hardware"] = described["hardware"] | {"gpu": "some GPU", "cuda": "13.0"}
-    return described
-
+from tests.benchmarks.contest_cases import LENGTHS, SMALL, contest, results_of, says
 
 DEVICE_CONTESTS = {
     "pack": lambda: bench_pack_gpu.contest(
@@ -85,7 +61,7 @@ def test_contests_of_the_device_check_and_measure(job):
     limit = record["entries"][-1]
     assert limit["contender"] == device_contest.SENT if job == "pack" else device_contest.COPY
     assert limit["of_copy"] == 1
-    assert "of the copy" in render(results_of(record))
+    assert "of the copy" in render(results_of(record, measured="gpu"))
 
 
 def test_a_wrong_result_on_the_device_is_not_measured(monkeypatch):
@@ -288,7 +264,7 @@ def test_goals_are_printed_with_the_tables_of_a_device():
     for entry in record["entries"]:
         entry |= {"wrote": "all", "best_ms": 1.0, "median_ms": 1.0, "note": "", "cold_ms": 0.01}
     record["entries"][1]["of_copy"] = 1.0
-    text = render(results_of(record))
+    text = render(results_of(record, measured="gpu"))
     assert "- met: trajpack, pack only, one copy, 3 launches or fewer, no wait, A: a" in text
     assert "100%*" in text, "so short that the launch is measured"
     assert "some GPU, CUDA 13.0; " in text

@@ -3,8 +3,6 @@
 import json
 import math
 import platform
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +14,10 @@ from benchmarks.contest import OURS, Contest, Entry, as_record
 from benchmarks.promises import EXCEPTIONS, PROMISES, broken
 from benchmarks.reasons import PER_CALL, PER_TURN, TRUSTS, reason
 from benchmarks.tables import SIZES, provenance, render, winners
+from tests.benchmarks.contest_cases import results_of
 
 ROOT = Path(__file__).parents[2]
 COPY = "copy of as many bytes"
-
-
-def results_of(*records):
-    return machine.describe("command") | {"measured": "cpu", "contests": list(records)}
 
 
 def record_of(ours_ms, rival_ms, rival="numpy.concatenate per field", workload="A: a", job="job"):
@@ -132,19 +127,8 @@ def test_committed_results_say_where_they_come_from():
                 assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
 
 
-def run_report(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.report", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_the_documents_are_what_the_committed_results_say():
-    done = run_report("--check")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_documents_are_what_the_committed_results_say(capsys):
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_a_document_that_drifted_is_named(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from tests.agent.training.test_report import RECORDS
+from tests.commands.test_report import RECORDS
 from trajpack.agent.runner.runner import Progress
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.progress import EpisodeBoard, TrainBoard

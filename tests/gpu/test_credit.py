@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import capture, no_waiting, replay
 from tests.packing.credit.credit_cases import (
     EVERY,
     KL,
@@ -74,12 +75,8 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     estimator = ESTIMATORS[name]
     _, (batch, moved) = on_host_and_device(some_trajectories(40, 12), "merged", estimator)
     expected = batch.with_advantages(estimator, **moved)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         credited = batch.with_advantages(estimator, **moved)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(credited.advantages, expected.advantages)
 
 
@@ -89,11 +86,7 @@ def test_a_captured_graph_gives_credit_for_whatever_was_filled_last(estimator: A
     values = torch.zeros(static.capacity, device=DEVICE)
     inputs = {} if isinstance(estimator, GRPO) else {"values": values}
     static.fill(filled(some_trajectories(20, 12)))
-    static.run().with_advantages(estimator, **inputs)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = static.run().with_advantages(estimator, **inputs)
+    graph, captured = capture(lambda: static.run().with_advantages(estimator, **inputs))
     for seed, count in enumerate((30, 4, 100)):
         trajectories = some_trajectories(count, 60, seed)
         buffer = filled(trajectories)
@@ -101,8 +94,7 @@ def test_a_captured_graph_gives_credit_for_whatever_was_filled_last(estimator: A
         rows = torch.linspace(-1, 1, plain.num_tokens, device=DEVICE)
         static.fill(buffer)
         values[: plain.num_tokens] = rows
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph)
         expected = plain.with_advantages(estimator, **({"values": rows} if inputs else {}))
         for field in ("advantages", "returns"):
             actual = getattr(captured, field)[: plain.num_tokens]

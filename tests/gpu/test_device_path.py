@@ -1,33 +1,25 @@
-"""The device path on real hardware: right, repeatable, asynchronous, capturable."""
+"""The device path on real hardware: correct, repeatable, asynchronous, capturable."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import capture, device_events, no_waiting, replay
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
 from trajpack.kernels import validation
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.fields.build import TokenFields, build
-from trajpack.testing import assert_same_bits, boundaries, random_build_inputs, returns_by_loop
+from trajpack.testing import assert_same_bits, boundaries, random_build_inputs
 
 pytestmark = pytest.mark.gpu
 
 LAYOUTS = ("merged", "turns")
 SCANNED = {"turn_returns", "returns"}
 """Fields that hold sums; all others are moved, bit for bit."""
-
-
-@pytest.fixture
-def sync_is_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def random_trajectories(num: int, longest: int, seed: int = 0) -> list[Trajectory]:
@@ -70,23 +62,6 @@ def assert_same_batch(actual: PackedBatch, expected: PackedBatch, skip: Any = ()
     for name, tensor in expected.tensors().items():
         if name not in skip:
             assert_same_bits(actual.tensors()[name], tensor, name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", ["many turns", "block edges", "long", "many entries"])
-def test_returns_equal_the_float64_loop(shape: str, dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(0)
-    lengths = {
-        "many turns": rng.integers(0, 9, 20_000),
-        "block edges": rng.choice([0, 1, 63, 64, 65, 127, 128, 129], 1000),
-        "long": np.array([100_000, 3, 0, 40_000]),
-        "many entries": rng.integers(50, 2000, 1000),
-    }[shape].tolist()
-    discounts = rng.uniform(-1, 1, len(lengths))
-    rewards = torch.from_numpy(rng.standard_normal(sum(lengths))).to(dtype)
-    exact = returns_by_loop(rewards.numpy(), lengths, discounts)
-    on_device = (t.cuda() for t in (rewards, boundaries(lengths), torch.from_numpy(discounts)))
-    assert_close_to(discounted_returns(*on_device), exact)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -165,33 +140,28 @@ def test_a_trajectory_has_the_same_bits_whatever_it_is_packed_with(layout: Any) 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pack_never_waits_for_the_device(layout: Any, request: pytest.FixtureRequest) -> None:
+def test_a_pack_never_waits_for_the_device(layout: Any) -> None:
     buffer = filled_buffer(random_trajectories(100, 300))
     expected = buffer.pack(layout=layout)  # compiles
-    request.getfixturevalue("sync_is_error")
-    batch = buffer.pack(layout=layout)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_waiting():
+        batch = buffer.pack(layout=layout)
     assert_same_batch(batch, expected)
 
 
-def test_a_wait_for_the_device_would_be_noticed(sync_is_error: None) -> None:
-    with pytest.raises(RuntimeError, match="synchroniz"):
+def test_a_wait_for_the_device_would_be_noticed() -> None:
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones(3, device="cuda").sum().item()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pack_is_captured_in_a_graph(layout: Any) -> None:
     buffer = filled_buffer(random_trajectories(100, 300))
-    expected = buffer.pack(layout=layout)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = buffer.pack(layout=layout)
+    expected = buffer.pack(layout=layout)
+    graph, captured = capture(lambda: buffer.pack(layout=layout))
     for tensor in captured.tensors().values():
         tensor.zero_()
     for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
+        replay(graph)
     assert_same_batch(captured, expected)
 
 
@@ -234,23 +204,11 @@ def test_the_buffer_is_pinned_through_its_growth() -> None:
     buffer = TrajectoryBuffer(device="cuda")
     for trajectory in random_trajectories(20, 500):
         buffer.add(trajectory)
-        assert buffer._store.staging._region.words.is_pinned()
+        assert buffer._staging.region.words.is_pinned()
 
 
 def test_the_device_sees_one_copy_and_two_kernels() -> None:
     buffer = filled_buffer(random_trajectories(100, 300))
-    buffer.pack()  # compiles
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        buffer.pack()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    names = [event.name for event in profile.events() if event.device_type == on_device]
-    if not names:
-        pytest.skip("the profiler sees no device")
+    names = device_events(buffer.pack)
     assert sum("Memcpy" in name for name in names) == 1, names
-    assert sorted(n for n in names if "Mem" not in n) == [
-        "build_kernel",
-        "discounted_returns_kernel",
-    ], names
+    assert sorted(n for n in names if "Mem" not in n) == ["build_kernel", "walk_kernel"], names

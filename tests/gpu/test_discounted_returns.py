@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import capture, no_waiting, replay
 from trajpack.kernels.credit.discounted_returns import discounted_returns
 from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
 from trajpack.kernels.scan.scan_inputs import Scan
@@ -41,15 +42,17 @@ def by_regime(
     """Return what a program per segment and what a program per block write."""
     num = rewards.shape[0]
     scan = Scan(cu_seqlens, num, num, rewards, gammas=discounts, kind="returns")
-    walked, in_blocks = torch.empty_like(rewards), torch.empty_like(rewards)
+    walked, in_blocks = torch.empty(2, num, device=rewards.device)
     walk_segments(scan, None, (walked, None))
     write_blocks(scan, None, (in_blocks, None), steps_of_blocks(scan, None))
     return [walked, in_blocks]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_regimes_give_the_same_bits_and_equal_the_loop(shape: str) -> None:
+def test_both_regimes_give_the_same_bits_and_equal_the_loop(shape: str, dtype: torch.dtype) -> None:
     rewards, lengths, discounts = inputs_of(shape)
+    rewards = rewards.to(dtype)
     tensors = on_device(rewards, lengths, discounts)
     returns, in_blocks = by_regime(*tensors)
     assert_same_bits(in_blocks, returns)
@@ -70,25 +73,11 @@ def test_a_segment_has_the_same_bits_whatever_it_is_packed_with() -> None:
             assert_same_bits(discounted_returns(*alone, max_seqlen=bound), together[index])
 
 
-def test_long_segments_are_captured_in_a_graph() -> None:
+def test_long_segments_are_captured_in_a_graph_and_never_wait_for_the_device() -> None:
     tensors = on_device(*inputs_of("long among short"))
-    expected = discounted_returns(*tensors)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = discounted_returns(*tensors)
+    graph, captured = capture(lambda: discounted_returns(*tensors))
     captured.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
+    replay(graph)
+    with no_waiting():
+        expected = discounted_returns(*tensors)
     assert_same_bits(captured, expected)
-
-
-def test_long_segments_never_wait_for_the_device() -> None:
-    tensors = on_device(*inputs_of("long among short"))
-    discounted_returns(*tensors)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        discounted_returns(*tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

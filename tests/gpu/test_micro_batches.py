@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import no_waiting
 from tests.packing.micro_batches.micro_batch_loops import (
     ALIGNMENTS,
     FIELDS,
@@ -17,21 +16,12 @@ from tests.packing.micro_batches.micro_batch_loops import (
     some_batch,
 )
 from trajpack import GRPO, plan_micro_batches
-from trajpack.kernels.rearrange.select_tokens import Segment, select_reference, select_tokens
+from trajpack.kernels.rearrange.segments import Segment
+from trajpack.kernels.rearrange.select_tokens import select_reference, select_tokens
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def both(num_trajectories: int = 40) -> tuple[Any, Any]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import capture, device_events, no_waiting, replay
 from trajpack.kernels.fields.gather_words import KINDS, gather_words, piece_table
-from trajpack.kernels.rearrange.pad import pad, unpad
-from trajpack.kernels.rearrange.pad_host import BITS
+from trajpack.kernels.rearrange.pad import BITS, pad, unpad
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.gpu
@@ -149,43 +149,20 @@ def cases() -> list[Callable[[], torch.Tensor]]:
 def test_nothing_waits_for_the_device(index: int) -> None:
     call = cases()[index]
     expected = call()  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         actual = call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_the_kernels_are_captured_in_a_graph(index: int) -> None:
+def test_each_is_one_kernel_without_a_copy_and_captured_in_a_graph(index: int) -> None:
     call = cases()[index]
-    expected = call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, captured = capture(call)
     captured.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same_bits(captured, expected)
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_each_is_one_kernel_and_no_copy(index: int) -> None:
-    call = cases()[index]
-    call()  # compiles
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    names = [event.name for event in profile.events() if event.device_type == on_device]
-    if not names:
-        pytest.skip("the profiler sees no device")
-    assert names == [["pad_kernel", "unpad_kernel", "gather_words_kernel"][index]]
+    replay(graph)
+    assert_same_bits(captured, call())
+    kernel = ["pad_kernel", "unpad_kernel", "gather_words_kernel"][index]
+    assert device_events(call) == [kernel]
 
 
 def test_boundaries_that_make_no_sense_reach_no_other_memory() -> None:

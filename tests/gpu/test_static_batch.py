@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu.conftest import capture, no_waiting, replay
 from trajpack import StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack_resident
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.testing import assert_batches_equal, assert_same_bits, random_trajectory
@@ -22,14 +22,6 @@ FIELDS = [
     TokenField("state", torch.int64, fill=-1),
 ]
 LAYOUTS = ("merged", "turns")
-
-
-@pytest.fixture
-def sync_is_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def with_rows(trajectory: Trajectory) -> Trajectory:
@@ -86,16 +78,11 @@ def test_a_captured_run_replays_whatever_was_filled_last(layout: Any) -> None:
         capacity=400_000, max_turns=900, max_runs=2000, device="cuda", fields=FIELDS
     )
     static.fill(filled(conversations(50)), layout)
-    static.run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = static.run()
+    graph, captured = capture(static.run)
     for seed, count in enumerate((60, 5, 0, 80)):
         trajectories = conversations(count, seed)
         static.fill(filled(trajectories), layout)
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph)
         assert_holds(static.batch, trajectories, layout)
         for name in ("input_ids", "turn_returns", "cu_seqlens"):
             tensors = (getattr(batch, name) for batch in (captured, static.batch))
@@ -104,15 +91,14 @@ def test_a_captured_run_replays_whatever_was_filled_last(layout: Any) -> None:
 
 def captured_run(static: StaticBatch, before: int, behind: int) -> torch.cuda.CUDAGraph:
     """Capture a run between two sleeps of so many cycles."""
-    static.fill(filled(conversations(5)))
-    static.run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         torch.cuda._sleep(before)
         static.run()
         torch.cuda._sleep(behind)
-    return graph
+
+    static.fill(filled(conversations(5)))
+    return capture(run)[0]
 
 
 def test_fills_and_replays_follow_each_other_without_a_synchronisation() -> None:
@@ -136,7 +122,7 @@ def test_a_replay_records_its_event_when_it_is_launched() -> None:
     """What `fill` relies on: the event is not over between the launch and the copy."""
     static = StaticBatch(400_000, 900, device="cuda", fields=FIELDS)
     graph = captured_run(static, before=200_000_000, behind=0)
-    (event,) = static._staging._region.replays
+    (event,) = static._staging.region.replays
     for _ in range(3):
         graph.replay()
         assert not event.query(), "the copy waits behind a sleep"
@@ -178,15 +164,13 @@ def test_what_a_replay_would_not_do_again_is_not_captured() -> None:
     torch.cuda.synchronize()
 
 
-def test_a_run_never_waits(sync_is_error: None) -> None:
-    torch.cuda.set_sync_debug_mode("default")
+def test_a_run_never_waits() -> None:
     static = StaticBatch(capacity=100_000, max_turns=300, device="cuda", fields=FIELDS)
     buffer = filled(conversations(20))
     buffer.pack_into(static)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    static.fill(buffer)
-    static.run()
+    with no_waiting():
+        static.fill(buffer)
+        static.run()
 
 
 def test_two_static_batches_take_turns() -> None:
@@ -217,22 +201,17 @@ def on_device(trajectory: Trajectory, ids: torch.dtype) -> Trajectory:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_turns_on_the_device_are_packed_there(
-    layout: Any, ids: torch.dtype, request: pytest.FixtureRequest
-) -> None:
+def test_turns_on_the_device_are_packed_there(layout: Any, ids: torch.dtype) -> None:
     trajectories = conversations(100)
     resident = [on_device(trajectory, ids) for trajectory in trajectories]
     pack_resident(resident, layout)  # compiles
-    request.getfixturevalue("sync_is_error")
-    batch = pack_resident(resident, layout)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_waiting():
+        batch = pack_resident(resident, layout)
     buffer = TrajectoryBuffer(device="cuda")
-    buffer.extend([dataclasses.replace(t, turns=strip(t)) for t in trajectories])
+    for trajectory in trajectories:
+        turns = [dataclasses.replace(turn, fields=None) for turn in trajectory.turns]
+        buffer.add(dataclasses.replace(trajectory, turns=turns))
     expected = buffer.pack(layout)
     if layout == "turns":  # where nothing is compared, all of a turn is new with it
         expected = dataclasses.replace(expected, turn_begin=expected.cu_seqlens[:-1])
     assert_batches_equal(batch, expected)
-
-
-def strip(trajectory: Trajectory) -> list[Turn]:
-    return [dataclasses.replace(turn, fields=None) for turn in trajectory.turns]

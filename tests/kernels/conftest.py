@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests: which implementation, and what the compiler makes of it."""
+"""Fixtures of the kernel tests: implementations, and measurements of compiled code."""
 
 from __future__ import annotations
 
@@ -22,32 +22,20 @@ INSTALLED = version_of("triton")
 COMPILED = Path(__file__).with_name("compiled")
 OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
 VERSIONS = list(dict.fromkeys([INSTALLED, *OTHERS]))
-"""Versions of Triton that the kernels are compiled with: the one that runs, and others."""
-TARGETS = ("gfx942", "90", "80")
-"""What the one that runs compiles every variant for; what takes longest is begun first."""
-TARGETS_OF_OTHERS = ("90",)
-"""What the others compile for, variants that are demanding."""
-OF_EVERY_VARIANT = ("test_every_variant_is_compiled", "test_any_groups_are_one_launch")
-"""Tests of what the others leave out."""
+"""Versions of Triton that the kernels are compiled with: the installed one first."""
+TARGETS = ("90", "80", "gfx942")
+BUILDS = [(INSTALLED, target) for target in TARGETS]
+BUILDS += [(version, "90") for version in VERSIONS if version != INSTALLED]
+"""Versions and targets of all tests of compiled code. The installed version compiles every variant
+for sm_90, with ``--full`` for every target. Other builds hold the demanding variants."""
 MOST_KEPT = 1500
 """Entries of Triton's cache: what some sessions compile in which every kernel was changed."""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what other versions of Triton do not compile: it would take minutes."""
-    kept, left_out = [], []
-    for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(
-            item, "callspec"
-        ) else {}  # fmt: skip
-        target = parameters.get("target") or (parameters.get("variants") or ("", ""))[1]
-        other = parameters.get("compiled", INSTALLED) != INSTALLED
-        leaves = bool(target) and target not in TARGETS_OF_OTHERS
-        leaves = other and (leaves or getattr(item, "originalname", "") in OF_EVERY_VARIANT)
-        (left_out if leaves else kept).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+def builds(*targets: str) -> pytest.MarkDecorator:
+    """Run a test once for each build for one of these targets."""
+    chosen = [build for build in BUILDS if build[1] in targets]
+    return pytest.mark.parametrize("compiled", chosen, indirect=True, ids="-".join)
 
 
 @pytest.fixture(scope="session")
@@ -73,11 +61,14 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class CompiledKernels:
-    """What ``compile_kernels.py`` measured with one version of Triton."""
+    """Measurements by ``compile_kernels.py`` for one build."""
 
-    def __init__(self, version: str, measured: dict[str, Any]) -> None:
-        self.version, self.measured = version, measured
-        for variant in measured["variants"]:
+    def __init__(self, version: str, target: str, *, full: bool, measured: dict[str, Any]) -> None:
+        self.version, self.target, self.measured = version, target, measured
+        self.is_complete = _has_every_variant(version, target, full)
+        self.is_nvidia = target != "gfx942"
+        self.all = [found for found in measured["variants"] if found["target"] == target]
+        for variant in self.all:
             for accesses in ("stores", "loads"):
                 by_width = variant[accesses].items()
                 variant[accesses] = Counter({int(width): count for width, count in by_width})
@@ -85,38 +76,78 @@ class CompiledKernels:
     def __getitem__(self, name: str) -> Any:
         return self.measured[name]
 
-    def variants(self, kernel: str, target: str) -> list[dict[str, Any]]:
-        """Return what was measured of a kernel's variants for a target; there are some."""
-        variants = self.measured["variants"]
-        found = [v for v in variants if (v["kernel"], v["target"]) == (kernel, target)]
-        assert found, (kernel, target)
+    def variants(self, kernel: str) -> list[dict[str, Any]]:
+        """Return the measurements of a kernel's variants; there are some."""
+        found = [variant for variant in self.all if variant["kernel"] == kernel]
+        assert found, (kernel, self.target)
         return found
 
 
-@pytest.fixture(scope="session", params=VERSIONS)
+@pytest.fixture(scope="session", params=BUILDS, ids="-".join)
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> CompiledKernels:
-    """What the compiler makes of the kernels, for each version of Triton that is installed.
+    """Measurements of the compiled kernels, for each build whose Triton is installed.
 
-    The first test of a session to ask has them compiled for all workers, and for every version
-    that any test of the session asks for: two targets at a time. What Triton compiles it keeps
-    from one session to the next, by its source, as it does for any program; ``--cache-clear``
-    forgets it.
+    The first test of a session to ask compiles for all workers, all builds that any test of the
+    session asks for, two at a time. Triton's cache is kept between sessions; ``--cache-clear``
+    empties it.
     """
-    version = str(request.param)
-    if not _has_triton(version):
-        pytest.skip(f"Triton {version} is not in {_folder(version)}: `make test` puts it there")
+    version, target = request.param
+    _skip_without(version)
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    results = {v: folder / f"compiled_kernels_{v}.json" for v in _wanted(request.session)}
-    with FileLock(folder / "compiled_kernels.lock"):
-        if not results[version].exists():
-            caches = {v: _cache_of(request.config, folder, v) for v in results}
-            for compiled_by, measured in _compile_all(caches).items():
-                results[compiled_by].write_text(json.dumps(measured))
-    return CompiledKernels(version, json.loads(results[version].read_text()))
+    results, full = folder / "compiled_kernels.json", request.config.getoption("--full")
+    with FileLock(results.with_suffix(".lock")):
+        if not results.exists():
+            calls = (getattr(item, "callspec", None) for item in request.session.items)
+            wanted = {call.params.get("compiled") for call in calls if call is not None}
+            chosen = [build for build in BUILDS if build in wanted and _has_triton(build[0])]
+            caches = {build[0]: _cache_of(request.config, folder, build[0]) for build in chosen}
+            results.write_text(json.dumps(_compile_all(chosen, caches, full)))
+    measured = json.loads(results.read_text())["-".join(request.param)]
+    return CompiledKernels(version, target, full=full, measured=measured)
+
+
+def _has_every_variant(version: str, target: str, full: bool) -> bool:
+    return version == INSTALLED and (full or target == "90")
+
+
+def _compile_all(
+    chosen: list[tuple[str, str]], caches: dict[str, Path], full: bool
+) -> dict[str, dict[str, Any]]:
+    """Compile builds with the same version and variants in one process each."""
+    targets: dict[tuple[str, str], list[str]] = {}
+    for version, target in chosen:
+        variants = "every" if _has_every_variant(version, target, full) else "demanding"
+        targets.setdefault((version, variants), []).append(target)
+
+    def measure(part: tuple[str, str]) -> dict[str, Any]:
+        return _compile(part[0], part[1], targets[part], caches[part[0]])
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        measured = dict(zip(targets, pool.map(measure, targets), strict=True))
+    return {
+        f"{version}-{target}": measured[version, variants]
+        for (version, variants), of_part in targets.items()
+        for target in of_part
+    }
+
+
+@pytest.fixture(scope="session")
+def compile_scans(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], list[dict[str, Any]]]:
+    """Return a function that measures every scan with a version of Triton for a target."""
+
+    def compiled_scans(version: str, target: str) -> list[dict[str, Any]]:
+        _skip_without(version)
+        cache = _cache_of(request.config, tmp_path_factory.getbasetemp(), f"{version}-scans")
+        found: list[dict[str, Any]] = _compile(version, "scans", [target], cache)["variants"]
+        return found
+
+    return compiled_scans
 
 
 def _folder(version: str) -> Path:
@@ -127,8 +158,13 @@ def _has_triton(version: str) -> bool:
     return version == INSTALLED or _folder(version).is_dir()
 
 
+def _skip_without(version: str) -> None:
+    if not _has_triton(version):
+        pytest.skip(f"Triton {version} is not in {_folder(version)}: `make test` puts it there")
+
+
 def _cache_of(config: pytest.Config, folder: Path, version: str) -> Path:
-    """Return where this Triton keeps what it compiled; it begins anew when it has grown."""
+    """Return the cache folder of this Triton, emptied if it has grown too large."""
     if not hasattr(config, "cache"):  # -p no:cacheprovider
         return folder / f"triton_cache_{version}"
     kept = Path(config.cache.mkdir(f"triton-{version}"))
@@ -137,47 +173,7 @@ def _cache_of(config: pytest.Config, folder: Path, version: str) -> Path:
     return kept
 
 
-def _wanted(session: pytest.Session) -> list[str]:
-    """Return the versions that are there and that the session's tests are parametrised with."""
-    calls = (getattr(item, "callspec", None) for item in session.items)
-    wanted = {call.params.get("compiled") for call in calls if call is not None}
-    return [version for version in VERSIONS if version in wanted and _has_triton(version)]
-
-
-def _compile_all(caches: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Return what was measured with each version, which keeps its kernels in the folder named."""
-    parts = [
-        (version, target)
-        for version in caches
-        for target in (TARGETS if version == INSTALLED else TARGETS_OF_OTHERS)
-    ]
-    measured: dict[str, dict[str, Any]] = {version: {"variants": []} for version in caches}
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        done = pool.map(lambda part: _compile(*part, caches[part[0]]), parts)
-        for (version, _), found in zip(parts, done, strict=True):
-            variants = measured[version]["variants"] + found["variants"]
-            measured[version] |= found | {"variants": variants}
-    return measured
-
-
-@pytest.fixture(scope="session")
-def compile_scans(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, str], list[dict[str, Any]]]:
-    """Return what measures scans with a version of Triton for a target; skips without it."""
-
-    def compiled_scans(version: str, target: str, variants: str) -> list[dict[str, Any]]:
-        if not _has_triton(version):
-            pytest.skip(f"Triton {version} is not in {_folder(version)}: `make test` puts it there")
-        # of its own: the other may be emptied by the worker that compiles into it
-        cache = _cache_of(request.config, tmp_path_factory.getbasetemp(), f"{version}-scans")
-        found: list[dict[str, Any]] = _compile(version, target, cache, variants)["variants"]
-        return [variant for variant in found if variant["inputs"] != "planted"]
-
-    return compiled_scans
-
-
-def _compile(version: str, target: str, cache: Path, variants: str | None = None) -> dict[str, Any]:
+def _compile(version: str, variants: str, targets: list[str], cache: Path) -> dict[str, Any]:
     """Run the program with this Triton, found before the one that is installed."""
     paths = [str(COMPILED)]
     if version != INSTALLED:
@@ -187,15 +183,14 @@ def _compile(version: str, target: str, cache: Path, variants: str | None = None
         paths.append(inherited)
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
     program = str(COMPILED / "compile_kernels.py")
-    variants = variants or ("every" if version == INSTALLED else "demanding")
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", program, variants, target],
+        [sys.executable, "-P", "-W", "error", program, variants, *targets],
         env=environment,
         capture_output=True,
         text=True,
         timeout=3600,
         check=False,
     )
-    assert done.returncode == 0, f"Triton {version}, {target}: {done.stderr}"
+    assert done.returncode == 0, f"Triton {version}, {targets}: {done.stderr}"
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trajpack import Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
-from trajpack.packing.buffer import store as store_module
+from trajpack.packing.buffer import buffer as buffer_module
 from trajpack.packing.buffer.staging import Staging
 from trajpack.packing.buffer.tables import GrowingArray
 
@@ -119,9 +119,9 @@ def test_turns_that_are_no_sequence_are_refused_by_name():
         Trajectory("it", None)
 
 
-@pytest.mark.parametrize("step", range(9))
+@pytest.mark.parametrize("step", range(7))
 def test_a_trajectory_that_memory_runs_out_for_leaves_nothing_behind(monkeypatch, step):
-    monkeypatch.setattr(store_module, "SETTLED", 1)  # tables are worked out in every call
+    monkeypatch.setattr(buffer_module, "MOST_WAITING", 1)  # tables are worked out in every call
     buffer = TrajectoryBuffer()
     kept, lost, later = (Trajectory(name, [GOOD, GOOD]) for name in ("kept", "lost", "later"))
     buffer.add(kept)
@@ -138,7 +138,7 @@ def test_a_trajectory_that_memory_runs_out_for_leaves_nothing_behind(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "reserve", failing(Staging.reserve))
         patch.setattr(GrowingArray, "write", failing(GrowingArray.write))
-        if step < 7:
+        if step < 5:
             with pytest.raises(MemoryError):
                 buffer.add(lost)
     buffer.add(later)

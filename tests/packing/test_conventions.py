@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.packing.credit.credit_cases import generated, given_beside, inputs_of, some_trajectories
-from tests.packing.credit.credit_loops import steps_of
+from tests.packing.credit.credit_oracle import steps_of
 from trajpack import (
     GAE,
     GRPO,
@@ -28,7 +28,7 @@ from trajpack import (
 )
 from trajpack.kernels import Correction, Rejection, gae, group_advantages, kl_penalty
 
-NUM = 200
+NUM = 60
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,4 +1,11 @@
-"""Numbers of turns: one table declares them for turns, batches, static batches and files."""
+"""Numbers of turns: a row of `TURN_FIELDS` puts a number into every form of a turn."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +13,11 @@ import torch
 import trajpack
 from trajpack.packing.turn_fields import TURN_FIELDS
 
+ROOT = Path(__file__).parents[2]
 VALUES = {"reward": 0.1, "truncated": True, "version_start": 3, "version_end": 5}
+NEW = {"score": ("turn_scores", "torch.float64", 0.25), "stage": ("turn_stages", "torch.int32", 7)}
+"""Attribute of `Turn`: attribute of `PackedBatch`, dtype and value."""
+PROGRAM = Path(__file__).with_name("turn_field_forms.py")
 
 
 def trajectory():
@@ -37,3 +48,52 @@ def test_the_table_has_every_number_of_a_turn():
     assert {field.attribute for field in TURN_FIELDS} == {*VALUES}
     dtypes = {field.dtype for field in TURN_FIELDS}
     assert dtypes <= {torch.float64, torch.int32, torch.bool}  # those that a table of the host has
+
+
+def edited(folder, path, before, after):
+    """Insert a text before another one into a file of a copied product."""
+    text = (folder / path).read_text()
+    assert text.count(before) == 1, path
+    (folder / path).write_text(text.replace(before, after + before))
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """Add a row for each new number, and the attributes; return its values in every form."""
+    pytest.importorskip("pyarrow")
+    folder = tmp_path_factory.mktemp("copy")
+    product = folder / "trajpack"
+    shutil.copytree(ROOT / "src" / "trajpack", product)
+    rows = [
+        f'    TurnField("{attribute}", "{name}", {dtype}, -1),\n'
+        for attribute, (name, dtype, _) in NEW.items()
+    ]
+    edited(product, "packing/turn_fields.py", ')\n"""Each has', "".join(rows))
+    attributes = "".join(f"    {attribute}: float = 0\n" for attribute in NEW)
+    edited(product, "packing/types.py", "\n    def __eq__(self, other: object)", attributes)
+    tensors = "".join(f"    {name}: torch.Tensor\n" for name, _, _ in NEW.values())
+    edited(product, "packing/batch/batch.py", "    turn_sequence: torch.Tensor\n", tensors)
+    log = folder / "log"
+    shutil.copytree(ROOT / "tests" / "packing" / "trajectory_log" / "stored_log", log)
+    done = subprocess.run(
+        [sys.executable, "-P", PROGRAM, folder, json.dumps(NEW)],
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("attribute", NEW)
+def test_a_row_of_the_table_adds_a_number_everywhere(forms, attribute):
+    *_, value = NEW[attribute]
+    found = {form: values[attribute] for form, values in forms.items()}
+    assert found.pop("static batch") == [value, -1, -1]
+    assert found.pop("log of an earlier release") == [0] * 3 + [value]
+    assert found.pop("equality") is True
+    assert set(found) == {
+        "batch", "saved file", "unpacked", "log", "Parquet", "Ray payload", "device batch",
+    }  # fmt: skip
+    assert list(found.values()) == [[value]] * len(found)

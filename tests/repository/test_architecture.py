@@ -4,9 +4,8 @@ import ast
 import graphlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
@@ -51,26 +50,27 @@ LATE = {"numpy", "rich", "torch", "typer"}
 """What importing the package alone does not load, though every installation has it."""
 
 
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def imported_modules(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or "", node
+            yield node.module or ""
 
 
-def product_files():
-    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in PRODUCT]
-
-
-@pytest.mark.parametrize("layer", ALLOWED)
-def test_imports_point_from_agent_to_packing_to_kernels(layer):
-    for path in (ROOT / layer).rglob("*.py"):
-        for module, _ in imported_modules(ast.parse(path.read_text())):
-            parts = module.split(".")
-            if parts[0] == "trajpack":
-                assert len(parts) > 1, f"{path} imports the facade"
-                assert parts[1] in ALLOWED[layer], f"{path} imports {module}"
+def test_imports_point_from_agent_to_packing_to_kernels():
+    for layer, allowed in ALLOWED.items():
+        for path in (ROOT / layer).rglob("*.py"):
+            for module in imported_modules(tree_of(path)):
+                parts = module.split(".")
+                if parts[0] == "trajpack":
+                    assert len(parts) > 1, f"{path} imports the facade"
+                    assert parts[1] in allowed, f"{path} imports {module}"
 
 
 def folder_of(module):
@@ -99,6 +99,7 @@ def imports_at_run_time(tree):
             yield from (alias.name for alias in node.names)
 
 
+@cache
 def folder_edges():
     """Return for each folder of the three layers the folders that it imports."""
     edges = {}
@@ -107,59 +108,55 @@ def folder_edges():
             continue  # an __init__.py re-exports from below
         folder = str(path.parent.relative_to(ROOT))
         found = edges.setdefault(folder, set())
-        for module in imports_at_run_time(ast.parse(path.read_text())):
+        for module in imports_at_run_time(tree_of(path)):
             if module.startswith("trajpack."):
                 found.add(folder_of(module))
     return {folder: found - {folder, None} for folder, found in edges.items()}
 
 
 def test_folders_do_not_import_each_other_in_circles():
-    edges = folder_edges()
-    order = list(graphlib.TopologicalSorter(edges).static_order())  # CycleError names a circle
-    assert {*edges} <= {*order}
+    order = graphlib.TopologicalSorter(folder_edges()).static_order()  # CycleError names a circle
+    assert {*folder_edges()} <= {*order}
 
 
-@pytest.mark.parametrize("folder", sorted(folder_edges()))
-def test_a_folder_is_small_and_says_what_it_is_for(folder):
-    files = [path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
-    assert len(files) <= MAX_FILES, sorted(path.name for path in files)
-    if folder not in ALLOWED:
-        described = ast.parse((ROOT / folder / "__init__.py").read_text())
-        assert ast.get_docstring(described)
+def test_a_folder_is_small_and_says_what_it_is_for():
+    for folder in folder_edges():
+        files = [path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MAX_FILES, sorted(path.name for path in files)
+        if folder not in ALLOWED:
+            assert ast.get_docstring(tree_of(ROOT / folder / "__init__.py")), folder
 
 
-@pytest.mark.parametrize("path", product_files())
-def test_imports_are_absolute_and_private_names_stay_in_their_folder(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in line {node.lineno}"
-            if (node.module or "").startswith("trajpack"):
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                assert not private, f"line {node.lineno} imports {private}"
+def test_imports_are_absolute_and_private_names_stay_in_their_folder():
+    for path in PRODUCT:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom):
+                where = f"{path}:{node.lineno}"
+                assert node.level == 0, f"{where} has a relative import"
+                if (node.module or "").startswith("trajpack"):
+                    private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                    assert not private, f"{where} imports {private}"
 
 
-@pytest.mark.parametrize("path", product_files())
-def test_functions_stay_within_their_budget(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = node.end_lineno - node.lineno + 1 - docstring_lines(node)
-            is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-            assert lines <= MAX_FUNCTION_LINES or is_kernel, f"{node.name} has {lines} lines"
+def test_functions_stay_within_their_budget():
+    for path in PRODUCT:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if ast.get_docstring(node) is not None:
+                    lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+                is_kernel = any("jit" in ast.unparse(one) for one in node.decorator_list)
+                named = f"{path}: {node.name} has {lines} lines"
+                assert lines <= MAX_FUNCTION_LINES or is_kernel, named
 
 
-def docstring_lines(node):
-    if ast.get_docstring(node) is None:
-        return 0
-    return node.body[0].end_lineno - node.body[0].lineno + 1
-
-
-@pytest.mark.parametrize("path", product_files())
-def test_optional_packages_are_imported_where_they_are_used(path):
-    allowed = {"triton"} if path.name.endswith("_triton.py") else set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for module, _ in imported_modules(ast.Module([node], [])):
-                assert module.split(".")[0] not in OPTIONAL - allowed, module
+def test_optional_packages_are_imported_where_they_are_used():
+    for path in PRODUCT:
+        allowed = {"triton"} if path.name.endswith("_triton.py") else set()
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for module in imported_modules(node):
+                    assert module.split(".")[0] not in OPTIONAL - allowed, f"{path}: {module}"
 
 
 IMPORT = """

@@ -23,8 +23,9 @@ PAGES = [
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if "```python" in page.read_text()
 ]
-SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-SHORTER = {"grpo.py": ["3"], "ray_training.py": ["2"]}
+RUN_ELSEWHERE = {"ray_training.py": "tests/agent/ray/test_training_example.py"}
+SCRIPTS = [path for path in sorted(ROOT.glob("examples/*.py")) if path.name not in RUN_ELSEWHERE]
+SHORTER = {"grpo.py": ["2"]}
 """Arguments that make a script end sooner."""
 WARM = {"calculator.py", "grpo.py", "rewritten_history.py", "trl_grpo.py"}
 """Scripts that import much: a process that has done so already runs them."""
@@ -36,6 +37,11 @@ def test_docstring_examples_run(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted
     assert not result.failed
+
+
+def test_scripts_that_run_elsewhere_do():
+    for script, test in RUN_ELSEWHERE.items():
+        assert script in (ROOT / test).read_text()
 
 
 @pytest.mark.filterwarnings("error")
@@ -59,8 +65,6 @@ def test_python_blocks_of_a_page_run(page):
 def test_example_scripts_run(script, tmp_path, warm_programs):
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     fresh = [sys.executable, "-W", "error"]
-    if script.name == "ray_training.py":  # importing ray.train uses its own deprecated settings
-        fresh += ["-W", "ignore::DeprecationWarning"]
     command = warm_programs.command("script") if script.name in WARM else fresh
     command = [*command, str(script), *SHORTER.get(script.name, [])]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ import pytest
 from tests.support.source_copy import copy_source
 
 LAYERS = ("kernels", "packing", "agent")
+PYTHON = sys.executable
 NEEDED = "trajpack needs Python 3.11, 3.12 or 3.13"
 
 
+@cache
 def found_pythons() -> dict[str, str]:
-    """Return interpreters of this machine by version, those that run."""
+    """Return the interpreters of this machine that run, by version."""
     places = [Path(folder) for folder in os.environ["PATH"].split(os.pathsep)]
     places += Path.home().glob(".pyenv/versions/*/bin")
     found = {}
@@ -46,9 +49,10 @@ def is_good(version: str) -> bool:
     return version.startswith(("3.11.", "3.12.", "3.13."))
 
 
-PYTHONS = found_pythons()
-WRONG = {version: python for version, python in PYTHONS.items() if not is_good(version)}
-some_wrong = pytest.mark.skipif(not WRONG, reason="no Python of another version on this machine")
+@pytest.fixture(scope="module")
+def wrong_pythons() -> dict[str, str]:
+    wrong = {version: python for version, python in found_pythons().items() if not is_good(version)}
+    return wrong or pytest.skip("no Python of another version on this machine")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,30 @@ def runs(folder: Path) -> bool:
     return run([folder / ".venv/bin/python", "-c", "import pip"]).returncode == 0
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy whose environment make takes for installed."""
+    folder = copy_needed(tmp_path_factory.mktemp("made"))
+    done = make_venv(folder, PYTHON)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert runs(folder)
+    (folder / ".venv/.installed").touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick_python(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that makes a virtual environment by copying one."""
+    copies = f'[ "$2" = venv ] && exec cp -a {made}/.venv "$3"'
+    return script(tmp_path_factory.mktemp("quick") / "python3", f'{copies}\nexec {PYTHON} "$@"')
+
+
+def script(path: Path, body: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
 def refusal(folder: Path, python: object) -> str:
     """Return the one line that `make install` says beside make's own."""
     before = sorted(folder.rglob("*"))
@@ -100,19 +128,18 @@ def test_the_versions_are_those_of_the_project(fresh: Path) -> None:
     assert said.startswith(f"{NEEDED}; no-such-python does not run here: make install PYTHON=")
 
 
-@some_wrong
-@pytest.mark.parametrize("version", WRONG)
-def test_a_wrong_python_is_refused_in_one_sentence(version: str, fresh: Path) -> None:
-    said = refusal(fresh, WRONG[version])
-    assert said.startswith(f"{NEEDED}; {WRONG[version]} is {version}: make install PYTHON=python3.")
+def test_a_wrong_python_is_refused_in_one_sentence(
+    wrong_pythons: dict[str, str], fresh: Path
+) -> None:
+    for version, python in wrong_pythons.items():
+        said = refusal(fresh, python)
+        assert said.startswith(f"{NEEDED}; {python} is {version}: make install PYTHON=python3.")
 
 
 def test_a_python_that_is_but_a_shim_is_refused_in_one_sentence(
     fresh: Path, tmp_path: Path
 ) -> None:
-    shim = tmp_path / "python3.12"
-    shim.write_text("#!/bin/sh\necho 'a shim: command not found' >&2\nexit 127\n")
-    shim.chmod(0o755)
+    shim = script(tmp_path / "python3.12", "echo 'a shim: command not found' >&2; exit 127")
     assert refusal(fresh, shim).startswith(f"{NEEDED}; {shim} does not run here: make install ")
 
 
@@ -122,9 +149,7 @@ def test_a_python_without_what_makes_environments_is_refused(
 ) -> None:
     folder = tmp_path_factory.mktemp("lacking")
     (folder / f"{module}.py").write_text("raise ImportError('not packaged')\n")
-    python = folder / "python3"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    python = script(folder / "python3", f'PYTHONPATH={folder} exec {PYTHON} "$@"')
     major, minor = sys.version_info[:2]
     assert refusal(copy, python) == (
         f"{python} has no venv or no ensurepip module: install them (Debian, Ubuntu: apt install "
@@ -132,9 +157,11 @@ def test_a_python_without_what_makes_environments_is_refused(
     )
 
 
-def test_after_a_refusal_a_good_python_makes_the_environment(copy: Path) -> None:
+def test_after_a_refusal_a_good_python_makes_the_environment(
+    copy: Path, quick_python: Path
+) -> None:
     refusal(copy, "no-such-python")
-    done = make_venv(copy, sys.executable)
+    done = make_venv(copy, quick_python)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert runs(copy)
     (copy / ".venv" / "mark").touch()
@@ -142,12 +169,13 @@ def test_after_a_refusal_a_good_python_makes_the_environment(copy: Path) -> None
     assert (copy / ".venv" / "mark").exists()
 
 
-@some_wrong
-def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(copy: Path) -> None:
-    version, python = max((v, p) for v, p in WRONG.items() if v.startswith("3."))
+def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(
+    copy: Path, quick_python: Path, wrong_pythons: dict[str, str]
+) -> None:
+    version, python = max((v, p) for v, p in wrong_pythons.items() if v.startswith("3."))
     run([python, "-m", "venv", "--without-pip", ".venv"], copy)
     assert refusal(copy, python).startswith(f"{NEEDED}; {python} is {version}:")
-    done = make_venv(copy, sys.executable)
+    done = make_venv(copy, quick_python)
     assert done.returncode == 0
     assert done.stderr == (
         "replacing .venv: it is not a whole environment of Python 3.11, 3.12 or 3.13\n"
@@ -156,33 +184,33 @@ def test_an_environment_of_a_wrong_python_is_replaced_by_a_good_one(copy: Path) 
 
 
 @pytest.mark.parametrize("half", ["without pip", "without its Python", "empty"])
-def test_a_half_made_environment_is_made_anew(half: str, copy: Path) -> None:
+def test_a_half_made_environment_is_made_anew(half: str, copy: Path, quick_python: Path) -> None:
     if half == "empty":
         (copy / ".venv").mkdir()
     else:
-        run([sys.executable, "-m", "venv", "--without-pip", ".venv"], copy)
+        run([PYTHON, "-m", "venv", "--without-pip", ".venv"], copy)
     if half == "without its Python":
         (copy / ".venv/bin/python").unlink()
         (copy / ".venv/bin/python").symlink_to("/nowhere/python3.11")
-    assert make_venv(copy, sys.executable).returncode == 0
+    assert make_venv(copy, quick_python).returncode == 0
     assert runs(copy)
 
 
 def test_what_is_no_environment_is_left_alone(copy: Path) -> None:
     (copy / ".venv").mkdir()
     (copy / ".venv" / "thesis.tex").write_text("years of work")
-    said = refusal(copy, sys.executable)
+    said = refusal(copy, PYTHON)
     assert said.startswith(".venv is no virtual environment: move it away, or choose another place")
     assert (copy / ".venv" / "thesis.tex").read_text() == "years of work"
 
 
 def test_a_link_to_an_environment_elsewhere_is_replaced_and_not_followed(
-    copy: Path, tmp_path_factory: pytest.TempPathFactory
+    copy: Path, quick_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     shared = tmp_path_factory.mktemp("shared")
     (shared / "pyvenv.cfg").write_text("home = /nowhere\n")
     (copy / ".venv").symlink_to(shared)
-    assert make_venv(copy, sys.executable).returncode == 0
+    assert make_venv(copy, quick_python).returncode == 0
     assert runs(copy)
     assert not (copy / ".venv").is_symlink()
     assert [path.name for path in shared.iterdir()] == ["pyvenv.cfg"]
@@ -191,25 +219,13 @@ def test_a_link_to_an_environment_elsewhere_is_replaced_and_not_followed(
 def test_an_environment_that_cannot_be_made_leaves_nothing(
     copy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    python = tmp_path_factory.mktemp("failing") / "python3"
-    python.write_text(
-        '#!/bin/sh\n[ "$2" = venv ] && { mkdir -p .venv/bin; touch .venv/bin/python; exit 1; }\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
+    fails = '[ "$2" = venv ] && { mkdir -p .venv/bin; touch .venv/bin/python; exit 1; }'
+    folder = tmp_path_factory.mktemp("failing")
+    python = script(folder / "python3", f'{fails}\nexec {PYTHON} "$@"')
     assert refusal(copy, python) == f"{python} cannot make a virtual environment in .venv"
 
 
 # an environment that is there
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy whose environment make takes for installed."""
-    folder = copy_needed(tmp_path_factory.mktemp("made"))
-    assert make_venv(folder, sys.executable).returncode == 0
-    (folder / ".venv/.installed").touch()
-    return folder
 
 
 @pytest.fixture
@@ -219,7 +235,7 @@ def installed(made: Path, tmp_path: Path) -> Path:
 
 def test_an_environment_that_works_is_not_installed_again(installed: Path) -> None:
     before = (installed / ".venv/.installed").stat().st_mtime_ns
-    for given in ([], [f"PYTHON={sys.executable}"]):
+    for given in ([], [f"PYTHON={PYTHON}"]):
         done = run(["make", "install", *given], installed)
         assert (done.returncode, done.stderr) == (0, "")
         assert "pip" not in done.stdout
@@ -227,10 +243,11 @@ def test_an_environment_that_works_is_not_installed_again(installed: Path) -> No
 
 
 def test_a_python_that_is_asked_for_in_vain_is_refused(installed: Path) -> None:
-    for python in ["no-such-python", *WRONG.values()]:
-        assert refusal(installed, python).startswith(f"{NEEDED}; {python} ")
+    assert refusal(installed, "no-such-python").startswith(f"{NEEDED}; no-such-python ")
     major, minor, micro = sys.version_info[:3]
-    for version, python in PYTHONS.items():
+    for version, python in found_pythons().items():
+        if not is_good(version):
+            assert refusal(installed, python).startswith(f"{NEEDED}; {python} ")
         if is_good(version) and not version.startswith(f"{major}.{minor}."):
             assert refusal(installed, python) == (
                 f".venv is of Python {major}.{minor}.{micro} and {python} is "
@@ -242,8 +259,7 @@ def test_a_default_python_of_another_version_is_not_compared(
     installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path_factory.mktemp("first")
-    (folder / "python3").write_text("#!/bin/sh\necho 3.4.5\n")
-    (folder / "python3").chmod(0o755)
+    script(folder / "python3", "echo 3.4.5")
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     done = run(["make", "install"], installed)
     assert (done.returncode, done.stderr) == (0, "")
@@ -256,8 +272,7 @@ def test_an_environment_whose_python_has_changed_is_installed_again(
     python = installed / ".venv/bin/python"
     python.unlink()
     if become == "another":
-        python.write_text("#!/bin/sh\necho 3.4.5\n")
-        python.chmod(0o755)
+        script(python, "echo 3.4.5")
     else:
         python.symlink_to("/nowhere/python3.11")
     done = run(["make", "--dry-run", "install"], installed)
@@ -304,13 +319,11 @@ LOST = (
 )
 
 
-@pytest.mark.parametrize("how", ["wheel", "install"])
 def test_a_copy_without_links_is_not_built_and_says_why(
-    how: str, without_links: Path, tmp_path: Path
+    without_links: Path, tmp_path: Path
 ) -> None:
-    options = {"wheel": ["--wheel-dir", tmp_path], "install": ["--target", tmp_path]}[how]
-    pip = [sys.executable, "-m", "pip", how, "--no-build-isolation", "--no-deps", "--no-index"]
-    done = run([*pip, *options, "."], without_links)
+    pip = [PYTHON, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    done = run([*pip, "--wheel-dir", tmp_path, "."], without_links)
     assert done.returncode != 0
     assert LOST in " ".join(f"{done.stdout} {done.stderr}".split())
     assert not list(tmp_path.iterdir())
@@ -318,14 +331,14 @@ def test_a_copy_without_links_is_not_built_and_says_why(
 
 def test_a_copy_without_links_makes_no_source_distribution(without_links: Path) -> None:
     code = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
-    done = run([sys.executable, "-c", code], without_links)
+    done = run([PYTHON, "-c", code], without_links)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith(LOST)
 
 
 def test_a_copy_without_links_is_not_imported_and_says_why(without_links: Path) -> None:
     code = "import sys; sys.path.insert(0, 'src'); import trajpack"
-    done = run([sys.executable, "-P", "-c", code], without_links)
+    done = run([PYTHON, "-P", "-c", code], without_links)
     last = done.stderr.splitlines()[-1]
     assert re.match(
         r"ImportError: trajpack\.\w+ is not there: this copy of the source has lost", last
@@ -335,7 +348,7 @@ def test_a_copy_without_links_is_not_imported_and_says_why(without_links: Path) 
 
 
 def test_a_copy_without_links_is_not_installed_and_says_why(without_links: Path) -> None:
-    said = refusal(without_links, sys.executable)
+    said = refusal(without_links, PYTHON)
     assert re.match(r"src/trajpack/\w+ is no link to the folder \w+: this copy of the source", said)
 
 

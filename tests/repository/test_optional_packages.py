@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trajpack
-from tests.repository.test_architecture import PRODUCT, ROOT
+from tests.repository.test_architecture import PRODUCT, ROOT, imports_at_run_time, tree_of
 from trajpack.packing.optional import BROUGHT_BY, explained, require
 
 OF_CORE = {"jinja2", "pydantic"}
@@ -41,19 +40,15 @@ REFUSE = HIDE.replace(
 """As `HIDE`, by a finder that raises where others return ``None``."""
 
 
-def core_only(code: str, *arguments: object, check: bool = True, hide: str = HIDE) -> Any:
+def core_only(code: str, *arguments: str, hide: str = HIDE, cwd: Path | None = None) -> Any:
     """Run code in a fresh interpreter that has no optional package."""
-    return subprocess.run(
-        [sys.executable, "-P", "-c", hide + code, *map(str, arguments)],
-        check=check, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-P", "-c", hide + code, *arguments]
+    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
 
 
 ENTRIES = {
     "agent:build_tiny_model()": ("tokenizers", "trajpack[agent]"),
-    "agent.training.arithmetic:build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
-    "agent.models.tiny_model:build_qwen3(None, 0, max_positions=1, initializer_range=1)": (
-        "transformers", "trajpack[agent]"),
+    "agent.models.tiny_model:build_arithmetic_model()": ("tokenizers", "trajpack[agent]"),
     "agent.models.causal_model:load_model('folder')": ("transformers", "trajpack[agent]"),
     "agent.models.causal_model:load_tokenizer('folder')": ("transformers", "trajpack[agent]"),
     "agent.models.causal_model:ModelLimits.load('folder')": ("transformers", "trajpack[agent]"),
@@ -62,7 +57,7 @@ ENTRIES = {
     "agent:RolloutRunner(None, None, None)": ("anyio", "trajpack[agent]"),
     "agent:reasoning_gym_questions(size=1, seed=0)": ("reasoning_gym", "trajpack[agent]"),
     "agent:MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
-    "agent.training.report:write_page([], '')": ("plotly", "trajpack[agent]"),
+    "commands.train:write_page([], '')": ("plotly", "trajpack[agent]"),
     "agent.rollout.rollout:prepare_rollout(module.RolloutSettings())": (
         "anyio", "trajpack[agent]"),
     "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),
@@ -85,14 +80,16 @@ ENTRIES = {
 }  # fmt: skip
 """Calls, as ``module:expression``: the optional package that each misses, and what brings it."""
 
-CALL_EACH = """
+PROGRAM = """
 import json
 import os
 from importlib import import_module
+from pathlib import Path
+import torch
 import trajpack
 import trajpack.testing
+
 found = {}
-os.chdir(sys.argv[2])
 for entry in json.loads(sys.argv[1]):
     name, _, expression = entry.partition(":")
     module = import_module(f"trajpack.{name}")
@@ -103,27 +100,59 @@ for entry in json.loads(sys.argv[1]):
         found[entry] = f"{error.name}|{error}"
     except Exception as error:
         found[entry] = repr(error)
-print(json.dumps(found))
+
+turn = trajpack.Turn([1, 2], [3], [-0.5], reward=1.0)
+batch = trajpack.pack([trajpack.Trajectory(name, [turn], group="g") for name in "ab"])
+batch = batch.with_advantages(trajpack.RLOO())
+plan = trajpack.plan_micro_batches(batch.seqlens, capacity=8)
+assert len(batch.split(plan)) == 1
+batch.save("batch.safetensors")
+
+
+def command(*arguments):
+    child = os.fork()
+    if child:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return status, Path("1").read_text(), Path("2").read_text()
+    for stream in (1, 2):
+        os.dup2(os.open(str(stream), os.O_CREAT | os.O_WRONLY | os.O_TRUNC), stream)
+    from trajpack.cli import main
+    sys.argv = ["trajpack", *arguments]
+    main()
+
+
+shown = [command("inspect", "batch.safetensors")]
+Path("batch.tokenizer").mkdir()
+Path("batch.tokenizer", "tokenizer_config.json").write_text("{}")
+shown.append(command("inspect", "batch.safetensors"))
+shown.append(command("rollout", "--out", "b.safetensors"))
+print(json.dumps([found, *shown]))
 """
+LACKING = "No module named 'transformers': install trajpack[agent]"
 
 
 @pytest.mark.parametrize("hide", [HIDE, REFUSE], ids=["hidden", "refused"])
-def test_whatever_needs_an_optional_package_names_what_to_install(
+def test_without_extras_packing_works_and_the_rest_names_what_to_install(
     hide: str, tmp_path: Path
 ) -> None:
-    found = json.loads(core_only(CALL_EACH, json.dumps([*ENTRIES]), tmp_path, hide=hide).stdout)
-    expected = {
+    done = core_only(PROGRAM, json.dumps([*ENTRIES]), hide=hide, cwd=tmp_path)
+    found, plain, without_text, rollout = json.loads(done.stdout)
+    assert found == {
         entry: f"{module}|No module named {module!r}: install {brought_by}"
         for entry, (module, brought_by) in ENTRIES.items()
     }
-    assert found == expected
+    assert (plain[0], plain[2]) == (0, "")
+    assert "turns" in plain[1]
+    assert "turns" in without_text[1]
+    assert without_text[2] == f"trajpack: token ids in place of text: {LACKING}\n"
+    assert rollout[0] == 2
+    assert rollout[2].splitlines()[-1] == f"trajpack: error: {LACKING}"
 
 
 BEHIND = {
     "agent/blocking_work.py": "agent/runner/runner.py",
     "agent/runner/attempt.py": "agent/runner/runner.py",
     "agent/runner/run.py": "agent/runner/runner.py",
-    "agent/runner/gates.py": "agent/runner/runner.py",
     "agent/runner/trajectory_check.py": "agent/runner/runner.py",
     "agent/environments/answer_worker.py": "agent/environments/math_verify.py",
     "agent/ray/worker.py": "agent/ray/workers.py",
@@ -141,48 +170,31 @@ ELSEWHERE = {
 
 def optional_imports(path: Path) -> set[str]:
     """Return the packages that a file imports when it runs and that may be missing."""
-    tree = ast.parse(path.read_text())
-    checked_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
     core = {"__future__", "numpy", "rich", "safetensors", "torch", "trajpack", "typer"}
-    found = set()
-    for node in ast.walk(tree):
-        if id(node) in checked_only:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").partition(".")[0])
+    found = {module.partition(".")[0] for module in imports_at_run_time(tree_of(path))}
     return found - core - sys.stdlib_module_names
 
 
 def required_in(path: Path) -> set[str]:
     return {
         argument.value
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "require"
         for argument in ast.walk(node)
         if isinstance(argument, ast.Constant)
     }
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=str(path.relative_to(ROOT))) for path in PRODUCT],
-)
-def test_every_optional_import_is_behind_what_names_it(path: Path) -> None:
-    name = str(path.relative_to(ROOT))
-    door = ROOT / BEHIND.get(name, name)
-    for module in optional_imports(path):
-        if path.name.endswith("_triton.py") and module == "triton":
-            continue
-        assert module in BROUGHT_BY, module
-        if (name, module) not in ELSEWHERE:
-            assert module in required_in(path) | required_in(door), module
+def test_every_optional_import_is_behind_what_names_it() -> None:
+    for path in PRODUCT:
+        name = str(path.relative_to(ROOT))
+        door = ROOT / BEHIND.get(name, name)
+        for module in optional_imports(path):
+            if path.name.endswith("_triton.py") and module == "triton":
+                continue
+            assert module in BROUGHT_BY, (name, module)
+            if (name, module) not in ELSEWHERE:
+                assert module in required_in(path) | required_in(door), (name, module)
 
 
 def test_what_is_to_be_installed_brings_the_package() -> None:
@@ -225,40 +237,7 @@ def test_an_error_is_explained_once_and_a_strange_one_not() -> None:
     assert explained(ModuleNotFoundError("no")).args == ("no",)
 
 
-PACK = """
-import torch, trajpack
-turn = trajpack.Turn([1, 2], [3], [-0.5], reward=1.0)
-batch = trajpack.pack([trajpack.Trajectory(name, [turn], group="g") for name in "ab"])
-batch = batch.with_advantages(trajpack.RLOO())
-plan = trajpack.plan_micro_batches(batch.seqlens, capacity=8)
-assert len(batch.split(plan)) == 1
-batch.save(sys.argv[1])
-"""
 COMMAND = "from trajpack.cli import main; sys.argv[0] = 'trajpack'; main()"
-
-
-@pytest.mark.parametrize("hide", [HIDE, REFUSE], ids=["hidden", "refused"])
-def test_packing_and_the_command_work_without_extras(hide: str, tmp_path: Path) -> None:
-    core = partial(core_only, hide=hide)
-    file = tmp_path / "batch.safetensors"
-    core(PACK, file)
-    shown = core(COMMAND, "inspect", file)
-    assert "turns" in shown.stdout
-    assert shown.stderr == ""
-    (tmp_path / "batch.tokenizer").mkdir()
-    (tmp_path / "batch.tokenizer" / "tokenizer_config.json").write_text("{}")
-    shown = core(COMMAND, "inspect", file)
-    assert "turns" in shown.stdout
-    assert shown.stderr == (
-        "trajpack: token ids in place of text: No module named 'transformers': install "
-        "trajpack[agent]\n"
-    )
-    refused = core(COMMAND, "rollout", "--out", tmp_path / "b.safetensors", check=False)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1] == (
-        "trajpack: error: No module named 'transformers': install trajpack[agent]"
-    )
-
 
 QUICK = [["--help"], ["--version"], ["rollout", "--help"], ["replay", "--help"],
          ["inspect", "--help"], ["train", "--help"]]  # fmt: skip

@@ -13,6 +13,17 @@ CLUSTER_FILES = {
     "tests/agent/rollout/test_workers.py",
     "tests/commands/test_servers.py",
 }
+LONGEST = (
+    "tests/kernels/compiled/test_compiled.py",
+    ON_THE_CLUSTER,
+    "tests/commands/test_cli.py",
+    "tests/kernels/compiled/test_scan_spills.py",
+    "tests/agent/chaos/test_chaos.py",
+    "tests/agent/training/test_grpo.py",
+    "tests/packing/isolation/test_families.py",
+    "tests/repository/test_examples.py",
+)
+"""Files that take longest begin first, so that no worker ends long after the others."""
 
 
 def scope_of(nodeid: str) -> str:
@@ -39,5 +50,11 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     class ByScope(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            longest = next((scope for scope in LONGEST if scope in self.workqueue), None)
+            if longest:
+                self.workqueue.move_to_end(longest, last=False)
+            super()._assign_work_unit(node)
 
     return ByScope(config, log)

@@ -114,12 +114,12 @@ if __name__ == "__main__":
     preload()
     program, options = serve(address)
     import trajpack.cli
-    from trajpack.agent.environments import answer_checking, answer_worker
+    from trajpack.agent.environments import answer_worker, math_verify
 
     if program == "judge":
         answer_worker.main("--reasoning-gym" in options)
         os._exit(0)
-    answer_checking.SCRIPT = Path(scripts, "judge.py")
+    math_verify.SCRIPT = Path(scripts, "judge.py")
     if program == "script":
         warnings.simplefilter("error")
         sys.argv = options

@@ -14,7 +14,7 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout.settings import MAX_COUNT, EngineName, RolloutSettings as _Rollout
 from trajpack.agent.training.settings import TrainSettings as _Train
 from trajpack.commands.terminal import results
-from trajpack.packing.layout import Layout
+from trajpack.packing.types import Layout
 
 _COUNT: Any = {"min": 1, "max": MAX_COUNT}
 

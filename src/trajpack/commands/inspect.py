@@ -16,12 +16,13 @@ from trajpack.packing.batch.batch import PackedBatch
 def inspect_file(
     file: Path, tokenizer: Path | None, num_sequences: int, width: int | None, *, full: bool
 ) -> int:
-    """Show a summary of a batch and its first sequences; return the exit status.
-
-    Raises:
-        SetupError: With one line for the user.
-    """
-    batch = _load(file)
+    """Show a summary of a batch and its first sequences; return the exit status."""
+    try:
+        batch = PackedBatch.load(file)
+    except OSError as error:
+        raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
+    except ValueError as error:
+        raise SetupError(str(error)) from error
     beside = tokenizer_folder(file)
     folder = beside if tokenizer is None and beside.is_dir() else tokenizer
     decode = None
@@ -45,15 +46,6 @@ def inspect_file(
             hidden = inspection.counted(len(batch) - num_shown, "more sequence")
             tell(console, f"{hidden}; --sequences {len(batch)} shows all", "dim")
     return 0
-
-
-def _load(file: Path) -> PackedBatch:
-    try:
-        return PackedBatch.load(file)
-    except OSError as error:
-        raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
-    except ValueError as error:
-        raise SetupError(str(error)) from error
 
 
 def _decoder(folder: Path, batch: PackedBatch) -> inspection.Decode:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,7 @@ from trajpack.commands.terminal import say
 class Interruption:
     """Turns the first Ctrl-C or SIGTERM into a request to stop; the second one ends the command.
 
-    Use it as a context manager. Until `stop_by` is called, the first signal raises
+    Use it as a context manager. Outside `run` and before `save`, the first signal raises
     `KeyboardInterrupt` too. A signal that the program was started to ignore stays ignored.
     Outside the main thread signals are not handled.
     """
@@ -37,13 +38,9 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def stop_by(self, stop: Callable[[], object]) -> None:
-        """Call ``stop`` on the first signal, between two bytecode instructions."""
-        self._stop = stop
-
     def save(self, text: str) -> None:
         """Print ``text`` on the first signal, and let the command finish."""
-        self.stop_by(lambda: say(text))
+        self._stop = partial(say, text)
 
     async def run(self, work: Awaitable[None], *, on_stop: Callable[[], None], saving: str) -> None:
         """Await ``work``; the first signal calls ``on_stop`` and cancels it, later ones `save`."""
@@ -54,7 +51,7 @@ class Interruption:
             on_stop()
             task.cancel()
 
-        self.stop_by(lambda: loop.call_soon_threadsafe(stop))
+        self._stop = partial(loop.call_soon_threadsafe, stop)
         try:
             await work
         except asyncio.CancelledError:

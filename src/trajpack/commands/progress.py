@@ -23,17 +23,13 @@ _RATE_WINDOW_S = 10.0
 class Board:
     """Progress bars of a command; a context manager.
 
-    Args:
-        totals: Steps of each bar, by name.
-        console: Console of the bars; without a terminal there are lines instead.
-        say: Prints a line.
+    ``totals`` are the steps of each bar by name. Without a terminal, ``say`` prints lines instead.
     """
 
     def __init__(
         self, totals: Mapping[str, int], console: Console, say: Callable[[str], None]
     ) -> None:
         self.is_live = console.is_terminal and not console.is_dumb_terminal
-        """Whether there are bars."""
         self._totals = totals
         self._say = say
         self._next_line_at = 0.0
@@ -62,14 +58,9 @@ class Board:
     def show(
         self, name: str, completed: int, words: str, *, after: str = "", is_due: bool = False
     ) -> None:
-        """Update a bar, or print a line if one is due.
+        """Update a bar, or print a line every five seconds, at the end, or if one ``is_due``.
 
-        Args:
-            name: Name of the bar.
-            completed: Completed steps.
-            words: Text beside the bar.
-            after: Text at the end of a line, which a bar shows otherwise.
-            is_due: Print the line now; the last one is always printed.
+        A line ends with ``after``, which a bar shows otherwise.
         """
         self._bar.start_task(self._tasks[name])
         self._bar.update(self._tasks[name], completed=completed, words=words)
@@ -92,9 +83,7 @@ class EpisodeBoard(Board):
     def __init__(self, num_episodes: int, console: Console, say: Callable[[str], None]) -> None:
         super().__init__({"episodes": num_episodes}, console, say)
         self.total = num_episodes
-        """Number of episodes."""
         self.progress = Episodes()
-        """Latest progress."""
         self._recent = deque([(0.0, 0)])
 
     def update(self, progress: Episodes) -> None:

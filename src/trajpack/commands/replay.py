@@ -9,26 +9,25 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
 from trajpack.agent.rollout.files import check_places, save_rollout, tokenizer_folder
 from trajpack.agent.rollout.log import logged_tokenizer
-from trajpack.agent.rollout.report import failure_rows
+from trajpack.commands.rollout import failure_rows
 from trajpack.commands.terminal import make_console, results, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
-from trajpack.packing.layout import Layout
 from trajpack.packing.trajectory_log.log import TrajectoryLog
+from trajpack.packing.types import Layout
 
 
 def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> int:
-    """Read a log, pack it, save the batch if asked to, and report; return the exit status.
-
-    Raises:
-        SetupError: With one line for the user.
-    """
+    """Read a log, pack it, save the batch if asked to, and report; return the exit status."""
     if out is not None:
         check_places(out, None)
     try:
         with TrajectoryLog.open(folder, mode="read") as log:
-            rows = _describe(log)
+            rows = [("episodes", f"{len(log):,}, {len(log.failed):,} of them failed")]
+            if log.failed:
+                reasons = (logged.error for logged in log.replay())
+                rows += failure_rows(Counter(reason for reason in reasons if reason is not None))
             buffer = TrajectoryBuffer(fields=log.fields, device=device)
             log.fill(buffer)
         batch = buffer.pack(layout=layout) if len(buffer) else None
@@ -48,16 +47,6 @@ def replay_log(folder: Path, out: Path | None, layout: Layout, device: str) -> i
             tell(console, f"batch      {out}")
             tell(console, f"Look at it with: trajpack inspect {out}", "dim")
     return 0
-
-
-def _describe(log: TrajectoryLog) -> list[tuple[str, str]]:
-    """Return the contents of a log as pairs of a name and a formatted value."""
-    num_failed = len(log.failed)
-    rows = [("episodes", f"{len(log):,}, {num_failed:,} of them failed")]
-    if num_failed:
-        reasons = Counter(logged.error for logged in log.replay() if logged.error is not None)
-        rows += failure_rows(reasons)
-    return rows
 
 
 def _save(folder: Path, batch: PackedBatch, out: Path) -> None:

@@ -1,10 +1,11 @@
-"""The work of ``trajpack rollout``."""
+"""The work of ``trajpack rollout``: the episodes, their log and files, and the report."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +19,10 @@ from trajpack.agent.rollout.files import (
     tokenizer_folder,
 )
 from trajpack.agent.rollout.log import RolloutLog
-from trajpack.agent.rollout.report import RolloutOutcome, report
-from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
+from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner import watchdog
-from trajpack.agent.runner.runner import EpisodeResult
+from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.commands.interruption import Interruption
 from trajpack.commands.progress import EpisodeBoard
 from trajpack.commands.terminal import (
@@ -33,8 +33,10 @@ from trajpack.commands.terminal import (
     tell,
     writing,
 )
-from trajpack.packing.batch.inspection import counted, summary
-from trajpack.packing.layout import Layout
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.inspection import counted, describe, summary
+from trajpack.packing.buffer.buffer import TrajectoryBuffer
+from trajpack.packing.types import Layout
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
@@ -47,35 +49,30 @@ def roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
     """Roll out, pack, save and report; return the exit status.
 
     The first Ctrl-C or SIGTERM stops the episodes, or, once they have ended, waits for the batch
-    to be saved. The second one ends the command at once.
-
-    Raises:
-        SetupError: With one line for the user, which names the files that were written if the
-            episodes had begun.
+    to be saved. The second one ends the command at once. A SetupError names the batch if it was
+    written.
     """
-    before = _stamp(out)
+
+    def stamp() -> tuple[int, int] | None:
+        """Return inode and modification time, which change when the file is replaced."""
+        try:
+            return (status := out.stat()).st_ino, status.st_mtime_ns
+        except OSError:
+            return None
+
+    before = stamp()
     with Interruption() as interruption:
         try:
             _roll_out(settings, layout, out, interruption)
         except KeyboardInterrupt:
-            is_written = _stamp(out) != before
             kept = "" if settings.log is None else f"; {settings.log} has what has finished"
-            say(f"interrupted: {f'the batch is in {out}' if is_written else _NOTHING}{kept}")
+            say(f"interrupted: {_NOTHING if stamp() == before else f'the batch is in {out}'}{kept}")
             interruption.status = interruption.status or 130
         except SetupError as error:
-            if _stamp(out) == before:
+            if stamp() == before:
                 raise
             raise SetupError(f"{error}; the batch is in {out}") from error
     return interruption.status or 0
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return inode and modification time, which change when the file is replaced."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def _roll_out(
@@ -98,12 +95,19 @@ def _roll_out(
         observers = stack.enter_context(_metrics(settings))
         board, episodes = _run_episodes(prepared, log, observers, interruption=interruption)
         outcome = prepared.outcome(episodes)
-        ended = _engine_failure(outcome, board, prepared.num_episodes)
+        failures, ended = outcome.failures, ""
+        if outcome.engine_failure is not None:
+            num_failed = f"{failures.total():,} of {prepared.num_episodes:,} episodes failed"
+            num_left = f"{board.total - board.progress.num_started:,} were never started"
+            ended = f"{outcome.engine_failure}: {num_failed} and {num_left}"
         if not outcome.trajectories:
             if interruption.status is not None:
                 raise KeyboardInterrupt
-            raise SetupError(f"{ended or _most_common_failure(outcome)}; {_NOTHING}")
-        buffer = outcome.fill_buffer(settings.device)
+            [(reason, _)] = failures.most_common(1)
+            common = f"all {len(outcome.results)} episodes failed, most of them so: {reason}"
+            raise SetupError(f"{ended or common}; {_NOTHING}")
+        buffer = TrajectoryBuffer(device=settings.device)
+        buffer.extend(outcome.trajectories)
         with watch_pack(*observers) as watched:
             watched.batch = batch = buffer.pack(layout=layout)
         with writing(out):
@@ -149,22 +153,6 @@ def _run_episodes(
     if log is None:
         return board, episodes
     return board, [*log.earlier(prepared.prompts, prepared.settings.group_size), *episodes]
-
-
-def _engine_failure(outcome: RolloutOutcome, board: EpisodeBoard, num_episodes: int) -> str:
-    """Return why the engine ended before the episodes did; empty if it did not."""
-    if outcome.engine_failure is None:
-        return ""
-    num_failed = sum(outcome.failures.values())
-    return (
-        f"{outcome.engine_failure}: {num_failed:,} of {num_episodes:,} episodes failed "
-        f"and {board.total - board.progress.num_started:,} were never started"
-    )
-
-
-def _most_common_failure(outcome: RolloutOutcome) -> str:
-    reason, _ = outcome.failures.most_common(1)[0]
-    return f"all {len(outcome.results)} episodes failed, most of them so: {reason}"
 
 
 @contextlib.contextmanager
@@ -235,3 +223,46 @@ def _summarised_warnings(say_now: Callable[[str], None]) -> Iterator[None]:
         for kind, first in warnings.firsts.items():
             num_more = warnings.counts[kind] - 1
             say(first + (f" (and {num_more:,} more like it)" if num_more else ""))
+
+
+def failure_rows(failures: Counter[str]) -> list[tuple[str, str]]:
+    """Return a row for each of the most common reasons of failure."""
+    rows = [(f"failed {count:,}", reason) for reason, count in failures.most_common(5)]
+    if len(failures) > 5:
+        rows.append(("failed", counted(len(failures) - 5, "more reason")))
+    return rows
+
+
+def report(
+    outcome: RolloutOutcome, progress: Progress, batch: PackedBatch, *, num_merged: int
+) -> list[tuple[str, str]]:
+    """Return the results of a rollout as pairs of a name and a formatted value.
+
+    ``num_merged`` counts the tokens of the trajectories, shared prefixes once. The fill is the
+    share of the batch's tokens in a padded rectangle as wide as the longest sequence.
+    """
+    turns = [turn for path in outcome.trajectories for turn in path.turns]
+    num_as_turns = sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
+    num_right = sum(turn.reward > 0 for turn in turns)
+    num_finished, num_failed = len(outcome.results), outcome.failures.total()
+    num_earlier = num_finished - progress.num_finished
+    earlier = f", {num_earlier:,} earlier" if num_earlier > 0 else ""
+    capacity = len(batch) * batch.max_seqlen
+    return [
+        ("episodes", f"{num_finished:,} finished, {num_failed:,} of them failed{earlier}"),
+        (
+            "right answers",
+            f"{num_right:,} of {len(turns):,} ({num_right / max(len(turns), 1):.1%})",
+        ),
+        ("speed", f"{progress.tokens_per_s:,.0f} generated tokens/s, {progress.elapsed_s:.1f} s"),
+        (
+            "tokens as turns, merged",
+            f"{num_as_turns:,} against {num_merged:,}, a ratio of {num_as_turns / num_merged:.2f}",
+        ),
+        (
+            "fill, if padded",
+            f"{batch.num_tokens:,} of {capacity:,} tokens ({batch.num_tokens / capacity:.0%})",
+        ),
+        *describe(batch),
+        *failure_rows(outcome.failures),
+    ]

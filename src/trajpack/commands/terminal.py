@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 class Outlet:
     """A proxy of a text stream that keeps its first error instead of raising it.
 
-    Text written after an error is dropped. All other attributes are the stream's own.
-
-    Args:
-        stream: Stream to write to; ``None``, Python's value for a closed one, drops everything.
+    Text written after an error, or to ``None``, Python's value for a closed stream, is dropped.
+    All other attributes are the stream's own.
     """
 
     def __init__(self, stream: IO[str] | None) -> None:

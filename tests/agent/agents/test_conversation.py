@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trajpack.agent.agents.conversation import Completion, Conversation, Exchange
+from trajpack.agent.agents.conversation import Conversation, Exchange
 from trajpack.agent.errors import (
     EnvironmentFailedError,
     EpisodeCancelledError,
@@ -55,8 +56,8 @@ def episode(outcome: Any = None) -> Conversation:
     return Conversation("q0@0", Judge(outcome), asyncio.Queue(), asyncio.Queue(), token_ids=[5, 6])
 
 
-def ask(reply: Any, started: Conversation | None = None) -> Completion:
-    async def answered() -> Completion:
+def ask(reply: Any, started: Conversation | None = None) -> Exchange:
+    async def answered() -> Exchange:
         asked = started or episode()
         asked.act_queue.put_nowait(reply)
         return await asked.ask("sampling", timeout=None)
@@ -84,10 +85,10 @@ def test_what_is_asked_is_a_copy_of_the_conversation() -> None:
 
 def test_the_turns_are_views_of_one_conversation() -> None:
     held = episode()
-    held.keep(Exchange(ask(says(), held), "2", True, 1.0))
+    held.keep(replace(ask(says(), held), reward=1.0))
     held.token_ids += [9]
     reply = says(prompt_ids=[5, 6, 7, 8, 9], output_ids=[], output_logprobs=[], no_eos=True)
-    held.keep(Exchange(ask(reply, held), "", False, -1.0))
+    held.keep(replace(ask(reply, held), reward=-1.0))
     first, second = held.turns()
     assert [list(turn.prompt_ids) for turn in (first, second)] == [[5, 6], [5, 6, 7, 8, 9]]
     assert [list(turn.completion_ids) for turn in (first, second)] == [[7, 8], []]
@@ -101,7 +102,7 @@ def test_the_turns_are_views_of_one_conversation() -> None:
     [
         (says(qid="q1"), "the reply answers episode 'q1'"),
         (says(prompt_ids=[1]), "expected the 2 tokens that were sent, got 1"),
-        (says(output_logprobs=[-0.5]), "1 log-probabilities for 2 ids"),
+        (says(output_logprobs=[-0.5]), "output_logprobs must have one entry per .* got 1 for 2"),
         (says(output_logprobs=[-0.5, float("nan")]), "output_logprobs must be finite float32"),
         (says(output_logprobs=[-0.5, -1e300]), "output_logprobs must be finite float32"),
         (says(output_logprobs=["a", "b"]), "output_logprobs must be floats"),
@@ -195,7 +196,7 @@ def test_log_probabilities_may_need_a_gradient_and_an_end_be_said_by_numpy() -> 
 def test_versions_left_at_zero_are_taken_from_the_spans() -> None:
     held = episode()
     spans = [(3, 0, 1), (4, 1, 2)]
-    held.keep(Exchange(ask(says(version_spans=spans), held), "2", True, 1.0))
+    held.keep(ask(says(version_spans=spans), held))
     (turn,) = held.turns()
     assert (turn.version_start, turn.version_end, turn.version_spans) == (3, 4, spans)
 

@@ -23,7 +23,6 @@ from tests.agent.chaos.fault_plan import FaultPlan, rates
 from tests.agent.chaos.faults import FaultyEngine, FaultyEnvironment
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.protocols import Prompt, Reply
-from trajpack.agent.runner.gates import oldest_version
 from trajpack.agent.runner.policy import (
     RETRIED,
     BackOff,
@@ -31,6 +30,7 @@ from trajpack.agent.runner.policy import (
     RetryPolicy,
     RolloutPolicy,
     StalenessPolicy,
+    oldest_version,
 )
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.packing.trajectory_log.log import TrajectoryLog

@@ -17,7 +17,7 @@ from trajpack.agent.environments.code import (
     last_code_block,
 )
 from trajpack.agent.sandbox.launcher import canonical
-from trajpack.agent.sandbox.limits import SandboxError, SandboxLimits
+from trajpack.agent.sandbox.sandbox import SandboxError, SandboxLimits
 
 DOUBLE = CodeProblem("double", [InputCase("2\n", "4\n"), InputCase("21\n", "42")])
 ADD = CodeProblem(

@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 
 from tests.agent.agents.chat_cases import END, Characters, SaysAlways, collect, collect_async
-from trajpack.agent.agents.chat_agent import ConversationLimits
+from trajpack.agent.agents.conversation import ConversationLimits
 from trajpack.agent.agents.environment_agent import Closing, EnvironmentAgent, Opening
 from trajpack.agent.environments.gymnasium import GymnasiumEnvironment
 from trajpack.agent.errors import EpisodeError

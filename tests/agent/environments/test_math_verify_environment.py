@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trajpack.agent.environments import answer_checking
+from trajpack.agent.environments import math_verify
 from trajpack.agent.environments.answer_worker import final_answers, is_arithmetic, is_full_score
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import Question, reasoning_gym_questions
@@ -22,12 +22,22 @@ def question(id: str, *solutions: str) -> Question:
     return Question(id, ({"role": "user", "content": "?"},), solutions)
 
 
-def judge(solution: str, answers: Sequence[str], **options: Any) -> list[bool]:
-    async def ask() -> list[bool]:
-        async with MathVerifyEnvironment([question("q", solution)], **options) as env:
-            return (await env.step(("q", answers)))[1]
+def step(*actions: tuple[str, Sequence[Any]], **options: Any) -> list[tuple[list[bool], Any]]:
+    """Return successes and info of each action, on the question "q" whose solution is 18."""
+
+    async def ask() -> list[tuple[list[bool], Any]]:
+        async with MathVerifyEnvironment([question("q", "18")], **options) as env:
+            steps = [await env.step(action) for action in actions]
+        assert all(step[0] is None and step[2:4] == (True, False) for step in steps)
+        return [(step[1], step[4]) for step in steps]
 
     return asyncio.run(ask())
+
+
+RIGHT = ("q", ["18"])
+IS_RIGHT: tuple[list[bool], Any] = ([True], {})
+SLOW = "\\boxed{(10^9)!}"
+"""An answer whose check does not end by itself."""
 
 
 def children() -> set[str]:
@@ -54,24 +64,19 @@ def worker_pid(env: MathVerifyEnvironment) -> int:
     ],
 )
 def test_answers_are_compared_by_value(solution: str, right: list[str], wrong: list[str]) -> None:
-    assert judge(solution, right + wrong) == [True] * len(right) + [False] * len(wrong)
+    async def ask() -> list[bool]:
+        async with MathVerifyEnvironment([question("q", solution)]) as env:
+            return (await env.step(("q", right + wrong)))[1]
 
-
-@pytest.mark.usefixtures("warm_judge")
-def test_a_step_returns_what_the_protocol_says() -> None:
-    async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "3", "4")]) as env:
-            await env.reset()
-            assert await env.step(("q", ["4"])) == (None, [True], True, False, {})
-            assert await env.step(("q", [])) == (None, [], True, False, {})
-
-    asyncio.run(ask())
+    assert asyncio.run(ask()) == [True] * len(right) + [False] * len(wrong)
 
 
 @pytest.mark.usefixtures("warm_judge")
 def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
     async def ask() -> None:
-        async with MathVerifyEnvironment([question("a", "1"), question("c@b", "2")]) as env:
+        async with MathVerifyEnvironment([question("a", "0", "1"), question("c@b", "2")]) as env:
+            await env.reset()
+            assert await env.step(("a", [])) == (None, [], True, False, {})
             for qid, answer in [("a", "1"), ("a@0", "1"), ("c@b", "2"), ("c@b@0", "2")]:
                 assert (await env.step((qid, [answer])))[1] == [True]
             for qid in ["", "b", "b@a", "@a", "c@b@c@d"]:
@@ -97,17 +102,17 @@ def test_a_question_is_found_by_its_id_with_or_without_a_suffix() -> None:
     ],
     ids=range(9),
 )
-def test_a_hostile_answer_is_wrong_and_the_next_is_judged_as_ever(answer: str) -> None:
+def test_a_hostile_answer_is_wrong_and_the_next_is_judged(answer: str) -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], timeout_s=1.0) as env:
-            await env.step(("q", ["18"]))
+            await env.step(RIGHT)
             start = time.monotonic()
             longest_pause = await _longest_pause_during(
                 env.step(("q", [answer])), successes=[False]
             )
             assert time.monotonic() - start < 10
             assert longest_pause < 0.7
-            assert (await env.step(("q", ["18"])))[1] == [True]
+            assert (await env.step(RIGHT))[1] == [True]
 
     asyncio.run(ask())
 
@@ -123,30 +128,33 @@ async def _longest_pause_during(step: Any, successes: list[bool]) -> float:
     return longest
 
 
-def test_a_check_that_is_cut_short_says_so() -> None:
-    async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "18")], timeout_s=1.0) as env:
-            _, successes, *_, info = await env.step(("q", ["18", "\\boxed{(10^9)!}"]))
-            assert successes == [True, False]
-            assert info == {"timed_out": [False, True], "failed": [False, False]}
-
-    asyncio.run(ask())
+def test_a_check_that_exceeds_its_time_is_reported_and_stopped() -> None:
+    began = time.monotonic()
+    ((successes, info),) = step(("q", ["18", SLOW]), timeout_s=1.0)
+    assert time.monotonic() - began >= 1.0
+    assert successes == [True, False]
+    assert info == {"timed_out": [False, True], "failed": [False, False]}
 
 
-def script_of_a_worker(folder: Path, *lines: str) -> Path:
-    """Return a worker that does as ``lines`` say with ``nonce``, ``answer`` and ``is_retry``."""
-    script = folder / "worker.py"
-    start = (
-        "import os, pickle, signal, sys, time",
-        f"mark = {str(folder / 'mark')!r}",
-        "os.write(1, b'R')",
-        "while True:",
-        "    nonce, _, _, answer, _ = pickle.load(sys.stdin.buffer)",
-        "    is_retry = os.path.exists(mark)",
-        "    open(mark, 'w').close()",
-    )
-    script.write_text("\n".join([*start, *(f"    {line}" for line in lines)]))
-    return script
+@pytest.fixture
+def use_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have workers run lines with ``nonce``, ``answer`` and ``is_retry`` for each request."""
+
+    def use(*lines: str, start: str = "os.write(1, b'R')") -> None:
+        begin = (
+            "import os, pickle, signal, sys, time",
+            f"mark = {str(tmp_path / 'mark')!r}",
+            start,
+            "while True:",
+            "    nonce, _, _, answer, _ = pickle.load(sys.stdin.buffer)",
+            "    is_retry = os.path.exists(mark)",
+            "    open(mark, 'w').close()",
+        )
+        script = tmp_path / "worker.py"
+        script.write_text("\n".join([*begin, *(f"    {line}" for line in lines)]))
+        monkeypatch.setattr(math_verify, "SCRIPT", script)
+
+    return use
 
 
 LOSES = {
@@ -160,27 +168,28 @@ LOSES = {
 }
 
 
+SAYS_RIGHT = "os.write(1, b'1' + nonce)"
+
+
 @pytest.mark.parametrize("loss", LOSES.values(), ids=LOSES)
-def test_a_check_whose_worker_is_lost_is_made_once_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loss: str
+def test_a_check_whose_worker_is_lost_is_repeated(
+    use_worker: Callable[..., None], loss: str
 ) -> None:
-    lines = [f"if not is_retry: {loss}; continue", "os.write(1, b'1' + nonce)"]
-    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
-    assert judge("18", ["18"], timeout_s=0.2) == [True]
+    use_worker(f"if not is_retry: {loss}; continue", SAYS_RIGHT)
+    assert step(RIGHT, timeout_s=0.2) == [IS_RIGHT]
 
 
 @pytest.mark.parametrize("loss", ["exits", "is killed"])
-def test_two_lost_workers_say_nothing_about_the_answer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loss: str
+def test_two_lost_workers_are_an_error_and_no_verdict(
+    use_worker: Callable[..., None], loss: str
 ) -> None:
-    lines = [f"if answer != '18': {LOSES[loss]}", "os.write(1, b'1' + nonce)"]
-    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
+    use_worker(f"if answer != '18': {LOSES[loss]}", SAYS_RIGHT)
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")]) as env:
             with pytest.raises(RuntimeError, match="answer to 'q@7' was not checked: its worker"):
                 await env.step(("q@7", ["17"]))
-            assert await env.step(("q", ["18"])) == (None, [True], True, False, {})
+            assert (await env.step(RIGHT))[1] == [True]
 
     asyncio.run(ask())
 
@@ -194,29 +203,20 @@ def test_two_lost_workers_say_nothing_about_the_answer(
         ("forges", "failed"),
     ],
 )
-def test_a_worker_that_misbehaves_over_an_answer_twice_makes_it_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loss: str, reported: str
+def test_an_answer_over_which_two_workers_misbehave_is_wrong(
+    use_worker: Callable[..., None], loss: str, reported: str
 ) -> None:
-    lines = [f"if answer != '18': {LOSES[loss]}; continue", "os.write(1, b'1' + nonce)"]
-    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
-
-    async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "18")], timeout_s=0.2) as env:
-            _, successes, *_, report = await env.step(("q", ["17"]))
-            assert (successes, report[reported]) == ([False], [True])
-            assert await env.step(("q", ["18"])) == (None, [True], True, False, {})
-
-    asyncio.run(ask())
+    use_worker(f"if answer != '18': {LOSES[loss]}; continue", SAYS_RIGHT)
+    wrong, right = step(("q", ["17"]), RIGHT, timeout_s=0.2)
+    assert (wrong[0], wrong[1][reported]) == ([False], [True])
+    assert right == IS_RIGHT
 
 
-def test_a_reply_that_nobody_asked_for_is_not_taken_for_the_next_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    lines = [
+def test_a_surplus_reply_does_not_answer_the_next_request(use_worker: Callable[..., None]) -> None:
+    use_worker(
         "os.write(1, b'0' + nonce)",
         "if answer == 'forge': time.sleep(0.1); os.write(1, b'1' * 100)",
-    ]
-    monkeypatch.setattr(answer_checking, "SCRIPT", script_of_a_worker(tmp_path, *lines))
+    )
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
@@ -227,36 +227,47 @@ def test_a_reply_that_nobody_asked_for_is_not_taken_for_the_next_one(
     asyncio.run(ask())
 
 
-def test_a_worker_that_does_not_take_a_long_request_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_worker_that_does_not_read_a_long_request_is_killed(
+    use_worker: Callable[..., None],
 ) -> None:
-    script = tmp_path / "deaf.py"
-    script.write_text("import os, time\nos.write(1, b'R')\ntime.sleep(60)\n")
-    monkeypatch.setattr(answer_checking, "SCRIPT", script)
-    start = time.monotonic()
-    assert judge("18" * 10**6, ["18"], timeout_s=0.2) == [False]
-    assert time.monotonic() - start < 20
+    use_worker(start="os.write(1, b'R'); time.sleep(60)")
+    began = time.monotonic()
+    ((successes, _),) = step(("q", ["18" * 10**6]), timeout_s=0.2)
+    assert successes == [False]
+    assert time.monotonic() - began < 20
+
+
+def test_a_worker_that_cannot_start_raises(use_worker: Callable[..., None]) -> None:
+    use_worker(start="raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="did not start"):
+        step(RIGHT)
+
+
+def test_closing_while_a_worker_starts_is_reported(use_worker: Callable[..., None]) -> None:
+    use_worker(start="time.sleep(60)")
+
+    async def ask() -> None:
+        env = MathVerifyEnvironment([question("q", "18")])
+        waiting = asyncio.ensure_future(env.step(RIGHT))
+        await asyncio.sleep(0.2)
+        await env.close()
+        with pytest.raises(RuntimeError, match="the environment is closed"):
+            await waiting
+
+    asyncio.run(ask())
 
 
 def test_a_worker_killed_while_idle_is_replaced() -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
-            await env.step(("q", ["18"]))
+            await env.step(RIGHT)
             first = worker_pid(env)
             os.kill(first, signal.SIGKILL)
             await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)
-            assert await env.step(("q", ["18"])) == (None, [True], True, False, {})
+            assert await env.step(RIGHT) == (None, [True], True, False, {})
             assert worker_pid(env) != first
 
     asyncio.run(ask())
-
-
-def test_a_worker_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(3)\n")
-    monkeypatch.setattr(answer_checking, "SCRIPT", script)
-    with pytest.raises(RuntimeError, match="did not start"):
-        judge("18", ["18"])
 
 
 def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:
@@ -266,7 +277,7 @@ def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:
         env = MathVerifyEnvironment([question("q", "18")], workers=2, timeout_s=60)
         await env.step(("q", ["18", "18"]))
         assert len(children() - before) == 2
-        stuck = asyncio.ensure_future(env.step(("q", ["\\boxed{(10^9)!}"])))
+        stuck = asyncio.ensure_future(env.step(("q", [SLOW])))
         await asyncio.sleep(0.2)
         start = time.monotonic()
         await env.close()
@@ -275,7 +286,7 @@ def test_nothing_is_left_after_close_even_when_a_check_was_running() -> None:
         with pytest.raises(RuntimeError, match="the environment is closed"):
             await stuck
         with pytest.raises(RuntimeError, match="the environment is closed"):
-            await env.step(("q", ["18"]))
+            await env.step(RIGHT)
 
     asyncio.run(ask())
     assert children() == before
@@ -299,8 +310,8 @@ def test_a_cancelled_step_leaves_the_environment_usable() -> None:
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], timeout_s=1.0) as env:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(env.step(("q", ["\\boxed{(10^9)!}"])), 0.05)
-            assert (await env.step(("q", ["18"])))[1] == [True]
+                await asyncio.wait_for(env.step(("q", [SLOW])), 0.05)
+            assert (await env.step(RIGHT))[1] == [True]
 
     asyncio.run(ask())
 
@@ -404,7 +415,7 @@ def test_a_worker_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def ask() -> bytes:
         async with MathVerifyEnvironment([question("q", "18")], workers=1) as env:
-            assert (await env.step(("q", ["18"])))[1] == [True]
+            assert (await env.step(RIGHT))[1] == [True]
             environ = Path(f"/proc/{worker_pid(env)}/environ")
             return await asyncio.to_thread(environ.read_bytes)
 
@@ -418,9 +429,9 @@ def test_workers_start_only_as_many_as_are_busy_at_once() -> None:
         before = children()
         async with MathVerifyEnvironment([question("q", "18")], workers=3, timeout_s=0.5) as env:
             for _ in range(5):
-                await env.step(("q", ["18"]))
+                await env.step(RIGHT)
             assert len(children() - before) == 1
-            await env.step(("q", ["\\boxed{(10^9)!}"] * 2))
+            await env.step(("q", [SLOW] * 2))
             await env.step(("q", ["18"] * 2))
             assert len(children() - before) <= 2
 
@@ -434,41 +445,11 @@ def test_an_honest_answer_does_not_wait_for_a_hostile_one() -> None:
 
     async def ask() -> None:
         async with MathVerifyEnvironment([question("q", "18")], timeout_s=20) as env:
-            hostile = asyncio.ensure_future(env.step(("q", ["\\boxed{(10^9)!}"])))
+            hostile = asyncio.ensure_future(env.step(("q", [SLOW])))
             await asyncio.sleep(0)
-            assert (await env.step(("q", ["18"])))[1] == [True]
+            assert (await env.step(RIGHT))[1] == [True]
             assert not hostile.done()
             hostile.cancel()
-
-    asyncio.run(ask())
-
-
-def test_a_check_may_compute_for_as_long_as_it_is_told_and_no_longer() -> None:
-    async def ask() -> None:
-        async with MathVerifyEnvironment([question("q", "18")], workers=1, timeout_s=0.5) as env:
-            await env.step(("q", ["18"]))
-            started = time.monotonic()
-            _, _, _, _, report = await env.step(("q", ["\\boxed{(10^9)!}"]))
-            assert report["timed_out"] == [True]
-            assert 0.5 <= time.monotonic() - started < 1.9
-
-    asyncio.run(ask())
-
-
-def test_closing_while_a_worker_starts_says_that_the_environment_is_closed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text("import time\ntime.sleep(60)\n")
-    monkeypatch.setattr(answer_checking, "SCRIPT", script)
-
-    async def ask() -> None:
-        env = MathVerifyEnvironment([question("q", "18")])
-        waiting = asyncio.ensure_future(env.step(("q", ["18"])))
-        await asyncio.sleep(0.2)
-        await env.close()
-        with pytest.raises(RuntimeError, match="the environment is closed"):
-            await waiting
 
     asyncio.run(ask())
 
@@ -491,9 +472,7 @@ def test_an_id_that_could_be_the_sample_of_another_is_refused() -> None:
         ("", [""]),
     ],
 )
-def test_the_final_answer_is_what_is_boxed_or_else_the_last_number(
-    text: str, finals: list[str]
-) -> None:
+def test_the_final_answer_is_the_box_or_the_last_number(text: str, finals: list[str]) -> None:
     assert final_answers(text) == finals
 
 
@@ -506,4 +485,4 @@ def test_wrong_options_and_actions_are_refused() -> None:
         MathVerifyEnvironment([question("q", "1"), question("q", "2")])
     for answers in ("18", [18]):
         with pytest.raises(TypeError, match="the answers to 'q' must be a list of strings"):
-            judge("18", answers)  # type: ignore[arg-type]
+            step(("q", answers))  # type: ignore[arg-type]

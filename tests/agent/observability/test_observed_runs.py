@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.agent.runner.runner_cases import EchoEngine
 from trajpack.agent.errors import GenerationError, ServerUnavailableError
 from trajpack.agent.observability.metrics import RolloutMetrics
 from trajpack.agent.observability.server import MetricsServer, serve_metrics
@@ -25,38 +26,19 @@ from trajpack.packing.types import Trajectory, Turn
 NUM_PROMPTS = 150
 
 
-class ShuffledEngine:
+class ShuffledEngine(EchoEngine):
     """Answers after a few rounds of the event loop, so that episodes overtake each other."""
 
-    version = 3
-
     def __init__(self) -> None:
-        self.obs_queue: asyncio.Queue[Observation] = asyncio.Queue()
-        self._open: dict[str, asyncio.Queue[Reply]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        super().__init__(version=3)
+        self._answers: set[asyncio.Task[None]] = set()
 
-    def open_episode(self, qid: str) -> asyncio.Queue[Reply]:
-        return self._open.setdefault(qid, asyncio.Queue())
+    def answer(self, item: Observation) -> None:
+        task = asyncio.create_task(self._answer_later(*item))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
 
-    def close_episode(self, qid: str) -> None:
-        del self._open[qid]
-
-    async def __aenter__(self) -> ShuffledEngine:
-        self._tasks.add(asyncio.create_task(self._serve()))
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
-
-    async def _serve(self) -> None:
-        while True:
-            task = asyncio.create_task(self._answer(*await self.obs_queue.get()))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, qid: str, ids: Any, _: Any) -> None:
+    async def _answer_later(self, qid: str, ids: Any, _: Any) -> None:
         for _ in range(number_of(qid) * 7 % 5):
             await asyncio.sleep(0)
         reply: Reply = GenerationOutput(qid, ids, [7, 8], [-1.0, -2.0], False, 1, 2)
@@ -64,8 +46,8 @@ class ShuffledEngine:
             reply = ServerUnavailableError(qid, "no server")
         if number_of(qid) % 10 == 2:
             return  # never answers
-        if qid in self._open:
-            self._open[qid].put_nowait(reply)
+        if qid in self.open:
+            self.open[qid].put_nowait(reply)
 
 
 def number_of(qid: str) -> int:

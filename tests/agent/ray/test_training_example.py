@@ -27,7 +27,9 @@ def test_the_guide_quotes_the_example() -> None:
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_training_continues_from_its_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), "3", str(tmp_path)]
+    # importing ray.train uses its own deprecated settings
+    strict = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning"]
+    command = [*strict, str(EXAMPLE), "3", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
             deadline = time.monotonic() + 120

@@ -30,6 +30,7 @@ from trajpack.agent.errors import has_engine_ended
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.ray import (
     RolloutWorkers,
+    TrajectoryArrays,
     Weights,
     WorkerLostError,
     WorkerOptions,
@@ -253,7 +254,7 @@ def test_weights_wait_for_the_requests_in_flight_where_the_engine_cannot(
         assert await worker.set_weights(number(105, version=5)) == 5
         reply = await episode
         await worker.stop()
-        paths = tuple(reply.arrays.trajectories())
+        paths = tuple(reply.trajectories())
         assert paths[0].group == "q0"
         return numbers(EpisodeResult(Prompt("q0", [1]), paths))
 
@@ -354,9 +355,9 @@ def test_a_worker_warns_of_an_engine_that_does_not_reply(
         await started
         for patience in patiences:
             reply = await worker.roll_out(prompts(1)[0], patience)
-            assert reply.error is None
-        assert (await worker.ping()).warnings == tuple(r.getMessage() for r in caplog.records)
-        assert (await worker.ping()).warnings == ()
+            assert isinstance(reply, TrajectoryArrays)
+        assert (await worker.ping())[1] == [record.getMessage() for record in caplog.records]
+        assert (await worker.ping())[1] == []
         await worker.stop()
 
     run_skipping(body())

@@ -42,49 +42,33 @@ def test_the_tokenizer_of_an_earlier_batch_is_replaced(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_was_there_stays_if_the_tokenizer_cannot_be_written(tmp_path: Path) -> None:
-    out = tmp_path / "batch.safetensors"
-    with pytest.raises(OSError, match="No space left"):
-        save_rollout(BATCH, FullDisk(), out)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_old_tokenizer_comes_back_if_the_new_one_cannot_be_put_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["tokenizer", "folder", "batch", "batch, by Ctrl-C"])
+def test_earlier_files_stay_if_new_ones_cannot_be_written(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "batch.safetensors"
-    save_rollout(BATCH, NamedTokenizer("first"), out)
-    before = out.stat()
+    error = KeyboardInterrupt() if "Ctrl-C" in place else OSError("No space left on device")
     rename = Path.rename
 
-    def fail(self: Path, target: Path) -> Path:
-        if self.name == "written":
-            raise OSError("disk")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="disk"):
-        save_rollout(BATCH, NamedTokenizer("second"), out)
-    assert [path.name for path in tokenizer_folder(out).iterdir()] == ["first"]
-    assert out.stat().st_ino == before.st_ino
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
-def test_the_old_tokenizer_comes_back_if_the_batch_cannot_be_written(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    out = tmp_path / "batch.safetensors"
-    save_rollout(BATCH, NamedTokenizer("first"), out)
-    monkeypatch.setattr(PackedBatch, "save", fail)
-    with pytest.raises(type(error)):
-        save_rollout(BATCH, NamedTokenizer("second"), out)
+    def fail_to_rename(self: Path, target: Path) -> Path:
+        return fail() if self.name == "written" else rename(self, target)
+
     with pytest.raises(OSError, match="No space left"):
         save_rollout(BATCH, FullDisk(), out)
+    assert not list(tmp_path.iterdir())
+    save_rollout(BATCH, NamedTokenizer("first"), out)
+    before = out.stat()
+    if place == "folder":
+        monkeypatch.setattr(Path, "rename", fail_to_rename)
+    elif place.startswith("batch"):
+        monkeypatch.setattr(PackedBatch, "save", fail)
+    with pytest.raises(type(error)):
+        save_rollout(BATCH, FullDisk() if place == "tokenizer" else NamedTokenizer("second"), out)
     assert [path.name for path in tokenizer_folder(out).iterdir()] == ["first"]
+    assert out.stat().st_ino == before.st_ino
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -106,31 +90,27 @@ def test_a_tokenizer_is_kept_aside_if_it_cannot_be_put_back(
     assert [path.parent.name for path in tmp_path.rglob("first")] == ["replaced"]
 
 
-@pytest.mark.parametrize("names", [[], ["tokenizer_config.json", "tokenizer.json", "merges.txt"]])
-def test_a_folder_that_holds_a_tokenizer_may_be_replaced(names: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "batch.tokenizer"
-    folder.mkdir()
-    for name in names:
-        (folder / name).touch()
-    check_places(tmp_path / "batch.safetensors", tmp_path / "answers")
-
-
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
+        ([], None),
+        (["tokenizer_config.json", "tokenizer.json", "merges.txt"], None),
         (["tokenizer_config.json", "thesis.tex"], "it holds thesis.tex"),
         (["tokenizer.json"], "it has no tokenizer_config.json"),
     ],
 )
-def test_a_folder_that_holds_something_else_is_refused(
-    names: list[str], reason: str, tmp_path: Path
+def test_only_the_folder_of_a_tokenizer_may_be_replaced(
+    names: list[str], reason: str | None, tmp_path: Path
 ) -> None:
     folder = tmp_path / "batch.tokenizer"
     folder.mkdir()
     for name in names:
         (folder / name).touch()
-    with pytest.raises(SetupError, match=f"will not be replaced: {reason}"):
-        check_places(tmp_path / "batch.safetensors", None)
+    if reason is None:
+        check_places(tmp_path / "batch.safetensors", tmp_path / "answers")
+    else:
+        with pytest.raises(SetupError, match=f"will not be replaced: {reason}"):
+            check_places(tmp_path / "batch.safetensors", None)
 
 
 def test_a_file_or_a_link_in_the_tokenizers_place_is_refused(tmp_path: Path) -> None:
@@ -149,12 +129,9 @@ def test_answers_in_the_way_of_the_other_files_are_refused(answers: str, tmp_pat
         check_places(tmp_path / "batch.safetensors", tmp_path / answers)
 
 
-def test_a_folder_is_made_and_left_empty_by_the_check(tmp_path: Path) -> None:
+def test_a_folder_is_created_and_left_empty_by_the_check(tmp_path: Path) -> None:
     check_writable(tmp_path / "a" / "b")
     assert not list((tmp_path / "a" / "b").iterdir())
-
-
-def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         check_writable(tmp_path / "file")

@@ -13,10 +13,10 @@ import torch
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.errors import EngineEndedError, EpisodeError, SetupError
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.rollout.report import RolloutOutcome
-from trajpack.agent.rollout.rollout import Rollout, prepare_rollout
+from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_rollout
 from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.runner.runner import EpisodeResult, Progress
+from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.types import Trajectory, Turn
 
 torch.set_num_threads(1)
@@ -96,7 +96,7 @@ def test_results_are_put_in_the_order_of_prompts_and_samples(prepared: Rollout) 
     names = [f"{first.id}@0", f"{second.id}@0", f"{second.id}@1"]
     assert [trajectory.id for trajectory in outcome.trajectories] == names
     assert outcome.failures == {"lost": 1}
-    assert outcome.fill_buffer("cpu").pack().ids == tuple(names)
+    assert pack(outcome.trajectories).ids == tuple(names)
 
 
 @pytest.mark.usefixtures("warm_judge")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from trajpack.agent.errors import GenerationError
 from trajpack.agent.protocols import Environment, GenerationOutput, Observation, Prompt, Reply
 from trajpack.agent.runner.runner import EpisodeResult, GroupResult, RolloutRunner
 from trajpack.packing.types import Trajectory, Turn
+
+_T = TypeVar("_T")
 
 
 class EchoEngine:
@@ -106,22 +108,65 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(f"q{k}", [k, k + 1], task_id=k) for k in range(count)]
 
 
+def all_but_first(seconds: float) -> TwoTurns:
+    """Return an agent whose episodes wait before they ask, but for the first."""
+    return TwoTurns(before=lambda prompt: asyncio.sleep(0 if prompt.id == "q0@0" else seconds))
+
+
+def failing(*qids: str, error: BaseException | None = None) -> TwoTurns:
+    """Return an agent whose episodes of these names fail; all, if none is named."""
+
+    async def fail(prompt: Prompt) -> None:
+        if not qids or prompt.id in qids:
+            raise error or ValueError("no")
+
+    return TwoTurns(before=fail)
+
+
 def runner(engine: Any, agent: Any, **options: Any) -> RolloutRunner:
-    return RolloutRunner(engine, agent, NoEnvironment(), **options)
+    return RolloutRunner(engine, agent, options.pop("environment", NoEnvironment()), **options)
 
 
-async def collect(agent: Any, asked: Any, **options: Any) -> list[EpisodeResult]:
-    async with EchoEngine() as engine:
-        results = [result async for result in runner(engine, agent, **options).run(asked)]
-        assert engine.open == {}
-        return results
+def serve(body: Callable[[Any], Awaitable[_T]], engine: Any = None) -> _T:
+    """Return the result of ``body(engine)``, which must leave no episode and no task behind."""
+
+    async def served() -> _T:
+        async with engine or EchoEngine() as entered, asyncio.timeout(10):
+            result = await body(entered)
+            assert entered.open == {}
+            assert len(asyncio.all_tasks()) == 2  # the engine's and this
+            return result
+
+    return asyncio.run(served())
 
 
-async def collect_groups(agent: Any, asked: Any, **options: Any) -> list[GroupResult]:
-    async with EchoEngine() as engine:
-        groups = [group async for group in runner(engine, agent, **options).run_groups(asked)]
-        assert engine.open == {}
-        return groups
+def roll(agent: Any, asked: Any, *, engine: Any = None, **options: Any) -> list[EpisodeResult]:
+    """Return the results of a run; ``asked`` are prompts, or their number."""
+    return serve(lambda engine: take(runner(engine, agent, **options).run(some(asked))), engine)
+
+
+def roll_groups(agent: Any, asked: Any, *, engine: Any = None, **options: Any) -> list[GroupResult]:
+    groups = lambda engine: runner(engine, agent, **options).run_groups(some(asked))  # noqa: E731
+    return serve(lambda engine: take(groups(engine)), engine)
+
+
+def some(asked: Any) -> Any:
+    return prompts(asked) if isinstance(asked, int) else asked
+
+
+async def take(results: AsyncIterator[_T], count: int | None = None) -> list[_T]:
+    """Return the next ``count`` results, or all."""
+    if count is None:
+        return [result async for result in results]
+    async with asyncio.timeout(5):
+        return [await anext(results) for _ in range(count)]
+
+
+def counted(asked: list[Prompt], taken: list[str]) -> Iterator[Prompt]:
+    """Yield prompts, and note the names of those that were taken."""
+    for prompt in asked:
+        taken.append(prompt.id)
+        yield prompt
 
 
 async def until(condition: Callable[[], bool]) -> None:

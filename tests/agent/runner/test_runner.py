@@ -6,42 +6,29 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, collect, prompts, runner
+from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, roll, runner, serve, take
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt, SamplingParams
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 
 
-def test_every_prompt_comes_back_with_its_trajectory() -> None:
-    results = asyncio.run(collect(TwoTurns(), prompts(5)))
-    assert sorted(result.prompt.id for result in results) == [f"q{k}" for k in range(5)]
+@pytest.mark.parametrize("group", [None, "mine"])
+def test_every_sample_comes_back_with_its_trajectory(group: str | None) -> None:
+    results = roll(TwoTurns(group=group), 3, group_size=4)
+    qids = sorted(result.qid for result in results)
+    assert qids == [f"q{k}@{sample}" for k in range(3) for sample in range(4)]
     for result in results:
         assert result.error is None
         (trajectory,) = result.trajectories
-        assert trajectory.id == result.qid == f"{result.prompt.id}@0"
-        assert trajectory.group == result.prompt.id
-        assert trajectory.turns[0].completion_ids == [
-            result.prompt.input_ids[-1],
-            result.prompt.input_ids[-1] + 1,
-        ]
-
-
-def test_samples_of_a_prompt_are_own_episodes_of_one_group() -> None:
-    results = asyncio.run(collect(TwoTurns(), prompts(3), group_size=4))
-    qids = sorted(result.qid for result in results)
-    assert qids == [f"q{k}@{sample}" for k in range(3) for sample in range(4)]
-    assert all(result.trajectories[0].group == result.prompt.id for result in results)
-    assert all(result.trajectories[0].id == result.qid for result in results)
-
-
-def test_a_group_named_by_the_agent_stays() -> None:
-    results = asyncio.run(collect(TwoTurns(group="mine"), prompts(2)))
-    assert [result.trajectories[0].group for result in results] == ["mine", "mine"]
+        assert trajectory.id == result.qid == f"{result.prompt.id}@{result.sample}"
+        assert trajectory.group == (group or result.prompt.id)
+        last = result.prompt.input_ids[-1]
+        assert trajectory.turns[0].completion_ids == [last, last + 1]
 
 
 def test_no_prompts_give_no_results() -> None:
-    assert asyncio.run(collect(TwoTurns(), [])) == []
+    assert roll(TwoTurns(), []) == []
 
 
 def test_prompts_may_come_asynchronously() -> None:
@@ -50,61 +37,53 @@ def test_prompts_may_come_asynchronously() -> None:
             await asyncio.sleep(0)
             yield prompt
 
-    assert len(asyncio.run(collect(TwoTurns(), slowly()))) == 4
+    assert len(roll(TwoTurns(), slowly())) == 4
 
 
 def test_results_come_as_they_finish() -> None:
-    async def wait(prompt: Prompt) -> None:
-        await asyncio.sleep({"q0@0": 0.06, "q1@0": 0.03, "q2@0": 0.0}[prompt.id])
-
-    results = asyncio.run(collect(TwoTurns(before=wait), prompts(3)))
+    wait_s = {"q0@0": 0.06, "q1@0": 0.03, "q2@0": 0.0}
+    results = roll(TwoTurns(before=lambda prompt: asyncio.sleep(wait_s[prompt.id])), 3)
     assert [result.prompt.id for result in results] == ["q2", "q1", "q0"]
 
 
 def test_concurrency_is_bounded_and_prompts_are_taken_lazily() -> None:
     taken: list[str] = []
+    progress: list[Progress] = []
     agent = TwoTurns(before=lambda _: asyncio.sleep(0.001))
 
     def lazily() -> Iterator[Prompt]:
         for prompt in prompts(40):
             taken.append(prompt.id)
-            assert len(taken) - finished() <= 4
+            assert len(taken) - (progress[-1].num_finished if progress else 0) <= 4
             yield prompt
 
-    def finished() -> int:
-        return progress[-1].num_finished if progress else 0
-
-    progress: list[Progress] = []
-    results = asyncio.run(collect(agent, lazily(), concurrency=3, on_progress=progress.append))
+    results = roll(agent, lazily(), concurrency=3, on_progress=progress.append)
     assert len(results) == len(taken) == 40
     assert agent.most_active == 3
 
 
 def test_episodes_wait_for_a_slow_reader() -> None:
-    async def body() -> int:
-        async with EchoEngine() as engine:
-            results = runner(engine, TwoTurns(), concurrency=3).run(prompts(100))
-            async with aclosing(results):
-                await anext(results)
-                await asyncio.sleep(0.1)
-                return len(engine.opened)
+    async def body(engine: EchoEngine) -> int:
+        async with aclosing(runner(engine, TwoTurns(), concurrency=3).run(prompts(100))) as results:
+            await anext(results)
+            await asyncio.sleep(0.1)
+            return len(engine.opened)
 
     # One taken, three that wait to be taken, three more that hold their slots.
-    assert asyncio.run(body()) <= 7
+    assert serve(body) <= 7
 
 
 def test_a_runner_can_run_again_and_at_the_same_time() -> None:
-    async def body() -> list[int]:
-        async with EchoEngine() as engine:
-            one = runner(engine, TwoTurns(before=lambda _: asyncio.sleep(0.001)))
+    async def body(engine: EchoEngine) -> list[int]:
+        one = runner(engine, TwoTurns(before=lambda _: asyncio.sleep(0.001)))
 
-            async def count(asked: list[Prompt]) -> int:
-                return len([r async for r in one.run(asked) if r.error is None])
+        async def count(asked: list[Prompt]) -> int:
+            return len([r async for r in one.run(asked) if r.error is None])
 
-            both = await asyncio.gather(count(prompts(6)[:3]), count(prompts(6)[3:]))
-            return [*both, await count(prompts(6))]
+        both = await asyncio.gather(count(prompts(6)[:3]), count(prompts(6)[3:]))
+        return [*both, await count(prompts(6))]
 
-    assert asyncio.run(body()) == [3, 3, 6]
+    assert serve(body) == [3, 3, 6]
 
 
 @pytest.mark.parametrize("option", ["concurrency", "group_size"])
@@ -113,7 +92,7 @@ def test_counts_below_one_are_refused(option: str) -> None:
         runner(EchoEngine(), TwoTurns(), **{option: 0})
 
 
-def test_the_real_engine_serves_a_run_from_start_to_end() -> None:
+def test_the_real_engine_serves_a_run_from_start_to_end_and_one_that_is_left() -> None:
     model, tokenizer = build_tiny_model()
     asked = [Prompt(f"q{k}", tokenizer(f"What is {k} + 30?")["input_ids"]) for k in range(6)]
     agent = TwoTurns(sampling=SamplingParams(max_new_tokens=12))
@@ -121,8 +100,13 @@ def test_the_real_engine_serves_a_run_from_start_to_end() -> None:
     async def body() -> list[EpisodeResult]:
         async with TransformersEngine(model, num_blocks=64, page_size=16) as engine:
             too_long = Prompt("too long", [1] * 2000)
-            run = runner(engine, agent, concurrency=5, group_size=2).run([*asked, too_long])
-            return [result async for result in run]
+            rolling = runner(engine, agent, concurrency=5, group_size=2)
+            results = await take(rolling.run([*asked, too_long]))
+            endless = (Prompt(str(k), asked[0].input_ids) for k in range(1000))
+            async with aclosing(rolling.run(endless)) as left_early:
+                await anext(left_early)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return results
 
     results = asyncio.run(body())
     failed = {result.qid: str(result.error) for result in results if result.error is not None}
@@ -135,13 +119,11 @@ def test_the_real_engine_serves_a_run_from_start_to_end() -> None:
 
 
 def test_episodes_that_were_finished_before_are_not_begun() -> None:
-    results = asyncio.run(
-        collect(TwoTurns(), prompts(3), group_size=2, finished={"q0@1", "q2@0", "q2@1"})
-    )
+    results = roll(TwoTurns(), 3, group_size=2, finished={"q0@1", "q2@0", "q2@1"})
     assert sorted(result.qid for result in results) == ["q0@0", "q1@0", "q1@1"]
-    assert asyncio.run(collect(TwoTurns(), prompts(2), finished=["q0@0", "q1@0"])) == []
+    assert roll(TwoTurns(), 2, finished=["q0@0", "q1@0"]) == []
 
 
-def test_what_is_no_prompt_ends_the_run() -> None:
+def test_an_item_that_is_no_prompt_ends_the_run() -> None:
     with pytest.raises(TypeError, match="prompts must be Prompts, got str"):
-        asyncio.run(collect(TwoTurns(), ["What is 1 + 1?"]))
+        roll(TwoTurns(), ["What is 1 + 1?"])

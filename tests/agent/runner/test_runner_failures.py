@@ -4,41 +4,71 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.agent.runner.runner_cases import EchoEngine, NoEnvironment, TwoTurns, collect, prompts
-from trajpack.agent.errors import EngineEndedError, EpisodeError
+from tests.agent.runner.runner_cases import (
+    EchoEngine,
+    NoEnvironment,
+    TwoTurns,
+    counted,
+    failing,
+    prompts,
+    roll,
+    runner,
+    serve,
+)
+from trajpack.agent.errors import (
+    EngineEndedError,
+    EnvironmentFailedError,
+    EpisodeError,
+    EpisodeTimeoutError,
+    GenerationError,
+    RequestRefusedError,
+)
 from trajpack.agent.protocols import Prompt
-from trajpack.agent.runner.attempt import attempt_episode
-from trajpack.agent.runner.bridge import RunnerContext
-from trajpack.agent.runner.gates import GenerationGate
-from trajpack.agent.runner.observers import Observers
-from trajpack.agent.runner.runner import Progress, RolloutRunner
-from trajpack.agent.runner.watchdog import Watchdog
-from trajpack.packing.types import Trajectory
+from trajpack.agent.runner.attempt import RunnerContext, attempt_episode
+from trajpack.agent.runner.policy import BackOff, RetryPolicy, RolloutPolicy
+from trajpack.agent.runner.runner import Progress
+from trajpack.agent.seeding import derive_seed
+from trajpack.packing.types import Trajectory, Turn
 
 
-def test_a_failing_agent_is_a_result_and_the_others_go_on() -> None:
-    async def fail(prompt: Prompt) -> None:
-        if prompt.id == "q1@0":
-            raise ZeroDivisionError("no such luck")
-        if prompt.id == "q2@0":
-            raise EpisodeError("q2@0", "lost")
-        if prompt.id == "q3@0":
-            raise EpisodeError("another", "lost")
+class Panic(BaseException):
+    """What compiled extensions raise, tokenizers among them: not even an Exception."""
 
-    results = {r.prompt.id: r for r in asyncio.run(collect(TwoTurns(before=fail), prompts(5)))}
-    assert [results[qid].error for qid in ("q0", "q4")] == [None, None]
-    assert all(results[qid].trajectories == () for qid in ("q1", "q2", "q3"))
+
+class Broken(Exception):
+    def __str__(self) -> str:
+        raise KeyError("none")
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (ZeroDivisionError("no luck"), "episode 'q1@0': ZeroDivisionError: no luck"),
+        (EpisodeError("q1@0", "lost"), "episode 'q1@0': lost"),
+        (EpisodeError("q7", "lost"), "episode 'q1@0': EpisodeError: episode 'q7': lost"),
+        (Broken(), "episode 'q1@0': Broken without a text"),
+        (ValueError("x" * 100_000), f"episode 'q1@0': ValueError: {'x' * 1000}... (99,000 more"),
+        (Panic("index out of range"), "episode 'q1@0': Panic: index out of range"),
+        (BaseExceptionGroup("several", [Panic("no")]), "episode 'q1@0': BaseExceptionGroup: sev"),
+        (GeneratorExit("by the agent"), "episode 'q1@0': GeneratorExit: by the agent"),
+    ],
+)
+def test_a_failing_agent_is_a_result_and_the_others_go_on(raised: Any, text: str) -> None:
+    results = {r.prompt.id: r for r in roll(failing("q1@0", error=raised), 3)}
+    assert [results[qid].error for qid in ("q0", "q2")] == [None, None]
+    assert results["q1"].trajectories == ()
     error = results["q1"].error
     assert isinstance(error, EpisodeError)
-    assert str(error) == "episode 'q1@0': ZeroDivisionError: no such luck"
-    assert isinstance(error.__cause__, ZeroDivisionError)
-    assert str(results["q2"].error) == "episode 'q2@0': lost"
-    assert str(results["q3"].error) == ("episode 'q3@0': EpisodeError: episode 'another': lost")
+    assert error.cause == "agent"
+    assert str(error).startswith(text)
+    assert len(str(error)) < 1100
+    assert error is raised or error.__cause__ is raised
 
 
 def test_a_cancellation_from_within_the_agent_is_a_failure_like_others() -> None:
@@ -47,46 +77,20 @@ def test_a_cancellation_from_within_the_agent_is_a_failure_like_others() -> None
         task.cancel()
         await task
 
-    results = asyncio.run(collect(TwoTurns(before=cancelled), prompts(2)))
+    results = roll(TwoTurns(before=cancelled), 2)
     assert all("was cancelled" in str(result.error) for result in results)
-
-
-class Panic(BaseException):
-    """What compiled extensions raise, tokenizers among them: not even an Exception."""
-
-
-@pytest.mark.parametrize(
-    "raised", [Panic("index out of range"), BaseExceptionGroup("several", [Panic("no")])]
-)
-def test_what_is_no_exception_is_a_failure_like_others(raised: BaseException) -> None:
-    async def panic(prompt: Prompt) -> None:
-        if prompt.id == "q1@0":
-            raise raised
-
-    results = {r.prompt.id: r for r in asyncio.run(collect(TwoTurns(before=panic), prompts(3)))}
-    assert [results[qid].error for qid in ("q0", "q2")] == [None, None]
-    error = results["q1"].error
-    assert isinstance(error, EpisodeError)
-    assert error.__cause__ is raised
-
-
-@pytest.mark.parametrize(
-    "raised", [SystemExit(3), BaseExceptionGroup("several", [KeyboardInterrupt()])]
-)
-def test_what_ends_the_program_is_no_failure(raised: BaseException) -> None:
-    async def leave(prompt: Prompt) -> None:
-        raise raised
-
-    with pytest.raises(type(raised)):
-        asyncio.run(collect(TwoTurns(before=leave), prompts(1)))
 
 
 FAILURES: list[BaseException] = [
     *(ValueError("no"), StopIteration(3), StopAsyncIteration(), MemoryError(), RecursionError()),
     *(BaseException("no"), Panic("no"), asyncio.CancelledError(), ExceptionGroup("", [OSError()])),
+    *(GeneratorExit(), BaseExceptionGroup("", [GeneratorExit()])),
     BaseExceptionGroup("", [BaseExceptionGroup("", [Panic("no")])]),
 ]
-ENDS: list[BaseException] = [SystemExit(3), BaseExceptionGroup("", [OSError(), SystemExit(3)])]
+ENDS: list[BaseException] = [
+    *(SystemExit(3), BaseExceptionGroup("", [KeyboardInterrupt()])),
+    BaseExceptionGroup("", [OSError(), SystemExit(3)]),
+]
 
 
 class Judged(TwoTurns):
@@ -112,60 +116,23 @@ class Judge(NoEnvironment):
 @pytest.mark.attack
 @pytest.mark.parametrize("place", ["agent", "environment"])
 @pytest.mark.parametrize("raised", [*FAILURES, *ENDS], ids=repr)
-def test_whatever_is_raised_fails_its_episode_or_ends_the_program(
+def test_every_exception_fails_its_episode_or_ends_the_program(
     raised: BaseException, place: str
 ) -> None:
-    async def body() -> dict[str, Any]:
-        judge = Judge(raised)
-        agent = TwoTurns(before=judge.step) if place == "agent" else Judged()
-        async with EchoEngine() as engine:
-            try:
-                results = [r async for r in RolloutRunner(engine, agent, judge).run(prompts(3))]
-            finally:
-                assert engine.open == {}
-                assert agent.active == 0
-        return {result.prompt.id: result.error for result in results}
-
+    judge = Judge(raised)
+    agent = TwoTurns(before=judge.step) if place == "agent" else Judged()
     if raised in ENDS:
         with pytest.raises(type(raised)):
-            asyncio.run(body())
+            roll(agent, 3, environment=judge)
+        assert agent.active == 0
         return
-    errors = asyncio.run(body())
+    errors = {result.prompt.id: result.error for result in roll(agent, 3, environment=judge)}
     assert [errors["q0"], errors["q2"]] == [None, None]
-    assert isinstance(errors["q1"], EpisodeError)
-
-
-@pytest.mark.parametrize(
-    "raised", [GeneratorExit("by the agent"), BaseExceptionGroup("several", [GeneratorExit()])]
-)
-def test_a_generator_exit_of_an_agent_is_a_failure_like_others(raised: BaseException) -> None:
-    async def leave(prompt: Prompt) -> None:
-        if prompt.id == "q1@0":
-            raise raised
-
-    results = {r.prompt.id: r for r in asyncio.run(collect(TwoTurns(before=leave), prompts(3)))}
-    assert [results[qid].error for qid in ("q0", "q2")] == [None, None]
-    error = results["q1"].error
+    error = errors["q1"]
     assert isinstance(error, EpisodeError)
-    assert error.cause == "agent"
-    assert error.__cause__ is raised
-
-
-def test_a_generator_exit_of_an_environment_is_its_failure() -> None:
-    class Leaves(NoEnvironment):
-        async def step(self, action: Any) -> Any:
-            raise GeneratorExit
-
-    class Steps(TwoTurns):
-        async def collect_trajectory(self, prompt: Prompt, env: Any, *queues: Any) -> Any:
-            await env.step(None)
-
-    async def body() -> list[str]:
-        async with EchoEngine() as engine:
-            results = RolloutRunner(engine, Steps(), Leaves()).run(prompts(2))
-            return [result.error.cause async for result in results if result.error]
-
-    assert asyncio.run(body()) == ["environment", "environment"]
+    assert agent.active == 0
+    if not isinstance(raised, asyncio.CancelledError):
+        assert error.cause == place
 
 
 def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
@@ -183,11 +150,8 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
             raise
 
     loop = asyncio.new_event_loop()
-    gate = GenerationGate()
-    engine, agent, environment = EchoEngine(), TwoTurns(before=wait), NoEnvironment()
-    watchdog = Watchdog(engine, environment, agent, gate=gate)
-    stage = RunnerContext(engine, agent, environment, Observers(), gate, watchdog)
-    task = loop.create_task(attempt_episode(stage, Prompt("q0@0", [1]), "q0"))
+    context = RunnerContext(EchoEngine(), TwoTurns(before=wait), NoEnvironment())
+    task = loop.create_task(attempt_episode(context, Prompt("q0@0", [1]), "q0"))
     loop.call_soon(loop.stop)
     loop.run_forever()
     loop.close()
@@ -202,18 +166,9 @@ def test_a_coroutine_that_is_closed_without_an_event_loop_ends_silently(
     assert unraisable == []
 
 
-def test_what_is_no_list_of_trajectories_is_a_failure() -> None:
-    class Broken:
-        async def collect_trajectory(self, *args: Any) -> Any:
-            return None
-
-    (result,) = asyncio.run(collect(Broken(), prompts(1)))
-    assert "TypeError" in str(result.error)
-
-
 def test_a_name_that_is_in_flight_already_fails_and_leaves_the_first_alone() -> None:
     twice = [Prompt("same", [1]), Prompt("same", [2])]
-    results = asyncio.run(collect(TwoTurns(before=lambda _: asyncio.sleep(0.01)), twice))
+    results = roll(TwoTurns(before=lambda _: asyncio.sleep(0.01)), twice)
     assert [result.error is None for result in results] == [False, True]
     assert "'same@0' is open already" in str(results[0].error)
 
@@ -225,7 +180,7 @@ def test_turns_of_a_failed_episode_are_sampled_but_not_kept() -> None:
             raise ValueError("no")
 
     seen: list[Progress] = []
-    asyncio.run(collect(FailsAtTheEnd(), prompts(1), on_progress=seen.append))
+    roll(FailsAtTheEnd(), 1, on_progress=seen.append)
     assert (seen[-1].num_turns, seen[-1].num_kept_turns, seen[-1].num_failed) == (2, 0, 1)
 
 
@@ -240,12 +195,201 @@ def test_no_prompts_are_drawn_once_the_engine_has_ended(is_wrapped: bool) -> Non
             raise error
 
     taken: list[str] = []
-
-    def lazily() -> Iterator[Prompt]:
-        for prompt in prompts(100):
-            taken.append(prompt.id)
-            yield prompt
-
-    results = asyncio.run(collect(TwoTurns(before=end), lazily(), concurrency=3))
+    results = roll(TwoTurns(before=end), counted(prompts(100), taken), concurrency=3)
     assert len(results) == len(taken) <= 5
     assert [result.qid for result in results if result.error is None] == ["q0@0"]
+
+
+@pytest.mark.parametrize(
+    ("handling", "kind"),
+    [
+        ("none", EnvironmentFailedError),
+        ("wraps", EnvironmentFailedError),
+        ("groups", EnvironmentFailedError),
+        ("forgets", EpisodeError),
+    ],
+)
+def test_a_failure_of_the_environment_is_told_from_the_agents(
+    handling: str, kind: type[EpisodeError]
+) -> None:
+    class Steps:
+        async def collect_trajectory(self, prompt: Any, env: Any, *queues: Any) -> Any:
+            if handling == "groups":
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(env.step(Prompt("q1@0", [])))
+            try:
+                await env.step(Prompt("q1@0", []))
+            except LookupError as error:
+                if handling == "wraps":
+                    raise ValueError("no verdict") from error
+                if handling == "none":
+                    raise
+            raise ValueError("another matter")
+
+    (result,) = roll(Steps(), 1, environment=Judge(LookupError("no such answer")))
+    assert type(result.error) is kind
+
+
+GOOD: dict[str, Any] = {
+    "prompt_ids": [1],
+    "completion_ids": [2, 3],
+    "completion_logprobs": [-1, -1],
+}
+
+
+def bad(**changes: Any) -> list[Trajectory]:
+    return [Trajectory("t", [Turn(**GOOD), Turn(**(GOOD | changes))])]
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (None, "TypeError: the agent must return a list of trajectories, got NoneType"),
+        ("text", "TypeError: the agent must return a list of trajectories, got str"),
+        ([None], "TypeError: expected a Trajectory, got NoneType"),
+        ([Trajectory("t", [])], "trajectory 't': must have at least one turn"),
+        ([Trajectory("t", ["turn"])], "trajectory 't', turn 0: expected a Turn, got str"),  # type: ignore[list-item]
+        (bad(completion_ids=[2]), "'t', turn 1: completion_logprobs must have one entry per"),
+        (bad(completion_logprobs=[-1, float("nan")]), "turn 1: .* must be finite float32, got nan"),
+        (bad(completion_ids=[2, -3]), "turn 1: completion_ids must be 0 or more, got -3"),
+        (bad(completion_ids=[2, 0.5]), "TypeError: .* completion_ids must be integers"),
+        (bad(prompt_ids=[]), "turn 1: prompt_ids must not be empty"),
+        (bad(reward=float("inf")), "turn 1: reward must be finite"),
+        (bad(truncated="no"), "turn 1: truncated must be a bool"),
+        (bad(version_start=2, version_end=1), "turn 1: versions must not run backwards"),
+        ([Trajectory("t", [Turn(**GOOD)], turn_discount=float("nan"))], "turn_discount must be"),
+        (bad(prompt_ids=[1] * 60_000 + [-1]), "turn 1: prompt_ids must be 0 or more, got -1"),
+        (
+            bad(prompt_ids=np.r_[np.zeros(2_000_000, np.int32), np.int32(-1)]),
+            "turn 1: prompt_ids must be 0 or more, got -1",
+        ),
+    ],
+)
+def test_trajectories_that_a_buffer_would_refuse_are_a_failed_episode(
+    returned: Any, reason: str
+) -> None:
+    class Returns(TwoTurns):
+        async def collect_trajectory(self, *values: Any) -> Any:
+            return returned if values[0].id == "q0@0" else await super().collect_trajectory(*values)
+
+    results = {r.qid: r for r in roll(Returns(), 2)}
+    assert results["q1@0"].error is None
+    error = results["q0@0"].error
+    assert type(error) is EpisodeError
+    assert error.cause == "agent"
+    with pytest.raises(EpisodeError, match=f"episode 'q0@0': .*{reason}"):
+        raise error
+    assert results["q0@0"].trajectories == ()
+
+
+# retries and time limits
+
+AT_ONCE = BackOff(0.0)
+
+
+def retrying(attempts: int, **options: Any) -> RolloutPolicy:
+    return RolloutPolicy(retries=RetryPolicy(attempts, **({"wait": AT_ONCE} | options)))
+
+
+class Fails(TwoTurns):
+    """Raises the given errors, attempt after attempt, and then works."""
+
+    def __init__(self, *errors: type[EpisodeError], only: str | None = None) -> None:
+        super().__init__()
+        self.errors = errors
+        self.only = only
+        self.seen: list[Prompt] = []
+
+    async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
+        self.seen.append(values[0])
+        attempt = sum(prompt.id == values[0].id for prompt in self.seen)
+        found = await super().collect_trajectory(*values)
+        if attempt <= len(self.errors) and self.only in (None, values[0].id):
+            raise self.errors[attempt - 1](values[0].id, f"failure {attempt}")
+        return found
+
+
+def test_a_failure_is_tried_again_under_the_same_name_and_seed() -> None:
+    agent = Fails(GenerationError, EpisodeTimeoutError)
+    policy = RolloutPolicy(retries=RetryPolicy(3, wait=AT_ONCE), seed=5)
+    results = roll(agent, 2, policy=policy)
+    assert [(result.error, result.attempts) for result in results] == [(None, 3)] * 2
+    assert all(len(result.trajectories) == 1 for result in results)
+    first = [prompt for prompt in agent.seen if prompt.id == "q0@0"]
+    assert first == [Prompt("q0@0", [0, 1], 0, derive_seed(5, "q0@0"))] * 3
+
+
+def test_the_seed_of_a_prompt_gives_its_episodes_their_seeds() -> None:
+    agent = Fails()
+    roll(agent, [Prompt("a", [1]), Prompt("b", [1], seed=3)], group_size=2)
+    assert {prompt.id: prompt.seed for prompt in agent.seen} == {
+        f"{name}@{k}": derive_seed(seed, f"{name}@{k}")
+        for name, seed in (("a", 0), ("b", 3))
+        for k in (0, 1)
+    }
+
+
+def test_the_last_failure_is_the_result_once_attempts_run_out() -> None:
+    agent = Fails(GenerationError, EpisodeTimeoutError, GenerationError)
+    (result,) = roll(agent, 1, policy=retrying(2))
+    assert isinstance(result.error, EpisodeTimeoutError)
+    assert (result.attempts, result.error.reason) == (2, "failure 2")
+
+
+@pytest.mark.parametrize("kind", [EpisodeError, RequestRefusedError])
+def test_a_failure_that_would_come_again_is_not_retried_by_default(
+    kind: type[EpisodeError],
+) -> None:
+    (result,) = roll(Fails(kind), 1, policy=retrying(9))
+    assert (result.attempts, type(result.error)) == (1, kind)
+    (result,) = roll(Fails(kind), 1, policy=retrying(9, causes=["agent", "refused"]))
+    assert (result.attempts, result.error) == (2, None)
+
+
+def test_a_failed_episode_leaves_its_slot_to_others_while_it_waits() -> None:
+    agent = Fails(GenerationError, only="q0@0")
+    results = roll(agent, 2, concurrency=1, policy=retrying(2, wait=BackOff(0.2)))
+    assert [result.qid for result in results] == ["q1@0", "q0@0"]
+
+
+def test_episodes_that_wait_to_be_tried_again_stop_new_ones() -> None:
+    async def body(engine: EchoEngine) -> int:
+        policy = retrying(2, wait=BackOff(60.0, 60.0))
+        run = runner(engine, Fails(GenerationError), concurrency=3, policy=policy)
+        async with aclosing(run.run(prompts(100))) as results:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(results), 0.2)
+        return len(engine.opened)
+
+    assert serve(body) == 6
+
+
+def test_back_off_doubles_up_to_its_bound_and_is_the_same_again() -> None:
+    wait = BackOff(1.0, 5.0)
+    for attempts, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (2000, 5.0)):
+        seconds = [wait.seconds(f"q{k}", attempts) for k in range(50)]
+        assert most / 2 <= min(seconds) < 0.6 * most
+        assert 0.9 * most < max(seconds) <= most
+        assert seconds == [wait.seconds(f"q{k}", attempts) for k in range(50)]
+
+
+@pytest.mark.parametrize("handling", ["obeys", "goes on", "raises another"])
+def test_an_episode_that_hangs_is_ended_by_the_clock(handling: str) -> None:
+    class Hangs(TwoTurns):
+        async def collect_trajectory(self, *values: Any) -> list[Trajectory]:
+            if values[0].id == "q0@0":
+                try:
+                    await asyncio.sleep(10)
+                except asyncio.CancelledError:
+                    if handling == "obeys":
+                        raise
+                    if handling == "raises another":
+                        raise ValueError("interrupted") from None
+                    return []
+            return await super().collect_trajectory(*values)
+
+    results = {r.qid: r for r in roll(Hangs(), 3, policy=RolloutPolicy(episode_timeout_s=0.05))}
+    error = results["q0@0"].error
+    assert isinstance(error, EpisodeTimeoutError)
+    assert error.reason == "not finished within 0.05 s"
+    assert [results[qid].error for qid in ("q1@0", "q2@0")] == [None, None]

@@ -13,11 +13,10 @@ import pytest
 
 from tests.agent.chaos.chaos_cases import run_skipping
 from tests.agent.runner.runner_cases import EchoEngine, TwoTurns, prompts, runner
-from trajpack.agent.errors import EpisodeError, ServerUnavailableError
+from trajpack.agent.errors import CAUSES, EpisodeError, ServerUnavailableError
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.observers import RolloutObserver
 from trajpack.agent.runner.policy import (
-    CAUSES,
     BackOff,
     GroupPolicy,
     RetryPolicy,

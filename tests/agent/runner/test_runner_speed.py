@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.agent.runner.runner_cases import EchoEngine, NoEnvironment
-from trajpack.agent.agents.conversation import Conversation, Exchange
+from trajpack.agent.agents.conversation import Conversation
 from trajpack.agent.protocols import Prompt
 from trajpack.agent.runner.policy import RolloutPolicy, StalenessPolicy
 from trajpack.agent.runner.runner import RolloutRunner
@@ -36,9 +36,9 @@ class FiveTurns:
         episode = Conversation(prompt.id, env, *queues)
         await episode.begin(prompt.input_ids)
         for _ in range(NUM_TURNS):
-            completion = await episode.ask(None, timeout=None)
-            score, _ = await episode.judge("4")
-            episode.keep(Exchange(completion, "4", bool(score), score))
+            exchange = await episode.ask(None, timeout=None)
+            exchange.reward, _ = await episode.judge("4")
+            episode.keep(exchange)
             episode.token_ids += [5, 6]
         return [Trajectory(prompt.id, episode.turns())]
 

@@ -83,8 +83,7 @@ def num_forks(most):
 def report_on(request):
     """Make a sandbox, run the programs, and return what came of it."""
     from trajpack.agent.errors import SetupError
-    from trajpack.agent.sandbox.limits import SandboxError, SandboxLimits
-    from trajpack.agent.sandbox.sandbox import Sandbox
+    from trajpack.agent.sandbox.sandbox import Sandbox, SandboxError, SandboxLimits
 
     def run(program):
         try:
@@ -119,10 +118,10 @@ def main():
     request = json.loads(sys.stdin.buffer.read())
     package = sys.modules["trajpack"] = types.ModuleType("trajpack")
     package.__path__ = [request["package"]]
-    from trajpack.agent.sandbox import process as sandboxed_process
+    from trajpack.agent.sandbox import sandbox as sandbox_module
 
     os.chdir("/")
-    sandboxed_process._launcher()
+    sandbox_module._launcher()
     messages = []
     logging.getLogger("trajpack").addHandler(collecting := logging.Handler())
     collecting.emit = lambda record: messages.append(record.getMessage())

@@ -15,8 +15,7 @@ import pytest
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.sandbox.launcher import canonical
-from trajpack.agent.sandbox.limits import Outcome, SandboxError, SandboxLimits
-from trajpack.agent.sandbox.sandbox import Sandbox
+from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,6 +48,11 @@ def test_the_value_of_an_expression_replaces_what_was_printed(sandbox: Sandbox) 
     code = "print('noise')\nif __name__ == '__main__': input()\ndef f(x):\n    return {x: [x / 2]}"
     result = sandbox.run(code, expression="f(3)")
     assert (result.outcome, result.output.decode()) == (Outcome.EXITED, canonical({3: [1.5]}))
+
+
+def test_a_program_does_the_same_each_time(sandbox: Sandbox) -> None:
+    code = "print([*{'no', 'fixed', 'order', 'in', 'sets'}], hash('text'), hash(b'bytes'))"
+    assert len({sandbox.run(code).output for _ in range(3)}) == 1
 
 
 def test_the_standard_library_can_be_used(sandbox: Sandbox) -> None:
@@ -203,7 +207,7 @@ def test_a_program_that_does_not_end_when_it_is_killed_is_an_error(
     """As where the kernel says that it has sent a signal, and has not."""
     before = children()
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda handle, number: None)
-    monkeypatch.setattr("trajpack.agent.sandbox.process._END_S", 0.1)
+    monkeypatch.setattr("trajpack.agent.sandbox.sandbox._END_S", 0.1)
     with (
         Sandbox(SandboxLimits(wall_s=0.2)) as sandbox,
         pytest.raises(SandboxError, match=r"was killed and has not ended in 0.1 s"),

@@ -24,7 +24,7 @@ from tests.agent.sandbox.sandbox_cases import (
     start_as,
 )
 from tests.agent.sandbox.sandbox_escapes import DEADLY, PRELUDE, STATEMENTS
-from trajpack.agent.sandbox import filter as sandbox_filter
+from trajpack.agent.sandbox import restrictions
 
 pytestmark = pytest.mark.attack
 SEED = 14
@@ -103,8 +103,8 @@ def test_every_system_call_but_those_of_the_list_fails(
 ) -> None:
     """Each number, with -1 for all arguments. Any answer but the filter's own error is too much."""
     require_x86_64()
-    allowed = {int(number) for number in re.findall(r":(\d+):", sandbox_filter._ALLOWED)}
-    allowed |= {numbers[0] or 0 for numbers in sandbox_filter._NUMBERS.values()}
+    allowed = {int(number) for number in re.findall(r":(\d+):", restrictions._ALLOWED)}
+    allowed |= {rule[0] for rule in restrictions._RULES.values()}
     code = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)

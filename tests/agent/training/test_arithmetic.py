@@ -9,10 +9,10 @@ import pytest
 
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
+from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.protocols import GenerationOutput, Observation, Prompt, Reply, SamplingParams
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
-    build_arithmetic_model,
     encode_question,
     lazy_demonstrations,
 )

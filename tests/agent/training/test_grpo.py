@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,11 @@ from trajpack.agent.training.grpo import (
     Training,
     check_logprobs,
     pack_episodes,
-    record_step,
+    shares,
 )
 from trajpack.agent.training.policy_trainer import StepOutcome
-from trajpack.agent.training.report import rise
 from trajpack.agent.training.settings import TrainSettings
+from trajpack.commands.train import rise
 
 torch.set_num_threads(1)
 SMALL = TrainSettings(num_steps=3, num_prompts=2, group_size=4, warm_up_steps=2)
@@ -121,17 +122,12 @@ def test_a_trainer_that_disagrees_with_the_engine_is_caught(
         ("warm_up_steps", 0, "from 1 to 10,000"),
         ("capacity", 127, "from 128 to 1,000,000"),
         ("seed", -1, "from 0 to 4,294,967,295"),
+        *(("learning_rate", rate, "positive") for rate in (0.0, -1.0, math.nan, math.inf)),
     ],
 )
-def test_settings_out_of_range_are_refused(name: str, value: int, limits: str) -> None:
+def test_settings_out_of_range_are_refused(name: str, value: float, limits: str) -> None:
     with pytest.raises(SetupError, match=f"{name} must be {limits}, got {value:,}"):
         replace(SMALL, **{name: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_learning_rate_out_of_range_is_refused(rate: float) -> None:
-    with pytest.raises(SetupError, match="learning_rate must be positive"):
-        replace(SMALL, learning_rate=rate)
 
 
 def episode(prompt: str, sample: int, *rewards: float) -> EpisodeResult:
@@ -169,11 +165,7 @@ def test_a_batch_is_credited_and_recorded_group_by_group() -> None:
     assert of_turns[-2:].tolist() == [0.0, 0.0]
     expected = pack_episodes(episodes).with_advantages(GRPO()).advantages
     assert batch.advantages.equal(expected)  # type: ignore[arg-type]
-    record = record_step(4, episodes, batch, outcome(), 2.0)
-    assert record.solved == 3 / 4
-    assert record.success == 3 / 7
-    assert record.reward == pytest.approx((0 - 3 + 1 + 1) / 4)
-    assert (record.num_generated, record.tokens_per_s) == (14, 7.0)
+    assert shares(episodes) == (3 / 7, 3 / 4, pytest.approx((0 - 3 + 1 + 1) / 4))
 
 
 def outcome(**values: Any) -> StepOutcome:

@@ -11,7 +11,8 @@ import torch
 
 from tests.packing.isolation.tiny_models import tiny_model
 from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
-from trajpack.agent.training.arithmetic import build_arithmetic_model, lazy_demonstrations
+from trajpack.agent.models.tiny_model import build_arithmetic_model
+from trajpack.agent.training.arithmetic import lazy_demonstrations
 from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs, warm_up
 
 torch.set_num_threads(1)

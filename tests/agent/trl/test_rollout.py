@@ -19,8 +19,7 @@ from trajpack.agent.errors import EpisodeError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import SamplingParams
 from trajpack.agent.runner.runner import EpisodeResult
-from trajpack.agent.trl.rollout import TRLRollout, episode_reward
-from trajpack.agent.trl.rows import trl_dataset_rows
+from trajpack.agent.trl.rollout import TRLRollout, episode_reward, trl_dataset_rows
 from trajpack.packing.adapters.trl import to_grpo_inputs
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from trajpack.agent.environments.questions import Question
-from trajpack.agent.trl.rollout import episode_reward
-from trajpack.agent.trl.rows import Row, questions_by_prompt, rows_of_episodes
+from trajpack.agent.trl.rollout import Row, episode_reward, questions_by_prompt, rows_of_episodes
 from trajpack.packing.types import Trajectory, Turn
 from trajpack.testing import trajectory_lists
 

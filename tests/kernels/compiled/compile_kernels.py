@@ -1,9 +1,9 @@
-"""Compile and launch the kernels without a GPU; print what was measured as JSON.
+"""Compiles and launches the kernels without a GPU; prints its measurements as JSON.
 
-A program of its own, since Triton decides between its interpreter and its compiler when a
-kernel is decorated, and since there is one Triton to a process. The launchers of trajpack run
-unchanged on CPU tensors: a driver that only records stands in for the GPU's, so Triton
-specialises and compiles exactly what it would there.
+It runs in a process of its own: Triton decides between its interpreter and its compiler when a
+kernel is decorated, and a process has one Triton. The launchers of trajpack run unchanged on CPU
+tensors. A driver that only records replaces the GPU's, so Triton specialises and compiles exactly
+as it would there.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from compile_credit import launches_of_every_scan
-from compile_machine_code import measure
-from compile_recorder import recording
-from compile_sizes import variants_of_sizes
-from compile_variants import (
+from compile_launches import (
     Launches,
     demanding_launches,
+    launches_of_every_scan,
     launches_of_every_variant,
     launches_of_planted,
 )
+from compile_machine_code import measure
+from compile_recorder import recording
+from compile_sizes import variants_of_sizes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -46,13 +46,10 @@ KERNEL_OF = {
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 
 
-def measure_variants(
-    device: int, target: GPUTarget, launches_of_variants: Callable[..., Launches]
-) -> list[dict[str, Any]]:
+def measure_variants(device: int, target: GPUTarget, launches: Launches) -> list[dict[str, Any]]:
     """Measure variants for one target; ``device`` keeps it apart from other targets."""
     labels, kernels = [], []
     with recording(target, device) as recorder:
-        launches = [*launches_of_variants(), *launches_of_planted(target.backend)]
         for inputs, launch in launches:
             before = {id(variant) for variant in recorder.variants()}
             launch()
@@ -174,21 +171,20 @@ def some_scans(target: GPUTarget) -> Launches:
 def main(variants: str, *targets: str) -> None:
     """Measure ``every`` variant or the ``demanding`` ones for some of the targets.
 
-    What is launched, and how often, is measured beside sm_90. Or measure all the ``scans`` that
-    there are, or ``some_scans``, and nothing else.
+    What is launched, and how often, is measured beside sm_90, as are some scans if ``every``
+    variant is. Or measure all ``scans`` for one target, and nothing else.
     """
-    launches = {"every": launches_of_every_variant, "demanding": demanding_launches}.get(variants)
     asked = [pair for pair in enumerate(TARGETS) if str(pair[1].arch) in targets]
-    if launches is None:
+    if variants == "scans":
         ((device, target),) = asked
-        given = {"scans": launches_of_every_scan, "some_scans": partial(some_scans, target)}
-        print(json.dumps({"variants": measure_variants(device, target, given[variants])}))  # noqa: T201
+        found = measure_variants(device, target, launches_of_every_scan())
+        print(json.dumps({"variants": found}))  # noqa: T201
         return
-    measured = {
-        "triton": triton.__version__,
-        "refusal": refusal(),  # asked for before a driver stands in
-        "variants": [v for pair in asked for v in measure_variants(*pair, launches)],
-    }
+    launches = {"every": launches_of_every_variant, "demanding": demanding_launches}[variants]
+    measured: dict[str, Any] = {"triton": triton.__version__, "refusal": refusal(), "variants": []}
+    for device, target in asked:
+        planned = chain(launches(), launches_of_planted(target.backend))
+        measured["variants"] += measure_variants(device, target, planned)
     if "90" in targets:
         measured |= {
             "launches": list(measure_launches()),
@@ -197,6 +193,9 @@ def main(variants: str, *targets: str) -> None:
             "launches_on_meta": measure_launches_on_meta(launches),
             "sizes": variants_of_sizes(len(TARGETS) + 4),
         }
+        if variants == "every":
+            target = TARGETS[1]
+            measured["scans"] = measure_variants(len(TARGETS) + 5, target, some_scans(target))
     print(json.dumps(measured, indent=1))  # noqa: T201
 
 

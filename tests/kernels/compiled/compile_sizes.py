@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_planted import sized_kernel
-from compile_recorder import recording
+from compile_recorder import recording, sized_kernel
 from triton.backends.compiler import GPUTarget
 
 from trajpack import (
@@ -36,8 +35,8 @@ from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
+from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
-from trajpack.kernels.rearrange.token_rows import Rows
 from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward

@@ -1,174 +1,130 @@
-"""What the compiler makes of every kernel variant, and of some scans (see `test_scan_spills`).
+"""Compiled code of every kernel variant: registers, spills, atomics, shuffles and barriers.
 
-The interpreter sees neither the width of a memory access nor registers, so this looks at the
-machine code: SASS for NVIDIA, the assembly for AMD. Every test runs once for each version of
-Triton; what holds for one kernel alone is in `test_compiled_copies` and `test_compiled_returns`.
+The interpreter sees neither the width of a memory access nor registers, so these tests look at the
+machine code: SASS for NVIDIA, the assembly for AMD. Every test runs once for each build of
+`tests.kernels.conftest.BUILDS`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import pytest
 
-TARGETS = ("80", "90", "gfx942")
-REGISTERS = {
-    ("build_kernel", "80"): 48,  # five blocks of 256 threads share the 65,536 registers
-    ("build_kernel", "90"): 48,
-    ("build_kernel", "gfx942"): 64,  # eight waves share the 512 registers of a SIMD lane
-    ("gather_fields_kernel", "80"): 32,  # eight blocks of 256 threads: all that an SM holds
-    ("gather_fields_kernel", "90"): 32,
-    ("gather_fields_kernel", "gfx942"): 64,
-    ("select_tokens_kernel", "80"): 40,  # six blocks of 256 threads
-    ("select_tokens_kernel", "90"): 40,
-    ("select_tokens_kernel", "gfx942"): 64,
-    ("gather_words_kernel", "80"): 56,  # nine blocks of 128 threads
-    ("gather_words_kernel", "90"): 56,
-    ("gather_words_kernel", "gfx942"): 64,
-    ("pad_kernel", "80"): 96,  # five blocks of 128 threads, for rows of odd bytes
-    ("pad_kernel", "90"): 96,
-    ("pad_kernel", "gfx942"): 128,
-    ("unpad_kernel", "80"): 128,  # four blocks
-    ("unpad_kernel", "90"): 128,
-    ("unpad_kernel", "gfx942"): 168,  # three waves
-    ("walk_kernel", "80"): 96,  # five blocks of 128 threads; ptxas is held to it
-    ("walk_kernel", "90"): 96,
-    ("walk_kernel", "gfx942"): 128,  # four waves
-    ("block_steps_kernel", "80"): 80,  # six blocks
-    ("block_steps_kernel", "90"): 80,
-    ("block_steps_kernel", "gfx942"): 96,
-    ("block_states_kernel", "80"): 96,
-    ("block_states_kernel", "90"): 96,
-    ("block_states_kernel", "gfx942"): 112,
-    ("group_advantages_kernel", "80"): 128,  # two blocks of 256 threads; ptxas is held to it
-    ("group_advantages_kernel", "90"): 128,
-    ("group_advantages_kernel", "gfx942"): 72,
-    ("segment_reduce_kernel", "80"): 40,
-    ("segment_reduce_kernel", "90"): 40,
-    ("segment_reduce_kernel", "gfx942"): 64,
-    ("chunk_partials_kernel", "80"): 40,
-    ("chunk_partials_kernel", "90"): 40,
-    ("chunk_partials_kernel", "gfx942"): 64,
-    ("chunk_fold_kernel", "80"): 40,
-    ("chunk_fold_kernel", "90"): 40,
-    ("chunk_fold_kernel", "gfx942"): 64,
-    ("chunk_moments_kernel", "80"): 112,  # two blocks of 256 threads
-    ("chunk_moments_kernel", "90"): 112,
-    ("chunk_moments_kernel", "gfx942"): 128,
-    ("merge_chunks_kernel", "80"): 112,
-    ("merge_chunks_kernel", "90"): 112,
-    ("merge_chunks_kernel", "gfx942"): 128,
-    ("whiten_kernel", "80"): 112,
-    ("whiten_kernel", "90"): 112,
-    ("whiten_kernel", "gfx942"): 128,
-    ("whiten_by_sums_kernel", "80"): 112,
-    ("whiten_by_sums_kernel", "90"): 112,
-    ("whiten_by_sums_kernel", "gfx942"): 128,
-    ("spread_kernel", "80"): 128,  # two blocks of 256 threads
-    ("spread_kernel", "90"): 128,
-    ("spread_kernel", "gfx942"): 128,
-    ("scores_kernel", "80"): 64,
-    ("scores_kernel", "90"): 64,
-    ("scores_kernel", "gfx942"): 64,
-}
-MORE_REGISTERS = {("3.6.0", "build_kernel", "gfx942"): 72}
-"""Where one version takes more: past 2 GiB, seven waves instead of eight."""
+from tests.kernels.conftest import builds
 
+Variant = dict[str, Any]
+
+
+class Bounds(NamedTuple):
+    """Bounds of a kernel's compiled code."""
+
+    variants: int
+    """Number of variants for an NVIDIA target; twice as many for gfx942, past 2 GiB too."""
+    registers: int
+    """Most registers of a thread on sm_80 and sm_90."""
+    registers_of_amd: int
+
+
+KERNELS = {
+    "build_kernel": Bounds(2, 48, 64),  # five blocks of 256 threads; eight waves
+    "gather_fields_kernel": Bounds(12, 32, 64),  # eight blocks of 256 threads: an SM is full
+    "select_tokens_kernel": Bounds(6, 40, 64),  # six blocks of 256 threads
+    "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
+    "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
+    "unpad_kernel": Bounds(15, 128, 168),  # four blocks; three waves
+    "walk_kernel": Bounds(10, 96, 128),  # five blocks of 128 threads, limited; four waves
+    "block_steps_kernel": Bounds(10, 80, 96),  # six blocks
+    "block_states_kernel": Bounds(10, 96, 112),
+    "group_advantages_kernel": Bounds(7, 128, 72),  # two blocks of 256 threads, limited
+    "segment_reduce_kernel": Bounds(6, 40, 64),  # twelve blocks of 128 threads; eight waves
+    "chunk_partials_kernel": Bounds(2, 40, 64),
+    "chunk_fold_kernel": Bounds(2, 40, 64),
+    "chunk_moments_kernel": Bounds(2, 112, 128),  # two blocks of 256 threads; four waves
+    "merge_chunks_kernel": Bounds(1, 112, 128),
+    "whiten_kernel": Bounds(2, 112, 128),
+    "whiten_by_sums_kernel": Bounds(2, 112, 128),
+    "spread_kernel": Bounds(3, 128, 128),  # two blocks of 256 threads
+    "scores_kernel": Bounds(1, 40, 40),  # an SM is full
+}
+"""An SM has 65,536 registers; a SIMD of gfx942 has 512 per lane."""
+MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}
+"""Kernels that need more with one version: past 2 GiB, seven waves instead of eight."""
 MOST_SCALARS_SPILLED = {"walk_kernel": 24, "block_steps_kernel": 24, "block_states_kernel": 24}
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")
 COPIES += ("unpad_kernel", "select_tokens_kernel")
-SHUFFLES_OF_A_SEARCH = {"80": 1, "90": 1, "gfx942": 6}
-"""CUDA adds within a warp in one instruction, then up two warps; a wave takes six halvings."""
-BARRIERS_OF_A_SEARCH = {"80": 3, "90": 3, "gfx942": 0}
-"""Its 64 lanes are two warps, who meet in shared memory, or one wave."""
 BARRIERS_OF_LAYOUTS = {("build_kernel", 2): 6, ("gather_fields_kernel", 8): 2}
 BARRIERS_OF_LAYOUTS |= {("select_tokens_kernel", 2): 4, ("select_tokens_kernel", 10): 6}
-"""By searches, what passes tokens from one layout to another through shared memory, in all."""
-Variant = dict[str, Any]
+"""Barriers that move tokens between layouts through shared memory, by kernel and searches."""
 
 
 def searches_of(variant: Variant) -> int:
-    """Return how many searches a copy kernel's code has: all that its lanes do together."""
+    """Return the number of searches in a copy kernel's code; its lanes search together."""
     fields = variant["inputs"].count(" x ")
     searches = {"build_kernel": 2, "gather_fields_kernel": 2 * fields, "gather_words_kernel": 1}
     searches["select_tokens_kernel"] = 2 * fields + 2 * variant["inputs"].startswith("own")
     return (searches | {"pad_kernel": 0, "unpad_kernel": 2})[variant["kernel"]]
 
 
-@pytest.fixture(params=REGISTERS, ids="-".join)
-def variants(request: pytest.FixtureRequest, compiled: Any) -> list[Variant]:
-    """All variants of one kernel for one target."""
-    return list(compiled.variants(*request.param))
+def shuffles_of_a_search(compiled: Any) -> int:
+    """CUDA adds within a warp in one instruction, then over two warps; a wave halves six times."""
+    return 1 if compiled.is_nvidia else 6
 
 
 def test_the_version_of_triton_is_the_one_asked_for(compiled: Any) -> None:
     assert compiled["triton"] == compiled.version
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_is_compiled(compiled: Any, target: str) -> None:
-    """A kernel that nobody listed here would go without assertions."""
-    measured = [v for v in compiled["variants"] if v["inputs"] != "planted"]
-    kernels = {v["kernel"] for v in measured if v["target"] == target}
-    assert kernels == {kernel for kernel, of in REGISTERS if of == target}
+def test_every_kernel_and_every_variant_is_compiled(compiled: Any) -> None:
+    """A kernel without bounds would go without assertions."""
+    found = Counter(v["kernel"] for v in compiled.all if v["inputs"] != "planted")
+    assert found.keys() == KERNELS.keys()
+    inputs = [(v["kernel"], v["inputs"]) for v in compiled.all if v["inputs"] != "planted"]
+    assert len(inputs) == len(set(inputs))
+    if compiled.is_complete:
+        per_label = 1 if compiled.is_nvidia else 2
+        assert found == {name: per_label * bounds.variants for name, bounds in KERNELS.items()}
 
 
-def test_no_thread_spills_or_has_a_stack(variants: list[Variant]) -> None:
-    for variant in variants:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_thread_keeps_to_its_registers_and_adds_nothing_atomically(
+    compiled: Any, kernel: str
+) -> None:
+    _, nvidia, amd = KERNELS[kernel]
+    most = nvidia if compiled.is_nvidia else amd
+    most = MORE_REGISTERS.get((compiled.version, compiled.target, kernel), most)
+    for variant in compiled.variants(kernel):
+        assert 0 < variant["registers"] <= most, variant
         memory = dict(variant["memory_of_a_thread"])
-        scalars = MOST_SCALARS_SPILLED.get(variant["kernel"], 0)
-        assert memory.pop("sgpr_spill_count", 0) <= scalars, variant
+        assert memory.pop("sgpr_spill_count", 0) <= MOST_SCALARS_SPILLED.get(kernel, 0), variant
         assert set(memory.values()) == {0}, variant
-
-
-def test_registers_stay_under_the_ceiling(compiled: Any, variants: list[Variant]) -> None:
-    for variant in variants:
-        kernel = variant["kernel"], variant["target"]
-        ceiling = MORE_REGISTERS.get((compiled.version, *kernel), REGISTERS[kernel])
-        assert 0 < variant["registers"] <= ceiling, variant
-
-
-def test_nothing_is_added_atomically(variants: list[Variant]) -> None:
-    for variant in variants:
         assert variant["atomics"] == 0, variant
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", COPIES)
-def test_copies_hand_nothing_from_lane_to_lane_but_in_searches(
-    compiled: Any, kernel: str, target: str
-) -> None:
+def test_lanes_of_a_copy_communicate_in_searches_alone(compiled: Any, kernel: str) -> None:
     """A shuffle for each token would be four or more beside those of the searches."""
-    for variant in compiled.variants(kernel, target):
+    for variant in compiled.variants(kernel):
         searches = searches_of(variant)
-        most = searches * SHUFFLES_OF_A_SEARCH[target]
-        again = target != "gfx942" and searches > 0  # 3.9 shares the first search's sum twice
+        most = searches * shuffles_of_a_search(compiled)
+        again = compiled.is_nvidia and searches > 0  # 3.9 shares the first search's sum twice
         assert most <= variant["shuffles"] <= most + again, variant
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kernel", COPIES)
-def test_warps_of_a_copy_hardly_wait_for_each_other(
-    compiled: Any, kernel: str, target: str
-) -> None:
-    for variant in compiled.variants(kernel, target):
-        searches = searches_of(variant)
-        layouts = BARRIERS_OF_LAYOUTS.get((kernel, searches), 0)
-        most = searches * BARRIERS_OF_A_SEARCH[target] + layouts
+        # the 64 lanes of a search are two warps, which share memory, or one wave
+        most = searches * 3 * compiled.is_nvidia + BARRIERS_OF_LAYOUTS.get((kernel, searches), 0)
         assert variant["barriers"] <= most, variant
 
 
-@pytest.mark.parametrize("target", ["80", "90"])
-def test_a_spill_would_be_noticed(compiled: Any, target: str) -> None:
-    (planted,) = compiled.variants("crowded_kernel", target)
+@builds("80", "90")
+def test_a_spill_would_be_noticed(compiled: Any) -> None:
+    (planted,) = compiled.variants("crowded_kernel")
     assert planted["memory_of_a_thread"]["spills"] > 0
     assert max(planted["memory_of_a_thread"]["stack"], planted["memory_of_a_thread"]["local"]) > 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_shuffles_and_barriers_would_be_noticed(compiled: Any, target: str) -> None:
-    (planted,) = compiled.variants("shuffled_kernel", target)
-    assert planted["shuffles"] > SHUFFLES_OF_A_SEARCH[target]
+def test_shuffles_and_barriers_would_be_noticed(compiled: Any) -> None:
+    (planted,) = compiled.variants("shuffled_kernel")
+    assert planted["shuffles"] > shuffles_of_a_search(compiled)
     assert planted["barriers"] > 0

@@ -1,4 +1,4 @@
-"""Ages of tokens, and what is kept of them, one token at a time."""
+"""Ages of tokens, masks and weights by age, one token at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from trajpack.kernels.corrections.staleness import policy_age, staleness_mask, staleness_weights
-from trajpack.testing import assert_same_bits
 
 CURRENT = 7
 VERSIONS = torch.from_numpy(np.random.default_rng(0).integers(-1, CURRENT + 1, 200)).int()
@@ -61,16 +60,6 @@ def test_versions_may_be_large() -> None:
     assert policy_age(versions, 2**31 - 1).tolist() == [2**31 - 1, 0, 0]
 
 
-def test_each_token_is_on_its_own() -> None:
-    order = torch.from_numpy(np.random.default_rng(1).permutation(VERSIONS.shape[0]))
-    for one in (
-        lambda versions: policy_age(versions, CURRENT),
-        lambda versions: staleness_mask(versions, CURRENT, 2),
-        lambda versions: staleness_weights(versions, CURRENT, decay=0.7),
-    ):
-        assert_same_bits(one(VERSIONS[order]), one(VERSIONS)[order])
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("num", [0, 1, 5])
 def test_shapes_alone_are_enough(num: int, device: str) -> None:
@@ -95,8 +84,8 @@ V = VERSIONS[:3]
         (ValueError, r"policy_versions must have 1 dim.*\[1, 3\]", (V[None], 7)),
         (TypeError, "current_version must be an int, got 7.0", (V, 7.0)),
         (TypeError, "current_version must be an int, got True", (V, True)),
-        (ValueError, r"current_version must be in \[0, 2³¹\), got -1", (V, -1)),
-        (ValueError, r"current_version must be in \[0, 2³¹\), got 2147483648", (V, 2**31)),
+        (ValueError, r"current_version must be in \[0, 2147483647\], got -1", (V, -1)),
+        (ValueError, r"current_version must be in \[0, 2147483647\], got 2147483648", (V, 2**31)),
         (TypeError, "current_version must be int32 or int64, got float32", (V, torch.tensor(7.0))),
         (ValueError, "current_version must have 0 dim", (V, torch.tensor([7]))),
         (ValueError, "current_version is on meta but", (V, torch.tensor(7, device="meta"))),
@@ -121,5 +110,7 @@ def test_a_wrong_limit_is_named() -> None:
     with pytest.raises(TypeError, match=r"^staleness_weights: decay must be a number, got None"):
         staleness_weights(V, 7, decay=None)  # type: ignore[arg-type]
     for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=r"decay must be in \[0, 1\], got"):
+        with pytest.raises(
+            ValueError, match=r"decay must be (in \[0, 1\]|a number that is not NaN), got"
+        ):
             staleness_weights(V, 7, decay=decay)

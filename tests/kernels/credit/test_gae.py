@@ -1,4 +1,4 @@
-"""`gae` against loops that other systems would recognise, a dense matrix, and their own outputs."""
+"""`gae` and `td_lambda` against loops, a dense matrix, a Jacobian and other systems."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.kernels.credit.token_loops import (
     gae_of,
     small_blocks,
 )
-from trajpack.kernels.credit.gae import gae
+from trajpack.kernels.credit.gae import gae, td_lambda
 from trajpack.testing import assert_same_bits, boundaries
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
@@ -51,25 +52,6 @@ def test_it_is_what_the_loop_says(observation: Any, dtype: torch.dtype, impl: An
         estimated(batch, observation, impl), gae_of(batch, observation), strict=True
     ):
         assert_rounds(actual, exact)
-
-
-def test_observations_differ_where_they_should() -> None:
-    """So that no two names of the loops, nor of the op, can have been mixed up."""
-    batch = batch_of(MASKS)
-    results = [torch.cat(estimated(batch, name, "torch")) for name in OBSERVATIONS]
-    for index, one in enumerate(results):
-        for other in results[:index]:
-            assert not torch.allclose(one, other)
-
-
-@pytest.mark.parametrize("observation", ["carry", "carry_drop", "compact"])
-def test_they_agree_where_rewards_are_on_generated_tokens(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    batch = batch._replace(rewards=batch.rewards * batch.loss_mask)
-    for actual, expected in zip(
-        estimated(batch, observation, impl), estimated(batch, "carry", impl), strict=True
-    ):
-        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
@@ -123,25 +105,6 @@ def test_it_gives_what_other_systems_give(observation: Any, impl: Any) -> None:
     assert checked == (24 if impl == "torch" else 10)
 
 
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_nothing_is_given_to_what_was_not_generated(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    for rows in estimated(batch, observation, impl):
-        assert_same_bits(rows[~batch.loss_mask], torch.zeros(int((~batch.loss_mask).sum())))
-        assert rows[batch.loss_mask].all()
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 1, 0]])
-def test_short_sequences_work(lengths: list[int], observation: Any, impl: Any) -> None:
-    batch = batch_of(["g" * length for length in lengths])
-    advantages, returns = estimated(batch, observation, impl)
-    following = batch.gammas * batch.bootstrap.double()
-    exact = (batch.rewards + following[torch.tensor(lengths) == 1]).numpy()
-    assert_rounds(returns, exact)
-    assert_rounds(advantages, exact - batch.values.double().numpy())
-
-
 @pytest.mark.parametrize(
     ("observation", "advantages", "returns"),
     [
@@ -160,37 +123,6 @@ def test_a_reward_on_an_observation_goes_where_the_name_says(
         loss_mask=torch.tensor([True, False, True, False]), observation=observation, impl=impl,
     )  # fmt: skip
     assert [rows.tolist() for rows in result] == [advantages, returns]
-
-
-@pytest.mark.parametrize("observation", ["carry", "carry_drop", "compact"])
-def test_a_reward_before_all_that_was_generated_belongs_to_nobody(
-    observation: Any, impl: Any
-) -> None:
-    batch = batch_of(["..gg", "gg", "..."])
-    without = batch.rewards.clone()
-    without[torch.tensor([0, 1, 6, 7, 8])] = 0.0
-    for actual, expected in zip(
-        estimated(batch, observation, impl),
-        estimated(batch._replace(rewards=without), observation, impl),
-        strict=True,
-    ):
-        assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_no_number_leaks_into_another_sequence(observation: Any, poison: float, impl: Any) -> None:
-    batch = batch_of(["gg..g", "g.gg.", "..ggg."])
-    expected = estimated(batch, observation, impl)
-    for rows, name in ((batch.rewards, "rewards"), (batch.values, "values")):
-        spoilt = rows.clone()
-        spoilt[5:10] = poison
-        for actual, clean in zip(
-            estimated(batch._replace(**{name: spoilt}), observation, impl), expected, strict=True
-        ):
-            assert_same_bits(actual[:5], clean[:5])
-            assert_same_bits(actual[10:], clean[10:])
 
 
 @pytest.mark.parametrize("observation", OF_OTHERS)
@@ -249,3 +181,85 @@ def test_a_long_sequence_loses_no_precision(length: int, lam: float, impl: Any) 
     assert (error / np.abs(exact)).max() < 1e-5
     assert (error <= np.spacing(np.abs(exact).astype(np.float32)) + 1e-10).all()
     assert_rounds(rows[1], exact + batch.values.double().numpy(), magnitude=1000.0)
+
+
+def test_td_lambda_is_its_own_recurrence(impl: Any) -> None:
+    batch = batch_of(["g" * 20, "", "g", "ggg"])
+    exact = []
+    for walk in batch.walks():
+        target = following = walk.bootstrap
+        targets = []
+        for reward, value in zip(walk.rewards[::-1], walk.values[::-1], strict=True):
+            target = reward + walk.gamma * ((1 - walk.lam) * following + walk.lam * target)
+            following = value
+            targets.append(target)
+        exact += targets[::-1]
+    actual = td_lambda(batch.rewards, batch.values, batch.cu_seqlens, impl=impl, **batch.options())
+    assert_rounds(actual, np.array(exact))
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_td_lambda_is_the_returns_of_gae(observation: Any) -> None:
+    batch = batch_of(MASKS)
+    options = batch.options() | {"observation": observation}
+    actual = td_lambda(batch.rewards, batch.values, batch.cu_seqlens, **options)
+    assert_same_bits(actual, estimated(batch, observation, "auto")[1])
+
+
+"""The gradient of `gae` with respect to rewards, against the transpose of its Jacobian."""
+
+GRADIENT_MASKS = ("..gg..g.", "g", "", "...", "gg.g", ".g", "gggggggggg")
+
+
+def jacobians(batch: Batch, observation: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return what each unit of reward adds to advantages and returns; they are linear in it."""
+    num = len(batch.rewards)
+    still = batch._replace(values=batch.values * 0, bootstrap=batch.bootstrap * 0)
+    columns = [
+        gae_of(still._replace(rewards=unit), observation)
+        for unit in torch.eye(num, dtype=torch.float64)
+    ]
+    advantages, returns = zip(*columns, strict=True)
+    return np.array(advantages).T, np.array(returns).T
+
+
+@cache
+def jacobians_of_masks(observation: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    return jacobians(batch_of(GRADIENT_MASKS, dtype=dtype), observation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_the_gradient_is_the_transpose(observation: Any, dtype: torch.dtype, impl: Any) -> None:
+    batch = batch_of(GRADIENT_MASKS, dtype=dtype)
+    inputs = batch.values, batch.cu_seqlens
+    given = torch.from_numpy(np.random.default_rng(1).standard_normal((2, len(batch.rewards))))
+    given = given.float()
+    options = batch.options() | {"observation": observation, "impl": impl}
+    of_each = [
+        rows.T @ weights.double().numpy()
+        for rows, weights in zip(jacobians_of_masks(observation, dtype), given, strict=True)
+    ]
+    rewards = batch.rewards.requires_grad_()
+    rows = gae(rewards, *inputs, **options)
+    for outputs, exact in (([0], of_each[0]), ([1], of_each[1]), ([0, 1], sum(of_each))):
+        (gradient,) = torch.autograd.grad(
+            [rows[at] for at in outputs], rewards, [given[at] for at in outputs], retain_graph=True
+        )
+        assert gradient.dtype == dtype
+        assert_rounds(gradient.float(), np.asarray(exact))
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_the_gradient_has_the_same_bits_in_any_company(observation: Any, impl: Any) -> None:
+    batch = batch_of(GRADIENT_MASKS)
+
+    def gradient_of(part: Batch) -> torch.Tensor:
+        rewards = part.rewards.clone().requires_grad_()
+        options = part.options() | {"observation": observation, "impl": impl}
+        advantages, _ = gae(rewards, part.values, part.cu_seqlens, **options)
+        return torch.autograd.grad(advantages, rewards, part.values)[0]
+
+    order = [6, 2, 4, 3, 1, 5, 0]
+    parts = gradient_of(batch).split(batch.lengths)
+    assert_same_bits(gradient_of(batch.taken(order)), torch.cat([parts[at] for at in order]))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -100,24 +99,6 @@ def test_it_is_what_torchrl_has(impl: Any) -> None:
         torch.testing.assert_close(rows.double(), other[:, 0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_nothing_is_given_to_what_was_not_generated(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    for rows in traced(batch, impl, observation=observation):
-        assert_same_bits(rows[~batch.loss_mask], torch.zeros(int((~batch.loss_mask).sum())))
-
-
-@pytest.mark.parametrize("lengths", [[], [0], [0, 1, 0]])
-def test_short_sequences_work(lengths: list[int], impl: Any) -> None:
-    batch = batch_of(["g" * length for length in lengths])
-    advantages, targets = traced(batch, impl)
-    ratio = (batch.logprobs.double() - batch.rollout_logprobs).exp().clamp(max=1).numpy()
-    following = (batch.gammas * batch.bootstrap)[torch.tensor(lengths) == 1]
-    exact = ratio * (batch.rewards.double() + following - batch.values).numpy()
-    assert_rounds(advantages, exact)
-    assert_rounds(targets, batch.values.double().numpy() + exact)
-
-
 @pytest.mark.parametrize("observation", ["carry", "carry_drop", "compact", "multiply"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_nothing_known_of_an_observation_counts(observation: Any, impl: Any) -> None:
@@ -135,33 +116,6 @@ def test_nothing_known_of_an_observation_counts(observation: Any, impl: Any) -> 
         strict=True,
     ):
         assert_same_bits(rows, clean)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("name", ["rewards", "values", "logprobs"])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_no_number_leaks_into_another_sequence(observation: Any, name: str, impl: Any) -> None:
-    batch = batch_of(["gg..g", "g.gg.", "..ggg."])
-    spoilt = getattr(batch, name).clone()
-    spoilt[5:10] = math.nan
-    for rows, clean in zip(
-        traced(batch._replace(**{name: spoilt}), impl, observation=observation),
-        traced(batch, impl, observation=observation),
-        strict=True,
-    ):
-        assert_same_bits(rows[:5], clean[:5])
-        assert_same_bits(rows[10:], clean[10:])
-
-
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_a_sequence_has_the_same_bits_in_any_company(observation: Any, impl: Any) -> None:
-    batch = batch_of(MASKS)
-    order = np.random.default_rng(0).permutation(len(MASKS)).tolist()
-    together = traced(batch, impl, observation=observation)
-    shuffled = traced(batch.taken(order), impl, observation=observation)
-    for rows, other in zip(together, shuffled, strict=True):
-        parts = rows.split(batch.lengths)
-        assert_same_bits(other, torch.cat([parts[at] for at in order]))
 
 
 def test_it_has_no_gradient() -> None:

@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 
-from trajpack.kernels.fields.build import FIELD_DTYPES
-from trajpack.kernels.fields.host_memory import HostMemory
+from trajpack.kernels.fields.build import FIELD_DTYPES, HostMemory
 
 
 def addresses(fields):

@@ -53,7 +53,7 @@ def above_baseline(r: Array, baseline: str, lengths: Array | None) -> Array:
     if baseline == "leave_one_out":
         return np.array([r[i] - np.delete(r, i).mean() for i in range(n)])
     if baseline == "length_weighted":
-        return r - np.average(r, weights=lengths)
+        return r - np.average(r, weights=lengths if np.any(lengths) else None)
     if baseline == "second_best":
         above = np.zeros(n)
         above[r.argmax()] = r.max() - np.sort(r)[-2]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.kernels.conftest import builds
 from tests.kernels.credit.test_credit_launches import torch_ops, unexecuted
 from tests.kernels.test_launches import VIEWS, RecordedOps
 from tests.packing.micro_batches.micro_batch_loops import ALIGNMENTS, of_the_loss, some_batch
@@ -100,6 +101,7 @@ def test_the_kernel_is_all_that_is_launched(interpreter: None) -> None:
     assert set(torch_ops(profiled)) <= {"aten::to", "aten::resolve_neg"}, "which do nothing here"
 
 
+@builds("90")
 def test_micro_batches_are_launched_with_what_they_need_and_no_more(compiled: Any) -> None:
     for case in compiled["micro_batches"]:
         tiles = [-(-tokens // 1024) for tokens in case["tokens"]]

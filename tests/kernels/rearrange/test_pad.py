@@ -15,8 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.interpreter import wrapping
 from trajpack.kernels.rearrange import pad_triton
-from trajpack.kernels.rearrange.pad import pad, pad_reference, unpad, unpad_reference
-from trajpack.kernels.rearrange.pad_host import BITS, SHORT
+from trajpack.kernels.rearrange.pad import (
+    BITS,
+    SHORT,
+    pad,
+    pad_reference,
+    unpad,
+    unpad_reference,
+)
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -78,28 +84,15 @@ def by_loop(
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_small_batch_is_padded_and_unpadded(impl: Any, side: Any) -> None:
-    packed, cu_seqlens = torch.tensor([5, 6, 7, 8]), boundaries([1, 0, 3])
-    rows = {
-        "right": [[5, -1, -1, -1], [-1, -1, -1, -1], [6, 7, 8, -1]],
-        "left": [[-1, -1, -1, 5], [-1, -1, -1, -1], [-1, 6, 7, 8]],
-    }[side]
-    padded = pad(packed, cu_seqlens, 4, value=-1, side=side, impl=impl)
-    assert padded.tolist() == rows
-    assert padded.is_contiguous()
-    assert unpad(padded, cu_seqlens, 4, side=side, impl=impl).tolist() == [5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_they_equal_a_loop_over_sequences(impl: Any, lengths: list[int], side: Any) -> None:
+    ends = boundaries(lengths)
     for rest, room in (((), 0), ((3,), 2), ((4,), 0)):
         packed = random_bits((sum(lengths), *rest), torch.float32)
         max_seqlen = max(lengths, default=0) + room
-        expected = by_loop(packed, lengths, max_seqlen, 0.5, side)
-        ends = boundaries(lengths)
         padded = pad(packed, ends, max_seqlen, value=0.5, side=side, impl=impl)
-        assert_bits(padded, expected)
+        assert_bits(padded, by_loop(packed, lengths, max_seqlen, 0.5, side))
+        assert padded.is_contiguous()
         assert_bits(unpad(padded, ends, len(packed), side=side, impl=impl), packed)
 
 
@@ -194,17 +187,13 @@ def test_inputs_at_any_address_and_of_any_stride_are_read_right(
     assert_bits(unpad(flipped, ends, 10, impl=impl), packed)
 
 
-def test_trailing_dimensions_may_be_transposed(impl: Any) -> None:
+def test_trailing_dimensions_may_be_transposed_and_numbers_conjugated(impl: Any) -> None:
     packed = random_bits((5, 3, 4), torch.int16).transpose(1, 2)
     padded = pad(packed, boundaries([2, 3]), 3, impl=impl)
     assert_bits(padded, by_loop(packed, [2, 3], 3, 0, "right"))
     assert_bits(unpad(padded.transpose(2, 3), boundaries([2, 3]), 5, impl=impl), packed.mT)
-
-
-def test_conjugates_are_padded_by_value(impl: Any) -> None:
-    packed = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    padded = pad(packed, boundaries([1, 1]), 1, impl=impl)
-    assert padded.tolist() == [[1 - 2j], [3 + 4j]]
+    conjugates = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert pad(conjugates, boundaries([1, 1]), 1, impl=impl).tolist() == [[1 - 2j], [3 + 4j]]
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -395,6 +384,9 @@ def test_the_references_read_no_value() -> None:
 
 
 X, ENDS = torch.arange(3.0), boundaries([2, 1])
+ROWS = X.expand(2, 3)
+UNPAD = {"op": "unpad"}
+"""Marks a case of `unpad`."""
 
 
 @pytest.mark.parametrize(
@@ -404,7 +396,7 @@ X, ENDS = torch.arange(3.0), boundaries([2, 1])
         (ValueError, r"packed must have at least 1 dim.*got shape \[\]", (X[0], ENDS, 2), {}),
         (TypeError, "cu_seqlens must be int32, got int64", (X, ENDS.long(), 2), {}),
         (ValueError, "cu_seqlens is on meta", (X, ENDS.to("meta"), 2), {}),
-        (TypeError, "max_seqlen must be an integer, got 2.0", (X, ENDS, 2.0), {}),
+        (TypeError, "max_seqlen must be an int, got 2.0", (X, ENDS, 2.0), {}),
         (ValueError, r"max_seqlen must be in \[0, 2147479552\], got -1", (X, ENDS, -1), {}),
         (ValueError, "max_seqlen 1, sequence 0 has 2 tokens", (X, ENDS, 1), {}),
         (ValueError, "num_tokens 3 .* from 0 to 4", (X, boundaries([4]), 4), {}),
@@ -417,27 +409,18 @@ X, ENDS = torch.arange(3.0), boundaries([2, 1])
         (TypeError, "value of int64, got 0.5", (X.long(), ENDS, 2), {"value": 0.5}),
         (ValueError, r"\[0, 255\] for uint8, got -1", (X.byte(), ENDS, 2), {"value": -1}),
         (ValueError, r"\[0, 1\] for bool, got 2", (X.bool(), ENDS, 2), {"value": 2}),
+        (TypeError, r"^unpad: padded must be a tensor, got int", (1, ENDS, 3), UNPAD),
+        (ValueError, r"padded must have at least 2 dim.*got shape \[3\]", (X, ENDS, 3), UNPAD),
+        (ValueError, r"3 entries .* shape \[2, 3\], got 2", (ROWS, ENDS[:2], 3), UNPAD),
+        (TypeError, "num_tokens must be an int, got None", (ROWS, ENDS, None), UNPAD),
+        (ValueError, "num_tokens must be in .*, got -3", (ROWS, ENDS, -3), UNPAD),
+        (ValueError, "num_tokens 4 .* from 0 to 3", (ROWS, ENDS, 4), UNPAD),
+        (ValueError, "max_seqlen 1, sequence 0 has 2", (ROWS[:, :1], ENDS, 3), UNPAD),
     ],
-)  # fmt: skip
-def test_wrong_input_of_pad_is_named(
+)
+def test_wrong_input_is_named(
     error: type[Exception], match: str, arguments: Any, options: Any
 ) -> None:
+    call = unpad if options is UNPAD else partial(pad, **options)
     with pytest.raises(error, match=match):
-        pad(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (TypeError, r"^unpad: padded must be a tensor, got int", (1, ENDS, 3)),
-        (ValueError, r"padded must have at least 2 dim.*got shape \[3\]", (X, ENDS, 3)),
-        (ValueError, r"3 entries .* shape \[2, 3\], got 2", (X.expand(2, 3), ENDS[:2], 3)),
-        (TypeError, "num_tokens must be an integer, got None", (X.expand(2, 3), ENDS, None)),
-        (ValueError, "num_tokens must be in .*, got -3", (X.expand(2, 3), ENDS, -3)),
-        (ValueError, "num_tokens 4 .* from 0 to 3", (X.expand(2, 3), ENDS, 4)),
-        (ValueError, "max_seqlen 1, sequence 0 has 2", (X.expand(2, 3)[:, :1], ENDS, 3)),
-    ],
-)  # fmt: skip
-def test_wrong_input_of_unpad_is_named(error: type[Exception], match: str, arguments: Any) -> None:
-    with pytest.raises(error, match=match):
-        unpad(*arguments)
+        call(*arguments)

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from trajpack.kernels import validation
 from trajpack.kernels.rearrange import select_tokens_triton
-from trajpack.kernels.rearrange.merge_tokens import merge_tokens
-from trajpack.kernels.rearrange.select_tokens import Segment, select_reference, select_tokens
+from trajpack.kernels.rearrange.segments import Segment
+from trajpack.kernels.rearrange.select_tokens import merge_tokens, select_reference, select_tokens
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -200,7 +200,7 @@ X = torch.arange(3)
         (ValueError, "table is on cpu but the other", ([X.to("meta")], T, 3, [0])),
         (ValueError, "fills must be 1, one of each source", ([X], T, 3, [])),
         (ValueError, r"num_tokens must be in \[0, 2147482624\], got -1", ([X], T, -1, [0])),
-        (ValueError, "positions must be 'continue' or 'zero', got 'x'", ([X], T, 3, [0], "x")),
+        (ValueError, "positions must be one of 'continue', 'zero', got 'x'", ([X], T, 3, [0], "x")),
         (ValueError, "must go from 0 to num_tokens 4 and never", ([X], T, 4, [0])),
         (ValueError, "take tokens from 0 to 2, they take some from 0 to 3", ([X[1:]], T, 3, [0])),
         (ValueError, "no segment may take fewer than 0 tokens", ([X], MORE, 3, [0])),

@@ -1,7 +1,8 @@
-"""Whitening: its meaning, batches of little or no variance, laws, sums of several ranks."""
+"""Moments and whitening: meaning, little or no variance, laws, sums of several ranks."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -9,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
-from trajpack.kernels import moment_sums, whiten
+from trajpack.kernels import masked_moments, moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton
 from trajpack.kernels.reduce.whiten import (
     CHUNK as CHUNK_ON_HOST,
@@ -22,7 +24,6 @@ from trajpack.kernels.reduce.whiten import (
 from trajpack.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 CHUNK = whiten_triton.CHUNK
 SIZES = [0, 1, 2, 100, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77]
 
@@ -227,13 +228,6 @@ def test_near_a_variance_of_one_it_is_what_verl_computes(impl: Any) -> None:
     )
 
 
-def test_order_does_not_matter_but_to_rounding(impl: Any) -> None:
-    x, mask = batch(CHUNK + 300)
-    order = torch.from_numpy(np.random.default_rng(1).permutation(len(x)))
-    shuffled = whiten(x[order], mask[order], impl=impl)
-    assert_close(shuffled, whiten(x, mask, impl=impl)[order].numpy())
-
-
 @pytest.mark.parametrize("padding", [1, 3, CHUNK, 3 * CHUNK + 5, CHUNK_ON_HOST])
 def test_entries_appended_that_do_not_count_change_no_bit(impl: Any, padding: int) -> None:
     x, mask = batch(CHUNK + 3001)
@@ -303,3 +297,205 @@ def test_whitening_takes_two_launches_and_with_sums_one(monkeypatch: pytest.Monk
     scaling = {"ddof": 1, "eps": 0.0, "center": True}
     whiten_triton.whiten_by_sums_forward(x, mask, sums, shift=0.0, noise=0.0, **scaling)
     assert launches() == {"whiten_by_sums_kernel": 1}
+
+
+"""Moments under a mask, and the operators of moments and whitening: registered, traced, strict."""
+
+OPS = torch.ops.trajpack
+EMPTY = [0.0, 0.0, 0.0, math.inf, -math.inf]
+
+
+def by_loop(values: list[float]) -> list[float]:
+    """Return the moments of a list, summed without rounding."""
+    if not values:
+        return EMPTY
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return [len(values), mean, squares, min(values), max(values)]
+
+
+def assert_moments(actual: torch.Tensor, expected: list[float]) -> None:
+    assert actual.dtype == torch.float64
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 2, 99, CHUNK, CHUNK + 1, 2 * CHUNK + 9])
+def test_they_equal_a_loop(impl: Any, size: int, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(size)
+    x = torch.from_numpy(5 + rng.standard_normal(size)).to(dtype)
+    mask = torch.from_numpy(rng.random(size) < 0.5)
+    expected = by_loop(x[mask].double().tolist())
+    x[~mask] = float("nan")
+    assert_moments(masked_moments(x, mask, impl=impl), expected)
+    assert_moments(masked_moments_reference(x, mask), expected)
+    assert_moments(whiten_with_moments(x, mask, ddof=1, impl=impl)[1], expected)
+    for shift in (0.0, 4.5):
+        count, mean, squares = expected[:3]
+        away = mean - shift if count else 0.0
+        sums = moment_sums(x, mask, shift=shift, impl=impl)
+        assert_moments(sums, [count, count * away, squares + count * away**2])
+
+
+@given(
+    values=st.lists(st.integers(-99, 99).map(float) | st.just(float("nan")), max_size=40),
+    ones=st.integers(0, 2**40 - 1),
+)
+@settings(max_examples=30)
+def test_they_equal_a_loop_for_any_mask(impl: Any, values: list[float], ones: int) -> None:
+    mask = [bool(ones >> i & 1) and not math.isnan(v) for i, v in enumerate(values)]
+    x, counts = torch.tensor(values), torch.tensor(mask, dtype=torch.bool)
+    counted = [value for value, counts in zip(values, mask, strict=True) if counts]
+    assert_moments(masked_moments(x, counts, impl=impl), by_loop(counted))
+
+
+@pytest.mark.parametrize("mean", [1e4, -1e9])
+def test_a_large_mean_costs_little_precision(impl: Any, mean: float) -> None:
+    x = mean + torch.from_numpy(np.random.default_rng(0).standard_normal(CHUNK + 700))
+    mask = torch.ones(len(x), dtype=torch.bool)
+    squares = masked_moments(x, mask, impl=impl)[2].item()
+    assert squares == pytest.approx(by_loop(x.tolist())[2], rel=1e-16 * abs(mean) * 4)
+
+
+def test_equal_entries_have_no_deviation_and_their_own_mean(impl: Any) -> None:
+    x = torch.full((CHUNK + 333,), 0.1)
+    mask = torch.ones(len(x), dtype=torch.bool)
+    value = x[0].item()
+    moments = masked_moments(x, mask, impl=impl)
+    assert moments.tolist() == [len(x), value, 0.0, value, value]
+    assert masked_moments_reference(x, mask).tolist() == moments.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_counted_nan_shows_everywhere_but_in_the_count(impl: Any) -> None:
+    x, mask = torch.arange(9.0), torch.ones(9, dtype=torch.bool)
+    x[4] = float("nan")
+    for moments in (masked_moments(x, mask, impl=impl), masked_moments_reference(x, mask)):
+        assert moments[0] == 9
+        assert moments[1:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> None:
+    x, mask = torch.arange(9, dtype=dtype), torch.arange(9) % 3 > 0
+    sums = moment_sums(x, mask)
+    torch.library.opcheck(OPS.masked_moments.default, (x, mask, 0.5, impl))
+    torch.library.opcheck(OPS.whiten.default, (x, mask, None, 0.0, 1, 0.0, True, impl))
+    torch.library.opcheck(OPS.whiten.default, (x, mask, sums, 0.5, 1, 0.0, False, impl))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_they_compile_into_one_graph(dynamic: bool) -> None:
+    def both(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        sums = moment_sums(x * 2, mask, shift=0.5)
+        return whiten(x * 2, mask, sums=sums, shift=0.5) + whiten(x, mask)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for size in (7, 12):
+        x, mask = torch.arange(size + 0.0), torch.arange(size) % 3 > 0
+        assert_same_bits(compiled(x, mask), both(x, mask))
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "triton"])
+def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
+    x = torch.empty(7, device="meta", dtype=torch.float64)
+    mask = torch.empty(7, device="meta", dtype=torch.bool)
+    sums = moment_sums(x, mask, shift=0.5, impl=impl)
+    moments = masked_moments(x, mask, impl=impl)
+    assert (sums.shape, moments.shape) == ((3,), (5,))
+    for whitened in (whiten(x, mask, impl=impl), whiten(x, mask, sums=sums, impl=impl)):
+        kind = whitened.shape, whitened.dtype, whitened.device.type
+        assert kind == ((7,), torch.float32, "meta")
+
+
+def test_the_references_read_no_value() -> None:
+    x = torch.empty(7, device="meta")
+    mask = torch.empty(7, device="meta", dtype=torch.bool)
+    count, mean, squares, *_ = masked_moments_reference(x, mask)
+    assert whiten_reference(
+        x, mask, (count, mean, squares), ddof=1, eps=0.0, center=False
+    ).shape == (7,)
+
+
+X, MASK = torch.ones(3), torch.ones(3, dtype=torch.bool)
+SUMS = torch.ones(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "x must be a tensor, got list", ([1.0], MASK)),
+        (TypeError, "x must be float32 or float64, got int64", (torch.arange(3), MASK)),
+        (ValueError, r"x must have 1 dim.*got shape \[1, 3\]", (X[None], MASK)),
+        (TypeError, "mask must be bool, got float32", (X, X)),
+        (ValueError, r"mask must have 1 dim.*got shape \[1, 3\]", (X, MASK[None])),
+        (ValueError, r"mask must have one entry for each of 3 .* got shape \[2\]", (X, MASK[:2])),
+        (ValueError, "mask is on meta but", (X, MASK.to("meta"))),
+        (ValueError, "no gradient flows to x", (X.clone().requires_grad_(), MASK)),
+    ],
+)
+@pytest.mark.parametrize("function", [masked_moments, moment_sums, whiten])
+def test_wrong_input_is_named(
+    function: Any, error: type[Exception], match: str, arguments: Any
+) -> None:
+    with pytest.raises(error, match=f"^{function.__name__}: {match}"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "match", "options"),
+    [
+        (masked_moments, ValueError, "impl must be .*, got 'fast'", {"impl": "fast"}),
+        (moment_sums, ValueError, "impl must be .*, got 'fast'", {"impl": "fast"}),
+        (moment_sums, TypeError, "shift must be a number, got '1'", {"shift": "1"}),
+        (moment_sums, TypeError, r"shift must be a number, got tensor", {"shift": X[0]}),
+        (moment_sums, ValueError, "shift must be finite, got nan", {"shift": math.nan}),
+        (whiten, ValueError, "shift must be finite, got inf", {"shift": math.inf}),
+        (whiten, ValueError, "impl must be .*, got 'fast'", {"impl": "fast"}),
+        (whiten, ValueError, "impl must be .*, got 'fast'", {"impl": "fast", "sums": SUMS}),
+        (whiten, TypeError, "sums must be float64, got float32", {"sums": X}),
+        (whiten, TypeError, "sums must be a tensor, got list", {"sums": [3.0, 1.0, 1.0]}),
+        (whiten, ValueError, r"sums must have 1 dim.*got shape \[\]", {"sums": SUMS[0]}),
+        (whiten, ValueError, r"sums must have 3 entries, got shape \[2\]", {"sums": SUMS[:2]}),
+        (whiten, ValueError, "sums is on meta but", {"sums": SUMS.to("meta")}),
+        (whiten, TypeError, "ddof must be an int, got 1.0", {"ddof": 1.0}),
+        (whiten, TypeError, "ddof must be an int, got True", {"ddof": True}),
+        (whiten, ValueError, r"ddof must be in \[0, 1\], got 2", {"ddof": 2}),
+        (whiten, TypeError, "eps must be a number, got None", {"eps": None}),
+        (whiten, ValueError, "eps must be finite and not negative, got -0.5", {"eps": -0.5}),
+        (whiten, ValueError, "eps must be finite .*, got nan", {"eps": math.nan}),
+        (whiten, TypeError, "center must be a bool, got 1", {"center": 1}),
+    ],
+)
+def test_a_wrong_option_is_named(
+    function: Any, error: type[Exception], match: str, options: Any
+) -> None:
+    with pytest.raises(error, match=f"^{function.__name__}: {match}"):
+        function(X, MASK, **options)
+
+
+def shards() -> list[tuple[torch.Tensor, torch.Tensor, float, int]]:
+    """Return entries, a mask, a shift and how many entries the first rank has."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(3 + rng.standard_normal(1000)).float()
+    some, none = torch.from_numpy(rng.random(1000) < 0.7), torch.zeros(1000, dtype=torch.bool)
+    low, lower = (50 + std * (x - 3).double() for std in (1e-2, 1e-4))
+    alike = torch.full((1000,), 0.1)
+    first_only = some & (torch.arange(1000) < 300)
+    cases = [(x, some, 0.0), (x, some, 3.0), (x, none, 0.0), (x, first_only, 0.0)]
+    cases += [(low, some, 0.0), (lower, some, 50.0), (alike, some, 0.0), (alike, some, 7.0)]
+    return [(*case, cut) for case in cases for cut in (300, 1000)]
+
+
+def test_two_ranks_whiten_as_one_would(impl: Any) -> None:
+    """The shards are uneven, or the second rank has none."""
+    for x, mask, shift, cut in shards():
+        parts = [(x[:cut], mask[:cut]), (x[cut:], mask[cut:])]
+        sums = sum(moment_sums(*part, shift=shift, impl=impl) for part in parts)
+        rows = [whiten(*part, sums=sums, shift=shift, impl=impl) for part in parts]
+        together = torch.cat(rows)
+        torch.testing.assert_close(together, whiten(x, mask, impl=impl), rtol=1e-6, atol=1e-6)
+        if len(x[mask].unique()) > 1:
+            assert together[mask].double().std().item() == pytest.approx(1, rel=1e-6)
+        else:
+            assert not together.any()

@@ -6,45 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.cases import (
     conversation,
     forked_batch,
-    padded,
     plain_batch,
-    sequences_of,
 )
 from tests.packing.adapters.peers import stand_in, stand_ins
-from trajpack import GRPO, TokenField, Trajectory, Turn, TurnReturns, pack
+from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.areal import (
     from_padded_dict,
     to_padded_dict,
     to_sequence_sample,
-    to_update_dict,
 )
-from trajpack.testing import assert_same_bits, trajectory_lists
+from trajpack.testing import assert_same_bits
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "multi_turn_agent.json.gz"
 PAD = 99
-
-
-@settings(max_examples=25)
-@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
-def test_rows_are_sequences_padded_on_the_right(trajectories, layout):
-    batch = pack(trajectories, layout=layout)
-    found = to_padded_dict(batch, pad_token_id=PAD)
-    expected = {
-        "input_ids": (batch.input_ids, PAD, torch.int32),
-        "attention_mask": (torch.ones(batch.num_tokens, dtype=torch.bool), False, torch.bool),
-        "loss_mask": (batch.loss_mask.int(), 0, torch.int32),
-        "logprobs": (batch.rollout_logprobs, 0.0, torch.float32),
-        "versions": (batch.policy_versions, 0, torch.int32),
-    }
-    for key, (packed, fill, dtype) in expected.items():
-        assert found[key].dtype == dtype, key
-        for row, sequence in zip(found[key].tolist(), sequences_of(batch, packed), strict=True):
-            assert row == padded(sequence.tolist(), batch.max_seqlen, fill), key
 
 
 def test_turns_are_counted_from_the_first_of_their_trajectory():
@@ -84,18 +62,6 @@ def test_areals_own_gae_finds_values_at_the_tokens_they_are_of(areal, monkeypatc
     found = actor._compute_advantages(named, to_padded_dict(batch))
     assert found["advantages"][0, 1:4].tolist() == [0.0625, 0.625, 0.25]
     assert found["loss_mask"].tolist() == [[0.0, 1.0, 1.0, 1.0, 0.0]]
-
-
-def test_what_an_update_takes_is_one_token_early():
-    batch = forked_batch().with_advantages(TurnReturns())
-    found, before = to_update_dict(batch), to_padded_dict(batch)
-    for key in ("loss_mask", "logprobs"):
-        assert torch.equal(found[key][:, :-1], before[key][:, 1:]), key
-        assert not found[key][:, -1].any(), key
-    advantages = [piece.tolist() for piece in batch.advantages.split(batch.seqlens)]
-    assert found["advantages"].tolist() == [padded(row[1:], 12, 0.0) for row in advantages]
-    assert found["tot_rewards"].sum(1).tolist() == [11.0, 4.0, 0.0, 6.0]
-    assert torch.equal(found["versions"], before["versions"])
 
 
 def test_areal_packs_its_rows_to_what_the_batch_was(areal):
@@ -161,28 +127,6 @@ def test_areals_workflow_executor_accepts_its_rows(areal):
     assert complaints == []
 
 
-@settings(max_examples=25)
-@given(trajectory_lists())
-def test_turns_that_generated_come_back(trajectories):
-    """With one turn a row, all but rewards before discounting, truncation and labels."""
-    batch = pack(trajectories, layout="turns")
-    back = from_padded_dict(to_padded_dict(batch)) if len(batch) else []
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    assert len(back) == len(turns)
-    for trajectory, given_turn, reward in zip(
-        back, turns, batch.turn_returns.tolist(), strict=True
-    ):
-        (turn,) = trajectory.turns
-        assert turn.reward == reward
-        assert turn.completion_ids.tolist() == [*given_turn.completion_ids]
-        assert turn.prompt_ids.tolist() == [int(token) for token in given_turn.prompt_ids]
-    if all(len(turn.completion_ids) for turn in turns):
-        again = to_padded_dict(pack(back, layout="turns"))
-        for key, values in to_padded_dict(batch).items():
-            if key != "turn_ids":
-                assert torch.equal(values, again[key]), key
-
-
 def test_turns_without_anything_between_are_told_apart_by_turn_ids():
     found = {
         "input_ids": torch.tensor([[1, 2, 3, 4, 0]]),
@@ -200,13 +144,6 @@ def test_turns_without_anything_between_are_told_apart_by_turn_ids():
     assert [turn.completion_ids.tolist() for turn in apart.turns] == [[2], [3, 4]]
     assert [turn.reward for turn in apart.turns] == [0.0, 0.5]
     assert (apart.turns[1].version_start, apart.turns[1].version_end) == (5, 6)
-
-
-def test_a_batch_with_group_advantages_keeps_them_at_generated_tokens():
-    batch = plain_batch().with_advantages(GRPO())
-    found = to_update_dict(batch)
-    assert not found["advantages"][found["loss_mask"] == 0].any()
-    assert found["advantages"].sum() == pytest.approx(batch.advantages.sum().item())
 
 
 def recorded_cases():

@@ -15,7 +15,7 @@ from trajpack.kernels import (
     importance_weights,
 )
 
-NUM = 300
+NUM = 80
 
 
 def rows_of(rng):
@@ -47,7 +47,7 @@ def test_verls_rejection_bounds_the_inverse_ratio(verl, option, level, threshold
         weights, _ = importance_weights(*flat, rule, segments=ends)
         assert torch.equal(weights.view_as(theirs), theirs)
         dropped += int((mask & (theirs == 0)).sum())
-    assert dropped > 100
+    assert dropped > 30
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
@@ -128,5 +128,5 @@ def test_balance_is_not_behind_verls_own(verl, equal_size):
         ]
         theirs.append(max(loads) * num_bins / sum(loads))
     ours, theirs = np.array(ours), np.array(theirs)
-    assert (ours > theirs + 1e-12).sum() <= NUM // 100
+    assert (ours > theirs + 1e-12).sum() <= 1
     assert ours.mean() < theirs.mean()

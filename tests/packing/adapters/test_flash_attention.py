@@ -53,8 +53,3 @@ def test_attention_is_that_of_the_sequences_whatever_pads_them():
         assert attended.isfinite().all()
         for index, tokens in zip([3, 0, 5], sequences_of(micro_batch, attended), strict=True):
             torch.testing.assert_close(tokens, expected[index])
-
-
-def test_boundaries_are_views():
-    batch = some_batch()
-    assert to_varlen(batch)["cu_seqlens_q"] is batch.cu_seqlens

@@ -72,23 +72,6 @@ def test_a_micro_batch_is_what_the_collator_makes_of_its_sequences(labels):
     assert_same(ours, collated(micro_batch, labels, options))
 
 
-@pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
-def test_padding_has_no_label_and_lies_within_the_boundaries(tail):
-    alignment = Alignment(sequence_multiple=4, total=64, tail=tail, token_id=8)
-    batch = some_batch()
-    micro_batch = batch.select([3, 0, 5], alignment)
-    ours = to_padding_free(micro_batch, labels="all", return_flash_attn_kwargs=True)
-    assert ours["labels"].shape == (1, 64)
-    trained = sequences_of(micro_batch, ours["labels"][0])
-    for tokens, labels in zip(
-        sequences_of(micro_batch, micro_batch.input_ids), trained, strict=True
-    ):
-        assert labels.tolist() == [-100, *tokens[1:].tolist()]
-    assert int((ours["labels"] != -100).sum()) == sum(n - 1 for n in micro_batch.num_kept)
-    assert ours["cu_seq_lens_q"][-1] == 64
-    assert ours["max_length_q"] == int(ours["cu_seq_lens_k"].diff().max())
-
-
 def test_tensors_are_views():
     batch = some_batch()
     ours = to_padding_free(batch, return_flash_attn_kwargs=True)
@@ -127,13 +110,20 @@ def test_padding_of_a_static_batch_is_a_sequence_without_labels():
 @pytest.mark.parametrize("labels", ["generated", "all"])
 @pytest.mark.parametrize("chosen", [[3, 0, 5], []], ids=["sequences", "dummy"])
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
-def test_padding_has_no_label_at_position_zero_either(tail, chosen, labels):
+def test_padding_has_no_label_and_lies_within_the_boundaries(tail, chosen, labels):
     alignment = Alignment(sequence_multiple=8, total=64, tail=tail, positions="zero")
     micro_batch = some_batch().select(chosen, alignment)
     padding = (micro_batch.turn_ids < 0) & ~micro_batch.prompt_mask
-    ours = to_padding_free(micro_batch, labels=labels, separator_id=-7)["labels"][0]
+    found = to_padding_free(
+        micro_batch, labels=labels, separator_id=-7, return_flash_attn_kwargs=True
+    )
+    ours = found["labels"][0]
     assert ours[padding].tolist() == [-100] * micro_batch.num_padding
     assert int((ours == -7).sum()) == len(chosen)
+    kept = int(micro_batch.loss_mask.sum() if labels == "generated" else (~padding).sum())
+    assert int((ours >= 0).sum()) == kept - (labels == "all") * len(chosen)
+    assert found["cu_seq_lens_q"][-1] == len(ours) == 64
+    assert found["max_length_q"] == int(found["cu_seq_lens_k"].diff().max())
 
 
 def test_tokens_that_a_mask_leaves_out_have_labels_only_among_all():

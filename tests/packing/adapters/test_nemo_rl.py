@@ -3,12 +3,11 @@
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.cases import forked_batch, padded, plain_batch
-from trajpack import GRPO, TokenField, Trajectory, Turn, TurnReturns, pack
+from tests.packing.adapters.cases import forked_batch, plain_batch
+from trajpack import GRPO, TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.nemo_rl import to_loss_inputs, to_message_logs
 from trajpack.testing import trajectory_lists
 
-PAD = 99
 LOSS_KEYS = {
     "input_ids": torch.int64,
     "input_lengths": torch.int32,
@@ -18,25 +17,6 @@ LOSS_KEYS = {
     "token_mask": torch.float32,
     "sample_mask": torch.float32,
 }
-
-
-@settings(max_examples=25)
-@given(trajectory_lists(), st.sampled_from(["merged", "turns"]), st.sampled_from([1, 4, 64]))
-def test_rows_are_sequences_padded_on_the_right(trajectories, layout, multiple):
-    batch = pack(trajectories, layout=layout).with_advantages(TurnReturns())
-    found = to_loss_inputs(batch, pad_token_id=PAD, sequence_multiple=multiple)
-    width = found["input_ids"].shape[1]
-    assert width % multiple == 0
-    assert batch.max_seqlen <= width < batch.max_seqlen + multiple
-    for key, packed, fill in (
-        ("input_ids", batch.input_ids, PAD),
-        ("generation_logprobs", batch.rollout_logprobs, 0.0),
-        ("advantages", batch.advantages, 0.0),
-        ("token_mask", batch.loss_mask.float(), 0.0),
-    ):
-        rows = [padded(piece.tolist(), width, fill) for piece in packed.split(batch.seqlens)]
-        assert found[key].tolist() == rows, key
-    assert found["input_lengths"].tolist() == list(batch.seqlens)
 
 
 def test_keys_and_dtypes_are_the_published_ones():

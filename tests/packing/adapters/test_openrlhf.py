@@ -1,37 +1,12 @@
 import torch
-from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.cases import forked_batch, padded, plain_batch
+from tests.packing.adapters.cases import forked_batch, plain_batch
 from trajpack import GRPO, Trajectory, Turn, pack
 from trajpack.packing.adapters.openrlhf import to_experience, to_experience_dict
-from trajpack.testing import trajectory_lists
 
 PAD = 99
 NO_MORE = ["images", "mm_train_inputs", "index", "kl", "values"]
 NO_MORE += ["action_log_probs", "base_action_log_probs"]
-
-
-@settings(max_examples=25)
-@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
-def test_actions_stand_one_token_early(trajectories, layout):
-    batch = pack(trajectories, layout=layout)
-    found = to_experience_dict(batch, pad_token_id=PAD)
-    width = batch.max_seqlen
-    pieces = zip(
-        batch.input_ids.split(batch.seqlens),
-        batch.loss_mask.split(batch.seqlens),
-        batch.rollout_logprobs.split(batch.seqlens),
-        strict=True,
-    )
-    for row, (ids, mask, logprobs) in enumerate(pieces):
-        assert found["sequences"][row].tolist() == padded(ids.tolist(), width, PAD)
-        assert found["attention_mask"][row].tolist() == padded([1] * len(ids), width, 0)
-        actions = mask.long().tolist()
-        assert found["action_mask"][row].tolist() == padded(actions[1:], width - 1, 0)
-        early = padded(logprobs.tolist()[1:], width - 1, 0.0)
-        assert found["rollout_log_probs"][row].tolist() == early
-        span = [place for place, action in enumerate(actions) if action]
-        assert found["response_length"][row] == (span[-1] - span[0] + 1 if span else 0)
 
 
 def test_rows_have_their_rewards_and_labels():

@@ -1,5 +1,4 @@
 import dataclasses
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -7,11 +6,9 @@ import pytest
 import torch
 
 from tests.packing.adapters.cases import (
-    FIELDS,
     padded,
     random_batch,
     some_batch,
-    some_trajectories,
 )
 from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.prime_rl import (
@@ -23,63 +20,39 @@ from trajpack.packing.adapters.prime_rl import (
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.testing import assert_same_bits
 
-unrewarded = partial(from_training_samples, missing_reward=0.0)
-
-
-class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """As published."""
-
-    data: bytes
-    shape: list[int]
-    dtype: str
-
-
-class SamplingMask(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """As published: tokens of all masks, int32, and how many each place has."""
-
-    ids: bytes
-    counts: bytes
-
-
-class TrainingSample(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """As published; images are left out."""
-
-    token_ids: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-    temperatures: list[float]
-    env_name: str
-    ref_logprobs: list[float] | None = None
-    routed_experts: RoutedExperts | None = None
-    mm_token_type_ids: list[int] | None = None
-    rl_weights: list[float] | None = None
-    ce_weights: list[float] | None = None
-    ref_kl_weights: list[float] | None = None
-    advantages: list[float] | None = None
-    sampling_mask: SamplingMask | None = None
-
-
-class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
-    """As published; images are left out."""
-
-    input_ids: list[int]
-    loss_mask: list[bool]
-    advantages: list[float]
-    inference_logprobs: list[float]
-    position_ids: list[int]
-    sequence_lengths: list[int]
-    temperatures: list[float]
-    env_names: list[str]
-    seq_lens: list[int]
-    ref_logprobs: list[float] | None = None
-    routed_experts: RoutedExperts | None = None
-    mm_token_type_ids: list[int] | None = None
-    rl_weights: list[float] | None = None
-    ce_weights: list[float] | None = None
-    ref_kl_weights: list[float] | None = None
-    sampling_mask: SamplingMask | None = None
-
-
+FORM = {"array_like": True, "gc": False, "omit_defaults": True}
+RoutedExperts = msgspec.defstruct(
+    "RoutedExperts", [("data", bytes), ("shape", list[int]), ("dtype", str)], **FORM
+)
+SamplingMask = msgspec.defstruct("SamplingMask", [("ids", bytes), ("counts", bytes)], **FORM)
+FLOATS, INTS, BOOLS = list[float], list[int], list[bool]
+STREAMS = [
+    ("ref_logprobs", FLOATS | None, None),
+    ("routed_experts", RoutedExperts | None, None),
+    ("mm_token_type_ids", INTS | None, None),
+    *((name, FLOATS | None, None) for name in ("rl_weights", "ce_weights", "ref_kl_weights")),
+]
+TrainingSample = msgspec.defstruct(
+    "TrainingSample",
+    [
+        ("token_ids", INTS), ("mask", BOOLS), ("logprobs", FLOATS), ("temperatures", FLOATS),
+        ("env_name", str), *STREAMS, ("advantages", FLOATS | None, None),
+        ("sampling_mask", SamplingMask | None, None),
+    ],
+    **FORM,
+)  # fmt: skip
+"""As published; images are left out."""
+MicroBatch = msgspec.defstruct(
+    "MicroBatch",
+    [
+        ("input_ids", INTS), ("loss_mask", BOOLS), ("advantages", FLOATS),
+        ("inference_logprobs", FLOATS), ("position_ids", INTS), ("sequence_lengths", INTS),
+        ("temperatures", FLOATS), ("env_names", list[str]), ("seq_lens", INTS), *STREAMS,
+        ("sampling_mask", SamplingMask | None, None),
+    ],
+    **FORM,
+)  # fmt: skip
+"""As published; images are left out."""
 TENSORS = {
     "input_ids": torch.int64, "position_ids": torch.int64, "advantages": torch.float32,
     "inference_logprobs": torch.float32, "temperatures": torch.float32, "loss_mask": torch.bool,
@@ -247,46 +220,6 @@ def test_sampling_masks_are_tokens_and_counts_on_the_way_and_rows_at_the_trainer
     assert rows == expected
 
 
-@pytest.mark.parametrize("as_mapping", [False, True], ids=["struct", "mapping"])
-def test_masks_and_routes_come_back_where_they_are_named(as_mapping):
-    routes = TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False)
-    batch = random_batch(np.random.default_rng(27), fields=[MASK, routes])
-    samples = to_training_samples(batch)
-    if not as_mapping:
-        samples = [sent(TrainingSample, sample) for sample in samples]
-    names = ["sampling_mask", "routed_experts"]
-    given = unrewarded(samples, fields=names, sampling_mask_width=4)
-    again = pack(given, fields=[MASK, routes])
-    assert_same_sequences(again, batch)
-    for name in names:
-        assert_same_bits(again.fields[name], batch.fields[name], name)
-    with pytest.raises(
-        ValueError, match="sampling_mask are there: name sampling_mask in fields, or"
-    ):
-        unrewarded(samples)
-    with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 2"):
-        unrewarded(samples, fields=names, sampling_mask_width=2)
-
-
-def assert_same_sequences(ours, theirs):
-    for name in ("input_ids", "cu_seqlens", "loss_mask", "rollout_logprobs", "position_ids"):
-        assert_same_bits(getattr(ours, name), getattr(theirs, name), name)
-
-
-@pytest.mark.parametrize("as_mapping", [False, True], ids=["struct", "mapping"])
-def test_what_comes_back_from_samples_packs_to_the_same_sequences(as_mapping):
-    batch = some_batch()
-    samples = to_training_samples(batch)
-    if not as_mapping:
-        samples = [sent(TrainingSample, sample) for sample in samples]
-    fields = ["temperatures", "ref_logprobs"]
-    trajectories = from_training_samples(samples, fields=fields, missing_reward=0.0)
-    back = pack(trajectories, device="cpu", fields=FIELDS[:2])
-    assert_same_sequences(back, batch)
-    for name in fields:
-        assert_same_bits(back.fields[name], batch.fields[name], name)
-
-
 def test_labels_that_samples_lack_are_given():
     batch = some_batch()
     samples = to_training_samples(batch)
@@ -305,16 +238,6 @@ def test_labels_that_samples_lack_are_given():
         )
         assert trajectory.turns[-1].reward == n
         assert {turn.version_end for turn in trajectory.turns} == {n}
-
-
-def test_turns_come_back_where_tokens_stand_between_them():
-    first = some_trajectories()[0]
-    batch = pack([first], device="cpu", fields=FIELDS)
-    (back,) = from_training_samples(to_training_samples(batch), ids=["1"], rewards=[0.0])
-    for ours, theirs in zip(back.turns, first.turns, strict=True):
-        assert list(ours.prompt_ids) == list(theirs.prompt_ids)
-        assert list(ours.completion_ids) == list(theirs.completion_ids)
-        assert list(ours.completion_logprobs) == list(theirs.completion_logprobs)
 
 
 def test_env_names_must_be_of_sequences():

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from tests.packing.adapters.cases import (
-    conversation,
     forked_batch,
     padded,
     plain_batch,
@@ -19,21 +17,9 @@ from trajpack.packing.adapters.skyrl import (
     to_generator_output,
     to_training_input,
 )
-from trajpack.testing import assert_same_bits, trajectory_lists
+from trajpack.testing import assert_same_bits
 
 PAD = 99
-
-
-@settings(max_examples=25)
-@given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
-def test_lists_are_those_of_a_loop(trajectories, layout):
-    batch = pack(trajectories, layout=layout)
-    found = to_generator_output(batch)
-    rows = rows_by_loop(batch)
-    assert found["prompt_token_ids"] == [row[0] for row in rows]
-    assert found["response_ids"] == [row[1] for row in rows]
-    assert found["loss_masks"] == [[int(value) for value in row[2]] for row in rows]
-    assert found["rollout_logprobs"] == [row[3] for row in rows]
 
 
 def test_sequences_of_one_trajectory_are_its_steps():
@@ -103,21 +89,6 @@ def test_skyrls_batch_takes_the_training_input(skyrl):
     assert not bigger["loss_mask"][3].any()
 
 
-@settings(max_examples=25)
-@given(trajectory_lists(), st.integers(0, 9))
-def test_rows_stand_at_the_right_whatever_the_width(trajectories, more):
-    batch = pack(trajectories).with_advantages(GRPO()) if trajectories else pack([])
-    rows = rows_by_loop(batch)
-    width = max((len(row[1]) for row in rows), default=0) + more
-    found = to_training_input(batch, pad_token_id=PAD, max_response_length=width)
-    for row, (prompt, response, mask, logprobs) in enumerate(rows):
-        ids = padded(prompt + response, batch.max_seqlen, PAD, "left")
-        assert found["sequences"][row].tolist() == ids
-        assert found["response_mask"][row].tolist() == padded([1] * len(response), width, 0, "left")
-        assert found["loss_mask"][row].tolist() == padded([*map(float, mask)], width, 0.0, "left")
-        assert found["rollout_logprobs"][row].tolist() == padded(logprobs, width, 0.0, "left")
-
-
 FIELDS = [
     TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False),
     TokenField("sampling_mask", torch.int32, (4,), fill=-1),
@@ -175,19 +146,6 @@ def test_skyrls_own_tensors_of_routes_and_support_are_those_of_the_training_inpu
         assert set(found) <= {*batches.TrainingInput.__annotations__, "values"}
 
 
-def test_routes_and_support_come_back_where_they_are_named():
-    batch = random_batch(np.random.default_rng(5), fields=FIELDS[:2])
-    output = to_generator_output(batch)
-    names = ["routed_experts", "sampling_mask"]
-    again = pack(from_generator_output(output, fields=names), fields=FIELDS[:2])
-    assert again.seqlens == batch.seqlens
-    assert_same_bits(again.fields["sampling_mask"], batch.fields["sampling_mask"])
-    last = torch.tensor(batch.seqlens).cumsum(0) - 1
-    routes = batch.fields["routed_experts"].index_fill(0, last, 0)
-    routes[last] = torch.arange(3, dtype=torch.uint8)
-    assert_same_bits(again.fields["routed_experts"], routes)
-
-
 @pytest.mark.parametrize(
     ("field", "message"),
     [
@@ -212,15 +170,6 @@ def test_an_empty_batch_with_routes_is_refused(skyrl):
     with pytest.raises(ValueError, match="the batch is empty, which no PackedTensor can be"):
         to_training_input(pack([], fields=FIELDS))
     assert to_generator_output(pack([], fields=FIELDS))["rollout_expert_indices"] == []
-
-
-@pytest.mark.parametrize("layout", ["merged", "turns"])
-def test_conversations_come_back_with_the_rewards_of_their_turns(layout):
-    trajectories = [conversation("a", 2, group="task"), conversation("b", 3, group="task")]
-    back = from_generator_output(to_generator_output(pack(trajectories, layout=layout)))
-    assert [told_of(one) for one in back] == [told_of(one) for one in trajectories]
-    assert [one.id for one in back] == ["task_0", "task_1"]
-    assert [one.group for one in back] == ["task", "task"]
 
 
 def test_entries_without_ids_are_trajectories_of_their_own():

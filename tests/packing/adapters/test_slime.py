@@ -20,7 +20,6 @@ from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.kernels import grpo
 from trajpack.packing.adapters.slime import (
     from_samples,
-    from_train_data,
     to_samples,
     to_train_data,
 )
@@ -151,30 +150,6 @@ def test_what_a_teacher_and_top_p_say_is_of_responses():
             assert of == (row[row != -1].tolist() if generated else [])
 
 
-@pytest.mark.parametrize("train_data", [False, True])
-def test_fields_come_back_where_they_are_named(train_data):
-    batch = random_batch(np.random.default_rng(25), fields=FIELDS)
-    given = to_train_data(batch) if train_data else to_samples(batch)
-    convert = from_train_data if train_data else from_samples
-    names = [field.name for field in FIELDS]
-    again = pack(convert(given, fields=names), fields=FIELDS)
-    assert again.seqlens == batch.seqlens
-    for name in names[1:]:
-        assert_same_bits(again.fields[name], batch.fields[name], name)
-    ours, theirs = (of.fields["routed_experts"].split(of.seqlens) for of in (again, batch))
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert_same_bits(mine[:-1], expected[:-1])
-        assert mine[-1].tolist() == [[0, 1, 2]] * 2
-    with pytest.raises(ValueError, match="name teacher_log_probs in fields, or take them out"):
-        convert(given)
-    with pytest.raises(ValueError, match="name sampling_mask in fields, or take them out"):
-        convert(given, fields=["teacher_log_probs"])
-    with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 3"):
-        convert(given, fields=names, sampling_mask_width=3)
-    wide = convert(given, fields=names, sampling_mask_width=6)
-    assert wide[0].turns[0].fields["sampling_mask"].shape[1] == 6
-
-
 def test_source_names_are_those_that_are_given():
     batch = plain_batch()
     assert to_train_data(batch)["source_names"] == ["unknown"] * 3
@@ -196,15 +171,6 @@ def test_conversations_come_back_with_versions_and_the_sum_of_rewards():
     again = to_samples(pack(back))
     expected = to_samples(pack(trajectories))
     assert again == expected
-
-
-def test_train_data_comes_back_without_groups():
-    batch = forked_batch()
-    back = from_train_data(to_train_data(batch))
-    assert [trajectory.group for trajectory in back] == [None] * 4
-    assert to_train_data(pack(back))["tokens"] == to_train_data(batch)["tokens"]
-    assert to_train_data(pack(back))["loss_masks"] == to_train_data(batch)["loss_masks"]
-    assert back[1].turns[-1].truncated
 
 
 class Status(Enum):

@@ -67,10 +67,6 @@ def test_a_datum_keeps_its_values_when_the_batch_changes():
     assert any(before)
 
 
-def test_the_mask_can_be_left_out():
-    assert "mask" not in to_datum_kwargs(some_batch(), mask=False)[0]["loss_fn_inputs"]
-
-
 def test_what_a_mask_leaves_out_has_no_advantage_though_no_mask_is_sent():
     batch = some_batch()
     mask = batch.loss_mask & (batch.policy_versions != 1)

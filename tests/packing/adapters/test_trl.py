@@ -14,7 +14,6 @@ from tests.packing.adapters.cases import (
     FIELDS,
     clipped_loss,
     packed_logprobs,
-    sequences_of,
     some_batch,
     some_trajectories,
 )
@@ -172,38 +171,6 @@ def test_nothing_that_the_trainer_will_remove_is_used(trl):
         assert not used & deprecated, path
 
 
-def test_rows_are_padded_as_the_trainer_pads_them(trl):
-    batch = some_batch()
-    inputs = to_grpo_inputs(batch, pad_token_id=PAD, max_prompt_length=21)
-    prompts, responses, masks, logprobs = [], [], [], []
-    for tokens, mask, values in zip(
-        *(
-            sequences_of(batch, x)
-            for x in (batch.input_ids, batch.loss_mask, batch.rollout_logprobs)
-        ),
-        strict=True,
-    ):
-        first = int(mask.int().argmax()) if mask.any() else len(tokens)
-        prompts.append(tokens[:first])
-        responses.append(tokens[first:])
-        masks.append(mask[first:].long())
-        logprobs.append(values[first:])
-    pad = trl.utils.pad
-    expected = {
-        "prompt_ids": torch.nn.functional.pad(
-            pad(prompts, PAD, "left"), (21 - max(map(len, prompts)), 0), value=PAD
-        ),
-        "completion_ids": pad(responses, PAD, "right"),
-        "completion_mask": pad([torch.ones_like(row) for row in responses], 0, "right"),
-        "tool_mask": pad(masks, 1, "right"),
-        "sampling_per_token_logps": pad(logprobs, 0.0, "right"),
-    }
-    for key, rows in expected.items():
-        assert_same_bits(inputs[key], rows, key)
-    assert inputs["prompt_mask"].sum(1).tolist() == [len(row) for row in prompts]
-    assert inputs["num_items_in_batch"].dtype == torch.int64
-
-
 def test_what_cannot_be_carried_is_refused():
     batch = some_batch()
     with pytest.raises(ValueError, match="advantages must be 'token' or 'sequence', got 'turn'"):
@@ -334,11 +301,6 @@ def test_the_flat_row_has_everything_at_its_token():
         packed_logprobs(model, batch), batch.rollout_logprobs, batch.advantages, batch.loss_mask
     )
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_advantages_that_differ_within_a_sequence_are_refused():
-    with pytest.raises(ValueError, match=r"a sequence must be equal, got .* in sequence 0"):
-        to_async_samples(some_batch())
 
 
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])

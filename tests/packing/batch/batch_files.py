@@ -29,7 +29,7 @@ from trajpack import (
     pack_resident,
 )
 from trajpack.packing.batch import inspection
-from trajpack.packing.layout import LAYOUTS
+from trajpack.packing.types import LAYOUTS
 from trajpack.testing import assert_batches_equal
 
 VALUES = TokenField("values", torch.float32, (2,))

@@ -150,17 +150,17 @@ def test_the_next_batch_is_staged_beside_the_one_in_flight(monkeypatch):
 
     def write(value):
         staging.reserve(5, 1, words_used=0)
-        staging.stream[:5] = value
+        staging.region.stream[:5] = value
 
     write(3)
     in_flight = staging.send(5)
-    staging._region.copies = [first]
+    staging.region.copies = [first]
     staging.clear(1)
-    assert len(staging._region.words) >= len(staging._spare.words), "room for as much"
+    assert len(staging.region.words) >= len(staging._spare.words), "room for as much"
     write(7)
     assert in_flight.stream.tolist() == [3] * 5
     assert first.waits == 0
-    staging._region.copies = [second]
+    staging.region.copies = [second]
     staging.clear(1)
     write(8)
     assert (first.waits, second.waits) == (1, 0)
@@ -170,32 +170,32 @@ def test_every_copy_of_a_region_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     staging = Staging(torch.device("cpu"), COLUMNS)
     copies = [Copy(), Copy()]
-    staging._region.copies = copies
+    staging.region.copies = copies
     staging.reserve(5, 1, words_used=0)
     assert [copy.waits for copy in copies] == [1, 1]
-    assert staging._region.copies == []
+    assert staging.region.copies == []
 
 
 def test_a_region_that_a_graph_has_captured_is_not_written_again():
     staging = Staging(torch.device("cpu"), COLUMNS)
     staging.reserve(5, 1, words_used=0)
-    staging.stream[:5] = 3
-    captured = staging._region
+    staging.region.stream[:5] = 3
+    captured = staging.region
     captured.captured = True
     staging.reserve(5, 1, words_used=5)
-    assert staging._region is not captured
-    assert staging.stream[:5].tolist() == [3] * 5, "what it holds goes on"
-    staging._region.captured = True
+    assert staging.region is not captured
+    assert staging.region.stream[:5].tolist() == [3] * 5, "what it holds goes on"
+    staging.region.captured = True
     staging.clear(1)
     staging.reserve(5, 1, words_used=0)
-    staging.stream[:5] = 4
+    staging.region.stream[:5] = 4
     assert captured.stream[:5].tolist() == [3] * 5
 
 
 def test_a_buffer_is_not_written_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     staging = Staging(torch.device("cpu"), COLUMNS)
-    staging._region.copies = [Copy()]
+    staging.region.copies = [Copy()]
     with pytest.raises(RuntimeError, match="cannot be written while a CUDA graph is captured"):
         staging.reserve(5, 1, words_used=0)
 
@@ -203,14 +203,14 @@ def test_a_buffer_is_not_written_while_a_graph_is_captured(monkeypatch):
 def test_room_for_rows_follows_their_number():
     staging = Staging(torch.device("cpu"), COLUMNS)
     staging.reserve(100_000, 5000, words_used=0)
-    assert staging._region.num_rows >= 5000
+    assert staging.region.num_rows >= 5000
     staging.clear(5000)
-    assert staging._region.num_rows <= 2 * 5000 + 2500
+    assert staging.region.num_rows <= 2 * 5000 + 2500
     staging.clear(20)
-    assert staging._region.num_rows == 32
-    words = staging._region.words
+    assert staging.region.num_rows == 32
+    words = staging.region.words
     staging.reserve(100_000, 16, words_used=0)
-    assert staging._region.words is words, "memory is kept"
+    assert staging.region.words is words, "memory is kept"
 
 
 def test_growing_loses_nothing():

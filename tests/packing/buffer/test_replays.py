@@ -146,7 +146,7 @@ def test_every_graph_and_every_run_is_waited_for(static, device, monkeypatch):
         start()
     static.fill(filled(conversations(9)))
     static.run("torch")
-    region = static._staging._region
+    region = static._staging.region
     sent = region.words.clone()
     static.fill(filled(conversations(10)))
     assert torch.equal(static._arena.words, sent[: len(static._arena.words)])
@@ -162,10 +162,10 @@ def test_a_graph_that_is_not_replayed_is_not_waited_for(static, device, monkeypa
 
 
 def test_replays_read_where_fill_writes(static, device, monkeypatch):
-    place = static._staging._region.words.data_ptr()
+    place = static._staging.region.words.data_ptr()
     captured(static, device, monkeypatch, [])
     static.fill(filled(conversations(1)))
-    assert static._staging._region.words.data_ptr() == place
+    assert static._staging.region.words.data_ptr() == place
 
 
 def test_a_capture_takes_in_what_ran_before_and_nothing_else(static, device):
@@ -194,7 +194,7 @@ def test_a_captured_pack_keeps_its_words(device):
 
     def write(value):
         staging.reserve(5, 1, words_used=0)
-        staging.stream[:5] = value
+        staging.region.stream[:5] = value
 
     write(3)
     with device.capturing() as graph:

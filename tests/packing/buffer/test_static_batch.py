@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from trajpack import PackedBatch, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.packing.adapters.areal import to_sequence_sample
-from trajpack.packing.buffer.writing import TURN_TABLES
+from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.testing import (
     assert_batches_equal,
     assert_same_bits,
@@ -47,7 +47,13 @@ def assert_padded(batch, plain):
     assert batch.cu_seqlens[: sequences + 1].tolist() == plain.cu_seqlens.tolist()
     assert set(batch.cu_seqlens[sequences + 1 :].tolist()) == {batch.num_tokens}
     assert batch.seqlens == tuple(batch.cu_seqlens.diff().tolist())
-    for name in (*TURN_TABLES, "turn_returns"):
+    for name in (
+        *(field.name for field in TURN_FIELDS),
+        "turn_returns",
+        "turn_sequence",
+        "turn_spans",
+        "turn_begin",
+    ):
         assert_same_bits(getattr(batch, name)[:turns], getattr(plain, name), name)
     assert not batch.turn_returns[turns:].any()
     for name in ("turn_spans", "turn_begin"):  # empty, behind the last token

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, VersionSpan, pack
-from trajpack.packing import layout as layout_module
-from trajpack.packing.buffer import store as store_module
+from trajpack.packing.buffer import buffer as buffer_module, tables as tables_module
 from trajpack.packing.buffer.tables import GrowingArray
 from trajpack.testing import assert_batches_equal, trajectory_lists
 
@@ -135,7 +134,7 @@ def test_groups_of_a_call_that_failed_are_forgotten(monkeypatch):
     buffer = TrajectoryBuffer(device="cpu")
     buffer.extend(map(one_turn, ["a", None, "b"]))
     buffer.pack()
-    monkeypatch.setattr(store_module, "SETTLED", 1)
+    monkeypatch.setattr(buffer_module, "MOST_WAITING", 1)
 
     def interrupted(self, begin, block):
         raise KeyboardInterrupt
@@ -151,8 +150,8 @@ def test_groups_of_a_call_that_failed_are_forgotten(monkeypatch):
 
 
 def test_groups_that_wait_for_another_layout_are_numbered_once(monkeypatch):
-    monkeypatch.setattr(layout_module, "MAX_TOKENS", 50)
-    monkeypatch.setattr(store_module, "SETTLED", 1)
+    monkeypatch.setattr(tables_module, "MAX_TOKENS", 50)
+    monkeypatch.setattr(buffer_module, "MOST_WAITING", 1)
     buffer = TrajectoryBuffer(device="cpu")
     buffer.add(one_turn("a"))
     buffer.pack("turns")

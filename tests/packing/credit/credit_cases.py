@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from tests.packing.credit.credit_loops import Given, new_context
 from trajpack import Trajectory, Turn
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.observations import Observation
@@ -59,6 +58,36 @@ EVERY: dict[str, Any] = {
 }
 """Every estimator, in every form that is computed its own way."""
 KL = {kind: KLPenalty(0.1, kind, 0.6) for kind in ("k1", "k2", "k3")}
+
+
+Rows: TypeAlias = list[list[float]]
+"""Numbers of tokens, turn after turn."""
+
+
+class Given(NamedTuple):
+    """What stands beside trajectories; rows have an entry for every token new with a turn."""
+
+    values: Rows
+    logprobs: Rows
+    ref_logprobs: Rows
+    bootstrap: list[float]
+    scores: list[float]
+    state_ids: list[int]
+
+
+def new_context(trajectory: Trajectory) -> list[int]:
+    """Count the prompt tokens that are new with each turn: those that no chain held before."""
+    chains: list[list[int]] = []
+    counts = []
+    for turn in trajectory.turns:
+        prompt, completion = (list(map(int, ids)) for ids in (turn.prompt_ids, turn.completion_ids))
+        fitting = [chain for chain in chains if prompt[: len(chain)] == chain]
+        held = max(fitting, key=len, default=[])
+        if held:
+            chains.remove(held)
+        chains.append(prompt + completion)
+        counts.append(len(prompt) - len(held))
+    return counts
 
 
 def is_whitened(estimator: estimators.Estimator) -> bool:

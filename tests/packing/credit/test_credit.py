@@ -1,4 +1,4 @@
-"""What estimators make of packed batches, beside loops over the trajectories."""
+"""Estimators of packed batches, against loops over the trajectories."""
 
 import dataclasses
 from itertools import product
@@ -13,8 +13,20 @@ from tests.packing.credit.credit_cases import (
     small_scans,
     some_trajectories,
 )
-from tests.packing.credit.credit_check import check
-from trajpack import GAE, GRPO, GiGPO, Trajectory, Turn, TurnGAE, TurnReturns, VTrace, pack
+from tests.packing.credit.credit_oracle import check
+from trajpack import (
+    GAE,
+    GPG,
+    GRPO,
+    GiGPO,
+    KLPenalty,
+    Trajectory,
+    Turn,
+    TurnGAE,
+    TurnReturns,
+    VTrace,
+    pack,
+)
 
 IN_KERNELS = [
     (name, LAYOUTS[index % 2])
@@ -181,3 +193,89 @@ def test_turn_returns_are_those_that_were_packed():
     assert credited.advantages.data_ptr() != batch.returns.data_ptr()
     assert batch.advantages is None
     assert batch.with_advantages(GRPO()).returns is batch.returns
+
+
+"""Credit given to a batch that was given credit before."""
+
+TURNS = [Turn([1], [2, 3], [-1.0, -1.0], 1.0), Turn([1, 2, 3, 4], [5], [-1.0], 1.0)]
+
+
+@pytest.mark.parametrize("estimator", [TurnReturns(), TurnReturns(whiten=True), GRPO()])
+@pytest.mark.parametrize("before", [GAE(0.5, 0.5), TurnReturns(), GRPO()])
+def test_what_was_there_before_changes_nothing(estimator, before):
+    batch = pack(some_trajectories(20), device="cpu")
+    values = torch.linspace(-1, 1, batch.num_tokens)
+    fresh = batch.with_advantages(estimator)
+    again = batch.with_advantages(before, values).with_advantages(estimator)
+    for name in ("advantages", "returns", "metrics"):
+        assert torch.equal(getattr(again, name), getattr(fresh, name)), name
+
+
+def test_turn_returns_are_those_of_the_turns_after_a_scan_too():
+    batch = pack([Trajectory("a", TURNS, turn_discount=0.5)], device="cpu")
+    scanned = batch.with_advantages(GAE(0.5, 0.5), torch.zeros(batch.num_tokens))
+    credited = scanned.with_advantages(TurnReturns())
+    for rows in (credited.advantages, credited.returns):
+        assert rows[batch.loss_mask].tolist() == [1.5, 1.5, 1.0]
+    assert credited.advantages.data_ptr() != credited.returns.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["TurnReturns", "TurnReturns, whitened"])
+def test_the_kernels_spread_the_returns(name):
+    check(some_trajectories(6), EVERY[name], "triton")
+
+
+"""Credit where a caller did something unusual."""
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_credit_goes_to_what_turns_generated_whatever_became_of_the_mask(impl):
+    batch = pack(some_trajectories(6), device="cpu")
+    narrowed = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
+    values = torch.linspace(-1, 1, batch.num_tokens)
+    whole, other = (b.with_advantages(GAE(), values, impl=impl) for b in (batch, narrowed))
+    assert torch.equal(other.advantages, whole.advantages)
+    assert torch.equal(other.returns, whole.returns)
+    assert other.metrics[0] == 0
+    assert whole.metrics[0] == batch.num_generated
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of infinite results
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_penalty_without_bound_is_not_nan(kind, impl):
+    batch = pack([Trajectory("a", [Turn([1], [2, 3], [-1.0, -1.0], 1.0)])], device="cpu")
+    ref = torch.tensor([0.0, 2.0, 2000.0])
+    gae = GAE(gamma=0.5, lam=0.0, kl=KLPenalty(0.1, kind, None))
+    advantages = batch.with_advantages(gae, torch.zeros(3), ref, impl=impl).advantages
+    assert not advantages.isnan().any()
+    assert advantages[1].isfinite()
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-4, 9e-4, 2e-3])
+def test_a_small_penalty_is_precise_in_the_kernel_too(size):
+    batch = pack([Trajectory("a", [Turn([1], [2], [-1.0])])], device="cpu")
+    ref = batch.rollout_logprobs.double() - size
+    gae = GAE(kl=KLPenalty(1e6, "k3"))
+    expected, got = (
+        batch.with_advantages(gae, torch.zeros(2), ref, impl=impl).advantages
+        for impl in ("torch", "triton")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+def test_what_a_critic_learns_stays_where_trajectories_are_masked():
+    turn = Turn([1], [2, 3], [-1.0, -1.0], 1.0)
+    cut_off = dataclasses.replace(turn, truncated=True)
+    batch = pack([Trajectory("a", [turn]), Trajectory("b", [cut_off])], device="cpu")
+    values = torch.full((6,), 0.8)
+    for estimator in (GAE(truncated="mask"), TurnGAE(truncated="mask")):
+        credited = batch.with_advantages(estimator, values)
+        assert not credited.advantages[4:].any()
+        assert torch.equal(credited.returns[4:], credited.returns[1:3])
+
+
+def test_what_counts_one_rank_alone_takes_no_sum_over_ranks():
+    batch = pack(some_trajectories(6), device="cpu")
+    with pytest.raises(ValueError, match="GPG takes no all_reduce: its factor counts this batch"):
+        batch.with_advantages(GPG(), all_reduce=lambda sums: None)

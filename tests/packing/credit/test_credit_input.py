@@ -51,15 +51,19 @@ WRONG = {
     "GAE takes no scores: it does not compare trajectories": (
         GAE(), {"values": TOKENS, "scores": torch.zeros(1)},
     ),
-    "values must have one entry for each token, 5, got [4]": (GAE(), {"values": TOKENS[1:]}),
-    "ref_logprobs must have one entry for each token, 5, got [6]": (
+    "values must have one entry for each of 5 token(s), got shape [4]": (
+        GAE(), {"values": TOKENS[1:]},
+    ),
+    "ref_logprobs must have one entry for each of 5 token(s), got shape [6]": (
         GAE(kl=KL), {"values": TOKENS, "ref_logprobs": torch.zeros(6)},
     ),
-    "bootstrap must have one entry for each trajectory, 1, got [2]": (
+    "bootstrap must have one entry for each of 1 trajectory(s), got shape [2]": (
         GAE(truncated="bootstrap"), {"values": TOKENS, "bootstrap": torch.zeros(2)},
     ),
-    "scores must have one entry for each trajectory, 1, got [5]": (GRPO(), {"scores": TOKENS}),
-    "state_ids must have one entry for each turn, 2, got [1]": (
+    "scores must have one entry for each of 1 trajectory(s), got shape [5]": (
+        GRPO(), {"scores": TOKENS},
+    ),
+    "state_ids must have one entry for each of 2 turn(s), got shape [1]": (
         GiGPO(), {"state_ids": torch.zeros(1).long()},
     ),
     "values must have 1 dimension(s), got shape [1, 5]": (GAE(), {"values": TOKENS[None]}),
@@ -150,19 +154,21 @@ WRONG_ESTIMATORS = {
     "GAE: gamma must be finite and not negative, got -0.1": lambda: GAE(-0.1),
     "TurnGAE: lam must be finite and not negative, got inf": lambda: TurnGAE(lam=float("inf")),
     "GRPO: eps must be finite and not negative, got -5": lambda: GRPO(eps=-5),
-    "GRPO: singleton must be 'raw' or 'zero', got 'one'": lambda: GRPO(singleton="one"),
-    "GiGPO: scale must be 'std' or 'none', got 'mean'": lambda: GiGPO(scale="mean"),
-    "GRPO: scale must be 'std', 'leave_one_out_std' or 'std_about_baseline', got 'none'": (
+    "GRPO: singleton must be one of 'raw', 'zero', got 'one'": lambda: GRPO(singleton="one"),
+    "GiGPO: scale must be one of 'std', 'none', got 'mean'": lambda: GiGPO(scale="mean"),
+    "GRPO: scale must be one of 'std', 'leave_one_out_std', 'std_about_baseline', got 'none'": (
         lambda: GRPO(scale="none")
     ),
-    "GRPO: baseline must be 'mean' or 'leave_one_out', got 'none'": lambda: GRPO(baseline="none"),
+    "GRPO: baseline must be one of 'mean', 'leave_one_out', got 'none'": lambda: GRPO(
+        baseline="none"
+    ),
     "GRPO: scale='leave_one_out_std' needs baseline='leave_one_out', got 'mean'": (
         lambda: GRPO(scale="leave_one_out_std")
     ),
-    "GRPO: ddof must be 0 or 1, got 2": lambda: GRPO(ddof=2),
-    "GAE: ddof must be 0 or 1, got -1": lambda: GAE(ddof=-1),
-    "MaxRL: scale must be 'mean' or 'signed_mean', got 'std'": lambda: MaxRL(scale="std"),
-    "PassAtK: scale must be 'std' or 'none', got 'mean'": lambda: PassAtK(scale="mean"),
+    "GRPO: ddof must be in [0, 1], got 2": lambda: GRPO(ddof=2),
+    "GAE: ddof must be in [0, 1], got -1": lambda: GAE(ddof=-1),
+    "MaxRL: scale must be one of 'mean', 'signed_mean', got 'std'": lambda: MaxRL(scale="std"),
+    "PassAtK: scale must be one of 'std', 'none', got 'mean'": lambda: PassAtK(scale="mean"),
 }
 
 

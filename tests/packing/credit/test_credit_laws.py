@@ -14,7 +14,7 @@ from tests.packing.credit.credit_cases import (
     is_whitened,
     over_tokens,
 )
-from tests.packing.credit.credit_check import MORE, assert_close, credited, named
+from tests.packing.credit.credit_oracle import MORE, assert_close, credited, named
 from trajpack import GPG
 from trajpack.testing import assert_same_bits, trajectory_lists
 

@@ -1,6 +1,4 @@
-"""Off-policy corrections of packed batches: by loops over turns, the same in both layouts."""
-
-import math
+"""Importance weights of packed batches: the kernel's on tokens lined up by turn or trajectory."""
 
 import pytest
 import torch
@@ -11,13 +9,13 @@ from tests.packing.credit.credit_cases import (
     generated,
     given_beside,
     laid_out,
+    new_context,
     some_trajectories,
 )
-from tests.packing.credit.credit_loops import new_context
 from trajpack import StaticBatch, TrajectoryBuffer, pack
-from trajpack.kernels import Correction, Rejection
+from trajpack.kernels import Correction, Rejection, importance_weights
 from trajpack.kernels.corrections.importance_weights import IMPORTANCE_METRICS
-from trajpack.testing import assert_same_bits, trajectory_lists
+from trajpack.testing import assert_same_bits, boundaries, trajectory_lists
 
 CORRECTIONS = {
     "tis": Correction.tis(1.5),
@@ -31,62 +29,38 @@ CORRECTIONS = {
 
 
 def segments_of(trajectories, beside, per):
-    """Logarithms of the ratios of what was generated, by turn or by trajectory."""
+    """Log-probabilities of both policies for the generated tokens, by turn or by trajectory."""
     rows = iter(beside.logprobs)
     segments = []
     for trajectory in trajectories:
         turns = []
         for turn, context in zip(trajectory.turns, new_context(trajectory), strict=True):
-            pairs = zip(next(rows)[context:], turn.completion_logprobs, strict=True)
-            turns.append([now - float(then) for now, then in pairs])
-        segments += turns if per == "turn" else [[x for turn in turns for x in turn]]
+            pairs = zip(next(rows)[context:], map(float, turn.completion_logprobs), strict=True)
+            turns.append(list(pairs))
+        segments += turns if per == "turn" else [[pair for turn in turns for pair in turn]]
     return segments
-
-
-def ratios(segment, level):
-    """A ratio for each token of a segment."""
-    if level == "token":
-        return [math.exp(x) for x in segment]
-    total = math.fsum(segment)
-    total = total if level == "segment" or not segment else total / len(segment)
-    return [math.exp(max(-20.0, min(total, 20.0)))] * len(segment)
-
-
-def bounded(ratio, rule):
-    if rule.outside == "truncate":
-        return max(rule.low, min(ratio, rule.high))
-    return ratio if rule.outside == "keep" or rule.low <= ratio <= rule.high else 0.0
-
-
-def weights_of(segments, rule):
-    weights = [[bounded(ratio, rule) for ratio in ratios(s, rule.level)] for s in segments]
-    if rule.normalize:
-        spoken = [row[0] for row in weights if row]
-        weights = [[w / (sum(spoken) / len(spoken)) for w in row] for row in weights]
-    if (drop := rule.rejection) is not None:
-        looked_at = (ratios(segment, drop.level) for segment in segments)
-        weights = [
-            [w if drop.low <= r <= drop.high else 0.0 for w, r in zip(row, at, strict=True)]
-            for row, at in zip(weights, looked_at, strict=True)
-        ]
-    return [weight for row in weights for weight in row]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("per", ["trajectory", "turn"])
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_weights_are_those_of_a_loop(name, per, layout):
+def test_weights_are_those_of_the_tokens_lined_up(name, per, layout):
     rule, trajectories = CORRECTIONS[name], some_trajectories(30)
     beside = given_beside(trajectories)
     batch = pack(trajectories, layout, device="cpu")
     weights, metrics = batch.importance_weights(laid_out(batch, beside.logprobs), rule, per=per)
-    expected = weights_of(segments_of(trajectories, beside, per), rule)
-    torch.testing.assert_close(
-        generated(batch, weights), torch.tensor(expected), rtol=2e-5, atol=1e-6
+    segments = segments_of(trajectories, beside, per)
+    pairs = torch.tensor([pair for segment in segments for pair in segment])
+    lined_up = importance_weights(
+        pairs[:, 0],
+        pairs[:, 1],
+        torch.ones(len(pairs), dtype=torch.bool),
+        rule,
+        segments=boundaries([len(segment) for segment in segments]),
     )
-    named = dict(zip(IMPORTANCE_METRICS, metrics.tolist(), strict=True))
-    assert named["tokens"] == batch.num_generated
-    assert named["weight_mean"] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+    torch.testing.assert_close(generated(batch, weights), lined_up[0], rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(metrics, lined_up[1], rtol=1e-6, atol=1e-6)
+    assert metrics[IMPORTANCE_METRICS.index("tokens")] == batch.num_generated
 
 
 def test_segments_of_turns_and_trajectories_are_not_the_same():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.packing.credit.credit_cases import LAYOUTS, generated, some_trajectories
-from tests.packing.credit.group_loops import lengths_of
+from tests.packing.credit.credit_oracle import lengths_of
 from trajpack import StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
 from trajpack.testing import assert_same_bits, trajectory_lists

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.plan.plan import plan_micro_batches
 from trajpack.packing.plan.ranks import plan_ranks
 
-ROOT = Path(__file__).parents[3]
 CAPACITY = 96
 CLIP = 0.2
 PADDED = Alignment(sequence_multiple=8, total_multiple=32)
@@ -156,21 +153,13 @@ def trajectories(model: torch.nn.Module) -> dict[str, list[Trajectory]]:
 
 
 @pytest.fixture(scope="module")
-def gradients(tmp_path_factory: pytest.TempPathFactory, trajectories):
+def gradients(tmp_path_factory: pytest.TempPathFactory, warm_programs, trajectories):
     folder = tmp_path_factory.mktemp("ranks")
     torch.save(trajectories, folder / "trajectories.pt")
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.packing.credit.test_rank_gradients",
-                str(rank),
-                str(folder),
-            ],
-            cwd=ROOT,
-            env=environment,
+            [*warm_programs.command("script"), __file__, str(rank), str(folder)],
+            cwd=folder,
             stderr=subprocess.PIPE,
             text=True,
         )

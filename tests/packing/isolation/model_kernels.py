@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -43,6 +44,23 @@ def causal_conv1d_fn(
     return F.silu(out) if activation in ("silu", "swish") else out
 
 
+def _by_sequence(kernel):
+    """Call a kernel for each sequence alone, where ``cu_seqlens`` gives boundaries."""
+
+    @wraps(kernel)  # with its signature, which transformers reads
+    def called(q, k, v, g, beta, *, cu_seqlens=None, **options):
+        if cu_seqlens is None:
+            return kernel(q, k, v, g, beta, **options)
+        assert len(q) == 1
+        assert int(cu_seqlens[-1]) == q.shape[1]
+        lengths = cu_seqlens.diff().tolist()
+        rows = zip(*(x.split(lengths, 1) for x in (q, k, v, g, beta)), strict=True)
+        return torch.cat([kernel(*row, **options)[0] for row in rows if row[0].numel()], 1), None
+
+    return called
+
+
+@_by_sequence
 def chunk_gated_delta_rule(
     q,
     k,
@@ -63,9 +81,10 @@ def chunk_gated_delta_rule(
     def products(left, right, seen):
         return left @ right.mT * decay.masked_fill(~seen, -torch.inf).exp()
 
-    return _delta_rule(q, k, v, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens, products)
+    return _delta_rule(q, k, v, beta, scale, use_qk_l2norm_in_kernel, products)
 
 
+@_by_sequence
 def chunk_kda(
     q,
     k,
@@ -87,10 +106,10 @@ def chunk_kda(
         decays = decay.masked_fill(~seen[..., None], -torch.inf).exp()
         return torch.einsum("bhtk,bhsk,bhtsk->bhts", left, right, decays)
 
-    return _delta_rule(q, k, v, beta, scale, use_qk_l2norm_in_kernel, cu_seqlens, products)
+    return _delta_rule(q, k, v, beta, scale, use_qk_l2norm_in_kernel, products)
 
 
-def _delta_rule(q, k, v, beta, scale, is_normed, cu_seqlens, products):
+def _delta_rule(q, k, v, beta, scale, is_normed, products):
     """Write to a state what it does not say yet; ``products`` are decayed ones of two tokens."""
     if is_normed:
         q, k = F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6)
@@ -98,12 +117,7 @@ def _delta_rule(q, k, v, beta, scale, is_normed, cu_seqlens, products):
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q * scale, k))
     q, k, v, beta = (x.double().transpose(1, 2) for x in (q, k, v, beta[..., None]))
-    seq_idx = None
-    if cu_seqlens is not None:
-        assert q.shape[0] == 1
-        assert int(cu_seqlens[-1]) == length
-        seq_idx = torch.repeat_interleave(cu_seqlens.diff(), output_size=length)[None]
-    seen = _seen(_sequences(seq_idx, q.shape[0], length))[:, None]
+    seen = _seen(_sequences(None, q.shape[0], length))[:, None]
     written = torch.linalg.solve_triangular(
         (beta * products(k, k, seen)).tril(-1), beta * v, upper=False, unitriangular=True
     )

@@ -2,8 +2,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.cases import conversation, forked_batch, plain_batch, rows_by_loop
-from trajpack import StaticBatch, TrajectoryBuffer, pack
+from tests.packing.adapters.cases import forked_batch, plain_batch, rows_by_loop
+from trajpack import TrajectoryBuffer, pack
 from trajpack.packing.rows.rows import row_trajectories, row_turns, rows_of
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.testing import trajectory_lists
@@ -55,19 +55,8 @@ def test_what_does_not_fit_is_refused():
         rows_of(batch, max_prompt_length=1, max_response_length=10)
     with pytest.raises(ValueError, match="sequence 2 has 10 tokens, but max_response_length is 5"):
         rows_of(batch, max_response_length=5)
-    with pytest.raises(TypeError, match=r"max_prompt_length must be an integer, got 2\.0"):
+    with pytest.raises(TypeError, match=r"max_prompt_length must be an integer, got float"):
         rows_of(batch, max_prompt_length=2.0)
-    with pytest.raises(ValueError, match="max_response_length must be 0 or more, got -1"):
-        rows_of(batch, max_response_length=-1)
-    with pytest.raises(ValueError, match=r"must be over 22 tokens, got shape \[3\]"):
-        rows_of(batch).whole(torch.zeros(3))
-
-
-def test_a_padded_batch_is_refused():
-    buffer = TrajectoryBuffer()
-    buffer.add(conversation("a"))
-    with pytest.raises(ValueError, match="the batch is padded"):
-        rows_of(buffer.pack_into(StaticBatch(capacity=64, max_turns=8)))
 
 
 def test_with_both_widths_nothing_is_read_back_to_the_host():

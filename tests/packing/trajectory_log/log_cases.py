@@ -1,10 +1,13 @@
-"""What logs of trajectories are tested with."""
+"""Builders and assertions of the log's tests."""
 
+import os
 import threading
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
 
+from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls
 from trajpack import TrajectoryBuffer, Turn, pack
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import LogOptions
@@ -16,7 +19,7 @@ BY_HAND = LogOptions(flush_seconds=3600)
 
 @cache
 def episode(number):
-    """Return the trajectory of an episode that all who know its number know."""
+    """Return the trajectory of an episode, the same in every process."""
     rng = np.random.default_rng(number)
     name = f"e{number}"
     return random_trajectory(rng, name, num_turns=2, prompt=(1, 9), completion=(1, 30))
@@ -64,3 +67,23 @@ def wait_until(condition):
             return
         pause.wait(0.005)
     raise AssertionError("it never came true")
+
+
+def in_a_fork(work, *values):
+    """Run some work in a forked process; return its exit status, 1 if the work raised."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with suppress(BaseException):
+            work(*values)
+            status = 0
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def die_in_a_transaction(folder, trajectories):
+    """Kill this process when the file of a log is half written."""
+    writes = iter(range(100))
+    SQLiteCalls(lambda name: "die" if "write" in name and next(writes) == 13 else None)
+    with TrajectoryLog.open(folder, options=BY_HAND) as log:
+        log.append("e9", trajectories)

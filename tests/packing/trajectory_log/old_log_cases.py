@@ -1,4 +1,4 @@
-"""Contents of the log in the folder ``old_log``, which an earlier release wrote."""
+"""Contents of the stored logs: ``old_log`` of Parquet segments, ``stored_log`` of SQLite."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ FIELDS = (
 )
 SEGMENTS = (("a", "late", "\ud800@0"), ("late",), ("b", "lost"), ("empty",))
 """Names of the episodes in the order in which they were written, a segment each."""
+NAMES = ["a", "\ud800@0", "late", "b", "lost", "empty"]
+"""Names of the episodes in the order of their last records."""
 ERRORS = {("late", 0): "timed out", ("lost", 2): "no\udfffthing"}
 """Errors of the episodes that failed, by name and segment."""
 

@@ -1,15 +1,11 @@
-"""Stands between SQLite and the system calls that change files, to let them fail or to die there.
+"""Replaces the system calls of SQLite that change files, so that they fail or kill the process.
 
-SQLite's own VFS has a door for tests, `xSetSystemCall`, which is reached through its library.
+SQLite's VFS has a method for tests, `xSetSystemCall`, which is reached through its library.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -18,52 +14,40 @@ try:
 except ImportError:  # an interpreter that has SQLite built in
     _sqlite3 = None
 
-Decide = Callable[[str], int | str | None]
-"""Given the name of a call: ``None`` to let it through, an errno to fail with, ``"die"``, or
-``"tear"`` to write one half and die."""
-
-_POINTER, _SIZE, _OFFSET = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+_INT, _POINTER, _SIZE, _OFFSET = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+_TEXT, _COUNT = ctypes.c_char_p, ctypes.c_ssize_t
 _CALLS = {
-    "open": ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, use_errno=True
-    ),
-    "pwrite64": ctypes.CFUNCTYPE(
-        ctypes.c_ssize_t, ctypes.c_int, _POINTER, _SIZE, _OFFSET, use_errno=True
-    ),
-    "pwrite": ctypes.CFUNCTYPE(
-        ctypes.c_ssize_t, ctypes.c_int, _POINTER, _SIZE, _OFFSET, use_errno=True
-    ),
-    "write": ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, _POINTER, _SIZE, use_errno=True),
-    "ftruncate": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _OFFSET, use_errno=True),
-    "unlink": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, use_errno=True),
+    "open": (_INT, _TEXT, _INT, _INT),
+    "pwrite64": (_COUNT, _INT, _POINTER, _SIZE, _OFFSET),
+    "pwrite": (_COUNT, _INT, _POINTER, _SIZE, _OFFSET),
+    "write": (_COUNT, _INT, _POINTER, _SIZE),
+    "ftruncate": (_INT, _INT, _OFFSET),
+    "unlink": (_INT, _TEXT),
 }
-_SET = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_char_p, _POINTER)
-_GET = ctypes.CFUNCTYPE(_POINTER, _POINTER, ctypes.c_char_p)
-
-
-_kept: list[Any] = []
+"""Types of the result and of the arguments."""
+_kept = []
 """Functions that SQLite may call until the process ends."""
 
 
 class _VFS(ctypes.Structure):
     _fields_ = [
-        ("version", ctypes.c_int),
-        ("size", ctypes.c_int),
-        ("max_path", ctypes.c_int),
+        ("version", _INT),
+        ("size", _INT),
+        ("max_path", _INT),
         ("following", _POINTER),
-        ("name", ctypes.c_char_p),
+        ("name", _TEXT),
         ("own", _POINTER),
         *((f"method_{number}", _POINTER) for number in range(13)),
-        ("set", _SET),
-        ("get", _GET),
+        ("set", ctypes.CFUNCTYPE(_INT, _POINTER, _TEXT, _POINTER)),
+        ("get", ctypes.CFUNCTYPE(_POINTER, _POINTER, _TEXT)),
     ]
 
 
-def _vfs() -> Any:
+def _vfs():
     try:
         library = ctypes.CDLL(getattr(_sqlite3, "__file__", None))
         library.sqlite3_vfs_find.restype = ctypes.POINTER(_VFS)
-        library.sqlite3_vfs_find.argtypes = [ctypes.c_char_p]
+        library.sqlite3_vfs_find.argtypes = [_TEXT]
     except (AttributeError, OSError):
         return None
     found = library.sqlite3_vfs_find(None)
@@ -76,31 +60,33 @@ needs_sqlite_calls = pytest.mark.skipif(
 
 
 class SQLiteCalls:
-    """Lets ``decide`` see each call of this process until it is closed."""
+    """Passes the name of each call to ``decide``, in a context or until the process ends.
 
-    def __init__(self, decide: Decide) -> None:
-        self._vfs = _vfs()
-        self._before: dict[bytes, int] = {}
-        for name, kind in _CALLS.items():
-            original = self._vfs.contents.get(self._vfs, name.encode())
-            if original:
-                self._before[name.encode()] = original
-                self._replace(name, kind, original, decide)
+    ``decide`` returns ``None`` to let the call through, an errno to fail with, ``"die"``, or
+    ``"tear"`` to write one half and die.
+    """
 
-    def close(self) -> None:
-        for name, original in self._before.items():
-            self._vfs.contents.set(self._vfs, name, original)
+    def __init__(self, decide):
+        self._vfs, self._before = _vfs(), {}
+        for name, types in _CALLS.items():
+            kind = ctypes.CFUNCTYPE(*types, use_errno=True)
+            if original := self._vfs.contents.get(self._vfs, name.encode()):
+                self._before[name] = original
+                _kept.append(kind(self._decided(name, kind(original), decide)))
+                self._set(name, ctypes.cast(_kept[-1], _POINTER))
 
-    def __enter__(self) -> SQLiteCalls:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *_):
+        for name, original in self._before.items():
+            self._set(name, original)
 
-    def _replace(self, name: str, kind: Any, original: int, decide: Decide) -> None:
-        call = kind(original)
+    def _set(self, name, call):
+        self._vfs.contents.set(self._vfs, name.encode(), call)
 
-        def decided(*arguments: Any) -> Any:
+    def _decided(self, name, call, decide):
+        def decided(*arguments):
             if name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR):
                 return call(*arguments)
             decision = decide(name)
@@ -114,7 +100,4 @@ class SQLiteCalls:
                 call(descriptor, content, size // 2, *rest)
             return os.kill(os.getpid(), signal.SIGKILL)
 
-        replacement = kind(decided)
-        _kept.append(replacement)
-        pointer = ctypes.cast(replacement, _POINTER)
-        self._vfs.contents.set(self._vfs, name.encode(), pointer)
+        return decided

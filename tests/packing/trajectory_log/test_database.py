@@ -1,21 +1,31 @@
-"""Files that changed: an error names the log, or all that was not hit is still there."""
+"""Changed files of a log: an error with its name, or all undamaged episodes."""
 
 import os
 import random
 import re
 import shutil
+import signal
 import sqlite3
 import tracemalloc
 import warnings
 import zlib
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.packing.trajectory_log.log_cases import BY_HAND, assert_holds, episode, read, turn, write
-from tests.packing.trajectory_log.sqlite_calls import SQLiteCalls, needs_sqlite_calls
+from tests.packing.trajectory_log.log_cases import (
+    BY_HAND,
+    assert_holds,
+    die_in_a_transaction,
+    episode,
+    in_a_fork,
+    read,
+    turn,
+    write,
+)
+from tests.packing.trajectory_log.sqlite_calls import needs_sqlite_calls
 from trajpack import Trajectory, Turn
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogOptions
@@ -157,39 +167,14 @@ def assert_append_keeps(folder, originals):
     assert before is None or set(before) <= set(originals)
 
 
-@pytest.mark.attack
-@pytest.mark.parametrize(
-    ("shape", "check", "full"),
-    [
-        ("small", assert_read_right, 5648),
-        ("deep", assert_read_right, 100),
-        ("small", assert_append_keeps, 1854),
-        ("deep", assert_append_keeps, 60),
-    ],
-)
-def test_a_flipped_bit_is_named_and_makes_nothing_worse(
-    request, memory_path, tries, shape, check, full
-):
-    source = request.getfixturevalue(shape)
-    content, originals = (source / "log.sqlite").read_bytes(), held_by(source)
-    for seed in range(tries(full)):
-        rng = random.Random(seed)
-        with trial(source, memory_path, f"seed {seed}") as work:
-            (work / "log.sqlite").write_bytes(flipped(content, rng))
-            check(work, originals)
+def flip(path, rng):
+    path.write_bytes(flipped(path.read_bytes(), rng))
 
 
-@pytest.mark.attack
-@pytest.mark.parametrize("check", [assert_read_right, assert_append_keeps])
-def test_each_bit_of_the_header_is_named_or_does_not_matter(small, memory_path, tries, check):
-    content, originals = (small / "log.sqlite").read_bytes(), held_by(small)
-    bits = range(800)
-    for bit in random.Random(0).sample(bits, min(len(bits), tries(800))):
-        with trial(small, memory_path, f"bit {bit}") as work:
-            wrong = bytearray(content)
-            wrong[bit // 8] ^= 1 << bit % 8
-            (work / "log.sqlite").write_bytes(wrong)
-            check(work, originals)
+def flip_header(path, rng):
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(100)] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
 
 
 def cut(path, rng):
@@ -198,8 +183,7 @@ def cut(path, rng):
 
 def lengthen(path, rng):
     tail = rng.choice((b"\0", b"x", b"\0" * 16384, rng.randbytes(5000), path.read_bytes()))
-    with path.open("ab") as file:
-        file.write(tail)
+    path.write_bytes(path.read_bytes() + tail)
 
 
 def blank(path, rng):
@@ -217,7 +201,7 @@ def swap_pages(path, rng):
 
 
 def lose(path, rng):
-    path.unlink()
+    path.with_name(rng.choice(("log.sqlite", "log.sqlite-journal", "writer.lock"))).unlink()
 
 
 def rename(path, rng):
@@ -236,37 +220,44 @@ def link(path, rng):
     path.symlink_to(path.parent / rng.choice(("elsewhere", "nowhere", ".")))
 
 
-def lose_journal(path, rng):
-    path.with_name("log.sqlite-journal").unlink()
-
-
 def write_journal(path, rng):
     header = bytes.fromhex("d9d505f920a163d7")
     junk = rng.choice((b"x" * 600, header, header * 70, header + rng.randbytes(2000)))
     path.with_name("log.sqlite-journal").write_bytes(junk)
 
 
-def lose_lock(path, rng):
-    path.with_name("writer.lock").unlink()
-
-
 def write_lock(path, rng):
     path.with_name("writer.lock").write_bytes(rng.randbytes(30))
 
 
-CHANGES = (
-    cut, cut, lengthen, blank, swap_pages, lose, rename, swap_with_journal, link, lose_journal,
-    write_journal, lose_lock, write_lock,
+FILE_CHANGES = (
+    cut, cut, lengthen, blank, swap_pages, lose, rename, swap_with_journal, link, lose,
+    write_journal, lose, write_lock,
 )  # fmt: skip
 
 
 @pytest.mark.attack
-@pytest.mark.parametrize("check", [assert_read_right, assert_append_keeps])
-def test_a_changed_file_is_named_and_made_no_worse(small, memory_path, tries, check):
-    originals = held_by(small)
-    for seed in range(tries(1224) // 2):
-        rng, change = random.Random(seed), CHANGES[seed % len(CHANGES)]
-        with trial(small, memory_path, f"{change.__name__}, seed {seed}") as work:
+@pytest.mark.parametrize(
+    ("shape", "check", "changes", "full"),
+    [
+        ("small", assert_read_right, (flip,), 5648),
+        ("deep", assert_read_right, (flip,), 100),
+        ("small", assert_append_keeps, (flip,), 1854),
+        ("deep", assert_append_keeps, (flip,), 60),
+        ("small", assert_read_right, (flip_header,), 800),
+        ("small", assert_append_keeps, (flip_header,), 800),
+        ("small", assert_read_right, FILE_CHANGES, 612),
+        ("small", assert_append_keeps, FILE_CHANGES, 612),
+    ],
+)
+def test_a_changed_file_is_an_error_with_its_name_or_is_read_right(
+    request, memory_path, tries, shape, check, changes, full
+):
+    source = request.getfixturevalue(shape)
+    originals = held_by(source)
+    for seed in range(tries(full)):
+        rng, change = random.Random(seed), changes[seed % len(changes)]
+        with trial(source, memory_path, f"{change.__name__}, seed {seed}") as work:
             change(work / "log.sqlite", rng)
             check(work, originals)
 
@@ -275,14 +266,7 @@ def test_a_changed_file_is_named_and_made_no_worse(small, memory_path, tries, ch
 def unfinished(small, tmp_path_factory):
     """Return a log whose writer died in a transaction, when its file was half written."""
     folder = shutil.copytree(small, tmp_path_factory.mktemp("unfinished") / "log")
-    child = os.fork()
-    if child == 0:
-        writes = iter(range(100))
-        SQLiteCalls(lambda name: "die" if "write" in name and next(writes) == 13 else None)
-        with TrajectoryLog.open(folder, options=BY_HAND) as log:
-            log.append("e9", long_episode(9))
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert in_a_fork(die_in_a_transaction, folder, long_episode(9)) == -signal.SIGKILL
     assert (folder / "log.sqlite-journal").stat().st_size > 1000
     assert (folder / "log.sqlite").read_bytes() != (small / "log.sqlite").read_bytes()
     return folder
@@ -305,11 +289,7 @@ def test_a_damaged_journal_of_an_unfinished_transaction_is_named(
     for seed in range(tries(600)):
         rng, name = random.Random(seed), ("log.sqlite", "log.sqlite-journal")[seed % 2]
         with trial(unfinished, memory_path, f"{name}, seed {seed}") as work:
-            content = (work / name).read_bytes()
-            wrong = (
-                content[: rng.randrange(len(content))] if seed % 5 == 0 else flipped(content, rng)
-            )
-            (work / name).write_bytes(wrong)
+            (cut if seed % 5 == 0 else flip)(work / name, rng)
             try:
                 found = held_by(work)
             except (ValueError, OSError) as error:
@@ -319,27 +299,28 @@ def test_a_damaged_journal_of_an_unfinished_transaction_is_named(
                 assert found == originals
 
 
-def wrong_content(folder, *numbers):
-    """Change a token in the content of some rows, and nothing else."""
-    with sqlite3.connect(folder / "log.sqlite") as db:
-        for number in numbers:
-            (session,) = db.execute(
-                "SELECT session FROM episodes WHERE number = ?", (number,)
-            ).fetchone()
-            (content,) = db.execute(
-                f"SELECT content FROM contents_{session} WHERE number = ?", (number,)
-            ).fetchone()
-            wrong = content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
-            db.execute(
-                f"UPDATE contents_{session} SET content = ? WHERE number = ?", (wrong, number)
-            )
-    db.close()
+@contextmanager
+def database(folder):
+    """Connect to a log's file, and close it after."""
+    with closing(sqlite3.connect(folder / "log.sqlite", isolation_level=None)) as db:
+        yield db
+
+
+def damage_content(folder, number):
+    """Change a token in the content of a row, and nothing else."""
+    with database(folder) as db:
+        query = "SELECT session FROM episodes WHERE number = ?"
+        table = f"contents_{db.execute(query, (number,)).fetchone()[0]}"
+        query = f"SELECT content FROM {table} WHERE number = ?"
+        (content,) = db.execute(query, (number,)).fetchone()
+        wrong = content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
+        db.execute(f"UPDATE {table} SET content = ? WHERE number = ?", (wrong, number))
 
 
 @pytest.mark.parametrize("mode", ["read", "append"])
-def test_an_episode_that_is_damaged_is_as_if_it_had_never_been_logged(tmp_path, mode):
+def test_a_damaged_episode_is_skipped_and_can_be_appended_again(tmp_path, mode):
     write(tmp_path, [0, 1], [2, 3])
-    wrong_content(tmp_path, 1)
+    damage_content(tmp_path, 1)
     with TrajectoryLog.open(tmp_path, mode=mode) as log:
         assert len(log) == 4
         with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged: episode 'e1': its che"):
@@ -362,10 +343,10 @@ def test_an_episode_that_is_damaged_is_as_if_it_had_never_been_logged(tmp_path, 
             assert (len(log), log.num_trajectories) == (4, 4)
 
 
-def test_damage_that_happens_to_an_open_log_is_skipped_when_it_is_read(tmp_path):
+def test_damage_of_an_open_log_is_skipped_by_replay(tmp_path):
     write(tmp_path, [0, 1, 2])
     with TrajectoryLog.open(tmp_path, options=SKIP) as log:
-        wrong_content(tmp_path, 1)
+        damage_content(tmp_path, 1)
         with pytest.warns(UserWarning, match="1 episode skipped"):
             assert [one.episode for one in log.replay()] == ["e0", "e2"]
         assert (len(log), "e1" in log, log.num_trajectories) == (2, False, 2)
@@ -374,12 +355,12 @@ def test_damage_that_happens_to_an_open_log_is_skipped_when_it_is_read(tmp_path)
         assert [one.episode for one in read(tmp_path, damaged="skip")] == ["e0", "e2", "e1"]
 
 
-def test_where_a_success_is_damaged_the_failure_before_it_counts(tmp_path):
+def test_a_failure_counts_if_the_later_success_is_damaged(tmp_path):
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         log.append("late", [], error="timeout")
         log.flush()
         log.append("late", [episode(0)])
-    wrong_content(tmp_path, 1)
+    damage_content(tmp_path, 1)
     with pytest.warns(UserWarning, match="'late'"):
         log = TrajectoryLog.open(tmp_path, options=SKIP)
     with log:
@@ -419,15 +400,14 @@ def test_where_a_success_is_damaged_the_failure_before_it_counts(tmp_path):
         "PRAGMA application_id = 1",
     ],
 )
-def test_tables_that_contradict_each_other_are_damage(tmp_path, statement, options):
+def test_inconsistent_tables_are_damage(tmp_path, statement, options):
     write(tmp_path, [0, 1, 2])
-    db = sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)
-    db.execute(statement)
-    db.close()
+    with database(tmp_path) as db:
+        db.execute(statement)
     assert_refused(tmp_path, r"log\.sqlite", options=options)
 
 
-def test_a_content_that_is_missing_or_another_ones_is_damage(tmp_path):
+def test_a_missing_or_swapped_content_is_damage(tmp_path):
     for statement in (
         "DELETE FROM contents_1 WHERE number = 1",
         "UPDATE contents_1 SET content = 'text' WHERE number = 1",
@@ -435,9 +415,8 @@ def test_a_content_that_is_missing_or_another_ones_is_damage(tmp_path):
     ):
         folder = tmp_path / str(zlib.crc32(statement.encode()))
         write(folder, [0, 1])
-        with sqlite3.connect(folder / "log.sqlite") as db:
+        with database(folder) as db:
             db.execute(statement)
-        db.close()
         with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged: episode 'e1'"):
             read(folder)
         with pytest.warns(UserWarning, match="1 episode skipped: .*'e1'"):
@@ -446,12 +425,11 @@ def test_a_content_that_is_missing_or_another_ones_is_damage(tmp_path):
 
 def test_a_log_of_a_later_release_is_refused_by_name(tmp_path):
     write(tmp_path, [0])
-    with sqlite3.connect(tmp_path / "log.sqlite") as db:
+    with database(tmp_path) as db:
         (described,) = db.execute("SELECT described FROM log").fetchone()
         later = described.replace(b'"schema_version": 2', b'"schema_version": 3')
         db.execute("UPDATE log SET described = ?", (later,))
         db.execute("PRAGMA user_version = 3")
-    db.close()
     assert_refused(tmp_path, "has schema version 3, this release reads version 2", ValueError)
 
 
@@ -459,21 +437,20 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i FROM n) SELECT i 
 
 
 @pytest.mark.timeout(60)
-def test_a_table_that_never_ends_is_not_read(tmp_path):
+def test_an_endless_view_in_place_of_a_table_is_refused(tmp_path):
     for table, column in (("log", "described"), ("episodes", "number"), ("contents_1", "content")):
         for version in (2, 3):
             folder = tmp_path / f"{table}-{version}"
             write(folder, [0])
-            with sqlite3.connect(folder / "log.sqlite") as db:
+            with database(folder) as db:
                 db.execute(f"DROP TABLE {table}")
                 db.execute(f"CREATE VIEW {table} AS {ENDLESS.format(column)}")
                 db.execute(f"PRAGMA user_version = {version}")
-            db.close()
             assert_refused(folder, r"log\.sqlite is damaged")
 
 
 @pytest.mark.timeout(60)
-def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path):
+def test_a_tree_that_repeats_a_page_is_refused(deep, tmp_path):
     """Or else some pages hold a billion rows."""
     folder = shutil.copytree(deep, tmp_path / "log")
     content = bytearray((folder / "log.sqlite").read_bytes())
@@ -491,11 +468,10 @@ def test_a_page_that_is_in_the_tree_a_thousand_times_is_read_once(deep, tmp_path
     assert_refused(folder, r"log\.sqlite is damaged")
 
 
-def test_a_content_that_is_longer_than_its_row_says_is_not_read(tmp_path):
+def test_a_content_longer_than_its_entry_is_not_read(tmp_path):
     write(tmp_path, [0, 1])
-    with sqlite3.connect(tmp_path / "log.sqlite") as db:
+    with database(tmp_path) as db:
         db.execute("UPDATE contents_1 SET content = zeroblob(100000000) WHERE number = 1")
-    db.close()
     with TrajectoryLog.open(tmp_path, mode="read") as log:
         tracemalloc.start()
         try:
@@ -507,9 +483,8 @@ def test_a_content_that_is_longer_than_its_row_says_is_not_read(tmp_path):
 
 
 def test_a_file_of_another_program_is_refused(tmp_path):
-    with sqlite3.connect(tmp_path / "log.sqlite") as db:
+    with database(tmp_path) as db:
         db.execute("CREATE TABLE log (described)")
-    db.close()
     assert_refused(tmp_path, "or no log: its application_id is 0x0")
 
 
@@ -552,18 +527,17 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
 def test_a_log_in_another_journal_mode_is_read_and_brought_back(tmp_path):
     write(tmp_path, [0])
     for mode in ("WAL", "DELETE", "PERSIST"):
-        db = sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)
-        db.execute(f"PRAGMA journal_mode = {mode}")
-        if mode == "DELETE":
-            db.execute("VACUUM")
-        db.close()
+        with database(tmp_path) as db:
+            db.execute(f"PRAGMA journal_mode = {mode}")
+            if mode == "DELETE":
+                db.execute("VACUUM")
         assert next(one.episode for one in read(tmp_path)) == "e0"
         with TrajectoryLog.open(tmp_path) as log:
             log.append(mode, [])
     assert [one.episode for one in read(tmp_path)] == ["e0", "WAL", "DELETE", "PERSIST"]
 
 
-def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
+def test_a_folder_with_other_files_does_not_become_a_log(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"{tmp_path} holds no trajectory log")):
         TrajectoryLog.open(tmp_path, mode="read")
     (tmp_path / "thesis.txt").touch()
@@ -576,7 +550,7 @@ def test_only_a_folder_of_its_own_becomes_a_log(tmp_path):
             LogOptions(**{name: value})
 
 
-def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
+def test_an_interrupted_creation_is_repeated(tmp_path):
     for left in ("log.sqlite.tmp", "writer.lock"):
         (tmp_path / left).write_bytes(b"left")
     write(tmp_path, [0])
@@ -586,9 +560,7 @@ def test_a_folder_whose_beginning_was_interrupted_begins_anew(tmp_path):
 
 @pytest.mark.attack
 @pytest.mark.parametrize("change", ["flip", "blank"])
-def test_a_damaged_log_is_salvaged_but_for_the_pages_that_were_hit(
-    deep, memory_path, tries, change
-):
+def test_salvage_loses_only_the_damaged_pages(deep, memory_path, tries, change):
     content, originals = (deep / "log.sqlite").read_bytes(), held_by(deep)
     for seed in range(tries(50)):
         rng, new = random.Random(seed), memory_path / "new"
@@ -608,7 +580,7 @@ def test_a_damaged_log_is_salvaged_but_for_the_pages_that_were_hit(
             shutil.rmtree(new)
 
 
-def test_a_log_is_salvaged_into_a_folder_of_its_own(small, tmp_path):
+def test_salvage_writes_a_new_folder(small, tmp_path):
     TrajectoryLog.salvage(small, tmp_path / "new")
     assert held_by(tmp_path / "new") == held_by(small)
     with pytest.raises(ValueError, match="neither empty nor a trajectory log"):

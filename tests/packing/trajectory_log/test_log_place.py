@@ -1,4 +1,4 @@
-"""A writer stays with the log that it opened, wherever its process and its folder go."""
+"""Logs that are moved, replaced, linked, or have lost their lock."""
 
 import errno
 import os
@@ -58,70 +58,84 @@ def test_a_relative_path_means_the_folder_that_it_named_when_the_log_was_opened(
     assert files(tmp_path / "b" / "log") == before
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_log_begun_where_an_older_one_was_is_left_alone(tmp_path, is_open):
-    old = TrajectoryLog.open(tmp_path / "log", options=BY_HAND)
-    append(old, 0)
-    old.flush()
-    (tmp_path / "log").rename(tmp_path / "log.1")
-    with TrajectoryLog.open(tmp_path / "log", options=BY_HAND) as new:
-        for number in range(3):
-            append(new, number)
-            new.flush()
-        if is_open:
-            assert_keeps_away(old, tmp_path / "log")
-    if not is_open:
-        assert_keeps_away(old, tmp_path / "log")
-    assert_holds(tmp_path / "log", range(3))
-    assert_holds(tmp_path / "log.1", [0])
+def begin_anew(folder):
+    folder.rename(folder.with_name("moved"))
+    write(folder, [0], [1], [2])
 
 
-@pytest.mark.parametrize("there", ["nothing", "a folder", "a copy", "an older copy"])
-def test_a_log_that_was_moved_away_is_not_followed_nor_made_anew(tmp_path, there):
-    folder, elsewhere = tmp_path / "log", tmp_path / "moved"
+def make_a_folder(folder):
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+
+
+def copy(folder):
+    folder.rename(folder.with_name("moved"))
+    shutil.copytree(folder.with_name("moved"), folder)
+
+
+def copy_an_older_one(folder):
+    folder.rename(folder.with_name("moved"))
+    shutil.copytree(folder.with_name("older"), folder)
+
+
+def replace_the_file(folder):
+    shutil.copytree(folder, folder.with_name("moved"))
+    shutil.copy(folder.with_name("older") / "log.sqlite", folder.with_name("new"))
+    folder.with_name("new").replace(folder / "log.sqlite")
+
+
+def remove_the_file(folder):
+    shutil.copytree(folder, folder.with_name("moved"))
+    (folder / "log.sqlite").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [(begin_anew, 3), (make_a_folder, None), (copy, 2), (copy_an_older_one, 1),
+     (replace_the_file, 1), (remove_the_file, None)],
+)  # fmt: skip
+def test_a_moved_or_replaced_log_is_an_error_and_stays_unchanged(tmp_path, change, left):
+    folder = tmp_path / "log"
     write(folder, [0])
     shutil.copytree(folder, tmp_path / "older")
     log = TrajectoryLog.open(folder, options=BY_HAND)
     append(log, 1)
     log.flush()
-    folder.rename(elsewhere)
-    if there == "a folder":
-        folder.mkdir()
-    elif "copy" in there:
-        shutil.copytree(elsewhere if there == "a copy" else tmp_path / "older", folder)
-    if there == "nothing":
-        append(log, 2)
-        with pytest.raises(OSError, match=str(folder)) as caught:
-            log.close()
-        assert caught.value.errno == errno.ENOENT
-        assert not folder.exists()
-    else:
-        assert_keeps_away(log, folder)
-    assert_holds(elsewhere, range(2))
+    change(folder)
+    assert_keeps_away(log, folder)
+    assert_holds(tmp_path / "moved", range(2))
+    if left is not None:
+        assert_holds(folder, range(left))
+    elif change is remove_the_file:
+        missing = r"log\.sqlite is missing, but log\.sqlite-journal"
+        with pytest.raises(DamagedLogError, match=missing):
+            TrajectoryLog.open(folder)
 
 
-@pytest.mark.parametrize("is_replaced", [True, False])
-def test_a_file_that_was_removed_or_replaced_is_not_written_to(tmp_path, is_replaced):
-    write(tmp_path / "other", range(5))
+def test_the_writer_of_a_moved_folder_does_not_change_the_new_log(tmp_path):
+    old = TrajectoryLog.open(tmp_path / "log", options=BY_HAND)
+    append(old, 0)
+    old.flush()
+    (tmp_path / "log").rename(tmp_path / "moved")
+    with TrajectoryLog.open(tmp_path / "log", options=BY_HAND) as new:
+        append(new, 0)
+        new.flush()
+        assert_keeps_away(old, tmp_path / "log")
+    assert_holds(tmp_path / "log", [0])
+    assert_holds(tmp_path / "moved", [0])
+
+
+def test_the_folder_of_a_log_that_was_moved_away_is_not_made_again(tmp_path):
     log = TrajectoryLog.open(tmp_path / "log", options=BY_HAND)
-    append(log, 0)
-    log.flush()
-    if is_replaced:
-        shutil.copy(tmp_path / "other" / "log.sqlite", tmp_path / "new")
-        (tmp_path / "new").replace(tmp_path / "log" / "log.sqlite")
-    else:
-        (tmp_path / "log" / "log.sqlite").unlink()
-    assert_keeps_away(log, tmp_path / "log")
-    if is_replaced:
-        assert_holds(tmp_path / "log", range(5))
-    else:
-        with pytest.raises(
-            DamagedLogError, match=r"log\.sqlite is missing, but log\.sqlite-journal"
-        ):
-            TrajectoryLog.open(tmp_path / "log")
+    (tmp_path / "log").rename(tmp_path / "moved")
+    append(log, 2)
+    with pytest.raises(OSError, match=str(tmp_path / "log")) as caught:
+        log.close()
+    assert caught.value.errno == errno.ENOENT
+    assert not (tmp_path / "log").exists()
 
 
-def test_a_reader_of_a_log_that_was_replaced_says_so(tmp_path):
+def test_a_reader_of_a_replaced_log_raises(tmp_path):
     write(tmp_path / "log", range(2))
     reader = TrajectoryLog.open(tmp_path / "log", mode="read")
     (tmp_path / "log").rename(tmp_path / "log.1")
@@ -157,17 +171,12 @@ def test_of_two_writers_after_a_lock_was_removed_one_is_refused(tmp_path):
         second.flush()
     with pytest.raises(LogInUseError, match=r"may have another writer|has appended"):
         first.close()
-    assert [one.episode for one in read(tmp_path)] == ["e0", "e1", "e3"]
-    assert_holds_after_more(tmp_path)
+    with TrajectoryLog.open(tmp_path) as third:
+        append(third, 4)
+    assert [one.episode for one in read(tmp_path)] == ["e0", "e1", "e3", "e4"]
 
 
-def assert_holds_after_more(folder):
-    with TrajectoryLog.open(folder) as log:
-        append(log, 4)
-    assert [one.episode for one in read(folder)] == ["e0", "e1", "e3", "e4"]
-
-
-def test_two_writers_whose_locks_fail_them_do_not_harm_each_other(tmp_path, monkeypatch):
+def test_two_writers_without_locks_do_no_harm(tmp_path, monkeypatch):
     """As on a file system without locks: SQLite's own, and the rows' numbers, are left."""
     first = TrajectoryLog.open(tmp_path, options=BY_HAND)
     monkeypatch.setattr(first._writer._lock, "check", lambda: None)
@@ -200,7 +209,7 @@ def test_two_writers_whose_locks_fail_them_do_not_harm_each_other(tmp_path, monk
             continue
 
 
-def test_a_path_may_hold_characters_that_an_address_may_not(tmp_path):
+def test_a_path_may_hold_characters_that_are_special_in_urls(tmp_path):
     folder = tmp_path / "a?b#c%41 ü;mode=ro&\udcff'"
     write(folder, [0], [1])
     assert_holds(folder, range(2))
@@ -217,13 +226,11 @@ def test_a_link_to_a_log_is_the_log(tmp_path):
     assert_holds(tmp_path / "log", range(3))
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "device"])
-def test_a_name_that_is_no_file_is_refused(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["folder", "link to nothing", "device"])
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path, kind):
     path = tmp_path / "log.sqlite"
     if kind == "folder":
         path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "nothing")
     for mode in ("read", "append"):

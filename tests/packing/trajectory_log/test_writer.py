@@ -1,4 +1,4 @@
-"""However a log is closed, however slow or full the disk is: nothing is lost, and one writes."""
+"""The writer of a log: closing, forks, full disks and locks lose no episode."""
 
 import errno
 import fcntl
@@ -13,15 +13,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.packing.trajectory_log.log_cases import (
     BY_HAND,
     assert_holds,
+    die_in_a_transaction,
     episode,
+    in_a_fork,
     read,
     turn,
     wait_until,
@@ -36,21 +39,16 @@ from trajpack.packing.trajectory_log.options import LogInUseError, LogOptions
 from trajpack.packing.trajectory_log.writer import EpisodeIndex
 
 
-class SlowDisk:
-    """Keeps every transaction waiting until it is told to go on."""
-
-    def __init__(self):
-        self.reached, self.goes_on = threading.Event(), threading.Event()
-
-
 @pytest.fixture
 def slow_disk(monkeypatch):
+    """Keep every transaction waiting until it may go on."""
+
     def append(*values, add=LogFile.append):
         disk.reached.set()
         assert disk.goes_on.wait(20)
         return add(*values)
 
-    disk = SlowDisk()
+    disk = SimpleNamespace(reached=threading.Event(), goes_on=threading.Event())
     monkeypatch.setattr(LogFile, "append", append)
     yield disk
     disk.goes_on.set()
@@ -60,7 +58,7 @@ def small(name):
     return [Trajectory(name, [turn()])]
 
 
-def test_a_forgotten_log_that_its_own_thread_collects_is_written_first(tmp_path, monkeypatch):
+def test_a_log_collected_by_its_own_thread_is_written(tmp_path, monkeypatch):
     class Holder:
         pass
 
@@ -86,12 +84,12 @@ def test_a_forgotten_log_that_its_own_thread_collects_is_written_first(tmp_path,
     TrajectoryLog.open(tmp_path).close()
 
 
-@pytest.mark.parametrize("who", ["a fork", "its own thread"])
-def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path, monkeypatch, who):
+@pytest.mark.parametrize("where", ["a fork", "its own thread"])
+def test_a_log_collected_where_none_may_wait_is_written_later(tmp_path, monkeypatch, where):
     log = TrajectoryLog.open(tmp_path, options=BY_HAND)
     log.append("e0", [episode(0)])
     writer = log._writer
-    if who == "a fork":
+    if where == "a fork":
         forking = {threading.get_ident(): [writer]}
         monkeypatch.setattr("trajpack.packing.trajectory_log.writer._forking", forking)
     else:
@@ -102,7 +100,7 @@ def test_a_log_that_is_collected_where_no_one_may_wait_is_written_later(tmp_path
     TrajectoryLog.open(tmp_path).close()
 
 
-def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_path, monkeypatch):
+def test_a_failure_after_a_transaction_writes_no_episode_twice(tmp_path, monkeypatch):
     failing = [2, 0, 4]
 
     def add(index, name, entry, really=EpisodeIndex._add):
@@ -129,7 +127,7 @@ def test_what_fails_after_a_transaction_is_complete_writes_nothing_twice(tmp_pat
     assert_holds(tmp_path, range(6))
 
 
-def test_an_interrupted_close_keeps_others_out_until_all_is_written(tmp_path, slow_disk):
+def test_an_interrupted_close_keeps_the_lock_until_all_is_written(tmp_path, slow_disk):
     log = TrajectoryLog.open(tmp_path, options=BY_HAND)
     log.append("e0", [episode(0)])
     main = threading.main_thread().ident
@@ -158,29 +156,7 @@ def test_an_interrupted_close_keeps_others_out_until_all_is_written(tmp_path, sl
     assert_holds(tmp_path, [0])
 
 
-def test_an_interrupted_flush_goes_on_and_writes_nothing_twice(tmp_path, monkeypatch):
-    main, interrupted = threading.main_thread().ident, []
-
-    def append(*values, add=LogFile.append):
-        written = add(*values)
-        if not interrupted:
-            interrupted.append(True)
-            signal.pthread_kill(main, signal.SIGINT)
-        return written
-
-    monkeypatch.setattr(LogFile, "append", append)
-    with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
-        log.append("e0", [episode(0)])
-        with pytest.raises(KeyboardInterrupt):
-            log.flush()
-        log.append("e1", [episode(1)])
-        log.flush()
-    assert_holds(tmp_path, [0, 1])
-    with TrajectoryLog.open(tmp_path, mode="read") as log:
-        assert log.num_trajectories == 2
-
-
-def test_a_flush_of_nothing_writes_nothing(tmp_path):
+def test_a_flush_without_pending_episodes_does_not_write(tmp_path):
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
         log.append("e0", [episode(0)])
         log.flush()
@@ -189,42 +165,8 @@ def test_a_flush_of_nothing_writes_nothing(tmp_path):
     assert (tmp_path / "log.sqlite").read_bytes() == before
 
 
-def test_what_is_appended_while_a_log_is_closed_is_kept_or_refused(tmp_path, slow_disk):
-    log = TrajectoryLog.open(tmp_path, options=LogOptions(max_pending_bytes=1))
-    log.append("e0", [episode(0)])
-    kept, refused = ["e0"], []
-
-    def append(name):
-        try:
-            log.append(name, small(name))
-            kept.append(name)
-        except ValueError as error:
-            refused.append(str(error))
-
-    def is_closed():
-        try:
-            log.append(0, [])
-        except (TypeError, ValueError) as error:
-            return "is closed" in str(error)
-
-    appending = [threading.Thread(target=append, args=(f"n{k}",), daemon=True) for k in range(5)]
-    closing = threading.Thread(target=log.close, daemon=True)
-    for one in appending:
-        one.start()
-    wait_until(slow_disk.reached.is_set)
-    closing.start()
-    wait_until(is_closed)
-    slow_disk.goes_on.set()
-    for one in (*appending, closing):
-        one.join(20)
-        assert not one.is_alive()
-    assert len(kept) + len(refused) == 6
-    assert set(refused) <= {f"log {tmp_path} is closed"}
-    assert sorted(one.episode for one in read(tmp_path)) == sorted(kept)
-
-
 @pytest.mark.attack
-def test_threads_that_append_flush_and_close_at_once_lose_nothing(memory_path, tries):
+def test_threads_that_append_flush_and_close_at_once_lose_no_episode(memory_path, tries):
     """Some close early, some twice, and some logs are forgotten."""
     for round_number in range(tries(116)):
         rng = random.Random(round_number)
@@ -265,7 +207,7 @@ def test_threads_that_append_flush_and_close_at_once_lose_nothing(memory_path, t
         assert sorted(logged.episode for logged in read(folder)) == sorted(kept), round_number
 
 
-def test_a_new_folder_and_a_new_file_are_brought_to_the_disk(tmp_path, monkeypatch):
+def test_a_new_folder_and_a_new_file_are_synchronised(tmp_path, monkeypatch):
     synchronised = []
 
     def fsync(descriptor, sync=os.fsync):
@@ -369,7 +311,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_forks_in_a_transaction_harms_neither_log_nor_child(tmp_path):
+def test_a_fork_in_a_transaction_harms_neither_log_nor_child(tmp_path):
     """The child reads the log and ends as any program does; the parent goes on."""
     with TrajectoryLog.open(tmp_path, options=LogOptions(segment_episodes=3)) as log:
         number = 0
@@ -377,25 +319,16 @@ def test_a_process_that_forks_in_a_transaction_harms_neither_log_nor_child(tmp_p
             for _ in range(7):  # so that the thread is at work
                 log.append(f"e{number}", [episode(number)])
                 number += 1
-            child = os.fork()
-            if child == 0:
-                os._exit(read_in_child(log, tmp_path))
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert in_a_fork(read_in_child, log, tmp_path) == 0
     assert_holds(tmp_path, range(number))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_two_threads_that_fork_at_once_leave_the_log_to_its_writer(tmp_path, slow_disk):
-    def fork():
-        child = os.fork()
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-
+def test_two_threads_may_fork_at_once(tmp_path, slow_disk):
     with TrajectoryLog.open(tmp_path, options=LogOptions(segment_episodes=1)) as log:
         log.append("e0", [episode(0)])
         wait_until(slow_disk.reached.is_set)
-        threads = [threading.Thread(target=fork, daemon=True) for _ in range(3)]
+        threads = [threading.Thread(target=in_a_fork, args=(int,), daemon=True) for _ in range(3)]
         for one in threads:
             one.start()
         wait_until(lambda: len(log_writer._forking) == len(threads))
@@ -409,21 +342,13 @@ def test_two_threads_that_fork_at_once_leave_the_log_to_its_writer(tmp_path, slo
 
 
 def read_in_child(log, folder):
-    """Return 0 if a forked process can read the log, may not append to it, and may close it."""
-    try:
-        names = [one.episode for one in read(folder)]
-        assert names == [f"e{number}" for number in range(len(names))]
-        assert log.finished >= set(names)
-        try:
-            log.append("from the child", [])
-        except ValueError as error:
-            assert "belongs to the process that opened it" in str(error)  # noqa: PT017
-        else:
-            return 2
-        log.close()
-    except BaseException:  # noqa: BLE001 - of a child: it must not go on as the parent
-        return 1
-    return 0
+    """Read the log, fail to append to it, and close it."""
+    names = [one.episode for one in read(folder)]
+    assert names == [f"e{number}" for number in range(len(names))]
+    assert log.finished >= set(names)
+    with pytest.raises(ValueError, match="belongs to the process that opened it"):
+        log.append("from the child", [])
+    log.close()
 
 
 @contextmanager
@@ -438,7 +363,7 @@ def files_of_at_most(num_bytes):
 
 
 @needs_sqlite_calls
-def test_a_full_disk_loses_nothing(tmp_path):
+def test_a_full_disk_loses_no_episode(tmp_path):
     write(tmp_path, [0, 1])
     before = (tmp_path / "log.sqlite").read_bytes()
     with TrajectoryLog.open(tmp_path, options=BY_HAND) as log:
@@ -462,9 +387,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
 @pytest.mark.attack
 @needs_sqlite_calls
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_write_that_fails_at_any_step_loses_nothing_and_doubles_nothing(
-    memory_path, tries, number
-):
+def test_a_write_that_fails_at_any_step_loses_and_doubles_no_episode(memory_path, tries, number):
     """Also while a failed transaction is undone, and once all is on the disk but the answer."""
     failures = 0
     for trial in range(tries(496)):
@@ -510,7 +433,7 @@ def test_the_thread_tries_again_when_there_is_room(tmp_path):
     assert_holds(tmp_path, [0, 1])
 
 
-def test_a_log_that_cannot_be_written_at_its_end_says_so_and_lets_others_in(tmp_path):
+def test_a_close_that_cannot_write_raises_and_releases_the_lock(tmp_path):
     log = TrajectoryLog.open(tmp_path, options=BY_HAND)
     log.append("e0", [episode(0)])
     with files_of_at_most(1000), pytest.raises(OSError, match=str(tmp_path)):
@@ -560,12 +483,14 @@ def test_a_lock_that_is_never_released_is_an_error_and_no_damage(tmp_path, monke
 
 @needs_sqlite_calls
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_who_may_not_write_a_log_may_read_it_unless_its_writer_died(tmp_path):
+def test_a_user_without_write_permission_reads_unless_the_writer_died(tmp_path):
     with tempfile.TemporaryDirectory() as name:  # other users may not enter those of pytest
         folder = Path(name)
         write(folder / "whole", [0, 1])
         write(folder / "unfinished", [0, 1])
-        assert in_a_fork(die_in_a_transaction, folder / "unfinished") == -signal.SIGKILL
+        assert (
+            in_a_fork(die_in_a_transaction, folder / "unfinished", [episode(9)]) == -signal.SIGKILL
+        )
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         in_a_fork(read_as_nobody, folder, tmp_path / "said")
@@ -575,25 +500,6 @@ def test_who_may_not_write_a_log_may_read_it_unless_its_writer_died(tmp_path):
     assert whole == "2"
     assert "its writer died in a transaction: open it once as a user who may write it" in unfinished
     assert "Permission denied" in append
-
-
-def in_a_fork(work, *values):
-    """Return how a forked process ended that did some work."""
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            work(*values)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def die_in_a_transaction(folder):
-    writes = iter(range(100))
-    with (
-        SQLiteCalls(lambda name: "die" if "write" in name and next(writes) == 13 else None),
-        TrajectoryLog.open(folder, options=BY_HAND) as log,
-    ):
-        log.append("e9", [episode(9)])
 
 
 def read_as_nobody(folder, said):

@@ -1,4 +1,4 @@
-"""A writer dies at any moment: what was flushed is there, nothing twice, and another goes on."""
+"""Writers killed at any moment: flushed episodes are there once, and a next writer goes on."""
 
 import json
 import os
@@ -88,11 +88,11 @@ def assert_lost_nothing(folder, flushed):
 
 
 @pytest.mark.attack
-def test_killed_at_random_moments_it_keeps_all_that_was_flushed(memory_path, victims, tries):
+def test_a_writer_killed_at_random_moments_keeps_flushed_episodes(memory_path, victims, tries):
     """A reader looks on in between, as often as there is time for it."""
     rng = random.Random(6)
     folder, flushed, num_flushes, num_passes = memory_path / "first", 0, 0, 0
-    for kill in range(tries(1590)):
+    for kill in range(tries(1000)):
         victims.start(folder, kill, episodes=EPISODES)
         for _ in range(rng.randrange(4)):
             flushed = int(victims.expect("opened", "flushed", "closed"))
@@ -118,7 +118,7 @@ def test_killed_at_random_moments_it_keeps_all_that_was_flushed(memory_path, vic
 
 @pytest.mark.attack
 @needs_sqlite_calls
-def test_killed_before_any_of_its_steps_it_keeps_all_that_was_flushed(memory_path, victims, tries):
+def test_a_writer_killed_before_any_step_keeps_flushed_episodes(memory_path, victims, tries):
     """Also in the middle of a write, and once more in the recovery of the next writer."""
     ended = 0
     steps = tries(444)
@@ -141,24 +141,7 @@ def test_killed_before_any_of_its_steps_it_keeps_all_that_was_flushed(memory_pat
     assert 0 < ended < steps / 2  # else there are more steps than were tried, or hardly any
 
 
-@pytest.mark.attack
-def test_a_second_writer_is_refused_while_one_writes(memory_path, victims, tries):
-    flushed = 0
-    for seed in range(tries(43)):
-        victims.start(memory_path, seed, episodes=10_000)
-        victims.expect("opened")
-        for _ in range(seed % 3):
-            flushed = int(victims.expect("flushed"))
-            with pytest.raises(LogInUseError, match=f"process {victims.number} "):
-                TrajectoryLog.open(memory_path)
-        with pytest.raises(LogInUseError, match=f"process {victims.number} "):
-            TrajectoryLog.open(memory_path)
-        flushed = max(flushed, victims.kill())
-        flushed = assert_lost_nothing(memory_path, flushed)
-    assert flushed > 0
-
-
-def test_a_log_has_one_writer_until_that_is_dead(tmp_path, victims):
+def test_a_log_is_locked_until_its_writer_is_dead(tmp_path, victims):
     victims.start(tmp_path, seed=0, episodes=3, linger=True)
     while " " not in (said := victims.expect("opened", "flushed", "child")):
         pass

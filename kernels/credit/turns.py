@@ -1,0 +1,352 @@
+"""Credit of the turns of a batch: scans along turns, scores, and values copied to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from trajpack.kernels.dispatch import register_op
+from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
+from trajpack.kernels.reduce.whiten import (
+    masked_moments_torch,
+    whiten_reference,
+)
+from trajpack.kernels.scan.credit_scan import run_scan
+from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
+
+
+class Turns(NamedTuple):
+    """Location of the turns of a batch."""
+
+    turn_ids: torch.Tensor
+    """int32 ``[tokens]``: turn that generated each token, or -1."""
+    cu_turns: torch.Tensor
+    """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
+    spans: torch.Tensor
+    """int32 ``[turns, 2]``: first generated token of each turn, and one past its last."""
+
+
+class Scores(NamedTuple):
+    """Trajectories as members of their groups: ``[trajectories]`` each."""
+
+    scores: torch.Tensor
+    """float64: sum of the turns' rewards."""
+    lengths: torch.Tensor
+    """int32: number of generated tokens."""
+    valid: torch.Tensor
+    """bool: False where the last turn was truncated."""
+
+
+class TokenSpread(NamedTuple):
+    """Values at the generated tokens, and their moments."""
+
+    rows: torch.Tensor
+    """float32 ``[tokens]``, 0 where not generated."""
+    others: torch.Tensor
+    """float32 ``[tokens]``: the second of two values; else empty."""
+    partials: torch.Tensor
+    """float64 ``[5, chunks]``: moments of chunks of ``rows``, for `finish_spread`."""
+
+
+def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
+    chunks: ScanChunks,
+    cu_turns: torch.Tensor,
+    turn_ids: torch.Tensor,
+    *,
+    num_positions: int,
+    gamma: float,
+    lam: float,
+    observation: str,
+    impl: str,
+    values: torch.Tensor | None = None,
+    bootstrap: torch.Tensor | None = None,
+    weights: Sequence[torch.Tensor] = (),
+    kl: Sequence[torch.Tensor] = (),
+    kl_estimator: str | None = None,
+    limits: Limits | None = None,
+    by_turn: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scan the chunks of each trajectory as one segment.
+
+    Args:
+        chunks: Scanned tokens of each turn; turns in order, trajectory after trajectory.
+        cu_turns: ``[trajectories + 1]`` int32 boundaries of the trajectories' turns.
+        turn_ids: ``[tokens]`` int32: turn that generated each token, or -1.
+        num_positions: Upper bound of the chunks' tokens; decides how the work is cut.
+        gamma: Discount from one token to the next.
+        lam: λ of GAE.
+        observation: Convention for tokens that were not generated.
+        impl: ``"torch"`` or ``"triton"``.
+        values: float32 ``[tokens]``.
+        bootstrap: float32 ``[trajectories]``: value behind the last token.
+        weights: Log-probabilities of the trained and of the sampling policy, float32 ``[tokens]``
+            each, for V-trace. Chunks then hold generated tokens alone, unless the others are steps.
+        kl: Log-probabilities of the sampling and of the reference policy.
+        kl_estimator: Estimator of the KL penalty.
+        limits: Bounds and weights of rewards, penalties and ratios.
+        by_turn: Whether a turn is one action. Its result is then at its first generated token;
+            the other entries are undefined.
+
+    Returns:
+        Advantages and returns, float32 ``[tokens]``, 0 where not generated.
+
+    Cost: one launch for up to 8,192 positions, else two. No copy, no host synchronisation.
+    """
+    results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_of_turns(
+        turn_ids,
+        cu_turns,
+        *chunks,
+        values,
+        bootstrap,
+        list(weights),
+        list(kl),
+        gamma,
+        lam,
+        observation,
+        list(limits or Limits()),
+        kl_estimator,
+        by_turn,
+        impl,
+        num_positions,
+    )
+    return results
+
+
+def scores_of_trajectories(
+    turn_rewards: torch.Tensor,
+    turn_truncated: torch.Tensor,
+    cu_generated: torch.Tensor,
+    cu_turns: torch.Tensor,
+    *,
+    clip: float,
+    impl: str,
+) -> Scores:
+    """Sum the rewards and the generated tokens of each trajectory's turns.
+
+    Args:
+        turn_rewards: ``[turns]`` float64.
+        turn_truncated: ``[turns]`` bool.
+        cu_generated: ``[turns + 1]`` int32: generated tokens before each turn.
+        cu_turns: ``[trajectories + 1]`` int32.
+        clip: Scores are clipped to ``[-clip, clip]``.
+        impl: ``"torch"`` or ``"triton"``.
+
+    Cost: one launch. No copy, no host synchronisation.
+    """
+    return Scores(
+        *torch.ops.trajpack.scores_of_trajectories(
+            turn_rewards, turn_truncated, cu_generated, cu_turns, clip, impl
+        )
+    )
+
+
+def spread_of_trajectories(
+    turns: Turns,
+    rows: torch.Tensor | None,
+    steps: torch.Tensor | None,
+    *,
+    weight: float,
+    impl: str,
+) -> TokenSpread:
+    """Give each generated token its trajectory's row plus ``weight`` times its turn's step.
+
+    Args:
+        turns: Location of the turns.
+        rows: ``[trajectories]`` float32, or ``None`` for 0.
+        steps: ``[turns]`` float32, or ``None`` for 0; not both are ``None``.
+        weight: Factor of the steps.
+        impl: ``"torch"`` or ``"triton"``.
+
+    Cost: one launch. No copy, no host synchronisation.
+    """
+    return TokenSpread(*torch.ops.trajpack.spread(*turns, rows, steps, None, weight, impl))
+
+
+def spread_of_turns(
+    turns: Turns, rows: torch.Tensor, others: torch.Tensor, impl: str
+) -> TokenSpread:
+    """Give each generated token two values from the first generated token of its turn.
+
+    ``rows`` and ``others`` are float32 ``[tokens]``, read at the turns' first tokens alone.
+
+    Cost: one launch. No copy, no host synchronisation.
+    """
+    return TokenSpread(*torch.ops.trajpack.spread(*turns, rows, None, others, 0.0, impl))
+
+
+def finish_spread(
+    spread: TokenSpread, loss_mask: torch.Tensor, whitening: int | None, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows, whitened with ``ddof=whitening`` unless ``None``, and their moments before.
+
+    ``loss_mask`` is bool ``[tokens]``: tokens that count.
+
+    Cost: one launch. No copy, no host synchronisation.
+    """
+    rows, moments = torch.ops.trajpack.finish_spread(
+        spread.rows, loss_mask, spread.partials, whitening, impl
+    )
+    return (spread.rows if whitening is None else rows), moments
+
+
+def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) -> tuple[Any, Any]:
+    chunks, (values, bootstrap, weights, kl) = inputs[:5], inputs[5:9]
+    gamma, lam, observation, limits, estimator, by_turn, impl, num_positions = inputs[9:]
+    scan = Scan(
+        cu_turns,
+        turn_ids.shape[0],
+        num_positions,
+        values=values,
+        gamma=gamma,
+        lam=lam,
+        observation=observation,
+        bootstrap=bootstrap,
+        weights=tuple(weights) or None,
+        kl=tuple(kl) or None,
+        estimator=estimator,
+        chunks=ScanChunks(*chunks),
+        turn_ids=turn_ids,
+        by_turn=by_turn,
+        limits=Limits(*limits),
+        kind="vtrace" if weights else "gae",
+    )
+    return run_scan(scan, impl)
+
+
+def _run_scores(
+    turn_rewards: torch.Tensor,
+    turn_truncated: torch.Tensor,
+    cu_generated: torch.Tensor,
+    cu_turns: torch.Tensor,
+    clip: float,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if impl == "triton":
+        from trajpack.kernels.credit.turns_triton import scores_forward
+
+        return scores_forward(turn_rewards, turn_truncated, cu_generated, cu_turns, clip)
+    scores = segment_reduce_torch(turn_rewards, cu_turns, None, "sum").clamp(-clip, clip)
+    ends = cu_turns[1:].long()
+    lengths = cu_generated[cu_turns.long()].diff()
+    if not turn_rewards.shape[0]:
+        return scores, lengths, torch.ones_like(lengths, dtype=torch.bool)
+    has_turns = ends > cu_turns[:-1]
+    return scores, lengths, ~(has_turns & turn_truncated[(ends - 1).clamp(min=0)])
+
+
+def _run_spread(
+    turn_ids: torch.Tensor,
+    cu_turns: torch.Tensor,
+    spans: torch.Tensor,
+    rows: torch.Tensor | None,
+    steps: torch.Tensor | None,
+    others: torch.Tensor | None,
+    weight: float,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if impl == "triton":
+        from trajpack.kernels.credit.turns_triton import spread_forward
+
+        turns = Turns(turn_ids, cu_turns, spans)
+        return spread_forward(turns, rows, steps, others=others, weight=weight)
+    if others is not None:
+        assert rows is not None
+        first = spans[:, 0].long()
+        spread, other = (_take(_take(table, first), turn_ids.long()) for table in (rows, others))
+    else:
+        of_turns = spans.new_zeros(spans.shape[0], dtype=torch.float32)
+        if rows is not None:
+            turn = torch.arange(spans.shape[0], device=spans.device)
+            of_turns = _take(rows, torch.searchsorted(cu_turns[1:].long(), turn, right=True))
+        if steps is not None:
+            of_turns = of_turns + weight * steps
+        spread, other = _take(of_turns, turn_ids.long()), of_turns.new_empty(0)
+    moments = masked_moments_torch(spread, turn_ids >= 0)
+    return spread, other, moments[:, None]
+
+
+def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rows at ``index``; 0 where it is out of range."""
+    exists = (index >= 0) & (index < rows.shape[0])
+    rows = torch.cat([rows, rows.new_zeros(1)])
+    return rows[torch.where(exists, index, rows.shape[0] - 1)]
+
+
+def _run_finish(
+    rows: torch.Tensor,
+    loss_mask: torch.Tensor,
+    partials: torch.Tensor,
+    whitening: int | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if impl == "triton":
+        from trajpack.kernels.reduce.whiten_triton import merge_chunks, whiten_by_chunks
+
+        if whitening is None:
+            return rows.new_empty(0), merge_chunks(partials, 0.0)[0]
+        return whiten_by_chunks(rows, loss_mask.view(torch.int8), partials, ddof=whitening)
+    if whitening is None:
+        return rows.new_empty(0), partials[:, 0].clone()
+    moments = masked_moments_torch(rows, loss_mask)
+    count, mean, squares = moments[:3].unbind()
+    whitened = whiten_reference(
+        rows, loss_mask, (count, mean, squares), ddof=whitening, eps=0.0, center=True
+    )
+    return whitened, moments
+
+
+def _fake_credit(turn_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    advantages = torch.empty_like(turn_ids, dtype=torch.float32)
+    return advantages, torch.empty_like(advantages)
+
+
+def _fake_scores(
+    turn_rewards: torch.Tensor, *inputs: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores = turn_rewards.new_empty(inputs[2].shape[0] - 1)
+    lengths = torch.empty_like(scores, dtype=torch.int32)
+    return scores, lengths, torch.empty_like(scores, dtype=torch.bool)
+
+
+def _fake_spread(
+    turn_ids: torch.Tensor, *inputs: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    spread = turn_ids.new_empty(turn_ids.shape[0], dtype=torch.float32)
+    other = spread.new_empty(0) if inputs[4] is None else torch.empty_like(spread)
+    return spread, other, spread.new_empty((5, 1), dtype=torch.float64)
+
+
+def _fake_finish(
+    rows: torch.Tensor, mask: torch.Tensor, partials: torch.Tensor, whitening: int | None, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows[:0] if whitening is None else rows), partials.new_empty(5)
+
+
+register_op(
+    "credit_of_turns(Tensor turn_ids, Tensor cu_turns, Tensor cu_positions, Tensor begins, "
+    "Tensor spans, Tensor rewards, Tensor? truncated, Tensor? values, Tensor? bootstrap, "
+    "Tensor[] weights, Tensor[] kl, float gamma, float lam, str observation, float[] limits, "
+    "str? estimator, bool by_turn, str impl, SymInt num_positions) -> (Tensor, Tensor)",
+    _run_credit,
+    _fake_credit,
+)
+register_op(
+    "scores_of_trajectories(Tensor turn_rewards, Tensor turn_truncated, Tensor cu_generated, "
+    "Tensor cu_turns, float clip, str impl) -> (Tensor, Tensor, Tensor)",
+    _run_scores,
+    _fake_scores,
+)
+register_op(
+    "spread(Tensor turn_ids, Tensor cu_turns, Tensor spans, Tensor? rows, Tensor? steps, "
+    "Tensor? others, float weight, str impl) -> (Tensor, Tensor, Tensor)",
+    _run_spread,
+    _fake_spread,
+)
+register_op(
+    "finish_spread(Tensor rows, Tensor loss_mask, Tensor partials, int? whitening, str impl) "
+    "-> (Tensor, Tensor)",
+    _run_finish,
+    _fake_finish,
+)

@@ -1,0 +1,352 @@
+"""Trajectories as flat arrays and labels: the serialised form of the log, of Parquet and of Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajpack.packing.buffer.chains import TrajectoryLabels, copy_numbers, validate_turns
+from trajpack.packing.conversion import FLOAT32_MAX, as_version_runs, host_tensor
+from trajpack.packing.token_fields import TokenField
+from trajpack.packing.turn_fields import TURN_FIELDS
+from trajpack.packing.types import Trajectory, Turn, VersionSpan
+
+U8, I32, F32, F64 = (np.dtype(name) for name in ("u1", "<i4", "<f4", "<f8"))
+FIRST_INTEGERS = (
+    "chain",
+    "begin",
+    "size",
+    "truncated",
+    "version_start",
+    "version_end",
+    "num_spans",
+)
+"""Integers of a turn that every stored form has: its chain; the tokens of its prompt (the chain
+up to there) and of its completion; whether it was truncated; first and last version; number of
+version spans, 0 where one version sampled it."""
+FIRST_FLOATS = ("reward",)
+"""Floats of a turn that every stored form has."""
+
+
+def _with_later(first: tuple[str, ...], *, floats: bool) -> tuple[str, ...]:
+    found = (one.attribute for one in TURN_FIELDS if one.dtype.is_floating_point == floats)
+    return first + tuple(name for name in found if name not in first)
+
+
+INTEGERS = _with_later(FIRST_INTEGERS, floats=False)
+"""Columns of `TrajectoryArrays.turns`; later rows of `TURN_FIELDS` are at the end."""
+FLOATS = _with_later(FIRST_FLOATS, floats=True)
+"""Columns of `TrajectoryArrays.numbers`."""
+_PLACES = [
+    (one.attribute, (INTEGERS + FLOATS).index(one.attribute), one.dtype == torch.bool)
+    for one in TURN_FIELDS
+]
+"""Attribute of each number of a turn, its place among all, and whether it is a bool."""
+_Undeclared: TypeAlias = dict[int, dict[str, tuple[str, npt.NDArray[Any]]]]
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(Turn)}
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryArrays:
+    """Trajectories in a form that is cheap to store and to send: one array of each kind.
+
+    Tokens are those of a buffer's chains: a turn whose prompt continues an earlier turn adds only
+    its new tokens. Arrays that come out of Ray's object store are read-only memory shared by all
+    processes of a node; those that `trajectories` returns are views of them.
+    """
+
+    labels: tuple[TrajectoryLabels, ...]
+    """Id, group, task, time of birth and discount of each trajectory."""
+    num_turns: npt.NDArray[np.int64]
+    """``[trajectories]``: number of turns."""
+    chain_sizes: npt.NDArray[np.int32]
+    """``[chains]``: number of tokens."""
+    tokens: npt.NDArray[np.int32]
+    """``[tokens]``: token ids of the chains, concatenated."""
+    turns: npt.NDArray[np.int32]
+    """``[turns, 7]``: chain and lengths of each turn, and its integers among `TURN_FIELDS`."""
+    numbers: npt.NDArray[np.float64]
+    """``[turns, 1]``: reward of each turn."""
+    spans: npt.NDArray[np.int32]
+    """``[spans, 3]``: version, start and end, of turns that several versions sampled."""
+    logprobs: npt.NDArray[np.float32]
+    """``[generated tokens]``: log-probabilities of the completions, turn after turn."""
+    token_fields: tuple[TokenField, ...] = ()
+    """Declared extra fields."""
+    rows: tuple[npt.NDArray[np.uint8], ...] = ()
+    """Bytes of the rows of each declared field, of all turns or of all chains."""
+    undeclared: _Undeclared = field(default_factory=dict)
+    """Dtype and values of fields that are not declared, by turn and name."""
+
+    @classmethod
+    def of(
+        cls, trajectories: Iterable[Trajectory], fields: tuple[TokenField, ...] | None = None
+    ) -> TrajectoryArrays:
+        """Check and copy trajectories.
+
+        Args:
+            trajectories: The trajectories.
+            fields: Extra fields that each turn must have, or ``None`` to take those of each turn.
+
+        Raises:
+            TypeError, ValueError: As `TrajectoryBuffer.extend`; names trajectory and turn.
+
+        Cost: as `TrajectoryBuffer.extend`.
+        """
+        undeclared: _Undeclared = {}
+        if fields is None:
+            trajectories, undeclared = _without_fields(trajectories)
+        taken = validate_turns(trajectories, fields or ())
+        tokens, logprobs = np.empty(taken.num_tokens, I32), np.empty(taken.num_generated, F32)
+        copy_numbers(taken, tokens, logprobs)
+        spans = [taken.version_runs.get(turn, ()) for turn in range(len(taken.turn_size))]
+        turns, numbers = turn_tables(
+            taken.numbers
+            | {
+                "chain": taken.turn_chain,
+                "begin": taken.turn_begin,
+                "size": taken.turn_size,
+                "num_spans": [len(of_turn) for of_turn in spans],
+            }
+        )
+        return cls(
+            labels=tuple(taken.labels),
+            num_turns=np.array(taken.num_turns, np.int64),
+            chain_sizes=np.array(taken.chain_sizes, I32),
+            tokens=tokens,
+            turns=turns,
+            numbers=numbers,
+            spans=np.array([span for of_turn in spans for span in of_turn], I32).reshape(-1, 3),
+            logprobs=logprobs,
+            token_fields=fields or (),
+            rows=tuple(
+                np.concatenate([np.empty(0, U8), *(piece.reshape(-1) for piece in pieces)])
+                for pieces in taken.rows
+            ),
+            undeclared=undeclared,
+        )
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the trajectories; their arrays are views.
+
+        Example:
+            >>> path = Trajectory("a", [Turn([1, 2], [3], [-0.5]), Turn([1, 2, 3, 4], [5], [-1.0])])
+            >>> sent = TrajectoryArrays.of([path])
+            >>> sent.tokens.tolist(), sent.trajectories() == [path]
+            ([1, 2, 3, 4, 5], True)
+        """
+        turns = self._turns()
+        bounds = pairwise(accumulate(self.num_turns.tolist(), initial=0))
+        return [
+            Trajectory(
+                id=labels.id,
+                turns=turns[begin:end],
+                group=labels.group,
+                turn_discount=labels.turn_discount,
+                task_id=labels.task_id,
+                birth_time_ms=labels.birth_time_ms,
+            )
+            for labels, (begin, end) in zip(self.labels, bounds, strict=True)
+        ]
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return a number of each turn: one of `INTEGERS` or `FLOATS`."""
+        if name in FLOATS:
+            return self.numbers[:, FLOATS.index(name)]
+        return self.turns[:, INTEGERS.index(name)]
+
+    def copied(self) -> TrajectoryArrays:
+        """Return the same in memory of this process, so that an object store can let go of it.
+
+        Cost: copies 8 bytes a token.
+        """
+        copies: dict[str, Any] = {name: one.copy() for name, one in self._arrays().items()}
+        copies["rows"] = tuple(rows.copy() for rows in self.rows)
+        copies["undeclared"] = {
+            turn: {name: (dtype, array.copy()) for name, (dtype, array) in rows.items()}
+            for turn, rows in self.undeclared.items()
+        }
+        return replace(self, **copies)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Number of trajectories."""
+        return len(self.labels)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the flat arrays, without extra fields."""
+        return sum(array.nbytes for array in self._arrays().values())
+
+    def check(self) -> None:
+        """Raise a `ValueError` unless a buffer would take these trajectories."""
+        num_turns, chain_sizes = self.num_turns.tolist(), self.chain_sizes.tolist()
+        _require(len(num_turns) == len(self.labels), "num_turns is not one of each trajectory")
+        _require(min(num_turns, default=1) > 0, "a trajectory has no turns")
+        adds_up = sum(num_turns) == len(self.turns) == len(self.numbers)
+        _require(adds_up, "num_turns does not add up")
+        _require(min(chain_sizes, default=1) > 0, "a chain has no tokens")
+        _require(sum(chain_sizes) == len(self.tokens), "chain_sizes does not add up to the tokens")
+        _require(not self.tokens.size or self.tokens.min() >= 0, "a token id is negative")
+        _require(np.isfinite(self.logprobs).all(), "a log-probability is not finite")
+        for number in (*self.numbers.ravel().tolist(), *(one.turn_discount for one in self.labels)):
+            _require(abs(number) <= FLOAT32_MAX, "a reward or discount is not finite float32")
+        num_chains, num_generated, num_spans = len(chain_sizes), 0, 0
+        for turn, numbers in enumerate(self.turns.tolist()):
+            chain, begin, size, truncated, first, last, count, *_ = numbers
+            if not (
+                0 <= chain < num_chains
+                and begin > 0 <= size
+                and begin + size <= chain_sizes[chain]
+                and 0 <= truncated <= 1
+                and 0 <= first <= last
+                and count >= 0
+            ):
+                raise ValueError(f"turn {turn} has impossible numbers: {numbers}")
+            num_generated += size
+            if count:
+                spans = self.spans[num_spans : num_spans + count].tolist()
+                as_version_runs(f"turn {turn}: ", spans, first, last, num_tokens=size)
+                num_spans += count
+        _require(num_spans == len(self.spans), "the turns' version spans do not add up")
+        _require(num_generated == len(self.logprobs), "the turns' sizes do not add up")
+        for declared, raw in zip(self.token_fields, self.rows, strict=True):
+            num_rows = num_generated if declared.generated_only else len(self.tokens)
+            called = f"field {declared.name!r}"
+            _require(raw.size == num_rows * declared.row_bytes, f"{called} has {raw.size} bytes")
+            _require(declared.dtype != torch.bool or (raw < 2).all(), f"{called} is not bool")
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: one for name, one in vars(self).items() if isinstance(one, np.ndarray)}
+
+    def _turns(self) -> list[Turn]:
+        starts = list(accumulate(self.chain_sizes.tolist(), initial=0))
+        declared = [
+            (one.name, one.generated_only, as_rows(one, raw))
+            for one, raw in zip(self.token_fields, self.rows, strict=True)
+        ]
+        turns, generated, num_spans = list[Turn](), 0, 0
+        tables = zip(self.turns.tolist(), self.numbers.tolist(), strict=True)
+        for index, (integers, floats) in enumerate(tables):
+            chain, begin, size, _, _, _, count, *_ = integers
+            start, sampled, end = starts[chain], generated + size, num_spans + count
+            middle = start + begin
+            fields: dict[str, Any] = {
+                name: rows[generated:sampled] if generated_only else rows[start : middle + size]
+                for name, generated_only, rows in declared
+            }
+            for name, stored in self.undeclared.get(index, {}).items():
+                fields[name] = as_tensor(*stored)
+            numbers = integers + floats
+            turns.append(
+                Turn(
+                    prompt_ids=self.tokens[start:middle],
+                    completion_ids=self.tokens[middle : middle + size],
+                    completion_logprobs=self.logprobs[generated:sampled],
+                    version_spans=[VersionSpan(*one) for one in self.spans[num_spans:end].tolist()]
+                    if count
+                    else None,
+                    fields=fields or None,
+                    **{
+                        name: bool(numbers[place]) if is_bool else numbers[place]
+                        for name, place, is_bool in _PLACES
+                    },
+                )
+            )
+            generated, num_spans = sampled, end
+        return turns
+
+
+def turn_tables(
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    """Return `TrajectoryArrays.turns` and `TrajectoryArrays.numbers`, from columns by name.
+
+    Columns of later rows of `TURN_FIELDS` may be missing; they hold the defaults of `Turn`.
+
+    Raises:
+        TypeError, ValueError: If lengths differ, or a value is no number.
+    """
+    count = len(columns["chain"])
+    columns = {name: [_DEFAULTS.get(name)] * count for name in INTEGERS + FLOATS} | dict(columns)
+    integers = np.array([columns[name] for name in INTEGERS], I32)
+    return integers.T.copy(), np.array([columns[name] for name in FLOATS], F64).T.copy()
+
+
+def widened(
+    table: npt.NDArray[Any], num_turns: int, names: tuple[str, ...], num_first: int
+) -> npt.NDArray[Any]:
+    """Return a flat table of turns with all columns, also those that were added after it was made.
+
+    Raises:
+        ValueError: If it has not ``num_turns`` rows of at least ``num_first`` columns.
+    """
+    if not num_turns:
+        return table.reshape(0, len(names))
+    width, rest = divmod(table.size, max(1, num_turns))
+    if rest or not num_first <= width <= len(names):
+        raise ValueError(f"{table.size} numbers are not those of {num_turns} turns")
+    if width == len(names):
+        return table.reshape(-1, width)
+    later = np.array([_DEFAULTS[name] for name in names[width:]], table.dtype)
+    return np.hstack([table.reshape(-1, width), np.tile(later, (num_turns, 1))])
+
+
+def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8]) -> Any:
+    """Return the rows of a declared field: an array, or a tensor if numpy lacks the dtype."""
+    shape = (raw.size // declared.row_bytes, *declared.shape)
+    if raw.size:
+        values = host_tensor(raw).view(declared.dtype).reshape(shape)
+    else:  # torch does not view an empty tensor as another dtype
+        values = torch.empty(shape, dtype=declared.dtype, device="cpu")
+    try:
+        return values.numpy()
+    except TypeError:  # bfloat16 and narrower floats
+        return values
+
+
+def as_array(values: Any) -> tuple[str, npt.NDArray[Any]]:
+    """Return the name of an array's torch dtype, and its values as numpy has them.
+
+    Numpy has no bfloat16 or float8; such a tensor becomes integers of that size.
+    """
+    tensor = host_tensor(values).contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        return name, tensor.numpy()
+    except TypeError:
+        width = {1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize]
+        return name, tensor.view(width).numpy()
+
+
+def as_tensor(dtype: str, array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return the tensor of `as_array`; it shares the array's memory if that is writable."""
+    return host_tensor(array).view(getattr(torch, dtype))
+
+
+def _without_fields(
+    trajectories: Iterable[Trajectory],
+) -> tuple[list[Trajectory], _Undeclared]:
+    """Return trajectories without extra fields, and these by turn and name."""
+    plain, found, num_turns = list[Trajectory](), _Undeclared(), 0
+    for trajectory in trajectories:
+        turns = list(trajectory.turns)
+        for number, turn in enumerate(turns):
+            if turn.fields is not None:
+                found[num_turns + number] = {k: as_array(v) for k, v in turn.fields.items()}
+                turns[number] = replace(turn, fields=None)
+        plain.append(replace(trajectory, turns=turns))
+        num_turns += len(turns)
+    return plain, found
+
+
+def _require(holds: Any, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

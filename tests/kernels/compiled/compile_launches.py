@@ -1,0 +1,338 @@
+"""Launches that make Triton compile every variant of every kernel.
+
+Of the scans there are a few among them; `launches_of_every_scan` has all kinds by all observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
+
+from trajpack.kernels.credit.turns import Turns
+from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
+from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.fields.build_triton import write_fields
+from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
+from trajpack.kernels.fields.gather_fields_triton import write_rows
+from trajpack.kernels.fields.gather_words_triton import gather_words_forward
+from trajpack.kernels.groups.group_advantages import Rule
+from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
+from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
+from trajpack.kernels.rearrange.segments import Rows
+from trajpack.kernels.rearrange.select_tokens_triton import select_forward
+from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
+from trajpack.kernels.reduce.whiten import NOISE
+from trajpack.kernels.reduce.whiten_triton import (
+    chunk_moments,
+    merge_chunks,
+    whiten_by_chunks,
+    whiten_by_sums_forward,
+)
+from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.scan.observations import OBSERVATIONS
+from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan, ScanChunks
+
+PLAIN = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
+Launches = Iterator[tuple[str, partial[Any]]]
+TOKENS = 1500
+OWN = (8, 4, 1, 1, 4, 4, 4, 4)
+"""Units of a micro-batch's tensors: ids, turns, two masks, log-probabilities, versions, returns
+and advantages."""
+DEMANDING = {
+    "write_fields": {"aligned"},
+    "gather_words_forward": {"aligned"},
+    "write_rows": {"1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"},
+    "pad_forward": {"3 x 1", "3 x 2"},
+    "unpad_forward": {"3 x 1", "3 x 2"},
+    "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
+    "walk_segments": {"reset, float64, a rate each", "chunks, vtrace"},
+    "steps_of_blocks": {"chunks, k3"},
+    "write_blocks": {"chunks, vtrace"},
+    "scores_forward": {"turns"},
+    "spread_forward": {"trajectories and steps"},
+    "group_advantages_forward": {
+        "mean by std",
+        "second_best by std",
+        "leave_one_out by leave_one_out_std, valid",
+    },
+    "segment_rows": {"mean of float32, masked"},
+    "chunk_partials": {"mean of float32, masked"},
+    "chunk_fold": {"mean of float32, masked"},
+    "merge_chunks": {"partials"},
+    "chunk_moments": {"float64"},
+    "whiten_by_chunks": {"float64"},
+    "whiten_by_sums_forward": {"float64"},
+}
+"""By what launches: the variants that take most registers, shuffles and barriers, or stand beside
+those under another ceiling. Aligned inputs are where the compiler may widen an access."""
+
+
+def demanding_launches(device: str = "cpu") -> Launches:
+    """Yield the variants that are closest to a kernel's bounds."""
+    for label, launch in launches_of_every_variant(device):
+        if label in DEMANDING[launch.func.__name__]:
+            yield label, launch
+
+
+def launches_of_every_variant(device: str = "cpu") -> Launches:
+    """Yield what the inputs are like, and a launch on them that compiles one variant."""
+    words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
+    runs = words[:24].view(3, 8)
+    returns = torch.zeros(9, device=device)
+    fields = empty_fields(1500, words.device)
+    yield "aligned", partial(write_fields, words, runs, returns, 1500, fields)
+    yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], 1500, fields)
+    table = torch.zeros((5, 4), dtype=torch.int64, device=device)
+    yield "aligned", partial(gather_words_forward, table, 1500)
+    yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
+    yield from launches_of_every_field(words, runs)
+    yield from launches_of_every_row(cu_seqlens)
+    yield from launches_of_selections(words)
+    yield from launches_of_scans(cu_seqlens)
+    yield from launches_of_spreads(cu_seqlens)
+    yield from launches_of_groups(returns)
+    yield from launches_of_segments(cu_seqlens)
+    yield from launches_of_whitening(returns)
+
+
+def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
+    """Extra fields of every unit, one and several to a row, one and several at once."""
+    fields = {unit: RowLayout(1, unit, -1, unit % 2) for unit in (1, 2, 4, 8)}
+    cases = {f"1 x {unit}": [field] for unit, field in fields.items()}
+    cases |= {f"3 x {unit}": [field._replace(width=3)] for unit, field in fields.items()}
+    cases["1 x 1, all tokens"] = [fields[1]._replace(generated_only=0)]
+    cases["1 x 2, generated"] = [fields[2]._replace(generated_only=1)]
+    several = [fields[1], fields[2]._replace(width=3), fields[4], fields[8]]
+    cases["1 x 1 and 3 x 2 and 1 x 4 and 1 x 8"] = several
+    for label, layouts in cases.items():
+        sources = torch.zeros((3, len(layouts)), dtype=torch.int64, device=words.device)
+        rows = {"layouts": layouts, "out": empty_units(layouts, 1500, words.device)}
+        yield label, partial(write_rows, words, runs, sources, 1500, **rows)
+    unaligned = torch.zeros(13, dtype=torch.int64, device=words.device)[1:].view(3, 4)
+    shifted = words[1:], words[25:49].view(3, 8), unaligned
+    yield f"{label}, unaligned", partial(write_rows, *shifted, 1500, **rows)
+
+
+def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
+    """Pad and unpad rows of one unit and of several, for every width of a unit."""
+    memory = torch.zeros(9000, dtype=torch.int8, device=cu_seqlens.device)
+    for unit in (1, 2, 4, 8, 16):
+        unaligned = f"3 x {unit} unaligned", 3 * unit, unit % 16, cu_seqlens[1:]
+        aligned = [(f"{units} x {unit}", units * unit, 0, cu_seqlens) for units in (1, 3)]
+        for label, row, start, ends in (*aligned, unaligned):
+            batch = len(ends) - 1
+            packed = memory[start : start + 99 * row].view(99, row)
+            padded = memory[start : start + batch * 12 * row].view(batch, 12, row)
+            yield label, partial(pad_forward, packed, ends, 12, 1, "left")
+            yield label, partial(unpad_forward, padded, ends, 99, "left")
+
+
+def launches_of_whitening(returns: torch.Tensor) -> Launches:
+    """Moments and whitening of both dtypes; inputs that are not aligned are moved first."""
+    partials = torch.zeros((5, 3), dtype=torch.float64, device=returns.device)
+    sums = partials.view(-1)[1:4]
+    yield "partials", partial(merge_chunks, partials, 0.5)
+    for dtype in (torch.float32, torch.float64):
+        x = returns.to(dtype)
+        mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+        label = str(dtype).removeprefix("torch.")
+        yield label, partial(chunk_moments, x, mask)
+        yield label, partial(whiten_by_chunks, x, mask.view(torch.int8), partials, ddof=1)
+        yield (
+            label,
+            partial(
+                whiten_by_sums_forward,
+                x,
+                mask,
+                sums,
+                shift=0.5,
+                noise=NOISE,
+                ddof=1,
+                eps=0.0,
+                center=True,
+            ),
+        )
+
+
+def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
+    """Segment reductions by both regimes: every sum, mean and maximum that is made its own way."""
+    device = cu_seqlens.device
+    words, mask = (torch.zeros(n, dtype=torch.int64, device=device) for n in (9999, 2000))
+    f32, f64, i64 = torch.float32, torch.float64, torch.int64
+    rows = [("sum", f32, False), ("sum", f64, True), ("sum", torch.bool, False)]
+    rows += [("mean", f32, True), ("max", f32, True), ("max", i64, False)]
+    for reduction, dtype, has_mask in rows:
+        x = words.view(dtype)[:9000]
+        counted = mask.view(torch.bool)[1:9001] if has_mask else None
+        label = f"{reduction} of {dtype}{', masked' * has_mask}".replace("torch.", "")
+        out = words.view(dtype if dtype in (f32, f64) else i64)[1:9]
+        yield label, partial(segment_rows, x, cu_seqlens, counted, out, reduction)
+        if dtype == f32 and reduction != "max":
+            partials = words.view(f64)[:160], words.view(torch.int32)[:160]
+            yield label, partial(chunk_partials, x, cu_seqlens, counted, reduction)
+            inputs = x, cu_seqlens, counted, out, reduction
+            yield label, partial(chunk_fold, *inputs, *partials)
+
+
+def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
+    """Every kind of scan, with and without what it may do without, by both regimes."""
+    for label, scan in scans(cu_seqlens).items():
+        yield from _launches_of_scan(label, scan)
+
+
+def _launches_of_scan(label: str, scan: Scan) -> Launches:
+    before = None
+    if scan.kind == "vtrace" and scan.chunks is None:
+        before = torch.zeros(99, dtype=torch.float64, device=scan.device)
+    alone = scan.kind in ("returns", "next_values", "adjoint")
+    dtype = torch.float64 if scan.kind == "next_values" else torch.float32
+    main = torch.zeros(99, dtype=dtype, device=scan.device)
+    outputs = main, None if alone else torch.zeros_like(main)
+    steps = torch.zeros((2, 2), dtype=torch.float64, device=scan.device)
+    yield label, partial(walk_segments, scan, before, outputs)
+    yield label, partial(steps_of_blocks, scan, before)
+    yield label, partial(write_blocks, scan, before, outputs, steps)
+
+
+def launches_of_every_scan(device: str = "cpu") -> Launches:
+    """Every kind of scan by every observation, with the least and the most it may be given."""
+    cu_seqlens = torch.zeros(9, dtype=torch.int32, device=device)
+    some = scans(cu_seqlens)
+    plain, rated = some["carry"], some["reset, float64, a rate each"]
+    of_chunks, by_chunk = some["chunks, k3"], some["chunks, by turn"]
+    given = {name: getattr(rated, name) for name in ("gammas", "lams", "bootstrap")}
+    most = {name: getattr(of_chunks, name) for name in ("kl", "estimator")}
+    most |= {"bootstrap": rated.bootstrap, "chunks": by_chunk.chunks}
+    weights = some["vtrace, multiply"].weights
+    kinds = [kind for kind in KINDS if kind != "returns"]  # "gae" with less of it
+    for kind, observation in product(kinds, OBSERVATIONS):
+        scan = plain._replace(kind=kind, observation=observation)
+        if kind == "vtrace":
+            scan = scan._replace(weights=weights)
+        if kind == "adjoint":
+            scan = scan._replace(values=None)
+        full = scan._replace(rewards=rated.rewards, **given)
+        if kind == "adjoint":
+            full = full._replace(bootstrap=None)
+        cases = {"least": scan, "most": full}
+        if kind in ("gae", "vtrace"):
+            chunks = scan._replace(
+                rewards=None, loss_mask=None, chunks=of_chunks.chunks, turn_ids=of_chunks.turn_ids
+            )
+            cases |= {"least, chunks": chunks, "most, chunks": chunks._replace(**most)}
+        for label, case in cases.items():
+            yield from _launches_of_scan(f"{kind}, {observation}, {label}", case)
+
+
+def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
+    """Return scans by what they are like."""
+    device = cu_seqlens.device
+    tokens = torch.zeros(99, device=device)
+    mask = torch.zeros(99, dtype=torch.bool, device=device)
+    each = torch.zeros(8, device=device)
+    gae = Scan(cu_seqlens, 99, 99, tokens, tokens, mask, 1.0, 0.95, "carry")
+    rated = {"gammas": each.double(), "lams": each.double(), "bootstrap": each}
+    words = torch.zeros(16, dtype=torch.int32, device=device)
+    spans = words.view(8, 2)
+    ids = torch.zeros(99, dtype=torch.int32, device=device)
+    chunks = ScanChunks(words[:9], spans[:, 0], spans, each.double())
+    of_chunks = gae._replace(rewards=None, loss_mask=None, chunks=chunks, turn_ids=ids)
+    weighted = {"weights": (tokens, tokens), "limits": Limits(rho_clip=1.0)}
+    return {
+        "carry": gae,
+        "reset, float64, a rate each": gae._replace(
+            rewards=tokens.double(), observation="reset", **rated
+        ),
+        "returns": gae._replace(values=None, kind="returns"),
+        "returns of turns, float64, a rate each": gae._replace(
+            rewards=tokens.double(), values=None, loss_mask=None, kind="returns", **rated
+        )._replace(lams=None, bootstrap=None),
+        "gradient": gae._replace(values=None, kind="adjoint"),
+        "next values": gae._replace(kind="next_values"),
+        "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
+        "chunks, vtrace": of_chunks._replace(kind="vtrace", **weighted),
+        "chunks, k3": of_chunks._replace(
+            kl=(tokens, tokens), estimator="k3", limits=Limits(kl_coefficient=0.1)
+        ),
+        "chunks, by turn": of_chunks._replace(
+            by_turn=True, bootstrap=each, chunks=chunks._replace(truncated=mask[:8])
+        ),
+    }
+
+
+def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
+    """Scores of trajectories; and what turns or trajectories have, spread over their tokens."""
+    device = cu_turns.device
+    words = torch.zeros(64, dtype=torch.int32, device=device)
+    rows = torch.zeros(64, device=device)
+    turns = Turns(words, cu_turns, words.view(32, 2))
+    truncated = torch.zeros(32, dtype=torch.bool, device=device)
+    yield (
+        "turns",
+        partial(scores_forward, rows[:32].double(), truncated, words[:33], cu_turns, 1.0),
+    )
+    yield "trajectories", partial(spread_forward, turns, rows, None, others=None, weight=0.5)
+    yield (
+        "trajectories and steps",
+        partial(spread_forward, turns, rows, rows, others=None, weight=0.5),
+    )
+    yield "turns", partial(spread_forward, turns, rows, None, others=rows, weight=0.5)
+
+
+def launches_of_groups(scores: torch.Tensor) -> Launches:
+    """What is summed in each way that a recipe asks for, with and without marks."""
+    ids = torch.zeros_like(scores, dtype=torch.int64)
+    valid = ids.bool()
+
+    def launch(
+        baseline: str, scale: str, *inputs: torch.Tensor, **marks: torch.Tensor
+    ) -> partial[Any]:
+        rule = Rule(baseline, scale, 1, 1e-6, "raw")
+        return partial(group_advantages_forward, *inputs, 40, rule, **marks)
+
+    yield "mean by std", launch("mean", "std", scores, ids.int())
+    shifted = scores.double()[1:], ids[1:]
+    yield "mean by std, valid", launch("mean", "std", *shifted, valid=valid[1:])
+    yield "length_weighted", launch("length_weighted", "none", scores, ids, lengths=ids)
+    yield "mean by nonzero, valid", launch("mean", "nonzero", scores, ids.int(), valid=valid)
+    yield "second_best by std", launch("second_best", "std", scores, ids)
+    others = launch("leave_one_out", "leave_one_out_std", scores, ids.int(), valid=valid)
+    yield "leave_one_out by leave_one_out_std, valid", others
+    yield "none by std_about_baseline", launch("none", "std_about_baseline", scores, ids)
+
+
+def launches_of_selections(words: torch.Tensor) -> Launches:
+    """All tensors of a micro-batch, with and without extra fields; and outputs that are merged."""
+    table = words[:32].view(4, 8)
+    own = [Rows(1, unit, 0) for unit in OWN]
+    experts = [Rows(3, unit, -1) for unit in UNITS]
+    for label, rows, shift, positions in (
+        ("own", own, 0, "continue"),
+        ("own, positions of 0", own, 0, "zero"),
+        ("own, unaligned", own, 1, "continue"),
+        ("own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8", own + experts, 0, "continue"),
+    ):
+        sources = [_zeros(row, words.device)[shift:] for row in rows]
+        yield label, partial(select_forward, sources, table, TOKENS, rows, positions)
+    for row in (Rows(1, 4, 0), Rows(3, 2, 0)):
+        launch = partial(select_forward, [_zeros(row, words.device)], table, TOKENS, [row], "")
+        yield f"{row.width} x {row.unit}", launch
+
+
+def _zeros(row: Rows, device: torch.device) -> torch.Tensor:
+    return torch.zeros(99 * row.width, dtype=UNITS[row.unit], device=device)
+
+
+def launches_of_planted(backend: str) -> Launches:
+    """Kernels with a fault each."""
+    words = torch.zeros(99, dtype=torch.int32)
+    for kernel in (masked_kernel, hinted_kernel, shuffled_kernel):
+        yield "planted", partial(kernel[(1,)], words, words, 99, **PLAIN)
+    if backend == "cuda":
+        crowded = PLAIN | {"BLOCK": 8192, "maxnreg": 32}
+        yield "planted", partial(crowded_kernel[(1,)], words, words, 99, **crowded)

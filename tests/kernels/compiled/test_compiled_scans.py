@@ -1,0 +1,126 @@
+"""Compiled code of the scans over tokens, and a table of their spills.
+
+A spill makes a scan slower and not wrong. Most variants have none; `scan_spills.json` names those
+that have, by version of Triton, target, kernel and scan: bytes of stack, and instructions that
+store to it or load from it (on gfx942 registers that are kept there). Every kind of scan with
+every observation, with the least and the most inputs, makes 216 variants. `make variants` compiles
+all of them, with every Triton and for every target; without `--full` the installed Triton compiles
+for sm_90 those of the table and a twelfth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kernels.conftest import INSTALLED, TARGETS, VERSIONS, builds
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
+from trajpack.kernels.scan import credit_scan_triton
+
+KERNELS = ("walk_kernel", "block_steps_kernel", "block_states_kernel")
+ONE_OUTPUT = {"returns", "returns of turns, float64, a rate each", "gradient", "next values"}
+"""Scans with one output; the others have two."""
+SHARE = credit_scan_triton.BLOCK // block_shape("credit_scan", DEFAULT).threads
+SPILLS = Path(__file__).with_name("scan_spills.json")
+NUM_VARIANTS = 216
+MOST_SCALARS = 64
+"""Scalars that do not fit go to lanes of vector registers on gfx942, and not to memory."""
+
+
+def scan_of(variant: dict[str, Any]) -> str:
+    return str(variant["inputs"]).removesuffix(", past 2 GiB")
+
+
+def test_every_scan_has_the_same_layout(compiled: Any) -> None:
+    """So sums are made in the same order, however a segment is cut and whatever is scanned."""
+    layouts = set()
+    for kernel in KERNELS:
+        for variant in compiled.variants(kernel):
+            assert len(variant["scans"]) == 1, variant
+            layouts.add((variant["threads"], *variant["scans"]))
+    ((threads, layout),) = layouts
+    assert threads == block_shape("credit_scan", DEFAULT).threads
+    lanes = credit_scan_triton.BLOCK // 4
+    assert layout.count(f"tensor<{lanes}xf64, #ttg") == 2, "decays and increments of four tokens"
+
+
+def test_a_block_leaves_a_decay_and_an_increment(compiled: Any) -> None:
+    for variant in compiled.variants("block_steps_kernel"):
+        stored = sum(width * count for width, count in variant["stores"].items())
+        assert stored == 2 * 8, variant
+
+
+@pytest.mark.parametrize("kernel", ["walk_kernel", "block_states_kernel"])
+def test_tokens_are_stored_once_each(compiled: Any, kernel: str) -> None:
+    """Segments end anywhere and are walked backward, so a store is one token wide."""
+    for variant in compiled.variants(kernel):
+        scan = scan_of(variant)
+        stores = SHARE if scan in ONE_OUTPUT else 2 * SHARE
+        if "chunks" in scan and "by turn" not in scan:
+            stores *= 2  # of tokens that no chunk holds, too
+        assert variant["stores"] == {8 if scan == "next values" else 4: stores}, variant
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_reads(compiled: Any, kernel: str) -> None:
+    """Rewards, and values and a mask where there are any; float64 where rewards are."""
+    for variant in compiled.variants(kernel):
+        scan, loads = scan_of(variant), variant["loads"]
+        if "returns of turns" not in scan:
+            assert loads[4] >= SHARE, variant
+        if "chunks" not in scan and "turns" not in scan:
+            assert loads[1] >= SHARE, variant
+        if "float64" in scan:
+            assert loads[8] >= SHARE, variant
+
+
+@builds("90")
+def test_returns_take_one_launch_where_no_segment_is_long(compiled: Any) -> None:
+    walk = [["walk_kernel", 3]]  # three segments
+    blocks = [["block_steps_kernel", 17], ["block_states_kernel", 20]]  # 17 windows
+    assert {(c["entries"], c["max_seqlen"]): c["launches"] for c in compiled["returns"]} == {
+        (8192, None): walk,
+        (8193, None): blocks,
+        (8193, 4096): walk,
+        (8193, 4097): blocks,
+        (0, None): [],
+    }
+
+
+def memory_of(variant: dict[str, Any]) -> list[int]:
+    """Return the bytes that a thread keeps in memory, and the instructions that move them."""
+    memory = variant["memory_of_a_thread"]
+    if "stack" in memory:
+        return [memory["stack"] + memory["local"], memory["spills"]]
+    assert memory["sgpr_spill_count"] <= MOST_SCALARS, variant
+    return [memory["private_segment_fixed_size"], memory["vgpr_spill_count"]]
+
+
+def assert_known_spills(measured: list[dict[str, Any]], version: str, target: str) -> None:
+    found = {
+        f"{variant['kernel']}: {variant['inputs']}": memory_of(variant) for variant in measured
+    }
+    known = json.loads(SPILLS.read_text())[version][target]
+    assert {name: memory for name, memory in found.items() if any(memory)} == known
+
+
+@pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
+def test_some_scans_spill_as_the_table_says(compiled: Any) -> None:
+    assert_known_spills(compiled["scans"], INSTALLED, "90")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_all_scans_spill_as_the_table_says(
+    request: pytest.FixtureRequest, compile_scans: Callable[..., Any], version: str, target: str
+) -> None:
+    if not request.config.getoption("--full"):
+        pytest.skip("takes half an hour; `make variants` runs it")
+    measured = compile_scans(version, target)
+    near = [variant for variant in measured if not variant["inputs"].endswith(", past 2 GiB")]
+    assert len(near) == NUM_VARIANTS
+    assert_known_spills(measured, version, target)

@@ -1,0 +1,169 @@
+"""Compiled code of the kernels that sum: groups, segments, moments, scores and spreads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.kernels.conftest import INSTALLED
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
+from trajpack.kernels.groups import group_advantages_triton
+from trajpack.kernels.reduce import segment_reduce_triton, whiten_triton
+
+MOMENTS = 5
+SUMS = 3
+
+
+def label_of(variant: dict[str, Any]) -> str:
+    return str(variant["inputs"]).removesuffix(", past 2 GiB")
+
+
+def stored_bytes(variant: dict[str, Any]) -> int:
+    return sum(width * count for width, count in variant["stores"].items())
+
+
+# --- groups: each pair of the tile stores behind its own mask, and then the members of no group
+
+
+def test_a_member_is_stored_by_the_row_of_its_group_or_by_none(compiled: Any) -> None:
+    block = block_shape("group_advantages_kernel", DEFAULT).block
+    for variant in compiled.variants("group_advantages_kernel"):
+        groups = group_advantages_triton.GROUPS
+        if "leave_one_out_std" in variant["inputs"]:
+            groups = group_advantages_triton.GROUPS_OF_OTHERS
+        stores = groups * block // variant["threads"] + 1
+        assert variant["stores"] == {4: stores}, variant
+        assert variant["masked_stores"] in (stores, None), variant
+
+
+def test_warps_of_groups_wait_for_three_votes_and_the_sums_of_a_tile(compiled: Any) -> None:
+    shuffles, barriers = (260, 38) if compiled.is_nvidia else (330, 18)
+    for variant in compiled.variants("group_advantages_kernel"):
+        assert variant["shuffles"] <= shuffles, variant
+        assert variant["barriers"] <= barriers, variant
+
+
+@pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
+def test_any_groups_are_one_launch(compiled: Any) -> None:
+    kernel = "group_advantages_kernel"
+    assert compiled["launches_on_meta"]["launches"][kernel] == len(compiled.variants(kernel))
+
+
+# --- segments
+
+
+@pytest.mark.parametrize("kernel", ["segment_reduce_kernel", "chunk_fold_kernel"])
+def test_a_row_leaves_one_result(compiled: Any, kernel: str) -> None:
+    for variant in compiled.variants(kernel):
+        width = 4 if "of float32" in variant["inputs"] else 8
+        assert variant["stores"] == {width: 1}, variant
+
+
+def test_a_chunk_leaves_one_sum_and_one_count_of_a_lane(compiled: Any) -> None:
+    for variant in compiled.variants("chunk_partials_kernel"):
+        assert variant["threads"] == segment_reduce_triton.ROWS * segment_reduce_triton.LANES
+        expected = {8: 1, 4: 1} if label_of(variant).startswith("mean") else {8: 1}
+        assert variant["stores"] == expected, variant
+
+
+def test_entries_are_loaded_once_and_several_are_in_flight(compiled: Any) -> None:
+    for variant in compiled.variants("segment_reduce_kernel"):
+        label, steps = label_of(variant), segment_reduce_triton.STEPS
+        width = 8 if "64" in label else 1 if "bool" in label else 4
+        expected = {width: steps}
+        expected[4] = expected.get(4, 0) + 2  # the segment's boundaries
+        if "masked" in label:
+            expected[1] = steps
+        assert variant["loads"] == expected, variant
+
+
+# --- moments and whitening
+
+OF_ENTRIES = ("chunk_moments_kernel", "whiten_kernel", "whiten_by_sums_kernel")
+OF_A_THREAD = whiten_triton.CHUNK // block_shape("whiten", DEFAULT).threads
+
+
+@pytest.mark.parametrize("kernel", ["whiten_kernel", "whiten_by_sums_kernel"])
+def test_whitened_entries_are_stored_at_full_width_once_and_unmasked(
+    compiled: Any, kernel: str
+) -> None:
+    """The first program alone stores moments, one by one; gfx942 may store two by two."""
+    entries, moments = OF_A_THREAD // 4, MOMENTS if kernel == "whiten_kernel" else 0
+    for variant in compiled.variants(kernel):
+        if compiled.is_nvidia:
+            assert variant["stores"] == Counter({16: entries}) + Counter({8: moments}), variant
+            assert variant["masked_stores"] <= moments, variant
+        else:
+            assert set(variant["stores"]) <= {8, 16}, variant
+            assert entries <= variant["stores"][16] <= entries + 2, variant
+            assert sum(variant["stores"].values()) <= entries + MOMENTS, variant
+
+
+@pytest.mark.parametrize("kernel", OF_ENTRIES)
+def test_whole_chunks_are_loaded_at_full_width(compiled: Any, kernel: str) -> None:
+    """The last chunk, which may have an end, is loaded entry by entry in a branch of its own."""
+    for variant in compiled.variants(kernel):
+        size, loads = 8 if variant["inputs"].startswith("float64") else 4, variant["loads"]
+        assert loads[16] == OF_A_THREAD * size // 16, variant
+        assert loads[1] == OF_A_THREAD, variant  # the last mask
+        last = OF_A_THREAD if size == 4 else 0
+        assert loads[4] == OF_A_THREAD // 4 + last, variant  # masks, last entries
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shuffles"),
+    [
+        ("chunk_moments_kernel", 72),
+        ("merge_chunks_kernel", 80),
+        ("whiten_kernel", 80),
+        ("whiten_by_sums_kernel", 0),
+    ],
+)
+def test_sums_shuffle_and_wait_within_their_bounds(
+    compiled: Any, kernel: str, shuffles: int
+) -> None:
+    """Five sums, each within a warp, then between warps; none where sums are given."""
+    for variant in compiled.variants(kernel):
+        assert bool(shuffles) <= variant["shuffles"] <= shuffles, variant
+        assert variant["barriers"] <= (14 if shuffles else 0), variant
+
+
+def test_merged_moments_and_sums_are_stored_once(compiled: Any) -> None:
+    for variant in compiled.variants("merge_chunks_kernel"):
+        assert stored_bytes(variant) == 8 * (MOMENTS + SUMS), variant
+
+
+# --- scores of trajectories, and their spread over tokens
+
+TOKENS = whiten_triton.CHUNK // block_shape("spread_kernel", DEFAULT).threads
+READS = {"trajectories": 2, "trajectories and steps": 3, "turns": 4}
+"""Loads per token: its turn; its trajectory's row, its turn's step; or its turn's begin and the
+two values there."""
+
+
+def test_spread_tokens_are_stored_at_full_width_and_a_chunk_leaves_its_moments(
+    compiled: Any,
+) -> None:
+    """Memory is allocated in whole chunks, so no store of tokens is masked."""
+    for variant in compiled.variants("spread_kernel"):
+        outputs = 2 if label_of(variant) == "turns" else 1
+        assert variant["stores"] == Counter({16: outputs * TOKENS // 4, 8: MOMENTS}), variant
+        assert (variant["masked_stores"] or 0) <= MOMENTS, variant
+
+
+def test_a_token_is_read_once_and_a_search_reads_little(compiled: Any) -> None:
+    """Boundaries of trajectories are read too: of the first, of the last, of each token's."""
+    for variant in compiled.variants("spread_kernel"):
+        kind = label_of(variant)
+        searched = 0 if kind == "turns" else TOKENS + 2
+        assert variant["loads"] == Counter({4: READS[kind] * TOKENS + searched}), variant
+        assert 0 < variant["shuffles"] <= (60 if compiled.is_nvidia else 84), variant
+        assert variant["barriers"] <= (14 if kind == "turns" else 26), variant
+
+
+def test_a_trajectory_is_stored_once(compiled: Any) -> None:
+    """Its score, its length, and whether it counts."""
+    for variant in compiled.variants("scores_kernel"):
+        assert variant["stores"] == {8: 1, 4: 1, 1: 1}, variant

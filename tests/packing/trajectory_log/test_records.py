@@ -1,0 +1,223 @@
+"""Records of episodes: any bytes give a named error, or an episode that a buffer takes."""
+
+import random
+import tracemalloc
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.packing.trajectory_log.log_cases import read, turn
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, Turn, VersionSpan
+from trajpack.packing.buffer.trajectory_arrays import FIRST_INTEGERS, TrajectoryArrays
+from trajpack.packing.trajectory_log.database import LogFile
+from trajpack.packing.trajectory_log.log import TrajectoryLog
+from trajpack.packing.trajectory_log.options import DamagedLogError
+from trajpack.packing.trajectory_log.records import COLUMNS, Record, decoded, encoded
+
+FIELDS = (TokenField("v", torch.float32), TokenField("b", torch.bool, generated_only=False))
+
+
+def with_fields(one, num_tokens):
+    size = len(one.completion_ids)
+    return replace(one, fields={"v": np.ones(size, np.float32), "b": np.ones(num_tokens, bool)})
+
+
+SPANS = [VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)]
+TRAJECTORIES = [
+    Trajectory("e", [
+        with_fields(Turn([1, 2, 3], [4, 5], [-0.1, -0.2], version_end=1, version_spans=SPANS), 5),
+        with_fields(turn((1, 2, 3, 4, 5, 6), (7,), version_start=1, version_end=1), 7),
+    ], "g", 0.5, 3),
+    Trajectory("e2", [with_fields(turn((9,), (8,)), 2)], birth_time_ms=-(2**63)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def record():
+    return Record("name", None, TrajectoryArrays.of(TRAJECTORIES, FIELDS))
+
+
+def changed(record, **changes):
+    """Return a record with other arrays, columns or names."""
+    own = {name: changes.pop(name) for name in ("episode", "error") if name in changes}
+    arrays = replace(record.arrays, **changes)
+    return record._replace(**own, arrays=arrays)
+
+
+def summed(content):
+    """Return a record with the checksum that its bytes have."""
+    return content[:4] + zlib.crc32(content[8:]).to_bytes(4, "little") + content[8:]
+
+
+def test_a_failure_has_a_record_too():
+    for error in ("", "late", "\udfff"):
+        record = Record("e", error, TrajectoryArrays.of([], FIELDS))
+        back = decoded(encoded(record), FIELDS)
+        assert (back.episode, back.error, back.arrays.trajectories()) == ("e", error, [])
+
+
+TURNS = [(0, 3, 2, 0, 0, 1, 2), (0, 6, 1, 0, 1, 1, 0), (1, 1, 1, 0, 0, 0, 0)]
+
+
+def with_turn(number, **changes):
+    turns = [list(one) for one in TURNS]
+    for name, value in changes.items():
+        turns[number][FIRST_INTEGERS.index(name)] = value
+    return turns
+
+
+WRONG = [
+    *(("turns", with_turn(0, **{name: value})) for name, value in (
+        ("chain", -1), ("chain", 5), ("chain", 1), ("begin", -2), ("begin", 100), ("begin", 0),
+        ("begin", 2**31 - 1), ("size", -1), ("size", 2**31 - 1), ("size", 1), ("truncated", 2),
+        ("truncated", -1), ("version_start", -5), ("version_start", 2), ("version_end", 2),
+        ("num_spans", -1), ("num_spans", 2**31 - 1), ("num_spans", 0), ("num_spans", 1),
+    )),
+    ("turns", with_turn(1, num_spans=2)), ("turns", TURNS[:2]), ("turns", []),
+    ("num_turns", [2, 2]), ("num_turns", [0, 3]), ("num_turns", [-1, 4]), 
+    ("num_turns", []), ("chain_sizes", [-7, 2]), ("chain_sizes", [9, 0]), ("chain_sizes", []),
+    ("chain_sizes", [2**31 - 1, 2]), ("tokens", []), ("tokens", [-1] * 9),
+    ("tokens", [1] * 8), ("logprobs", [float("nan")] * 4), ("logprobs", []),
+    ("logprobs", [float("-inf")] * 4), ("spans", []), ("spans", [(1, 0, 1), (0, 1, 2)]),
+    ("spans", [(0, 0, 1), (2, 1, 2)]), ("spans", [(0, 0, 1), (1, 0, 2)]),
+    ("spans", [(0, 0, 1), (1, 1, 3)]), ("spans", [(0, 0, 2), (1, 1, 2)]),
+    ("numbers", [float("nan")] * 3), ("numbers", [1e300] * 3), ("numbers", []),
+]  # fmt: skip
+
+
+def test_the_fixture_has_the_expected_tables(record):
+    arrays = record.arrays
+    assert arrays.turns.tolist() == [list(one) for one in TURNS]
+    assert (arrays.num_turns.tolist(), arrays.chain_sizes.tolist()) == ([2, 1], [7, 2])
+
+
+@pytest.mark.parametrize(("name", "values"), WRONG, ids=str)
+def test_columns_that_disagree_are_damage(record, name, values):
+    wrong = {name: np.array(values, getattr(record.arrays, name).dtype)}
+    if name == "num_turns":  # of which there is one for each trajectory, else it is not written
+        wrong["labels"] = record.arrays.labels[: len(values)]
+    with pytest.raises(DamagedLogError):
+        decoded(encoded(changed(record, **wrong)), FIELDS)
+
+
+def test_labels_fields_and_texts_that_disagree_are_damage(record):
+    (first, second), rows = record.arrays.labels, record.arrays.rows
+    for wrong in (
+        {"labels": (first,), "num_turns": np.array([3]), "error": "late"},
+        {"labels": (first,), "num_turns": np.array([2])},
+        {"labels": (first._replace(id=None), second)},
+        {"labels": (first._replace(turn_discount=float("inf")), second)},
+        {"labels": (first._replace(turn_discount=float("nan")), second)},
+        {"episode": None},
+        {"error": "late"},
+        {"rows": (rows[0][:-1], rows[1])},
+        {"rows": (rows[0], rows[1][:-1])},
+        {"rows": (rows[0], rows[1] * 2)},
+        {"rows": rows[:1]},
+        {"rows": (*rows, rows[0])},
+    ):
+        with pytest.raises(DamagedLogError):
+            decoded(encoded(changed(record, **wrong)), FIELDS)
+
+
+def test_bytes_that_are_no_record_are_damage(record):
+    content = encoded(record)
+    num_columns = len(COLUMNS) + len(FIELDS)
+    sizes = np.frombuffer(content, np.uint32, num_columns, 8).copy()
+    for size in range(len(content)):
+        with pytest.raises(DamagedLogError):
+            decoded(content[:size], FIELDS)
+        with pytest.raises(DamagedLogError):
+            decoded(summed(content[:size]) if size >= 8 else content[:size], FIELDS)
+    for changed in (content + b"\0", summed(content + bytes(8)), b"x" + content[1:]):
+        with pytest.raises(DamagedLogError):
+            decoded(changed, FIELDS)
+    for column in range(num_columns):
+        for size in (2**32 - 1, 2**31, sizes[column] + 8, 5):
+            wrong = sizes.copy()
+            wrong[column] = size
+            head = content[:8] + wrong.tobytes()
+            with pytest.raises(DamagedLogError):
+                decoded(summed(head + content[len(head) :]), FIELDS)
+
+
+def test_every_flipped_bit_is_found(record):
+    content = encoded(record)
+    for index in range(8 * len(content)):
+        wrong = bytearray(content)
+        wrong[index // 8] ^= 1 << index % 8
+        with pytest.raises(DamagedLogError):
+            decoded(bytes(wrong), FIELDS)
+
+
+@pytest.mark.attack
+def test_any_record_with_a_right_checksum_is_refused_or_taken_by_a_buffer(record, tries):
+    """Bytes that were changed on purpose, or by a program that wrote them wrong."""
+    content, taken = encoded(record), 0
+    begin = 8 + 4 * (len(COLUMNS) + len(FIELDS))
+    for seed in range(tries(20_000)):
+        rng, wrong = random.Random(seed), bytearray(content)
+        for _ in range(rng.randrange(1, 4)):
+            place = rng.randrange(8 if rng.random() < 0.2 else begin, len(wrong))
+            wrong[place] = rng.choice(
+                (0, 1, 2, 127, 128, 255, wrong[place] ^ 1 << rng.randrange(8))
+            )
+        try:
+            found = decoded(summed(bytes(wrong)), FIELDS)
+        except DamagedLogError:
+            continue
+        buffer = TrajectoryBuffer("cpu", fields=FIELDS)
+        buffer.extend(found.arrays.trajectories())
+        buffer.pack()
+        taken += 1
+    assert taken > tries(20_000) / 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numbers": np.array([[1e300]] * 3)},
+        {"turns": np.array(with_turn(0, chain=9))},
+    ],
+    ids=["reward", "chain"],
+)
+def test_an_impossible_episode_with_a_right_checksum_is_named(
+    tmp_path, monkeypatch, record, changes
+):
+    wrong = changed(record, **changes)
+    monkeypatch.setattr(LogFile, "entries", lambda *_: ())
+    monkeypatch.setattr(LogFile, "check_end", lambda *_: None)
+    good = record._replace(episode="good")
+    LogFile.create(tmp_path / "log.sqlite", FIELDS, [good, wrong])
+    monkeypatch.undo()
+    with pytest.raises(DamagedLogError, match=r"log\.sqlite is damaged: episode 'name'"):
+        read(tmp_path)
+    with TrajectoryLog.open(tmp_path) as log, pytest.raises(DamagedLogError, match="'name'"):
+        log.fill(TrajectoryBuffer("cpu", fields=FIELDS))
+    with pytest.warns(UserWarning, match="1 episode skipped: .*'name'"):
+        assert [one.episode for one in read(tmp_path, damaged="skip")] == ["good"]
+
+
+@pytest.mark.parametrize("shape", ["turns", "trajectories", "version spans"])
+def test_a_record_takes_at_most_twenty_times_its_bytes_while_it_is_read(shape):
+    count, spans = 2_000, None
+    turns = [Turn([1000], [1001], [-0.5], 1.5, version_start=2000, version_end=2000)] * count
+    trajectories = [Trajectory("a", turns)]
+    if shape == "trajectories":
+        trajectories = [Trajectory("a", turns[:1], task_id=3000, birth_time_ms=4000)] * count
+    elif shape == "version spans":
+        spans = [VersionSpan(2000 + k, k, k + 1) for k in range(count)]
+        long = Turn([1], [2] * count, [-0.5] * count, 1.5, False, 2000, 1999 + count, spans)
+        trajectories = [Trajectory("a", [long])]
+    content = encoded(Record("e", None, TrajectoryArrays.of(trajectories, ())))
+    tracemalloc.start()
+    try:
+        held = decoded(content, ()).arrays.trajectories()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held == trajectories
+    assert peak <= 20 * len(content)

@@ -14,11 +14,6 @@ def contained(work: Callable[[], _T]) -> Callable[[], _T]:
 
     A future cannot hold a `StopIteration`, and a `SystemExit` would end the program. Both become a
     `RuntimeError`, as does anything else that is not an `Exception`.
-
-    Example:
-        >>> contained(lambda: next(iter([])))()
-        Traceback (most recent call last):
-        RuntimeError: StopIteration was raised
     """
 
     def call() -> _T:

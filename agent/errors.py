@@ -102,12 +102,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def has_engine_ended(error: BaseException | None) -> bool:
-    """Return whether an episode failed because its engine gives no more replies.
-
-    Example:
-        >>> has_engine_ended(EngineEndedError("q0@0", "shut down"))
-        True
-    """
+    """Return whether an episode failed because its engine gives no more replies."""
     return error is not None and any(isinstance(one, EngineEndedError) for one in causes_of(error))
 
 

@@ -65,11 +65,7 @@ class ChatMessages:
     def after(self, completion_ids: Sequence[int], role: str, contents: Sequence[str]) -> list[int]:
         """Return messages after a completion, and the generation prompt.
 
-        Args:
-            completion_ids: Tokens of the assistant; if they lack the token that ends a message, it
-                comes first.
-            role: Of the messages, ``"user"`` or ``"tool"``.
-            contents: One for each message.
+        If the completion lacks the token that ends a message, that token comes first.
 
         Raises:
             ValueError: If the template does not show such messages as they are.
@@ -130,11 +126,6 @@ class ChatMessages:
 
 def trial_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
     """Render messages, behind a system message if the chat template renders none without one.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        messages: Of a chat.
-        options: Of ``apply_chat_template``.
 
     Raises:
         Exception: That of the template for the messages alone, if it renders them neither way.

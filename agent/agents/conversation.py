@@ -154,9 +154,7 @@ class Conversation:
     async def ask(self, gconfig: Any, timeout: float | None) -> Exchange:  # noqa: ASYNC109
         """Request the next completion, check it and return it.
 
-        Args:
-            gconfig: Sampling parameters, as the engine takes them.
-            timeout: Seconds to wait at most, once generation is not paused; None sets no limit.
+        The wait lasts ``timeout`` seconds at most, once generation is not paused.
 
         Raises:
             EpisodeError: If no reply comes in time, or it does not answer the request.

@@ -40,11 +40,7 @@ class End:
 
 
 class ObservationQueue(asyncio.Queue[Observation]):
-    """A queue whose items a callback may take at once.
-
-    Args:
-        take: Called with each item that is put; a false result leaves the item in the queue.
-    """
+    """Queue that calls ``take`` with each item, and keeps the item if the result is false."""
 
     def __init__(self, take: Callable[[Observation], bool]) -> None:
         super().__init__()
@@ -202,12 +198,7 @@ async def reply_to(
 def coroutine_of(
     engine: Engine, replies: asyncio.Queue[Reply]
 ) -> Callable[[GenerationRequest], Awaitable[Reply]]:
-    """Return the coroutine that answers one request of an open episode.
-
-    Args:
-        engine: Any engine; one that is no `QueuedEngine` gets each request on its queue.
-        replies: Its queue of replies to the episode, as `open_episode` returned it.
-    """
+    """Return the coroutine that answers one request of an open episode, by queues if need be."""
     if isinstance(engine, QueuedEngine):
         return engine.generate
 
@@ -221,13 +212,9 @@ def coroutine_of(
 def check_entered(engine: object, end: End | None, loop: asyncio.AbstractEventLoop | None) -> None:
     """Raise if an engine is used outside of its context; one that died within it passes.
 
-    Args:
-        engine: Named by its type.
-        end: Its end, if it has ended.
-        loop: Event loop where it was entered, if it was.
-
     Raises:
-        RuntimeError: If the engine has not been entered, was left, or was entered elsewhere.
+        RuntimeError: If the engine has not been entered, was left, or was entered in another event
+            loop than ``loop``.
     """
     name, within = type(engine).__name__, "within `async with engine:`"
     if end is not None and end.has_left:

@@ -56,13 +56,7 @@ def read_sampling(sampling: Any, limits: Limits) -> SamplingParams:
     Raises:
         AttributeError: If there is no ``max_new_tokens``.
         TypeError: If a value is not a number.
-        ValueError: If a value is out of range, or asks for what cannot be done.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> asked = SimpleNamespace(max_new_tokens=8, greedy=True, top_k=10**8)
-        >>> read_sampling(asked, Limits(vocabulary_size=384, capacity=1024))
-        SamplingParams(max_new_tokens=8, temperature=0.0, top_p=1.0, top_k=0)
+        ValueError: If a value is out of range, or the engine does not support it.
     """
     for name, only in _CANNOT_DO:
         value = getattr(sampling, name, only)
@@ -97,12 +91,6 @@ def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -
     Raises:
         ValueError: If the prompt is empty, not one-dimensional, not of integers, holds an id
             out of vocabulary, or leaves no room for ``max_new_tokens``.
-
-    Example:
-        >>> read_prompt([1, 2, 400], 8, Limits(vocabulary_size=384, capacity=1024))
-        Traceback (most recent call last):
-            ...
-        ValueError: token id 400 is out of vocabulary (0 to 383)
     """
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size == 0:
@@ -125,15 +113,8 @@ def read_prompt(token_ids: Sequence[int], max_new_tokens: int, limits: Limits) -
 
 
 def processor_arguments(params: SamplingParams, vocabulary_size: int) -> dict[str, float | int]:
-    """Translate sampling parameters to the per-request arguments of continuous batching.
-
-    Greedy decoding is the one likeliest token at temperature 1.
-
-    Example:
-        >>> processor_arguments(SamplingParams(temperature=0.0), 384)
-        {'temperature': 1.0, 'top_p': 1.0, 'top_k': 1}
-    """
-    if params.temperature == 0:
+    """Translate sampling parameters to the per-request arguments of continuous batching."""
+    if params.temperature == 0:  # greedy: the likeliest token at temperature 1
         return {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
     top_k = params.top_k or vocabulary_size
     return {"temperature": params.temperature, "top_p": params.top_p, "top_k": top_k}
@@ -244,17 +225,7 @@ def load_weights(
     """
     if not hasattr(batching, "pause"):
         raise RuntimeError("weight updates in flight need transformers 5.19 or newer")
-    _check_weights(model, state_dict)
-    with batching.pause():
-        model.load_state_dict(state_dict, strict=False)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        when_loaded()
-
-
-def _check_weights(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Raise before anything is copied: a load that fails halfway cannot be undone."""
-    own = model.state_dict()
+    own = model.state_dict()  # checked first: a load that fails halfway cannot be undone
     unknown = sorted(set(state_dict) - set(own))
     given = {own[name].data_ptr() for name in set(own) & set(state_dict)}
     missing = sorted(
@@ -267,6 +238,11 @@ def _check_weights(model: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(own[name].shape)}"
             )
+    with batching.pause():
+        model.load_state_dict(state_dict, strict=False)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        when_loaded()
 
 
 def _skip_idle_filters(processors: Any, vocabulary_size: int) -> None:

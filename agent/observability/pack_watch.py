@@ -43,11 +43,10 @@ class WatchedPack:
     """A pack that `watch_pack` watches; the caller sets its batch and its plan."""
 
     batch: PackedBatch | None = None
-    """The packed batch. Without one, only the time is known."""
+    """The packed batch; without one, only the time is known."""
     plan: Plan | None = None
-    """Plan of its micro-batches, if there is one: its fill is recorded."""
+    """Plan of its micro-batches, for its fill."""
     error: BaseException | None = None
-    """Error that was raised instead."""
     began_ns: int = 0
     """Start, in nanoseconds since the epoch."""
     seconds: float = 0.0

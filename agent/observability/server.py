@@ -22,41 +22,6 @@ _REQUEST_S = 10.0
 _MAX_CONNECTIONS = 16
 
 
-class MetricsServer:
-    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`."""
-
-    def __init__(self, listener: _Listener) -> None:
-        self._listener = listener
-        self._thread = threading.Thread(
-            target=listener.serve_forever, args=(0.05,), daemon=True, name="trajpack-metrics"
-        )
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """Port that it listens at."""
-        return int(self._listener.server_address[1])
-
-    @property
-    def url(self) -> str:
-        """Address for a scraper."""
-        host = str(self._listener.server_address[0])
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
-
-    def close(self) -> None:
-        """Stop listening, cut open connections, and wait for the threads to end."""
-        if self._thread.is_alive():
-            self._listener.shutdown()
-            self._thread.join()
-        self._listener.server_close()
-
-    def __enter__(self) -> MetricsServer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
 def serve_metrics(
     registry: CollectorRegistry,
     *,
@@ -101,11 +66,11 @@ def serve_metrics(
             f"host must be an address of this machine alone unless allow_remote, got {host!r}"
         )
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return MetricsServer(_Listener(family, (str(address[0]), port), registry))
+    return MetricsServer(family, (str(address[0]), port), registry)
 
 
-class _Listener(ThreadingHTTPServer):
-    """Answers each connection in a thread; closing it cuts the connections and joins them."""
+class MetricsServer(ThreadingHTTPServer):
+    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`."""
 
     daemon_threads = False  # so that closing waits for them
     request_queue_size = 4 * _MAX_CONNECTIONS
@@ -123,6 +88,34 @@ class _Listener(ThreadingHTTPServer):
         self._answering: dict[socket.socket, float] = {}
         """Deadline of the other connections."""
         super().__init__(address, _Handler)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.05,), daemon=True, name="trajpack-metrics"
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Port that it listens at."""
+        return int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Address for a scraper."""
+        host = str(self.server_address[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop listening, cut open connections, and wait for the threads to end."""
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join()
+        with self._lock:
+            for request in self._waiting | self._answering:
+                self._cut(request)
+        self.server_close()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Admit a connection; cut the oldest waiting one, or refuse, if there are too many."""
@@ -157,6 +150,7 @@ class _Listener(ThreadingHTTPServer):
         self._answering.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
+        """Forget a connection and end it."""
         with self._lock:
             self._forget(request)
         super().shutdown_request(request)
@@ -164,16 +158,10 @@ class _Listener(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, such as a scraper that disconnects."""
 
-    def server_close(self) -> None:
-        with self._lock:
-            for request in self._waiting | self._answering:
-                self._cut(request)
-        super().server_close()
-
 
 class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "trajpack", ""
-    server: _Listener
+    server: MetricsServer
 
     def do_GET(self) -> None:
         from prometheus_client.exposition import choose_encoder

@@ -59,11 +59,7 @@ def check_places(batch_file: Path, answers: Path | None) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Create ``folder`` if it is missing, and a temporary file in it.
-
-    Raises:
-        OSError: If either cannot be created.
-    """
+    """Create ``folder`` if it is missing, and a temporary file in it, or raise OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"trajpack")
@@ -98,7 +94,7 @@ def save_rollout(batch: PackedBatch, tokenizer: Any, batch_file: Path) -> None:
 
 
 def _foreign_entry(folder: Path) -> str | None:
-    """Return why a folder is not a saved tokenizer, or ``None``."""
+    """Return the reason why a folder is not a saved tokenizer, or ``None``."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return "it is not a folder"
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()

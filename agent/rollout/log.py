@@ -59,11 +59,7 @@ class RolloutLog:
             self._log.close()
 
     def record(self, result: EpisodeResult) -> None:
-        """Append the result of an episode, unless it was cancelled.
-
-        Raises:
-            SetupError: If the log cannot be written.
-        """
+        """Append the result of an episode, unless it was cancelled; a SetupError if impossible."""
         if isinstance(result.error, EpisodeCancelledError):
             return
         error = None if result.error is None else result.error.reason
@@ -71,13 +67,7 @@ class RolloutLog:
             self._log.append(result.qid, result.trajectories, error=error)
 
     def earlier(self, prompts: Sequence[Prompt], group_size: int) -> Iterator[EpisodeResult]:
-        """Yield the results of episodes that succeeded in earlier runs.
-
-        Raises:
-            SetupError: If the log cannot be read.
-
-        Cost: reads the log, some megabytes at a time.
-        """
+        """Yield the results of episodes that succeeded in earlier runs."""
         samples = {
             f"{prompt.id}@{sample}": (prompt, sample)
             for prompt in prompts
@@ -138,14 +128,11 @@ def _identity(prepared: Rollout) -> dict[str, Any]:
     """Return the settings that decide the episodes of a rollout and their names."""
     settings = prepared.settings
     questions = json.dumps([asdict(question) for question in prepared.questions], default=str)
+    names = ("group_size", "num_turns", "max_new_tokens", "turn_discount", "engine")
     return {
         "seed": settings.seed,
         "num_prompts": len(prepared.prompts),
-        "group_size": settings.group_size,
-        "num_turns": settings.num_turns,
-        "max_new_tokens": settings.max_new_tokens,
-        "turn_discount": settings.turn_discount,
-        "engine": settings.engine,
+        **{name: getattr(settings, name) for name in names},
         "model": None if settings.model is None else str(settings.model.resolve()),
         "questions": hashlib.sha256(questions.encode()).hexdigest()[:16],
     }

@@ -183,12 +183,8 @@ class GenerationGate:
 class RequestQueue(asyncio.Queue[Observation]):
     """Request queue of one attempt at an episode, and the state of the attempt.
 
-    A request is not stored: the engine's coroutine answers it at once, on `replies`.
-
-    Args:
-        qid: Name of the episode.
-        context: Parts of the runner.
-        count_reply: Called with each reply when it comes, if given.
+    A request is not stored: the engine's coroutine answers it at once, on `replies`. Each reply is
+    counted by ``count_reply``, if given.
     """
 
     def __init__(
@@ -199,9 +195,7 @@ class RequestQueue(asyncio.Queue[Observation]):
     ) -> None:
         super().__init__()
         self.qid = qid
-        """Name of the episode."""
         self.context = context
-        """Parts of the runner."""
         self.replies = _ReplyQueue(self)
         """Queue from which the agent takes replies."""
         self.environment_errors: list[BaseException] = []
@@ -389,11 +383,7 @@ async def attempt_episode(
 ) -> tuple[Trajectory, ...]:
     """Run the episode ``prompt.id`` once and return its trajectories, complete and checked.
 
-    Args:
-        context: Parts of the runner.
-        prompt: Opening of the episode.
-        group: Group of trajectories that have none.
-        count_reply: Called with each reply of the engine, if given.
+    Trajectories without a group get ``group``.
 
     Raises:
         EpisodeError: On any failure, with the original exception as its cause.

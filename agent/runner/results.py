@@ -135,10 +135,9 @@ class Counters:
 class RunOutcome:
     """Log line of a run that gives nothing to train on.
 
-    That is the case where every episode has failed, no episode has brought a generated token,
-    every group was rejected, or all trajectories of more than one sample earned the same, so that
-    comparing them gives no advantage. The line comes at the end; each of the first three comes
-    after the first hundred instead, if it holds then, since a run may have no end.
+    Every episode has failed, none has brought a generated token, every group was rejected, or all
+    trajectories of more than one sample earned the same. The line comes at the end; each of the
+    first three comes after the first hundred instead, since a run may have no end.
     """
 
     def __init__(self) -> None:
@@ -172,13 +171,7 @@ class RunOutcome:
             self._log_rejections("the first")
 
     def log(self, *, had_prompts: bool, group_size: int) -> None:
-        """Log a line if the run gave nothing to train on, unless the same was logged early.
-
-        Args:
-            had_prompts: Whether the run was given any. One whose episodes were all finished
-                before was, and has no results.
-            group_size: Episodes of each prompt.
-        """
+        """Log a line if the run gave nothing to train on, unless the same was logged early."""
         if not had_prompts:
             _logger.warning("the run was given no prompts: is their iterator used up?")
         elif self._log_episodes("all") or self._log_rejections("all"):
@@ -240,10 +233,4 @@ class RunOutcome:
 
 
 def _counted(counts: Counter[str]) -> str:
-    """Return names with their counts.
-
-    Example:
-        >>> _counted(Counter(timeout=1, environment=30))
-        'environment 30, timeout 1'
-    """
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -22,12 +22,7 @@ _FEW_TURNS = 200
 def checked_completion(
     name: str, ids: Any, logprobs: Any
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Return the tokens of a completion and their log-probabilities as arrays.
-
-    Args:
-        name: Prefix of the names in errors: ``output`` or ``completion``.
-        ids: Token ids.
-        logprobs: Log-probabilities, one for each token.
+    """Return tokens and log-probabilities of a completion as arrays; errors name ``{name}_ids``.
 
     Raises:
         TypeError: If they are not numbers.

@@ -52,14 +52,10 @@ class Watchdog:
     waited for where its episode has no call open, and a reply has come to each request, whether
     the agent has taken the reply or not. The prompts are waited for where no episode is under way.
 
-    Args:
-        engine: Engine, named by its type.
-        environment: Environment, named by its type.
-        agent: Agent, named by its type. One with a true ``is_remote`` is not watched: its
-            episodes run in another process, which has its own watchdog.
-        gate: Count of the requests in flight.
-        patience_s: Seconds without a sign before the first warning; None never warns.
-        warn: Called with each warning; logs it by default.
+    Warnings name the parties by their types. An agent with a true ``is_remote`` is not watched: its
+    episodes run in another process, which has its own watchdog. The first warning comes after
+    ``patience_s`` seconds without a sign, never if that is None; ``warn`` is called with each
+    warning, which are logged by default.
 
     Cost: reads the event loop's clock at each sign; one timer while episodes run, and no task.
     """

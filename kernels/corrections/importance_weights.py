@@ -252,59 +252,38 @@ def importance_weights(
     if correction.needs_segments:
         loss_mask = loss_mask & (slots < _num_segments(spans))
     log_ratios = logprobs.detach().double() - rollout_logprobs.detach().double()
-    tokens = _Tokens(log_ratios, loss_mask, spans, slots, impl)
-    ratios = tokens.ratios(correction.level)
-    bounded = _bounded(ratios, correction)
-    if correction.normalize:
-        mean = tokens.mean(bounded, correction.level)
-        bounded = bounded / torch.where(mean > 0, mean, 1.0)
-    weights = tokens.spread(bounded, correction.level)
-    ratios = tokens.spread(ratios, correction.level)
-    stays = tokens.loss_mask
-    if (rejection := correction.rejection) is not None:
-        logarithms = tokens.of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
-        low, high = (
-            math.log(bound) if bound else -math.inf for bound in (rejection.low, rejection.high)
-        )
-        inside = (logarithms >= low) & (logarithms <= high)
-        stays = stays & tokens.spread(inside, rejection.level)
-    weights = torch.where(stays, weights, 0.0)
-    return weights.float(), _metrics(tokens, correction, ratios, stays, weights)
 
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Logarithms of ratios, valid under ``loss_mask`` alone, and the segment of each token."""
-
-    log_ratios: torch.Tensor
-    loss_mask: torch.Tensor
-    segments: torch.Tensor
-    slots: torch.Tensor
-    impl: Impl
-
-    def ratios(self, level: Level) -> torch.Tensor:
-        """Return the ratio of each token, or of each segment at a level of segments."""
-        return self.of_level(self.log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND).exp()
-
-    def of_level(self, logarithms: torch.Tensor, level: Level) -> torch.Tensor:
+    def of_level(logarithms: torch.Tensor, level: Level) -> torch.Tensor:
         """Return the logarithms, or their sum or mean over each segment."""
         if level not in OF_SEGMENTS:
             return logarithms
         reduce = segment_sum if level == "segment" else segment_mean
-        return reduce(logarithms, self.segments, mask=self.loss_mask, impl=self.impl)
+        return reduce(logarithms, spans, mask=loss_mask, impl=impl)
 
-    def spread(self, values: torch.Tensor, level: Level) -> torch.Tensor:
+    def at_tokens(values: torch.Tensor, level: Level) -> torch.Tensor:
         """Return the value of each token, or of its segment."""
-        if level not in OF_SEGMENTS:
-            return values
-        return torch.cat([values, values.new_zeros(1)])[self.slots]
+        return torch.cat([values, values.new_zeros(1)])[slots] if level in OF_SEGMENTS else values
 
-    def mean(self, values: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the mean over generated tokens, or over the segments that have any."""
-        counts = self.loss_mask
+    level, rejection = correction.level, correction.rejection
+    ratios = of_level(log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND).exp()
+    bounded = _bounded(ratios, correction)
+    if correction.normalize:
+        counts = loss_mask
         if level in OF_SEGMENTS:
-            counts = segment_sum(self.loss_mask, self.segments, impl=self.impl) > 0
-        return torch.where(counts, values, 0.0).sum() / counts.sum().clamp(min=1)
+            counts = segment_sum(loss_mask, spans, impl=impl) > 0
+        mean = torch.where(counts, bounded, 0.0).sum() / counts.sum().clamp(min=1)
+        bounded = bounded / torch.where(mean > 0, mean, 1.0)
+    weights, ratios = at_tokens(bounded, level), at_tokens(ratios, level)
+    kept = loss_mask
+    if rejection is not None:
+        logarithms = of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
+        low, high = (
+            math.log(bound) if bound else -math.inf for bound in (rejection.low, rejection.high)
+        )
+        kept = kept & at_tokens((logarithms >= low) & (logarithms <= high), rejection.level)
+    weights = torch.where(kept, weights, 0.0)
+    metrics = _metrics(loss_mask, correction, log_ratios, ratios=ratios, kept=kept, weights=weights)
+    return weights.float(), metrics
 
 
 def _bounded(ratios: torch.Tensor, correction: Correction) -> torch.Tensor:
@@ -319,14 +298,15 @@ def _bounded(ratios: torch.Tensor, correction: Correction) -> torch.Tensor:
 
 
 def _metrics(
-    tokens: _Tokens,
+    mask: torch.Tensor,
     correction: Correction,
+    log_ratios: torch.Tensor,
+    *,
     ratios: torch.Tensor,
-    stays: torch.Tensor,
+    kept: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what `IMPORTANCE_METRICS` names."""
-    mask = tokens.loss_mask
+    """Return the metrics of `IMPORTANCE_METRICS`."""
     if mask.shape[0] == 0:
         return weights.new_zeros(len(IMPORTANCE_METRICS))
     num = mask.sum()
@@ -335,7 +315,7 @@ def _metrics(
         return torch.where(mask, values, 0.0).sum() / num
 
     total, squares = weights.sum(), (weights * weights).sum()
-    x = tokens.log_ratios.clamp(-LOG_BOUND, LOG_BOUND)
+    x = log_ratios.clamp(-LOG_BOUND, LOG_BOUND)
     measured = (
         num.double(),
         mean(ratios),
@@ -343,7 +323,7 @@ def _metrics(
         torch.where(mask, ratios, -torch.inf).amax(),
         mean((ratios < correction.low).double()),
         mean((ratios > correction.high).double()),
-        mean((~stays).double()),
+        mean((~kept).double()),
         total / num,
         torch.where(mask, weights, 0.0).amax(),
         total * total / (num * squares).clamp(min=torch.finfo(torch.float64).tiny),

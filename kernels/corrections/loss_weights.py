@@ -116,22 +116,11 @@ def loss_denominator(
 ) -> torch.Tensor:
     """Return the denominator of `loss_weights` in this batch: N, S or G of its docstring.
 
-    For a batch spread over ranks, pass the sum over ranks to `loss_weights`.
-
-    Args:
-        aggregation: One of `AGGREGATIONS` but ``"constant"``, whose denominator is given.
-        loss_mask: As of `loss_weights`.
-        sequence_ids: As of `loss_weights`.
-        num_sequences: As of `loss_weights`.
-        group_ids: As of `loss_weights`.
-        num_groups: As of `loss_weights`.
+    For a batch spread over ranks, pass the sum over ranks to `loss_weights`. Arguments and errors
+    are those of `loss_weights`; ``"constant"``, whose denominator is given, is refused.
 
     Returns:
         0-d int64 on the device: generated tokens, or the sequences or groups with any.
-
-    Raises:
-        TypeError: As of `loss_weights`.
-        ValueError: As of `loss_weights`, and for ``"constant"``.
 
     Cost: one to nineteen small launches. No copy, no host synchronisation.
 

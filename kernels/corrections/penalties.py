@@ -125,9 +125,7 @@ def overlong_penalty(
     op = "overlong_penalty"
     check_tensor(op, "lengths", lengths, dtypes=(torch.int32, torch.int64))
     for name, number in (("max_length", max_length), ("overlong_buffer", overlong_buffer)):
-        check_integer(op, name, number)
-        if number < 1:
-            raise ValueError(f"{op}: {name} must be at least 1, got {number}")
+        check_integer(op, name, number, least=1)
     if overlong_buffer > max_length:
         raise ValueError(
             f"{op}: overlong_buffer must be at most max_length ({max_length}), "

@@ -41,20 +41,12 @@ def staleness_mask(
 ) -> torch.Tensor:
     """Return which tokens were sampled at most ``max_age`` versions ago.
 
-    It replaces ``loss_mask`` in a loss that leaves old tokens out.
-
-    Args:
-        policy_versions: As of `policy_age`.
-        current_version: As of `policy_age`.
-        max_age: Largest age that is kept, not negative.
+    It replaces ``loss_mask`` in a loss that leaves old tokens out. Arguments and errors are those
+    of `policy_age`; ``max_age`` must not be negative.
 
     Returns:
         ``[tokens]`` bool: True where a policy sampled the token and its age is at most
         ``max_age``.
-
-    Raises:
-        TypeError: As of `policy_age`.
-        ValueError: As of `policy_age`, or if ``max_age`` is negative.
 
     Cost: six elementwise launches. No copy, no host synchronisation.
 
@@ -76,18 +68,11 @@ def staleness_weights(
 ) -> torch.Tensor:
     """Return a weight for each token that shrinks with its age: ``decay ** age``.
 
-    Args:
-        policy_versions: As of `policy_age`.
-        current_version: As of `policy_age`.
-        decay: Factor for each version of age, in ``[0, 1]``.
+    Arguments and errors are those of `policy_age`; ``decay`` must be in ``[0, 1]``.
 
     Returns:
         ``[tokens]`` float32 in ``[0, 1]``: 1 at age 0 and below, 0 where no policy sampled the
         token.
-
-    Raises:
-        TypeError: As of `policy_age`.
-        ValueError: As of `policy_age`, or if ``decay`` is out of its range.
 
     Cost: nine elementwise launches. No copy, no host synchronisation.
 
@@ -99,9 +84,7 @@ def staleness_weights(
         Geometric down-weighting by age; `staleness_mask` is the hard form that systems use.
     """
     op = "staleness_weights"
-    check_number(op, "decay", decay)
-    if not 0 <= decay <= 1:
-        raise ValueError(f"{op}: decay must be in [0, 1], got {decay}")
+    check_number(op, "decay", decay, least=0, most=1)
     age = _ages(op, policy_versions, current_version).clamp(min=0).double()
     return torch.where(policy_versions >= 0, torch.pow(float(decay), age), 0.0).float()
 

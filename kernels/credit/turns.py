@@ -125,13 +125,8 @@ def scores_of_trajectories(
 ) -> Scores:
     """Sum the rewards and the generated tokens of each trajectory's turns.
 
-    Args:
-        turn_rewards: ``[turns]`` float64.
-        turn_truncated: ``[turns]`` bool.
-        cu_generated: ``[turns + 1]`` int32: generated tokens before each turn.
-        cu_turns: ``[trajectories + 1]`` int32.
-        clip: Scores are clipped to ``[-clip, clip]``.
-        impl: ``"torch"`` or ``"triton"``.
+    ``turn_rewards`` are float64, ``cu_generated`` int32 ``[turns + 1]``: generated tokens before
+    each turn. Scores are clipped to ``[-clip, clip]``.
 
     Cost: one launch. No copy, no host synchronisation.
     """
@@ -152,12 +147,8 @@ def spread_of_trajectories(
 ) -> TokenSpread:
     """Give each generated token its trajectory's row plus ``weight`` times its turn's step.
 
-    Args:
-        turns: Location of the turns.
-        rows: ``[trajectories]`` float32, or ``None`` for 0.
-        steps: ``[turns]`` float32, or ``None`` for 0; not both are ``None``.
-        weight: Factor of the steps.
-        impl: ``"torch"`` or ``"triton"``.
+    ``rows`` are float32 ``[trajectories]``, ``steps`` float32 ``[turns]``; one of them may be
+    ``None``, for 0.
 
     Cost: one launch. No copy, no host synchronisation.
     """

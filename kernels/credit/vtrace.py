@@ -63,9 +63,9 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         differentiable.
 
     Raises:
-        TypeError: If a dtype or a type is none of the above.
-        ValueError: If shapes or devices disagree, a clip is not positive, or an input requires
-            a gradient where gradients are recorded; for boundaries as `trajpack.kernels.gae`.
+        TypeError: As `trajpack.kernels.gae`.
+        ValueError: As `trajpack.kernels.gae`, if a clip is not positive, or if any input requires a
+            gradient where gradients are recorded.
 
     Cost: two launches where `trajpack.kernels.gae` takes one, four where that takes two, and 8
     bytes of scratch a token. No copy, no host synchronisation.

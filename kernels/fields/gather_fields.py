@@ -75,13 +75,10 @@ def gather_fields(
             first token begins, or of its first generated token where ``generated_only``.
         fields: Layouts of the rows.
         num_tokens: Tokens of the batch.
-        impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
+        impl: As for `trajpack.kernels.fields.build.build`.
 
     Returns:
         A tensor ``[num_tokens, *shape]`` for each field; ``fill`` where a token has no row.
-
-    Raises:
-        TypeError, ValueError: If a dtype is none of the above, or shapes or devices disagree.
 
     Cost: one launch for all fields, no copy, no host synchronisation.
 
@@ -120,13 +117,7 @@ def gather_fields_into(
     fields: Sequence[FieldLayout],
     impl: Impl = "auto",
 ) -> None:
-    """Write rows into memory that `empty_rows` made: `gather_fields` without an allocation.
-
-    Raises:
-        TypeError, ValueError: As `gather_fields`; also if the memory is not in whole tiles.
-
-    Cost: one launch for all fields, capturable in a CUDA graph.
-    """
+    """Write rows into memory of `empty_rows`: `gather_fields` without an allocation, capturable."""
     num_tokens = rows[0].shape[0] if rows else 0
     _check_inputs(words, runs, sources, fields, num_tokens)
     layouts = [field.row_layout for field in fields]

@@ -10,10 +10,9 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, register_op, resolve_impl
 from trajpack.kernels.fields.pieces import PIECE_WIDTH, Kind, Piece
+from trajpack.kernels.validation import check_tensor
 
 OP = "gather_words"
-
-
 KINDS = {
     torch.int32: Kind.WORD,
     torch.int64: Kind.INT64,
@@ -26,7 +25,7 @@ KINDS = {
     torch.bfloat16: Kind.BFLOAT16,
     torch.float16: Kind.FLOAT16,
 }
-"""Conversion by dtype, of all dtypes that are accepted."""
+"""Conversion of each dtype that is accepted."""
 
 MAX_WORDS = 2**31 - 1024
 """Most words of a stream: the kernel counts whole tiles of 1,024 in int32."""
@@ -84,19 +83,17 @@ def gather_words(tensors: Sequence[torch.Tensor], impl: Impl = "auto") -> torch.
 def piece_table(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     """Return the table of addresses that ``torch.ops.trajpack.gather_words`` reads.
 
-    The op takes the table, on the device of the tensors, and its number of words. It knows
-    addresses only: keep the tensors until it has been called, on the stream that filled them.
-    It has a Triton implementation alone.
+    The op, in Triton alone, takes the table on the device of the tensors, and its number of words.
+    Keep the tensors until it has been called, on the stream that filled them.
 
     Args:
-        tensors: As `gather_words` takes them.
+        tensors: As for `gather_words`.
 
     Returns:
         ``[pieces + 1, 4]`` int64, see `Piece`; START of the last row is the number of words.
 
     Raises:
-        TypeError: As `gather_words` does.
-        ValueError: As `gather_words` does.
+        TypeError, ValueError: As `gather_words`.
 
     Cost: about 0.5 µs a tensor; nothing is read from the device.
 
@@ -125,20 +122,10 @@ def piece_table(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
 def _refuse(tensors: Sequence[torch.Tensor]) -> None:
     """Raise for the first tensor that cannot be gathered."""
     for index, tensor in enumerate(tensors):
-        name = f"{OP}: tensors[{index}]"
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in KINDS:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KINDS)
-            got = str(tensor.dtype).removeprefix("torch.")
-            raise TypeError(f"{name} must be one of {known}, got {got}")
-        if tensor.ndim != 1:
-            shape = list(tensor.shape)
-            raise ValueError(f"{name} must have 1 dimension(s), got shape {shape}")
+        name = f"tensors[{index}]"
+        check_tensor(OP, name, tensor, dtypes=tuple(KINDS), device=tensors[0].device)
         if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got stride {tensor.stride(0)}")
-        if tensor.device != tensors[0].device:
-            raise ValueError(f"{name} is on {tensor.device}, the first on {tensors[0].device}")
+            raise ValueError(f"{OP}: {name} must be contiguous, got stride {tensor.stride(0)}")
 
 
 def gather_words_reference(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

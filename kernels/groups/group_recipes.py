@@ -324,11 +324,7 @@ def step_advantages(
         impl: As of `group_advantages`.
 
     Returns:
-        ``[steps]`` float32, computed in float64. Not differentiable.
-
-    Raises:
-        TypeError: As of `group_advantages`.
-        ValueError: As of `group_advantages`.
+        ``[steps]`` float32. Errors are those of `group_advantages`.
 
     Cost: two stable sorts and a dozen small launches of torch number the pairs; then one launch of
     `group_advantages`, which reads ids steps² / 16 times where the steps of a task are not

@@ -6,7 +6,7 @@ arrays come in huge pages, and every byte of them is written once.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.kernels.validation import (
     check_boundaries,
+    check_choice,
     check_cu_seqlens,
     check_integer,
     check_tensor,
@@ -46,13 +47,13 @@ def pad(
     """Lay packed sequences out as rows of one length.
 
     Args:
-        packed: ``[tokens, *rest]`` of any dtype; moved bit for bit. A stride over tokens is
-            followed; trailing dimensions that are not contiguous are first copied.
+        packed: ``[tokens, *rest]`` of any dtype; moved bit for bit. Only trailing dimensions that
+            are not contiguous are copied first.
         cu_seqlens: ``[batch + 1]`` int32 boundaries: starts at 0, ends at ``tokens``, never
             decreases.
         max_seqlen: Tokens of a row, at least those of the longest sequence.
-        value: What stands where no token does; must be a value of the dtype.
-        side: Where the padding stands: ``"right"`` after the tokens, ``"left"`` before them.
+        value: Padding value; must be a value of the dtype.
+        side: Side of the padding: ``"right"`` after the tokens, ``"left"`` before them.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
 
@@ -62,10 +63,9 @@ def pad(
 
     Raises:
         TypeError: If an argument is of the wrong type, or ``value`` is not one of the dtype.
-        ValueError: If shapes or devices disagree. On the host, where boundaries can be read
-            for nothing, also if they are ill-formed or a sequence is longer than
-            ``max_seqlen``. On a device they are not read: the tail of such a sequence is
-            dropped, and no address outside the tensors is touched.
+        ValueError: If shapes or devices disagree; on the host also if boundaries are ill-formed or
+            a sequence is longer than ``max_seqlen``. On a device they are not read: the tail of
+            such a sequence is dropped, and no address outside the tensors is touched.
 
     Cost: one launch, no copy, no host synchronisation; every byte of the result is written
     once. The gradient costs the same, and saves nothing but ``cu_seqlens``.
@@ -77,7 +77,7 @@ def pad(
                 [-1,  2,  3]])
     """
     check_tensor("pad", "packed", packed, or_more=True)
-    _check_side("pad", side)
+    check_choice("pad", "side", side, get_args(Side))
     check_cu_seqlens("pad", cu_seqlens, device=packed.device)
     check_integer("pad", "max_seqlen", max_seqlen, most=MAX_ROWS)
     _check_value(value, packed.dtype)
@@ -99,13 +99,12 @@ def unpad(
     """Take the tokens of padded rows, one sequence after another.
 
     Args:
-        padded: ``[batch, max_seqlen, *rest]`` of any dtype; moved bit for bit. Strides of the
-            first two dimensions are followed, so ``logits[:, :-1]`` is not copied; trailing
-            dimensions that are not contiguous are.
+        padded: ``[batch, max_seqlen, *rest]`` of any dtype; moved bit for bit. Only trailing
+            dimensions that are not contiguous are copied first; ``logits[:, :-1]`` is not.
         cu_seqlens: ``[batch + 1]`` int32 boundaries of the result: starts at 0, ends at
             ``num_tokens``, never decreases.
         num_tokens: Tokens of all sequences.
-        side: Where the padding stands: ``"right"`` after the tokens, ``"left"`` before them.
+        side: Side of the padding: ``"right"`` after the tokens, ``"left"`` before them.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others. A named
             implementation that cannot run raises.
 
@@ -115,9 +114,9 @@ def unpad(
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If shapes or devices disagree. On the host also if boundaries are
-            ill-formed or a sequence is longer than ``max_seqlen``. On a device they are not
-            read: a token that no row holds is 0.
+        ValueError: If shapes or devices disagree; on the host also if boundaries are ill-formed or
+            a sequence is longer than ``max_seqlen``. On a device they are not read: a token that
+            no row holds is 0.
 
     Cost: one launch, no copy, no host synchronisation; memory for the result and no more. The
     gradient costs one launch, and saves nothing but ``cu_seqlens``.
@@ -128,7 +127,7 @@ def unpad(
         tensor([1, 2, 3])
     """
     check_tensor("unpad", "padded", padded, ndim=2, or_more=True)
-    _check_side("unpad", side)
+    check_choice("unpad", "side", side, get_args(Side))
     check_cu_seqlens("unpad", cu_seqlens, device=padded.device)
     check_integer("unpad", "num_tokens", num_tokens, most=MAX_ROWS)
     batch, max_seqlen = padded.shape[:2]
@@ -145,11 +144,6 @@ def unpad(
     return packed
 
 
-def _check_side(op: str, side: str) -> None:
-    if side not in ("left", "right"):
-        raise ValueError(f"{op}: side must be 'left' or 'right', got {side!r}")
-
-
 def _check_value(value: Number, dtype: torch.dtype) -> None:
     kind = str(dtype).removeprefix("torch.")
     allowed: Any = (bool, int, float)
@@ -158,16 +152,12 @@ def _check_value(value: Number, dtype: torch.dtype) -> None:
         allowed = (*allowed, complex)
     elif not dtype.is_floating_point:
         allowed = (bool, int)
-        low, high = (0, 1) if dtype == torch.bool else _limits(dtype)
+        limits = None if dtype == torch.bool else torch.iinfo(dtype)
+        low, high = (limits.min, limits.max) if limits else (0, 1)
     if not isinstance(value, allowed):
         raise TypeError(f"pad: value must be a value of {kind}, got {value!r}")
     if isinstance(value, int) and not low <= value <= high:
         raise ValueError(f"pad: value must be in [{low}, {high}] for {kind}, got {value}")
-
-
-def _limits(dtype: torch.dtype) -> tuple[int, int]:
-    limits = torch.iinfo(dtype)
-    return limits.min, limits.max
 
 
 def _sequence_places(

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Padding and its inverse, one launch each: a program owns one tile of the result.
 
-Bytes are moved in units, the widest that row, strides and addresses allow. A unit of 16 bytes
-is two 8-byte elements side by side: every offset is a multiple of a unit by construction, so
-loads are as wide as units are. Results are allocated in whole tiles and lie without a gap, so
-stores are full width and unmasked whatever the unit, and padding is stored with the rest.
+Bytes are moved in units, the widest that row, strides and addresses allow. A unit of 16 bytes is
+two 8-byte elements. Every offset is a multiple of a unit, so loads are as wide as units. Results
+are contiguous and allocated in whole tiles, so stores are full width and unmasked.
 """
 
 from __future__ import annotations
@@ -148,11 +147,11 @@ def unpad_forward(
 
 
 class _Source:
-    """A tensor as flat memory, counted in the widest unit that its rows lie on.
+    """A tensor as flat memory, counted in the widest unit that its rows allow.
 
-    A row is what its dimensions from ``lead`` on hold. ``memory`` has elements of ``element``
-    bytes, one for a unit or, where that has 16, two; ``width`` and ``strides``, the size of a
-    row and the steps of the leading dimensions, count units.
+    A row is the dimensions from ``lead`` on. ``memory`` has elements of ``element`` bytes, two for
+    a unit of 16. ``width``, the size of a row, and ``strides``, those of the leading dimensions,
+    count units.
     """
 
     def __init__(self, op: str, tensor: torch.Tensor, lead: int) -> None:
@@ -199,9 +198,9 @@ def _launch(kernel: str, source: _Source) -> Launch:
 def _whole_tiles(
     like: torch.Tensor, count: int, element: int, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Allocate room for ``count`` entries in tiles of ``block`` elements of ``element`` bytes.
+    """Allocate ``count`` entries in whole tiles of ``block`` elements of ``element`` bytes.
 
-    Return it as entries and as such elements, and the number of tiles.
+    Return the memory as entries and as elements, and the number of tiles.
     """
     tile = block * element
     tiles = triton.cdiv(count * like.element_size(), tile)

@@ -139,7 +139,7 @@ def select_on_host(
 def _copier(
     start: Ints, source: Ints, given: Ints, *, lengths: Ints, num_tokens: int
 ) -> Callable[[Array, int], Array]:
-    """Return a function that makes the selected rows from a source's rows and its padding unit.
+    """Return a function that selects from a source's rows, given its padding unit.
 
     It copies slice by slice, or gathers by an index where slices would be short. Segments that
     are neighbours both in the source and in the result are one slice.

@@ -186,29 +186,27 @@ def _check_sources(op: str, sources: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{op}: there must be a source, got none")
     for number, source in enumerate(sources):
         name = f"source {number}"
-        if not isinstance(source, torch.Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(source).__name__}")
+        check_tensor(op, name, source, or_more=True)
+        check_device(op, name, source, sources[0].device)
         if source.dtype.itemsize > 8:
             kind = str(source.dtype).removeprefix("torch.")
             raise TypeError(f"{op}: {name} must be of a dtype of at most 8 bytes, got {kind}")
-        if source.ndim == 0 or source.shape[0] != sources[0].shape[0]:
+        if source.shape[0] != sources[0].shape[0]:
             raise ValueError(
                 f"{op}: {name} must have {list(sources[0].shape)[:1]} tokens in its first "
                 f"dimension, as source 0, got shape {list(source.shape)}"
             )
         if 0 in source.shape[1:]:
             raise ValueError(f"{op}: {name} must have rows, got shape {list(source.shape)}")
-        check_device(op, name, source, sources[0].device)
 
 
 def _check_table(op: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> None:
-    check_tensor(op, "table", table, ndim=2, dtypes=(torch.int32,))
+    check_tensor(op, "table", table, ndim=2, dtypes=(torch.int32,), device=device)
     if table.shape[0] < len(Segment) or table.shape[1] == 0:
         raise ValueError(
             f"{op}: table must have shape [{len(Segment)} or more, segments + 1], "
             f"got {list(table.shape)}"
         )
-    check_device(op, "table", table, device)
     check_integer(op, "num_tokens", num_tokens, most=MAX_TOKENS)
 
 

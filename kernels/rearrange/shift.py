@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from trajpack.kernels.validation import (
     check_boundaries,
+    check_choice,
     check_cu_seqlens,
     check_tensor,
     values_to_check,
@@ -55,8 +56,7 @@ def shift_tokens(
         tensor([-100,    0,    1, -100,    3])
     """
     _check("shift_tokens", x, cu_seqlens)
-    if direction not in ("left", "right"):
-        raise ValueError(f"shift_tokens: direction must be 'left' or 'right', got {direction!r}")
+    check_choice("shift_tokens", "direction", direction, get_args(Direction))
     end: End = "last" if direction == "left" else "first"
     if not x.shape[0]:
         return x.clone()
@@ -111,8 +111,7 @@ def drop_tokens(
         tensor([1, 2, 4])
     """
     _check("drop_tokens", x, cu_seqlens)
-    if end not in ("first", "last"):
-        raise ValueError(f"drop_tokens: end must be 'first' or 'last', got {end!r}")
+    check_choice("drop_tokens", "end", end, get_args(End))
     readable = values_to_check(cu_seqlens)
     if readable is not None and (with_tokens := int((readable.diff() > 0).sum())) != num_sequences:
         raise ValueError(

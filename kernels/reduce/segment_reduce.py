@@ -83,22 +83,12 @@ def segment_mean(
 ) -> torch.Tensor:
     """Average the entries of each segment that count.
 
-    Args:
-        x: As of `segment_sum`.
-        segments: As of `segment_sum`.
-        mask: As of `segment_sum`.
-        max_seqlen: As of `segment_sum`.
-        impl: As of `segment_sum`.
+    Arguments, errors and cost are those of `segment_sum`, with half as much scratch again where
+    there is a mask.
 
     Returns:
         ``[segments]``, float64 of float64 and float32 of all others: `segment_sum` divided by the
         number of entries that count; 0 of no entries. Differentiable with respect to ``x``.
-
-    Raises:
-        TypeError: As in `segment_sum`.
-        ValueError: As in `segment_sum`.
-
-    Cost: as `segment_sum`, with half as much scratch again where there is a mask.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -2.0, -4.0, -8.0])
@@ -121,23 +111,13 @@ def segment_max(
 ) -> torch.Tensor:
     """Return the maximum of the entries of each segment that count.
 
-    Args:
-        x: ``[entries]`` float32, float64, int32 or int64.
-        segments: As of `segment_sum`.
-        mask: As of `segment_sum`.
-        max_seqlen: As of `segment_sum`.
-        impl: As of `segment_sum`.
+    Arguments, errors and cost are those of `segment_sum`, but bools are refused. The gradient also
+    counts the maxima.
 
     Returns:
         ``[segments]`` of the dtype of ``x``; of no entries -inf, or the lowest integer. NaN that
         counts makes it NaN. Differentiable with respect to ``x``: equal maxima share the gradient
         equally, as in ``torch.amax``.
-
-    Raises:
-        TypeError: As in `segment_sum`; also for bools.
-        ValueError: As in `segment_sum`.
-
-    Cost: as `segment_sum`. The gradient also counts the maxima, which is a sum.
 
     Example:
         >>> versions = torch.tensor([3, 3, 4, 1, 2])

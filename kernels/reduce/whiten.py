@@ -59,21 +59,12 @@ def moment_sums(
 ) -> torch.Tensor:
     """Return sums that data-parallel ranks add up, with one all-reduce, for `whiten`.
 
-    Args:
-        x: As of `masked_moments`.
-        mask: As of `masked_moments`.
-        shift: Number subtracted from every entry, the same on every rank. The nearer to the mean,
-            the more precise is the variance from the sums; see `whiten`.
-        impl: As of `masked_moments`.
+    Arguments, errors and cost are those of `masked_moments`. ``shift`` is a finite number that is
+    subtracted from every entry, the same on every rank: the nearer to the mean, the more precise is
+    the variance from the sums; see `whiten`.
 
     Returns:
         ``[3]`` float64: count, Σ(x - shift), Σ(x - shift)². Not differentiable.
-
-    Raises:
-        TypeError: As of `masked_moments`.
-        ValueError: As of `masked_moments`, and if ``shift`` is not finite.
-
-    Cost: that of `masked_moments`.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])

@@ -81,9 +81,9 @@ def split_in_four(entries, BLOCK: tl.constexpr):
 def scan_block(decay, increment, BLOCK: tl.constexpr):
     """Compose the steps of a block, last token first, in lanes of four.
 
-    Return the effect on the state of all lanes before each lane; decays and increments up to each
-    lane's first three entries; decay and increment of the whole block. Four entries a lane take a
-    quarter of the shuffles that one entry a lane would.
+    Return the effect of all lanes before each lane; decays and increments of each lane's first
+    three entries; decay and increment of the whole block. Lanes of four take a quarter of the
+    shuffles that lanes of one would.
     """
     lane = tl.arange(0, BLOCK // 4)
     decay0, decay1, decay2, decay3 = split_in_four(decay, BLOCK)

@@ -12,7 +12,7 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
-from trajpack.packing.rows.packed import advantages_of
+from trajpack.packing.rows.packed import advantages_of, check_whole
 from trajpack.packing.rows.rows import check_field_names, right_padded, turn_trajectories
 from trajpack.packing.rows.scores import Score, row_scores, token_scores
 from trajpack.packing.types import Trajectory
@@ -57,7 +57,7 @@ def to_padded_dict(
         >>> to_padded_dict(pack([Trajectory("a", [turn])]))["versions"]
         tensor([[-1, -1,  4]], dtype=torch.int32)
     """
-    batch.check_unpadded()
+    check_whole("to_padded_dict", batch)
     turns = torch.arange(batch.num_turns, device=batch.device)
     within = (turns - batch.cu_turns[turn_trajectories(batch)]).int()
     within = torch.cat([within, within.new_full((1,), -1)])  # index -1 reads this entry
@@ -197,7 +197,7 @@ def to_sequence_sample(batch: PackedBatch) -> dict[str, Any]:
 
     Cost: reads the turn tables back to the host, which synchronises a device; one gather.
     """
-    batch.check_unpadded()
+    check_whole("to_sequence_sample", batch)
     if batch.layout != "turns":
         raise ValueError(f"to_sequence_sample needs layout 'turns', got {batch.layout!r}")
     repeated = sorted(name for name, count in Counter(batch.ids).items() if count > 1)

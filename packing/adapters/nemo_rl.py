@@ -8,7 +8,7 @@ import torch
 
 from trajpack.kernels.rearrange.pad import Number
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.rows.packed import advantages_of
+from trajpack.packing.rows.packed import advantages_of, check_whole
 from trajpack.packing.rows.rows import RowLists, check_field_names, right_padded
 from trajpack.packing.rows.scores import Score, row_scores
 
@@ -49,7 +49,7 @@ def to_loss_inputs(
         raise ValueError(
             f"to_loss_inputs: sequence_multiple must be 1 or more, got {sequence_multiple}"
         )
-    batch.check_unpadded()
+    check_whole("to_loss_inputs", batch)
     width = -(-batch.max_seqlen // sequence_multiple) * sequence_multiple
 
     def padded(packed: torch.Tensor, value: Number = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
+from trajpack.packing.rows.packed import check_whole
 from trajpack.packing.rows.rows import prompt_lengths_of, right_padded, row_groups
 from trajpack.packing.rows.scores import Score, row_scores
 
@@ -47,7 +48,7 @@ def to_experience_dict(
     Cost: a launch for each field and a copy of the shifted ones, and some launches over the turns.
     Reads the rows' trajectories back to the host only if a trajectory has several rows.
     """
-    batch.check_unpadded()
+    check_whole("to_experience_dict", batch)
     scores = row_scores(batch, rewards)
     turn, sequence = torch.arange(batch.num_turns, device=batch.device), batch.turn_sequence.long()
     last_turn = turn.new_zeros(len(batch)).scatter_reduce(0, sequence, turn, "amax")

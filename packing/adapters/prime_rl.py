@@ -203,20 +203,13 @@ def from_training_samples(
     """Return a trajectory for each ``TrainingSample``, or object or mapping with its fields.
 
     Packed in layout ``"merged"``, tokens, mask and log-probabilities are those of the samples. A
-    sample has no name, group, reward, version or truncation, and does not separate turns without a
-    token between them. Advantages are not read.
+    sample has no name, group, reward, version or truncation, so the first four are arguments:
+    ``ids`` are numbers if ``None``, ``rewards`` are for the last turns, ``versions`` are those that
+    sampled, 0 if ``None``. Advantages are not read.
 
-    Args:
-        samples: Objects or mappings with ``token_ids``, ``mask``, ``logprobs``.
-        ids: Ids of the trajectories; their numbers if ``None``.
-        groups: Their groups.
-        rewards: Their rewards, for the last turn.
-        versions: Policy versions that sampled them; 0 if ``None``.
-        fields: Per-token lists such as ``"temperatures"``, and ``"sampling_mask"``, for generated
-            tokens; ``"routed_experts"`` for prompt and completion, declared with
-            ``generated_only=False``. Streams that are not named are left out.
-        sampling_mask_width: As in all formats.
-        missing_reward: As in all formats.
+    ``fields`` may be per-token lists such as ``"temperatures"`` and ``"sampling_mask"``, for
+    generated tokens, and ``"routed_experts"``, for prompt and completion: declare the `TokenField`
+    with ``generated_only=False``. Streams that are not named are left out.
 
     Example:
         >>> sample = {"token_ids": [1, 2, 3], "mask": [False, True, True], "logprobs": [0, -1, -2]}

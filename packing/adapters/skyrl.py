@@ -15,6 +15,7 @@ from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.rows.packed import check_whole
 from trajpack.packing.rows.rows import (
     RowLists,
     check_field_names,
@@ -162,7 +163,7 @@ def to_training_input(
     ``PackedTensor``, which checks its ends.
     """
     op = "to_training_input"
-    batch.check_unpadded()
+    check_whole(op, batch)
     prompts = prompt_lengths_of(batch)
     lengths = batch.cu_seqlens.diff().long()
     _, width = widths_of(prompts, lengths - prompts, batch.max_seqlen, max_response_length)

@@ -14,6 +14,7 @@ from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, masked_trajectory
+from trajpack.packing.rows.packed import check_whole
 from trajpack.packing.rows.rows import (
     check_field_names,
     in_response,
@@ -142,7 +143,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     require("tensordict")
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-    batch.check_unpadded()
+    check_whole("to_tensordict", batch)
     if not len(batch):
         raise ValueError("to_tensordict: the batch is empty, which a jagged tensor cannot be")
     prompts = prompt_lengths_of(batch)

@@ -125,7 +125,7 @@ def with_advantages(
         credit = _of_groups(batch, estimator, inputs, chosen)
     else:
         spread = _turn_returns(batch, chosen)
-        counted = _counted(batch, estimator, chosen)
+        counted = _counted(batch, chosen) if estimator.truncated == "mask" else None
         returns = advantages = spread.rows
         if counted is not None:
             advantages = torch.where(counted, advantages, 0.0)
@@ -228,7 +228,7 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         limits=Limits(**options),
         by_turn=by_turn,
     )
-    counted = _counted(batch, estimator, impl)
+    counted = _counted(batch, impl) if estimator.truncated == "mask" else None
     spread = None
     if by_turn:
         spread = spread_of_turns(_turns(batch), advantages, returns, impl)
@@ -262,7 +262,8 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         weight = estimator.step_weight
     spread = spread_of_trajectories(_turns(batch), rows, steps, weight=weight, impl=impl)
     returns = batch.returns if batch.advantages is None else _turn_returns(batch, impl).rows
-    return Credit(spread.rows, returns, _counted(batch, estimator, impl, members), spread)
+    counted = None if valid is None else _counted(batch, impl, members)
+    return Credit(spread.rows, returns, counted, spread)
 
 
 def num_groups_of(batch: PackedBatch) -> int:
@@ -336,12 +337,8 @@ def _members(batch: PackedBatch, impl: str, clip: float = inf) -> Scores:
     )
 
 
-def _counted(
-    batch: PackedBatch, estimator: Estimator, impl: str, members: Scores | None = None
-) -> torch.Tensor | None:
-    """Return bool ``[tokens]``, False in masked trajectories; ``None`` if none are masked."""
-    if estimator.truncated != "mask":
-        return None
+def _counted(batch: PackedBatch, impl: str, members: Scores | None = None) -> torch.Tensor:
+    """Return bool ``[tokens]``: generated tokens of trajectories that were not truncated."""
     valid = (_members(batch, impl) if members is None else members).valid.float()
     return spread_of_trajectories(_turns(batch), valid, None, weight=0.0, impl=impl).rows > 0
 

@@ -17,6 +17,7 @@ import torch
 from trajpack.kernels.rearrange.pad import Number, pad
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import as_integer
+from trajpack.packing.rows.packed import check_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ def rows_of(
         tensor([[1, 2, 3, 4, 5, 6],
                 [0, 7, 8, 0, 0, 0]])
     """
-    batch.check_unpadded()
+    check_whole("rows_of", batch)
     prompts = prompt_lengths_of(batch)
     begin, end = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
     num_prompt, num_response = widths_of(
@@ -196,7 +197,7 @@ class RowLists:
     """Rows as Python lists on the host; reads the turn tables and each tensor from the device."""
 
     def __init__(self, batch: PackedBatch) -> None:
-        batch.check_unpadded()
+        check_whole("RowLists", batch)
         bounds, prompts = pairwise(batch.cu_seqlens.tolist()), prompt_lengths_of(batch).tolist()
         self.spans = [
             (begin, begin + prompt, end)

@@ -88,7 +88,7 @@ def test_rollout_leaves_the_answers_and_the_tokenizer_beside_the_batch(batch_fil
     ]
 
 
-def test_rollout_reports_what_it_came_to_without_control_characters(
+def test_rollout_reports_its_results_without_control_characters(
     rolled_out: Done, batch_file: Path
 ) -> None:
     for text in rolled_out[1:]:
@@ -145,15 +145,17 @@ def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> Non
     assert re.search(r"turn 1 +reward -?1, return -?1, ", done.stdout)
 
 
-def test_inspect_without_a_tokenizer_shows_ids(tmp_path: Path) -> None:
+def test_inspect_without_a_tokenizer_shows_ids_in_full_if_asked(tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
-    pack([Trajectory("a", [Turn([101, 102], [103], [-0.5])])]).save(path)
+    pack([Trajectory("a", [Turn(list(range(101, 600)), [103], [-0.5])])]).save(path)
     done = call("inspect", path)
     assert "101 102" in done.stdout
     assert "token ids" in done.stdout
+    assert "tokens ...]" in done.stdout
+    assert "tokens ...]" not in call("inspect", path, "--full").stdout
 
 
-def test_inspect_says_when_the_tokenizer_is_another_ones(batch_file: Path, tmp_path: Path) -> None:
+def test_inspect_warns_of_the_tokenizer_of_another_model(batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
     pack([Trajectory("a", [Turn([1, 90_000], [3], [-0.5])])]).save(path)
     done = call("inspect", path, "--tokenizer", batch_file.with_suffix(".tokenizer"))
@@ -161,7 +163,7 @@ def test_inspect_says_when_the_tokenizer_is_another_ones(batch_file: Path, tmp_p
     assert "1 token not in the vocabulary" in done.stderr
 
 
-def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Path) -> None:
+def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
     line = {
         "id": "[red]\x1b[31m\u202e",
         "prompt": "[bold]x[/bold] \x1b[2J :smile: [/]",
@@ -205,6 +207,8 @@ def test_text_of_strangers_is_neither_markup_nor_control_characters(tmp_path: Pa
             ["--out", "a.safetensors", "--answers", "a.tokenizer/b"],
             "--answers must not be a.tokenizer or in it, got a.tokenizer/b",
         ),
+        (["--dataset", "sums.jsonl"], "sums.jsonl, line 3: not JSON"),
+        (["--out", "my.safetensors"], "will not be replaced: it holds thesis.tex"),
     ],
 )
 def test_rollout_refuses_in_one_line_and_writes_nothing(
@@ -212,16 +216,12 @@ def test_rollout_refuses_in_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    assert message in refusal("rollout", "--num-prompts", 1, *options)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
-
-
-def test_a_malformed_line_is_named_by_its_number(tmp_path: Path) -> None:
-    path, out = tmp_path / "sums.jsonl", tmp_path / "batch.safetensors"
-    path.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question": \n')
-    line = refusal("rollout", "--dataset", path, "--out", out)
-    assert "sums.jsonl, line 3: not JSON" in line
-    assert not out.exists()
+    Path("sums.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n\n{"question": \n')
+    Path("my.tokenizer").mkdir()
+    Path("my.tokenizer", "thesis.tex").write_text("years of work")
+    assert message in refusal("rollout", "--num-prompts", 2, *options)
+    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["file", "sums.jsonl", "thesis.tex"]
 
 
 def test_a_full_disk_leaves_the_old_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,20 +313,11 @@ def test_rollout_asks_real_questions(tmp_path: Path) -> None:
     assert "Janet" in call("inspect", out, "--sequences", 1).stdout
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "No such file or directory"), (b"short", "is not a readable packed batch")],
-)
-def test_inspect_refuses_what_is_no_batch(
-    content: bytes | None, message: str, tmp_path: Path
-) -> None:
+def test_inspect_refuses_files_that_it_cannot_read(batch_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "batch.safetensors"
-    if content is not None:
-        path.write_bytes(content)
-    assert message in refusal("inspect", path)
-
-
-def test_inspect_refuses_a_folder_without_tokenizer(batch_file: Path, tmp_path: Path) -> None:
+    assert "No such file or directory" in refusal("inspect", path)
+    path.write_bytes(b"short")
+    assert "is not a readable packed batch" in refusal("inspect", path)
     line = refusal("inspect", batch_file, "--tokenizer", tmp_path)
     assert f"cannot load a tokenizer from {tmp_path}: it has no tokenizer_config.json" in line
 
@@ -416,20 +407,6 @@ def test_ctrl_c_while_python_still_imports_is_no_traceback(monkeypatch: pytest.M
         assert exit.value.code == 130
 
 
-def test_foreign_files_in_the_tokenizers_place_are_refused_before_the_rollout(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "batch.tokenizer").mkdir()
-    thesis = tmp_path / "batch.tokenizer" / "thesis.tex"
-    thesis.write_text("years of work")
-    done = call("rollout", *SMALL, "--out", tmp_path / "batch.safetensors")
-    assert done.status == 2
-    assert "will not be replaced: it holds thesis.tex" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert thesis.read_text() == "years of work"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [thesis]
-
-
 def end_engine_after(monkeypatch: pytest.MonkeyPatch, num_good: int) -> None:
     """Have the engine end after some episodes."""
     honest = MathMultiTurnAgent.collect_trajectory
@@ -444,28 +421,21 @@ def end_engine_after(monkeypatch: pytest.MonkeyPatch, num_good: int) -> None:
     monkeypatch.setattr(MathMultiTurnAgent, "collect_trajectory", collect)
 
 
-def test_a_dead_engine_leaves_what_had_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_good", [0, 3])
+def test_a_dead_engine_leaves_the_finished_episodes(
+    num_good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_engine_after(monkeypatch, 3)
+    end_engine_after(monkeypatch, num_good)
     out = tmp_path / "batch.safetensors"
     done = call("rollout", *SMALL, "--num-prompts", "20", "--out", out)
     assert done.status == 2
-    assert len(PackedBatch.load(out).ids) == 3
+    assert (len(PackedBatch.load(out).ids) if out.exists() else 0) == num_good
     (line,) = (line for line in done.stderr.splitlines() if "error" in line)
     assert line == (
-        "trajpack: error: generation has died: OutOfMemory: 1 of 40 episodes failed and 36 were "
-        f"never started; the batch is in {out}"
+        "trajpack: error: generation has died: OutOfMemory: 1 of 40 episodes failed and "
+        f"{39 - num_good} were never started; "
+        f"{f'the batch is in {out}' if num_good else 'no batch was written'}"
     )
-
-
-def test_a_dead_engine_and_nothing_finished_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_engine_after(monkeypatch, 0)
-    line = refusal("rollout", *SMALL, "--num-prompts", "20", "--out", tmp_path / "b.safetensors")
-    assert line.endswith("1 of 40 episodes failed and 39 were never started; no batch was written")
-    assert not (tmp_path / "b.safetensors").exists()
 
 
 def test_answers_that_cannot_be_logged_are_one_line(
@@ -481,7 +451,7 @@ def test_answers_that_cannot_be_logged_are_one_line(
     assert line.endswith("(and 3 more like it)")
 
 
-def test_an_engine_that_keeps_a_rollout_waiting_is_told_at_once(
+def test_a_silent_engine_is_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, said = TransformersEngine._take, io.StringIO()
@@ -510,13 +480,6 @@ def test_values_are_shown_on_a_narrow_terminal(
     assert "turns: 8, longest" in call("inspect", batch_file, "--width", 30).stdout
     monkeypatch.setenv("COLUMNS", "30")
     assert "turns: 8, longest" in call("inspect", batch_file, "--sequences", 0).stdout
-
-
-def test_inspect_in_full_leaves_nothing_out(tmp_path: Path) -> None:
-    path = tmp_path / "batch.safetensors"
-    pack([Trajectory("a", [Turn(list(range(500)), [103], [-0.5])])]).save(path)
-    assert "tokens ...]" in call("inspect", path).stdout
-    assert "tokens ...]" not in call("inspect", path, "--full").stdout
 
 
 @pytest.mark.usefixtures("default_signals")
@@ -551,7 +514,7 @@ def test_a_signal_after_the_episodes_waits_for_the_batch(
 @pytest.mark.parametrize(
     ("place", "is_written"), [("TrajectoryBuffer.pack", False), ("commands.rollout.report", True)]
 )
-def test_a_second_signal_ends_at_once_and_tells_what_is_on_disk(
+def test_a_second_signal_ends_at_once_and_names_the_written_batch(
     place: str, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signal_before(monkeypatch, place, signal.SIGINT, signal.SIGINT)
@@ -634,7 +597,7 @@ def interrupt(
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_one_interrupt_leaves_a_valid_batch_of_what_had_finished(
+def test_one_interrupt_leaves_a_valid_batch_of_the_finished_episodes(
     number: signal.Signals, status: int, tmp_path: Path, warm_programs: WarmPrograms
 ) -> None:
     out = tmp_path / "batch.safetensors"

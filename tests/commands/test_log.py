@@ -127,9 +127,7 @@ def test_a_finished_rollout_is_packed_again_and_nothing_is_generated(tmp_path: P
     assert "layout turns" in turns.stdout
 
 
-def test_what_goes_on_does_not_draw_the_first_samples_again(
-    prepared: Rollout, tmp_path: Path
-) -> None:
+def test_a_continued_rollout_draws_other_samples(prepared: Rollout, tmp_path: Path) -> None:
     async def first() -> EpisodeResult:
         async with prepared.episodes() as stream:
             return await anext(stream)
@@ -146,7 +144,7 @@ def test_what_goes_on_does_not_draw_the_first_samples_again(
     assert batch[EPISODES[0]][0][1] != batch[EPISODES[1]][0][1]
 
 
-def test_what_failed_is_tried_again_and_what_was_cancelled_was_never_there(
+def test_failed_episodes_run_again_and_cancelled_ones_are_not_logged(
     prepared: Rollout, tmp_path: Path
 ) -> None:
     prompt, folder = prepared.prompts[0], tmp_path / "log"
@@ -225,7 +223,7 @@ def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> N
     assert refusal("replay", folder, "--out", out).endswith("is that of another batch")
 
 
-def test_a_damaged_log_is_refused_in_one_line_that_no_text_of_it_commands(tmp_path: Path) -> None:
+def test_a_damaged_log_is_refused_in_one_escaped_line(tmp_path: Path) -> None:
     folder = tmp_path / "log"
     name = "worse\x1b[2J\nline"
     with TrajectoryLog.open(folder) as log:

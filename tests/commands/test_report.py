@@ -68,7 +68,7 @@ def test_the_rise_is_from_the_first_step_to_the_last_five() -> None:
     assert rise(RECORDS[:1]) == (0.1, 0.1)
 
 
-def test_the_report_says_what_a_training_came_to() -> None:
+def test_the_report_of_a_training() -> None:
     rows = dict(train.report(RECORDS))
     assert rows["right answers"] == "10% in the first step, 60% in the last 5"
     assert rows["solved"] == "20% of the first questions, 100% of the last"

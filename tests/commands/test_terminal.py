@@ -24,7 +24,7 @@ class Failing(io.StringIO):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "gone"), BrokenPipeError(), ValueError()])
-def test_what_cannot_be_said_is_lost(error: Exception) -> None:
+def test_text_that_cannot_be_written_is_dropped(error: Exception) -> None:
     with redirect_stderr(Failing(error)), redirect_stdout(None), outlets():
         say("a word")
         tell(make_console(stderr=True), "another")
@@ -42,7 +42,7 @@ def test_a_write_in_the_middle_of_another_does_not_close_an_outlet() -> None:
     assert outlet.write("kept") == 4
 
 
-def test_the_first_error_stays_and_nothing_is_written_after_it() -> None:
+def test_the_first_error_is_kept_and_later_text_is_dropped() -> None:
     stream = Failing(OSError(errno.ENOSPC, "full"))
     outlet = Outlet(stream)
     outlet.write("a")

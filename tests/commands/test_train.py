@@ -56,7 +56,7 @@ def test_a_training_ends_with_a_report_and_a_page(tmp_path: Path) -> None:
         (["--stepps", "2"], "No such option: --stepps"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_once(arguments: list[str], said: str) -> None:
+def test_wrong_options_are_refused_at_once(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.gpu.conftest import capture, device_events, no_waiting, replay
+from tests.kernels.rearrange.bits import assert_bits, random_bits
 from trajpack.kernels.fields.gather_words import KINDS, gather_words, piece_table
-from trajpack.kernels.rearrange.pad import BITS, pad, unpad
+from trajpack.kernels.rearrange.pad import pad, unpad
 from trajpack.testing import assert_same_bits, boundaries
 
 pytestmark = pytest.mark.gpu
@@ -27,18 +28,6 @@ SHAPES = {
     "bytes": (lambda rng: rng.integers(0, 3000, 40), (5,), torch.uint8),
     "complex": (lambda rng: rng.integers(0, 3000, 40), (), torch.complex128),
 }
-
-
-def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    pair = (t.detach().contiguous().view(BITS[t.element_size()]) for t in (actual, expected))
-    assert_same_bits(*pair)
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, top, (*shape, dtype.itemsize), dtype=torch.uint8)
-    return raw.view(dtype).squeeze(-1)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -1,4 +1,4 @@
-"""The table of block shapes: what it must hold for the kernels to be right, and who reads it."""
+"""The table of block shapes: conditions of correct kernels, and its lookup."""
 
 from __future__ import annotations
 

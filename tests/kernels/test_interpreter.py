@@ -1,4 +1,4 @@
-"""What the tests change of Triton's interpreter changes no result, and finds what overflows."""
+"""The tests' changes of Triton's interpreter keep every result and find overflows."""
 
 from __future__ import annotations
 

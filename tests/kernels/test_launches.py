@@ -1,4 +1,4 @@
-"""What `pack` asks of the device: launches, compiled variants, copies, and no answer."""
+"""Device work of `pack`: launches, compiled variants, one copy, no synchronisation."""
 
 from __future__ import annotations
 

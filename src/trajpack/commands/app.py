@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -14,10 +14,10 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.rollout.settings import MAX_COUNT, EngineName, RolloutSettings as _Rollout
 from trajpack.agent.training.settings import TrainSettings as _Train
 from trajpack.commands.terminal import results
-from trajpack.packing.types import Layout
 
 _COUNT: Any = {"min": 1, "max": MAX_COUNT}
 
+Layout: TypeAlias = Literal["merged", "turns"]  # that of trajpack.packing.types imports torch
 Work: TypeAlias = Callable[[], int]
 """The work of a command whose options were read; returns the exit status."""
 

@@ -165,13 +165,21 @@ def test_a_prompt_that_is_no_prompt_is_refused(prompt_ids: list[int], message: s
         asyncio.run(episode().begin(prompt_ids))
 
 
-def test_a_failing_environment_is_the_cause_of_the_error() -> None:
-    failure = ZeroDivisionError("oh")
-    reason = "'q0@0': turn 0: .* {} failed: .*oh"
-    with pytest.raises(EnvironmentFailedError, match=reason.format("step")) as caught:
+@pytest.mark.parametrize(
+    ("failure", "kind", "text"),
+    [
+        (ZeroDivisionError("oh"), EnvironmentFailedError, "oh"),
+        (asyncio.CancelledError(), EpisodeCancelledError, "it was cancelled"),
+    ],
+)
+def test_a_failing_environment_is_the_cause_of_the_error(
+    failure: BaseException, kind: Any, text: str
+) -> None:
+    reason = f"'q0@0': turn 0: the environment's {{}} failed: .*{text}"
+    with pytest.raises(kind, match=reason.format("step")) as caught:
         asyncio.run(episode(failure).judge("2"))
     assert caught.value.__cause__ is failure
-    with pytest.raises(EnvironmentFailedError, match=reason.format("reset")) as caught:
+    with pytest.raises(kind, match=reason.format("reset")) as caught:
         asyncio.run(episode(failure).begin([1]))
     assert caught.value.__cause__ is failure
 
@@ -216,15 +224,6 @@ def test_an_end_of_the_environment_must_be_one(ended: Any) -> None:
     asked = Conversation("q0@0", Ends(), asyncio.Queue(), asyncio.Queue())
     with pytest.raises(EpisodeError, match="'q0@0': turn 0: the environment's step failed"):
         asyncio.run(asked.judge("2"))
-
-
-def test_a_cancellation_that_nobody_asked_for_is_an_error_of_the_episode() -> None:
-    stray = asyncio.CancelledError()
-    reason = "'q0@0': turn 0: .*{} failed: it was cancelled"
-    with pytest.raises(EpisodeCancelledError, match=reason.format("step")):
-        asyncio.run(episode(stray).judge("2"))
-    with pytest.raises(EpisodeCancelledError, match=reason.format("reset")):
-        asyncio.run(episode(stray).begin([1]))
 
 
 @pytest.mark.parametrize("failure", [asyncio.CancelledError(), ZeroDivisionError("oh")])

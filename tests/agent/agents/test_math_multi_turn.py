@@ -168,18 +168,17 @@ def test_an_empty_completion_is_a_turn() -> None:
     assert text_of(trajectory.turns[1].prompt_ids) == f"1+1?{WRONG}"
 
 
-def test_the_episode_goes_on_after_success_unless_told_to_stop() -> None:
+@pytest.mark.parametrize(
+    ("judge", "option"),
+    [
+        (lambda: Judge(0, 1, 1), "stop_on_success"),
+        (lambda: Judge(0, 0, 0, terminated_at=1), "stop_on_terminated"),
+    ],
+)
+def test_the_episode_goes_on_unless_told_to_stop(judge: Any, option: str) -> None:
     replies = [says("1"), says("2"), says("3")]
-    assert len(run(make(num_turns=3), Judge(0, 1, 1), *replies)[0].turns) == 3
-    stops = make(num_turns=3, stop_on_success=True)
-    assert len(run(stops, Judge(0, 1, 1), *replies)[0].turns) == 2
-
-
-def test_the_episode_ignores_termination_unless_told_to_honour_it() -> None:
-    replies = [says("1"), says("2"), says("3")]
-    assert len(run(make(num_turns=3), Judge(0, 0, 0, terminated_at=1), *replies)[0].turns) == 3
-    stops = make(num_turns=3, stop_on_terminated=True)
-    assert len(run(stops, Judge(0, 0, 0, terminated_at=1), *replies)[0].turns) == 2
+    assert len(run(make(num_turns=3), judge(), *replies)[0].turns) == 3
+    assert len(run(make(num_turns=3, **{option: True}), judge(), *replies)[0].turns) == 2
 
 
 def test_no_turn_is_asked_that_might_not_fit() -> None:
@@ -240,11 +239,21 @@ def test_the_log_shows_each_turn_with_its_own_prompt(tmp_path: Path) -> None:
     assert second.endswith("answer (2 tokens):\n    2")
 
 
+class _FailsOnTheLog(Characters):
+    def decode(self, ids: list[int], **options: Any) -> str:
+        if not options["skip_special_tokens"]:
+            raise ZeroDivisionError("oh")
+        return super().decode(ids, **options)
+
+
+@pytest.mark.parametrize("tokenizer", [Characters(), _FailsOnTheLog()])
 def test_a_log_that_cannot_be_written_costs_a_warning_not_the_trajectory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "answers").write_text("a file where a folder should be")
-    agent = make(num_turns=1, answer_save_path=tmp_path / "answers")
+    folder = tmp_path / "answers"
+    if type(tokenizer) is Characters:
+        folder.write_text("a file where a folder should be")
+    agent = make(num_turns=1, answer_save_path=folder, tokenizer=tokenizer)
     with caplog.at_level(logging.WARNING, "trajpack"):
         trajectory, _ = run(agent, Judge(1), says("2"))
     assert len(trajectory.turns) == 1
@@ -276,11 +285,8 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_turns": 2.5},
-        {"num_turns": "2"},
-        {"num_turns": True},
-        {"max_total_tokens": 9.5},
-        {"max_total_tokens": 99, "gconfig": {"max_new_tokens": "8"}},
+        *[{"num_turns": value} for value in (2.5, "2", True)],
+        *[{"max_total_tokens": 9.5}, {"max_total_tokens": 9, "gconfig": {"max_new_tokens": "8"}}],
     ],
 )
 def test_numbers_of_turns_and_tokens_are_integers(options: dict[str, Any]) -> None:
@@ -309,21 +315,6 @@ def test_a_completion_that_cannot_be_decoded_ends_the_episode(decoded: Any) -> N
 def test_a_reward_beyond_float32_ends_the_episode() -> None:
     with pytest.raises(EpisodeError, match=r"'q0@0': turn 0: its reward is out of range"):
         run(make(reward_scaling=1e300), Judge(1), says("2"))
-
-
-def test_a_tokenizer_that_fails_on_the_log_costs_the_log_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Fails(Characters):
-        def decode(self, ids: list[int], **options: Any) -> str:
-            if not options["skip_special_tokens"]:
-                raise ZeroDivisionError("oh")
-            return super().decode(ids, **options)
-
-    agent = make(tokenizer=Fails(), num_turns=1, answer_save_path=tmp_path)
-    with caplog.at_level(logging.WARNING, "trajpack"):
-        assert len(run(agent, Judge(1), says("2"))[0].turns) == 1
-    assert "its answers were not logged: oh" in caplog.text
 
 
 def test_many_episodes_share_one_agent() -> None:

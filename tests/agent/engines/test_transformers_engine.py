@@ -205,25 +205,25 @@ def test_a_refused_request_gets_an_error_and_the_others_live_on() -> None:
 
 def test_a_request_may_fill_the_whole_cache() -> None:
     async def body() -> list[GenerationOutput]:
-        async with small_engine(eos_token_id=NEVER) as engine:
-            first = generate(engine, "a", [5] * 1000, SamplingParams(24))
-            second = generate(engine, "b", [6] * 3, SamplingParams(1021))
+        async with small_engine(num_blocks=16, eos_token_id=NEVER) as engine:
+            first = generate(engine, "a", [5] * 232, SamplingParams(24))
+            second = generate(engine, "b", [6] * 3, SamplingParams(253))
             return await asyncio.gather(first, second)
 
     first, second = asyncio.run(body())
-    assert (len(first.output_ids), len(second.output_ids)) == (24, 1021)
+    assert (len(first.output_ids), len(second.output_ids)) == (24, 253)
     assert_logprobs(first, logits_of(first))
     assert_logprobs(second, logits_of(second))
 
 
 def test_more_requests_than_the_cache_holds_all_finish() -> None:
     async def body() -> list[GenerationOutput]:
-        async with small_engine(num_blocks=20, eos_token_id=NEVER) as engine:
-            asked = (generate(engine, str(k), PROMPT, SamplingParams(200)) for k in range(5))
+        async with small_engine(num_blocks=10, eos_token_id=NEVER) as engine:
+            asked = (generate(engine, str(k), PROMPT, SamplingParams(100)) for k in range(5))
             return await asyncio.gather(*asked)
 
     for output in asyncio.run(body()):
-        assert len(output.output_ids) == 200
+        assert len(output.output_ids) == 100
         assert_logprobs(output, logits_of(output))
 
 
@@ -376,16 +376,16 @@ def test_a_new_prompt_after_an_update_sees_nothing_of_the_old_weights() -> None:
 
 def test_closing_an_episode_cancels_it_alone() -> None:
     async def body() -> tuple[GenerationOutput, Any]:
-        async with small_engine(eos_token_id=NEVER) as engine:
+        async with small_engine(num_blocks=32, eos_token_id=NEVER) as engine:
             replies = engine.open_episode("gone")
-            await engine.obs_queue.put(("gone", PROMPT, SamplingParams(900)))
+            await engine.obs_queue.put(("gone", PROMPT, SamplingParams(450)))
             other = asyncio.create_task(generate(engine, "stays"))
             await asyncio.sleep(0.05)
             engine.close_episode("gone")
             engine.close_episode("gone")
             output = await other
-            # The cache of 1,024 tokens is free again only if the first was really cancelled.
-            await generate(engine, "next", PROMPT, SamplingParams(900))
+            # The cache of 512 tokens is free again only if the first was really cancelled.
+            await generate(engine, "next", PROMPT, SamplingParams(450))
             assert replies.empty()
             return output, engine._batching.output_router.result_handlers
 

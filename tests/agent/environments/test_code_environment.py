@@ -96,7 +96,7 @@ CHEATS = [
 
 
 @pytest.mark.parametrize("code", CHEATS)
-def test_a_program_that_says_it_is_right_is_not(code: str) -> None:
+def test_programs_that_cheat_are_wrong(code: str) -> None:
     problem = CodeProblem("secret", [ValueCase("secret()", 987654321)])
     assert run(judge(problem, code))[0] == [False]
     assert run(judge(DOUBLE, code))[0] == [False]
@@ -143,7 +143,7 @@ def test_steps_of_a_closed_environment_are_no_verdicts() -> None:
     run(ask())
 
 
-def test_what_is_no_action_is_refused() -> None:
+def test_wrong_actions_and_options_are_refused() -> None:
     async def ask(action: Any) -> None:
         async with CodeEnvironment([DOUBLE]) as environment:
             await environment.step(action)
@@ -213,7 +213,7 @@ def test_equal_values_have_equal_texts_and_others_do_not() -> None:
 @pytest.mark.parametrize(
     "value", [Decimal(3), [range(2)], {"a": (1, object())}, {Fraction(1, 2): 1}]
 )
-def test_a_value_is_refused_whose_text_would_not_tell_it_from_others(value: Any) -> None:
+def test_expected_values_without_a_canonical_text_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"expected of 'f\(1\)' must be a number, .*, got "):
         ValueCase("f(1)", value)
     deep: list[Any] = []

@@ -60,7 +60,7 @@ def prompt(agent: EnvironmentAgent, qid: str = "q@0") -> Prompt:
     return Prompt(qid, agent.prompt_ids("Find it."))
 
 
-def test_the_model_is_shown_what_the_environment_observes() -> None:
+def test_the_model_sees_the_observations_of_the_environment() -> None:
     async def play() -> Any:
         agent = make(max_turns=20)
         async with GymnasiumEnvironment(Guess, to_action=int, seed=3) as env:
@@ -82,39 +82,39 @@ def test_the_model_is_shown_what_the_environment_observes() -> None:
 
 
 def test_an_episode_is_the_same_for_the_same_name_or_seed() -> None:
-    async def opened(seed: int, qid: str, of_episode: int | None) -> int:
-        async with GymnasiumEnvironment(Guess, seed=seed) as env:
-            _, _, _, _, info = await env.step(Opening(qid, of_episode))
-            return int(info["seed"])
+    def seed(seed: int, qid: str, of_episode: int | None) -> int:
+        async def opened() -> int:
+            async with GymnasiumEnvironment(Guess, seed=seed) as env:
+                _, _, _, _, info = await env.step(Opening(qid, of_episode))
+                return int(info["seed"])
 
-    def seed(*arguments: Any) -> int:
-        return asyncio.run(opened(*arguments))
+        return asyncio.run(opened())
 
     assert seed(0, "a", None) == seed(0, "a", None)
     assert len({seed(0, "a", None), seed(0, "b", None), seed(1, "a", None)}) == 3
     assert seed(0, "a", 7) == seed(1, "b", 7) == 7
 
 
-def test_a_prompt_s_seed_is_the_episode_s() -> None:
+def test_the_seed_of_a_prompt_is_that_of_the_episode() -> None:
+    seeds: list[Any] = []
+
+    class Sees(Guess):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            seeds.append(seed)
+            return super().reset(seed=seed)
+
+    @dataclass(frozen=True)
+    class Seeded(Prompt):
+        seed: int | None = None
+
     async def play() -> None:
         agent = make(max_turns=1)
-        seeds: list[Any] = []
-
-        class Sees(Guess):
-            def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-                seeds.append(seed)
-                return super().reset(seed=seed)
-
-        @dataclass(frozen=True)
-        class Seeded(Prompt):
-            seed: int | None = None
-
         seeded = Seeded("q@0", agent.prompt_ids("Find it."), seed=11)
         async with GymnasiumEnvironment(Sees, to_action=int) as env:
             await collect_async(agent, env, ["0"], prompt=seeded)
-        assert seeds == [11]
 
     asyncio.run(play())
+    assert seeds == [11]
 
 
 def test_instances_are_used_again_and_never_by_two_episodes_at_once() -> None:
@@ -195,7 +195,7 @@ def test_an_instance_that_raised_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize("raised", [StopIteration(), SystemExit(1)])
-def test_what_no_event_loop_could_hand_on_is_a_failure_like_others(raised: BaseException) -> None:
+def test_exceptions_that_an_event_loop_cannot_pass_on_are_failures(raised: BaseException) -> None:
     class Raises(Guess):
         def step(self, action: int) -> Any:
             raise raised
@@ -209,7 +209,7 @@ def test_what_no_event_loop_could_hand_on_is_a_failure_like_others(raised: BaseE
     asyncio.run(play())
 
 
-def test_a_text_that_is_no_action_is_said_to_be_none() -> None:
+def test_an_invalid_action_is_reported_to_the_model() -> None:
     agent = make(max_turns=2)
 
     async def play() -> Any:
@@ -241,7 +241,7 @@ def test_frozen_lake_is_played() -> None:
     assert prompts[-1].endswith(f"down{END}\n<user>field 14{END}\n<assistant>")
 
 
-def test_what_is_no_action_of_an_open_episode_is_refused() -> None:
+def test_wrong_actions_of_an_episode_are_refused() -> None:
     async def ask(*actions: Any) -> None:
         async with GymnasiumEnvironment(Guess) as env:
             for action in actions:

@@ -143,7 +143,7 @@ def test_reasoning_gym_questions_repeat_with_their_seed() -> None:
         assert question.gym_task == "chain_sum"
 
 
-def test_reasoning_gym_refuses_what_it_does_not_have() -> None:
+def test_reasoning_gym_refuses_unknown_tasks_and_empty_sizes() -> None:
     with pytest.raises(ValueError, match="no_such_task"):
         reasoning_gym_questions("no_such_task", size=1, seed=0)
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):

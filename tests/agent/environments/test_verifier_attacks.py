@@ -80,7 +80,7 @@ def hostile_answers(mark: Path) -> list[str]:
     return [*boxed, *bare, *codes, *(f"\\boxed{{{code}}}" for code in codes)]
 
 
-def test_hostile_answers_are_wrong_and_change_nothing_for_others(
+def test_hostile_answers_are_wrong_and_do_not_affect_others(
     tmp_path: Path, tries: Callable[[int], int]
 ) -> None:
     mark = tmp_path / "mark"

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_comes_back_as_it_was_saved(folder: Path) -> None:
+def test_a_saved_model_loads_unchanged(folder: Path) -> None:
     model, tokenizer = build_tiny_model()
     loaded, loaded_tokenizer = load_model(folder)
     assert not loaded.training
@@ -69,7 +69,7 @@ class Broken:
         raise TypeError("a bug")
 
 
-def test_an_error_of_the_system_is_told_from_a_bug(tmp_path: Path) -> None:
+def test_only_errors_of_the_system_become_os_errors(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device"):
         save_tokenizer(FullDisk(), tmp_path)
     with pytest.raises(TypeError, match="a bug"):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +104,7 @@ def test_every_failure_is_counted_once_by_its_cause(watched: Watched) -> None:
     assert watched("turns_in_flight", stage="generation") == 0
 
 
-def test_no_text_of_others_becomes_a_label(watched: Watched) -> None:
+def test_outside_text_never_becomes_a_label(watched: Watched) -> None:
     class Own(errors.EpisodeError):
         cause = 'q"\n1} 5'
 
@@ -141,7 +140,7 @@ def test_a_retry_is_no_failure_and_its_wait_is_measured(watched: Watched) -> Non
     assert watched("episodes_finished_total") == 1
 
 
-def test_what_is_in_flight_for_an_episode_ends_with_it(watched: Watched) -> None:
+def test_turns_in_flight_end_with_their_episode(watched: Watched) -> None:
     m = watched.metrics
     for qid in ("a@0", "b@0"):
         m.episode_started(qid, 0)
@@ -196,7 +195,7 @@ def test_a_result_that_is_stale_when_it_is_taken_waits_no_longer(
     assert watched("result_wait_seconds_count") == 0
 
 
-def test_what_a_run_that_was_given_up_left_behind_can_be_forgotten(watched: Watched) -> None:
+def test_close_forgets_an_abandoned_run(watched: Watched) -> None:
     m = watched.metrics
     for qid in ("taken@0", "lost@0", "open@0"):
         m.episode_started(qid, 0)
@@ -210,7 +209,7 @@ def test_what_a_run_that_was_given_up_left_behind_can_be_forgotten(watched: Watc
     assert watched("retry_wait_seconds_count") == 0
 
 
-def test_waits_are_measured_by_what_was_waited_for(watched: Watched) -> None:
+def test_waits_are_measured_by_reason(watched: Watched) -> None:
     for reason, seconds in [("room", 0.0), ("room", 2.0), ("pause", 0.5), ("unheard of", 9.0)]:
         watched.metrics.wait_ended(reason, seconds)
     assert watched("queue_wait_seconds_sum", reason="room") == 2
@@ -246,34 +245,14 @@ def test_instances_share_nothing_unless_they_share_a_registry() -> None:
         RolloutMetrics(registry)
 
 
-def test_results_that_nobody_takes_do_not_add_up(watched: Watched) -> None:
-    for k in range(70_000):
+def test_results_that_are_never_taken_have_a_bound(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajpack.agent.observability.episodes._MAX_RECENT", 100)
+    for k in range(150):
         watched.metrics.episode_ended(f"q{k}@0", 0, None, final=True)
-    assert watched("results_waiting") == 1 << 16
-    assert watched("episodes_finished_total") == 70_000
-
-
-def test_a_turn_costs_microseconds() -> None:
-    metrics = RolloutMetrics()
-    answer, taken = reply(), result(*[Turn([1], [2], [-0.1])] * 4)
-
-    def episode() -> None:
-        metrics.episode_started("q@0", 0)
-        for turn in range(4):
-            metrics.generation_started("q@0", turn, 3)
-            metrics.generation_ended("q@0", turn, answer)
-            metrics.verification_started("q@0", turn)
-            metrics.verification_ended("q@0", turn, None)
-        metrics.episode_ended("q@0", 0, None, final=True)
-        metrics.result_accepted(taken, 0)
-
-    best = float("inf")
-    for _ in range(5):
-        began = time.process_time()
-        for _ in range(250):
-            episode()
-        best = min(best, (time.process_time() - began) / 1000)
-    assert best < 150e-6
+    assert watched("results_waiting") == 100
+    assert watched("episodes_finished_total") == 150
 
 
 def broken() -> Trajectory:

@@ -32,7 +32,7 @@ def answered(server: MetricsServer, request: bytes) -> bytes:
     return answer
 
 
-def test_a_scraper_reads_what_was_counted() -> None:
+def test_a_scraper_reads_the_counts() -> None:
     metrics = RolloutMetrics()
     with serve_metrics(metrics.registry) as server:
         assert server.url == f"http://127.0.0.1:{server.port}/metrics"
@@ -50,7 +50,7 @@ def test_a_scraper_reads_what_was_counted() -> None:
             assert page.read().endswith(b"# EOF\n")
 
 
-def test_nothing_else_is_there_to_be_had() -> None:
+def test_other_paths_and_methods_are_refused() -> None:
     with serve_metrics(RolloutMetrics().registry) as server:
         for path in ("/", "/metrics/..", "/etc/passwd"):
             with pytest.raises(HTTPError, match="404") as caught:
@@ -132,7 +132,7 @@ def connection_to(server: MetricsServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
-def test_a_request_has_a_deadline_whatever_it_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajpack.agent.observability.server._REQUEST_S", 0.3)
     with serve_metrics(RolloutMetrics().registry) as server, connection_to(server) as dripping:
         dripping.sendall(b"GET /metrics HTTP/1.0\r\nX: ")
@@ -186,7 +186,7 @@ def test_clients_that_drip_keep_no_scrape_waiting(start: bytes) -> None:
 
 
 @pytest.mark.attack
-def test_floods_are_answered_and_leave_nothing(tries: Callable[[int], int]) -> None:
+def test_floods_are_answered_and_leave_no_thread_or_file(tries: Callable[[int], int]) -> None:
     """Scrapes from many clients at once, and requests that are none, as in the table of attacks."""
     before = num_threads(), len(os.listdir("/proc/self/fd"))
     paths = [b"/", b"/metrics/", b"/metrics/..", b"/../metrics", b"/%6detrics"]

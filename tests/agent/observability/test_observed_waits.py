@@ -56,7 +56,7 @@ def test_new_weights_are_waited_for_and_so_is_a_slot() -> None:
     assert seen["pause"] == (0, 0)
 
 
-def test_room_is_waited_for_where_nobody_takes_results() -> None:
+def test_episodes_wait_for_room_while_results_are_not_taken() -> None:
     async def body() -> None:
         agent = TwoTurns()
         async with EchoEngine() as engine:

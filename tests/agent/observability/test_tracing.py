@@ -114,9 +114,9 @@ def test_an_episode_is_a_tree_of_spans_with_fixed_names(
             assert parent.start_time <= span.start_time <= span.end_time <= parent.end_time
 
 
-def test_thousands_of_interleaved_episodes_keep_their_own_parents(traced: Traced) -> None:
+def test_interleaved_episodes_keep_their_own_parents(traced: Traced) -> None:
     tracer, rng = traced.tracer, random.Random(0)
-    scripts = {f"q{k}@0": iter(script(tracer, f"q{k}@0", k % 4)) for k in range(2000)}
+    scripts = {f"q{k}@0": iter(script(tracer, f"q{k}@0", k % 4)) for k in range(400)}
     waiting = list(scripts)
     while waiting:
         place = rng.randrange(len(waiting))
@@ -138,9 +138,9 @@ def test_thousands_of_interleaved_episodes_keep_their_own_parents(traced: Traced
             root = by_id[parent.parent.span_id]  # type: ignore[union-attr]
             told = (span.attributes or {})["trajpack.generation.num_prompt_tokens"]
             assert (root.attributes or {})["trajpack.episode.id"] == f"q{told}@0"
-    turns = 500 * (0 + 1 + 2 + 3)
+    turns = 100 * (0 + 1 + 2 + 3)
     assert counts == {
-        "trajpack.episode": 2000,
+        "trajpack.episode": 400,
         "trajpack.turn": turns,
         "trajpack.generation": turns,
         "trajpack.verification": turns,
@@ -163,7 +163,7 @@ def script(tracer: RolloutTracer, qid: str, num_turns: int) -> Iterable[str]:
 
 
 @pytest.mark.parametrize("stage", ["generation", "verification"])
-def test_what_was_in_flight_ends_with_the_episode_and_its_error(traced: Traced, stage: str) -> None:
+def test_open_spans_end_with_the_episode_and_its_error(traced: Traced, stage: str) -> None:
     traced.tracer.episode_started("q@0", 0)
     lead_turn(traced.tracer, "q@0", 0)
     traced.tracer.generation_started("q@0", 1, 9)
@@ -220,7 +220,7 @@ def test_each_attempt_is_a_trace_linked_to_the_one_before(traced: Traced) -> Non
 
 
 @pytest.mark.parametrize("records_messages", [False, True])
-def test_text_of_others_is_told_only_if_asked_for(records_messages: bool) -> None:
+def test_outside_text_is_recorded_only_on_request(records_messages: bool) -> None:
     traced = Traced(records_messages=records_messages)
     traced.tracer.episode_started("q\n@0" + "x" * 1000, 0)
     lead_turn(traced.tracer, "q\n@0" + "x" * 1000, 0)
@@ -249,7 +249,7 @@ def test_a_run_that_was_given_up_can_be_closed(traced: Traced) -> None:
     assert len(traced.named("generation")) == 3
 
 
-def test_a_pack_is_a_child_of_what_is_current(traced: Traced) -> None:
+def test_the_span_of_a_pack_is_a_child_of_the_current_span(traced: Traced) -> None:
     turns = [Turn([1, 2], [3], [-0.1]), Turn([9], [5, 6], [-0.1, -0.2])]
     step = traced.provider.get_tracer("mine").start_as_current_span("step")
     with step, watch_pack(traced.tracer) as watching:
@@ -274,7 +274,7 @@ def test_a_pack_is_a_child_of_what_is_current(traced: Traced) -> None:
     assert traced.named("pack")[1].status.description == "MemoryError"
 
 
-def test_without_an_sdk_and_unsampled_nothing_is_made_and_nothing_fails() -> None:
+def test_tracing_works_without_an_sdk_and_without_sampling() -> None:
     for tracer in (RolloutTracer(), RolloutTracer(TracerProvider(sampler=ALWAYS_OFF))):
         tracer.episode_started("q@0", 0)
         lead_turn(tracer, "q@0", 0)

@@ -24,7 +24,7 @@ def prepared() -> Rollout:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_rollout_over_workers_gives_what_one_in_this_process_would(prepared: Rollout):
+def test_a_rollout_over_workers_equals_one_in_this_process(prepared: Rollout):
     told: list[Progress] = []
 
     async def roll_out() -> list[EpisodeResult]:

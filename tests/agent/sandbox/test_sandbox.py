@@ -44,7 +44,7 @@ def test_a_program_reads_its_input_and_its_output_is_kept(sandbox: Sandbox) -> N
     assert 0 < result.cpu_s < 1
 
 
-def test_the_value_of_an_expression_replaces_what_was_printed(sandbox: Sandbox) -> None:
+def test_the_value_of_an_expression_replaces_prints(sandbox: Sandbox) -> None:
     code = "print('noise')\nif __name__ == '__main__': input()\ndef f(x):\n    return {x: [x / 2]}"
     result = sandbox.run(code, expression="f(3)")
     assert (result.outcome, result.output.decode()) == (Outcome.EXITED, canonical({3: [1.5]}))
@@ -137,7 +137,7 @@ def test_files_are_neither_read_nor_changed(sandbox: Sandbox, tmp_path: Path) ->
     assert sandbox.run("import os\nprint(os.listdir('.'))").output == b"[]\n"
 
 
-def test_nothing_of_ours_is_inherited(
+def test_descriptors_arguments_and_environment_are_not_inherited(
     sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("API_TOKEN", "hush")
@@ -180,7 +180,7 @@ def test_a_program_that_lasts_too_long_is_killed(code: str) -> None:
         assert time.monotonic() - began < 20
 
 
-def test_a_process_that_cannot_be_watched_is_not_left_behind(
+def test_a_process_that_cannot_be_watched_is_reaped(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[int] = []
@@ -230,7 +230,7 @@ def test_a_program_that_fails_has_crashed(sandbox: Sandbox, code: str) -> None:
     assert sandbox.run(code).outcome is Outcome.CRASHED
 
 
-def test_a_program_cannot_say_that_it_was_not_run(sandbox: Sandbox) -> None:
+def test_a_program_cannot_forge_the_status(sandbox: Sandbox) -> None:
     code = """
 import os
 for descriptor in range(3, 100):
@@ -243,7 +243,7 @@ os._exit(1)
     assert sandbox.run(code).outcome is Outcome.CRASHED
 
 
-def test_a_closed_sandbox_kills_what_runs_and_runs_nothing_more() -> None:
+def test_a_closed_sandbox_kills_its_programs_and_refuses_others() -> None:
     sandbox = Sandbox()
     errors: list[BaseException] = []
 
@@ -265,7 +265,7 @@ def test_a_closed_sandbox_kills_what_runs_and_runs_nothing_more() -> None:
         sandbox.run("")
 
 
-def test_a_program_dies_with_whoever_runs_it(tmp_path: Path) -> None:
+def test_a_program_dies_with_its_parent(tmp_path: Path) -> None:
     # The package without its facade, whose imports take seconds.
     script = f"""
 import sys, threading, time, types
@@ -294,7 +294,7 @@ time.sleep(60)
         os.close(handle)
 
 
-def test_nothing_is_run_where_it_cannot_be_locked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_without_working_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(SetupError, match=r"Sandbox: .*got 'riscv64'"):
         Sandbox()

@@ -207,7 +207,7 @@ EXHAUSTING = {
 
 
 @pytest.mark.parametrize("user", ["root", "nobody"])
-def test_what_a_program_takes_has_an_end(user: str, tries: Callable[[int], int]) -> None:
+def test_exhausting_programs_are_stopped(user: str, tries: Callable[[int], int]) -> None:
     names = random.Random(f"{SEED} {user}").sample(list(EXHAUSTING), tries(len(EXHAUSTING)))
     for is_waiting in (False, True):
         chosen = [name for name in names if (EXHAUSTING[name][1] == {"wall_limit"}) == is_waiting]

@@ -54,7 +54,7 @@ MISSING: dict[str, tuple[Rule, str]] = {
 
 @pytest.mark.parametrize("user", ["root", "nobody"])
 @pytest.mark.parametrize("missing", MISSING)
-def test_nothing_is_run_where_a_protection_is_missing(missing: str, user: str) -> None:
+def test_a_sandbox_without_a_protection_is_refused(missing: str, user: str) -> None:
     rule, reason = MISSING[missing]
     report = run_as(user, ["print(1)"], shim=[rule])
     assert report.error is not None

@@ -71,7 +71,7 @@ async def converse(question: Question, completions: list[list[int]]) -> Trajecto
     return trajectory
 
 
-def test_demonstrations_are_what_the_agent_makes_of_the_same_answers() -> None:
+def test_demonstrations_equal_the_agents_turns_with_the_same_answers() -> None:
     demonstrations = lazy_demonstrations(30, TOKENIZER, num_turns=3, seed=5)
     questions = arithmetic_questions(30, seed=5)
     assert {len(one.turns) for one in demonstrations} == {1, 2, 3}
@@ -83,7 +83,7 @@ def test_demonstrations_are_what_the_agent_makes_of_the_same_answers() -> None:
             assert turn.reward == expected.reward
 
 
-def test_the_teacher_is_right_as_often_as_it_is_told() -> None:
+def test_the_teacher_is_right_with_the_probability_of_its_skill() -> None:
     counts = Counter(
         turn.reward
         for one in lazy_demonstrations(2000, TOKENIZER, num_turns=3, skill=0.25)

@@ -75,7 +75,7 @@ def test_the_same_settings_begin_with_the_same_weights_and_questions() -> None:
     assert Training(replace(SMALL, seed=1)).questions != one.questions
 
 
-def test_a_model_whose_sequences_see_each_other_is_one_line(
+def test_a_model_that_leaks_between_sequences_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def leaking_model(seed: int) -> tuple[Any, None]:

@@ -58,24 +58,18 @@ def completions(model: Any, batch: PackedBatch) -> torch.Tensor:
     return torch.zeros(len(batch)).index_add_(0, batch.sequence_ids.long(), logprobs)
 
 
-def test_gradients_that_were_there_before_a_step_are_no_part_of_it() -> None:
-    def step(*, has_gradients: bool) -> Any:
-        model = fresh_model()
-        for value in model.parameters():
-            value.grad = torch.full_like(value, 3.0) if has_gradients else None
-        return PolicyTrainer(model, learning_rate=1e-3, capacity=64).step(sampled())
-
-    assert step(has_gradients=True) == step(has_gradients=False)
-
-
-def test_gradients_that_were_there_before_are_no_part_of_a_warm_up() -> None:
+@pytest.mark.parametrize("is_warm_up", [False, True])
+def test_gradients_from_before_are_not_used(is_warm_up: bool) -> None:
     shown = lazy_demonstrations(4, TOKENIZER, num_turns=1)
 
     def weights(*, has_gradients: bool) -> torch.Tensor:
         model = fresh_model()
         for value in model.parameters():
             value.grad = torch.full_like(value, 3.0) if has_gradients else None
-        list(warm_up(model, shown, num_steps=1, learning_rate=1e-3, capacity=64))
+        if is_warm_up:
+            list(warm_up(model, shown, num_steps=1, learning_rate=1e-3, capacity=64))
+        else:
+            PolicyTrainer(model, learning_rate=1e-3, capacity=64).step(sampled())
         return torch.cat([value.detach().reshape(-1) for value in model.parameters()])
 
     assert torch.equal(weights(has_gradients=True), weights(has_gradients=False))
@@ -118,7 +112,7 @@ def test_micro_batches_add_up_to_the_step_of_the_whole_batch() -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-def test_what_the_present_weights_sampled_is_told_from_what_older_ones_began() -> None:
+def test_tokens_of_older_weights_are_not_on_policy() -> None:
     trainer = PolicyTrainer(fresh_model(), learning_rate=1e-9, capacity=64)
     outcome = trainer.step(sampled())
     assert outcome.num_on_policy == 16
@@ -138,7 +132,7 @@ def test_log_probabilities_of_other_weights_show() -> None:
     assert outcome.logprob_gap > 1e-5
 
 
-def test_the_clip_ends_what_later_epochs_learn() -> None:
+def test_the_clip_limits_later_epochs() -> None:
     batch = sampled()
     few, many = (
         PolicyTrainer(fresh_model(), learning_rate=0.05, capacity=64, num_epochs=count).step(batch)
@@ -148,7 +142,7 @@ def test_the_clip_ends_what_later_epochs_learn() -> None:
     assert many.clip_fraction > 0.2
 
 
-def test_a_batch_that_teaches_nothing_is_refused() -> None:
+def test_a_batch_without_advantages_or_generated_tokens_is_refused() -> None:
     trainer = PolicyTrainer(fresh_model(), learning_rate=1e-3, capacity=8)
     with pytest.raises(ValueError, match="the batch has no advantages; call with_advantages"):
         trainer.step(pack([Trajectory("a", [Turn([1], [2], [-0.1])])]))

@@ -208,7 +208,7 @@ def matched(trained: Trained) -> Iterator[tuple[dict[str, torch.Tensor], PackedB
             yield row, batch, of
 
 
-def test_the_trainer_trains_what_our_agents_sampled_and_nothing_else(trained: Trained) -> None:
+def test_the_trainer_trains_exactly_the_sampled_tokens(trained: Trained) -> None:
     num_observations = 0
     for row, batch, of in matched(trained):
         size = len(row["trained"])
@@ -264,7 +264,7 @@ def test_the_trainers_gradient_is_that_of_the_packed_batch(trained: Trained) -> 
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * norm)
 
 
-def test_what_the_trainer_makes_of_it_is_what_the_format_says(trained: Trained) -> None:
+def test_the_trainers_inputs_equal_those_of_the_format(trained: Trained) -> None:
     """So a trainer may be given the packed batch itself, with credit by token."""
     rows = trl_dataset_rows([question for question in QUESTIONS[:2] for _ in range(GROUP_SIZE)])
     trainer = trained.trainer
@@ -302,7 +302,7 @@ def test_prompts_come_back_in_their_order_however_many_there_are_of_each(trained
     assert found["completion_ids"][0] != found["completion_ids"][2]
 
 
-def test_nothing_of_the_trainer_is_changed_by_a_rollout(trained: Trained) -> None:
+def test_a_rollout_does_not_change_the_trainer(trained: Trained) -> None:
     model = trained.trainer.model
     model.train()
     attention, state = model.config._attn_implementation, torch.get_rng_state()
@@ -317,7 +317,7 @@ def test_nothing_of_the_trainer_is_changed_by_a_rollout(trained: Trained) -> Non
     assert model.config._attn_implementation == attention
 
 
-def test_it_runs_where_an_event_loop_runs_already(trained: Trained) -> None:
+def test_a_rollout_runs_beside_a_running_event_loop(trained: Trained) -> None:
     async def in_a_notebook() -> dict[str, list[Any]]:
         return ask(trained, "0")
 
@@ -377,12 +377,12 @@ def test_several_sequences_raise_or_are_left_out_or_the_last_is_taken(trained: T
     assert found["episode_reward"] == [1.5]
 
 
-def test_a_score_of_ones_own(trained: Trained) -> None:
+def test_a_custom_score(trained: Trained) -> None:
     found = ask(trained, "01", score=lambda result: len(result.qid))
     assert found["episode_reward"] == [4.0, 4.0]
 
 
-def test_what_does_not_fit_is_refused(trained: Trained) -> None:
+def test_wrong_prompts_options_and_temperatures_are_refused(trained: Trained) -> None:
     with pytest.raises(ValueError, match=r"none of the questions: .*Who\?"):
         make_rollout()([[{"role": "user", "content": "Who?"}]], trained.trainer)
     with pytest.raises(TypeError, match="a str or a list of messages, got 7"):

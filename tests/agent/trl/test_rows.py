@@ -56,7 +56,7 @@ def test_extra_fields_are_dropped_and_numbers_are_pythons() -> None:
     assert {type(value) for column in row[:3] for value in column} == {int}
 
 
-def test_the_reward_function_logs_what_was_left_out() -> None:
+def test_the_reward_function_logs_the_share_of_masked_episodes() -> None:
     logged = {}
     rewards = episode_reward(
         episode_reward=[1.0, None, 2.0, 0.0],

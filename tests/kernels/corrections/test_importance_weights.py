@@ -159,7 +159,7 @@ def test_weights_and_metrics_are_those_of_the_loop(rule: Correction) -> None:
 
 @pytest.mark.parametrize("level", ["token", "segment", "geometric"])
 @pytest.mark.parametrize("window", [(0.5, 2.0), (0.0, 3.0), (1e-3, math.inf), (1e-12, 1e12)])
-def test_what_stays_is_told_by_logarithms_of_tokens_within_20(level: Any, window: Any) -> None:
+def test_rejection_clamps_logarithms_of_tokens_to_20(level: Any, window: Any) -> None:
     """Also where policies are far apart, and where bounds are: 300 batches of each level."""
     rejection = Rejection(*window, level)
     rejected = 0
@@ -202,7 +202,7 @@ def test_the_interpreted_kernels_agree(impl: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("filler", [math.nan, math.inf, -math.inf])
-def test_what_stands_on_other_tokens_does_not_matter(rule: Correction, filler: float) -> None:
+def test_logprobs_of_other_tokens_do_not_count(rule: Correction, filler: float) -> None:
     case = Case()
     expected = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens)
     case.logprobs[~case.loss_mask] = filler
@@ -225,7 +225,7 @@ def test_a_segment_s_weights_do_not_depend_on_its_company(rule: Correction) -> N
         assert_same_bits(alone, together[begin:end])
 
 
-def test_logarithms_are_kept_within_twenty() -> None:
+def test_logarithms_are_clamped_to_20() -> None:
     logprobs, rollout_logprobs = (
         torch.tensor([-1.0, -90.0, -math.inf]),
         torch.tensor([-90.0, -1, -1]),
@@ -242,7 +242,7 @@ def test_logarithms_are_kept_within_twenty() -> None:
     torch.testing.assert_close(weights, torch.full((2,), math.exp(0.5)))
 
 
-def test_nan_is_seen_unless_a_window_drops_it() -> None:
+def test_nan_stays_unless_a_window_drops_it() -> None:
     logprobs = torch.tensor([math.nan, -1.0, -1.0])
     inputs = logprobs, torch.tensor([-1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool)
     cu_seqlens = boundaries([2, 1])
@@ -259,7 +259,7 @@ def test_nan_is_seen_unless_a_window_drops_it() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("num", [0, 3])
-def test_nothing_generated_weighs_and_measures_nothing(rule: Correction, num: int) -> None:
+def test_without_generated_tokens_weights_and_metrics_are_0(rule: Correction, num: int) -> None:
     tokens, mask = torch.full((num,), math.nan), torch.zeros(num, dtype=torch.bool)
     for segments in (boundaries([num]), torch.zeros(0, 2, dtype=torch.int32)):
         weights, metrics = importance_weights(tokens, tokens, mask, rule, segments=segments)
@@ -373,7 +373,7 @@ def test_a_rejection_needs_a_level_to_look_at() -> None:
         Rejection(level="none")
 
 
-def test_named_rules_say_what_they_do() -> None:
+def test_named_rules_have_their_fields() -> None:
     assert Correction.tis(3.0, "segment") == Correction("segment", "truncate", 0.0, 3.0)
     assert Correction.icepop() == Correction("token", "mask", 0.5, 5.0)
     assert Correction.mis(0.5, 2.0, "geometric") == Correction("geometric", "mask", 0.5, 2.0)

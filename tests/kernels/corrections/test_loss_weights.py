@@ -118,7 +118,7 @@ def test_weights_follow_their_tokens(aggregation: Any) -> None:
 
 
 @pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if name != "constant"])
-def test_the_denominator_is_what_is_divided_by(aggregation: Any) -> None:
+def test_the_denominator_divides_the_weights(aggregation: Any) -> None:
     case = Case()
     found = loss_denominator(aggregation, case.loss_mask, **case.options())
     assert (found.shape, found.dtype) == ((), torch.int64)
@@ -155,7 +155,9 @@ def test_ranks_add_up_to_the_whole(aggregation: Any) -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("num", "num_sequences"), [(0, 0), (0, 3), (4, 0), (4, 3), (1, 1)])
-def test_nothing_generated_weighs_nothing(aggregation: Any, num: int, num_sequences: int) -> None:
+def test_without_generated_tokens_weights_are_0(
+    aggregation: Any, num: int, num_sequences: int
+) -> None:
     options: Any = {
         "sequence_ids": torch.zeros(num, dtype=torch.int32),
         "num_sequences": num_sequences,
@@ -170,7 +172,7 @@ def test_nothing_generated_weighs_nothing(aggregation: Any, num: int, num_sequen
         assert loss_denominator(aggregation, mask, **options).item() == 0
 
 
-def test_an_id_out_of_range_belongs_to_none() -> None:
+def test_ids_out_of_range_belong_to_no_sequence() -> None:
     mask, ids = torch.ones(4, dtype=torch.bool), torch.tensor([0, 5, -7, 2**40])
     found = loss_weights("sequence_mean_token_mean", mask, ids, num_sequences=2)
     assert found.tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -59,9 +59,7 @@ def test_a_small_difference_is_not_lost_to_cancellation() -> None:
     ("estimator", "expected"),
     [("k1", [10.0, -10.0]), ("k2", [10.0, 10.0]), ("k3", [10.0, 10.0])],
 )
-def test_a_token_that_one_policy_rules_out_has_the_bound(
-    estimator: Any, expected: list[float]
-) -> None:
+def test_one_infinite_logprob_gives_the_clamp(estimator: Any, expected: list[float]) -> None:
     logprobs, ref_logprobs = torch.tensor([-1.0, -INF]), torch.tensor([-INF, -1.0])
     assert kl_penalty(logprobs, ref_logprobs, estimator=estimator).tolist() == expected
     unbounded = kl_penalty(logprobs, ref_logprobs, estimator=estimator, clamp=None)
@@ -175,7 +173,7 @@ def test_every_length_has_the_paper_s_value(
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
 
 
-def test_no_length_reaches_below_the_whole_penalty() -> None:
+def test_no_length_goes_below_the_largest_penalty() -> None:
     lengths = torch.tensor([2**31 - 1, 2**31 - 2, 10], dtype=torch.int32)
     assert overlong_penalty(lengths, 10, 4, factor=2.0).tolist() == [-2.0, -2.0, -2.0]
 

@@ -48,7 +48,7 @@ def test_weights_shrink_with_age(current: int | torch.Tensor, decay: float) -> N
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
 
 
-def test_a_version_yet_to_come_is_seen_and_does_no_harm() -> None:
+def test_later_versions_have_negative_ages_and_weight_1() -> None:
     versions = torch.tensor([9, 8, 7], dtype=torch.int32)
     assert policy_age(versions, CURRENT).tolist() == [-2, -1, 0]
     assert staleness_mask(versions, CURRENT, 0).tolist() == [True, True, True]
@@ -110,7 +110,5 @@ def test_a_wrong_limit_is_named() -> None:
     with pytest.raises(TypeError, match=r"^staleness_weights: decay must be a number, got None"):
         staleness_weights(V, 7, decay=None)  # type: ignore[arg-type]
     for decay in (-0.1, 1.1, math.nan):
-        with pytest.raises(
-            ValueError, match=r"decay must be (in \[0, 1\]|a number that is not NaN), got"
-        ):
+        with pytest.raises(ValueError, match="decay must be not negative and at most 1, got"):
             staleness_weights(V, 7, decay=decay)

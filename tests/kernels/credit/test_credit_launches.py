@@ -105,13 +105,13 @@ def test_an_estimator_is_four_launches_at_most(name: str, layout: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_what_is_short_is_scanned_in_one_launch() -> None:
+def test_short_batches_are_scanned_in_one_launch() -> None:
     assert launches_of(EVERY["GAE"]) == ["walk_kernel", *MEASURE]
     assert launches_of(EVERY["VTrace, carry"]) == ["walk_kernel", *MEASURE]
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_a_penalty_a_clip_and_a_bootstrap_cost_nothing() -> None:
+def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:
     more = {"kl": KLPenalty(0.1), "reward_clip": 1.0, "truncated": "bootstrap"}
     with small_scans(fewest=8):
         assert launches_of(dataclasses.replace(EVERY["GAE"], **more)) == LAUNCHES["GAE"]
@@ -131,7 +131,7 @@ MORE = {
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", MORE)
-def test_what_costs_more_costs_no_more_than_it_did(name: str) -> None:
+def test_costlier_estimators_stay_within_their_launches(name: str) -> None:
     estimator, most = MORE[name]
     with small_scans(fewest=8):
         assert 4 < len(launches_of(estimator)) <= most
@@ -155,7 +155,7 @@ def test_a_launch_by_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert launches_of(GRPO()) == [*LAUNCHES["GRPO"], "aten::add"]
 
 
-def test_the_device_sees_its_own_ops_alone_and_no_copy() -> None:
+def test_with_advantages_on_meta_runs_only_own_ops() -> None:
     """A batch on the meta device, of which no op looks into another."""
     trajectories = some_trajectories(8)
     for name in LAUNCHES:

@@ -72,7 +72,7 @@ def test_any_lengths_and_discounts_equal_the_loop(
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 1, 0]])
-def test_nothing_and_next_to_nothing_are_fine(impl: str, lengths: list[int]) -> None:
+def test_empty_and_single_entries_are_fine(impl: str, lengths: list[int]) -> None:
     rewards = random_rewards(sum(lengths))
     assert_same_bits(discounted_returns(rewards, boundaries(lengths), 0.5, impl), rewards)
 
@@ -93,7 +93,7 @@ def test_a_changed_segment_changes_no_other(impl: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_spreads_only_to_earlier_entries(impl: str, value: float) -> None:
+def test_nan_and_infinity_reach_only_earlier_entries(impl: str, value: float) -> None:
     rewards = random_rewards(130)
     rewards[65] = value
     actual = discounted_returns(rewards, boundaries([130]), 0.5, impl)
@@ -110,7 +110,7 @@ def test_what_is_not_finite_spreads_only_to_earlier_entries(impl: str, value: fl
     discount=st.sampled_from([0.0, 0.3, 0.99, 1.0, -0.7]),
 )
 @settings(max_examples=10)
-def test_a_segment_has_the_same_bits_whatever_it_is_packed_with(
+def test_a_segment_has_the_same_bits_alone_and_packed(
     impl: str, segments: list[list[float]], discount: float
 ) -> None:
     def returns_of(*parts: list[float]) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_a_segment_has_the_same_bits_whatever_it_is_packed_with(
 
 
 @pytest.mark.parametrize("max_seqlen", [0, 3, 10**12])
-def test_a_bound_right_or_wrong_changes_no_bit(impl: str, max_seqlen: int | None) -> None:
+def test_max_seqlen_changes_no_bit(impl: str, max_seqlen: int | None) -> None:
     rewards = random_rewards(sum(LENGTHS))
     expected = discounted_returns(rewards, boundaries(LENGTHS), 0.9, impl)
     actual = discounted_returns(rewards, boundaries(LENGTHS), 0.9, impl, max_seqlen=max_seqlen)
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_expanded_is_read_right(impl: str) -> None:
     assert_same_bits(rewards.grad, torch.tensor([1.0, 1.5, 1.75]))
 
 
-def test_the_host_has_the_same_bits_in_any_company() -> None:
+def test_the_host_has_the_same_bits_alone_and_packed() -> None:
     lengths = [ROW, 3, ROW + 1, 0, ROW**2, ROW**2 + 1, 1, 9999, *range(150), 2 * ROW]
     lengths += [1] * (ENTRIES_AT_ONCE // ROW)
     rewards = random_rewards(sum(lengths))

@@ -46,7 +46,7 @@ def estimated(batch: Batch, observation: Any, impl: Any) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_it_is_what_the_loop_says(observation: Any, dtype: torch.dtype, impl: Any) -> None:
+def test_it_equals_the_loop(observation: Any, dtype: torch.dtype, impl: Any) -> None:
     batch = batch_of(MASKS, dtype=dtype)
     for actual, exact in zip(
         estimated(batch, observation, impl), gae_of(batch, observation), strict=True
@@ -84,7 +84,7 @@ def oracle_batches() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_it_gives_what_other_systems_give(observation: Any, impl: Any) -> None:
+def test_it_equals_other_systems(observation: Any, impl: Any) -> None:
     """verl, miles, slime, OpenRLHF and open-instruct; they put anything out where 0 is ours."""
     checked = 0
     for case in oracle_batches():
@@ -251,7 +251,7 @@ def test_the_gradient_is_the_transpose(observation: Any, dtype: torch.dtype, imp
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_the_gradient_has_the_same_bits_in_any_company(observation: Any, impl: Any) -> None:
+def test_the_gradient_has_the_same_bits_in_any_order(observation: Any, impl: Any) -> None:
     batch = batch_of(GRADIENT_MASKS)
 
     def gradient_of(part: Batch) -> torch.Tensor:

@@ -102,7 +102,7 @@ def test_a_sequence_alone_is_the_sequence_in_company(estimate: Estimate, impl: s
 
 
 @ESTIMATES
-def test_nothing_crosses_a_boundary(estimate: Estimate, impl: str) -> None:
+def test_no_value_crosses_a_boundary(estimate: Estimate, impl: str) -> None:
     def law(batch: Batch, run: Any, choice: st.DataObject) -> None:
         changed = choice.draw(st.integers(0, len(batch.lengths) - 1))
         begin = sum(batch.lengths[:changed])
@@ -125,7 +125,7 @@ def test_nothing_crosses_a_boundary(estimate: Estimate, impl: str) -> None:
 
 
 @ESTIMATES
-def test_padding_as_a_sequence_changes_nothing(estimate: Estimate, impl: str) -> None:
+def test_padding_as_a_sequence_changes_no_bit(estimate: Estimate, impl: str) -> None:
     def law(batch: Batch, run: Any, choice: st.DataObject) -> None:
         pads = choice.draw(st.lists(st.integers(0, 9), min_size=1, max_size=2))
         padding = batch_of(["." * pad for pad in pads], 1)
@@ -139,7 +139,7 @@ def test_padding_as_a_sequence_changes_nothing(estimate: Estimate, impl: str) ->
     check(law, impl, estimate)
 
 
-def test_any_batch_is_what_the_loop_says(impl: str) -> None:
+def test_any_batch_equals_the_loop(impl: str) -> None:
     @given(
         drawn=st.lists(masks if impl == "torch" else short_masks, max_size=4),
         observation=st.sampled_from(OBSERVATIONS),

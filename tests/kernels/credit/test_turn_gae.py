@@ -65,7 +65,7 @@ def options(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_it_is_what_the_loop_over_turns_says(dtype: torch.dtype, impl: Any) -> None:
+def test_it_equals_a_loop_over_turns(dtype: torch.dtype, impl: Any) -> None:
     batch, ids = batch_and_turns()
     rows = turn_gae(
         batch.rewards, batch.values, batch.cu_seqlens, ids.to(dtype), impl=impl, **options(batch)
@@ -75,7 +75,7 @@ def test_it_is_what_the_loop_over_turns_says(dtype: torch.dtype, impl: Any) -> N
         assert_rounds(actual, exact)
 
 
-def test_areal_has_these_numbers(impl: Any) -> None:
+def test_turns_equal_numbers_of_areal(impl: Any) -> None:
     """Its returns are the value where ours are 0: on tokens that were not generated."""
     rewards, values = torch.tensor([0.0, 3, 0, 0, 4]), torch.tensor([1.0, 5, 9, 2, 8])
     ids = torch.tensor([0, 0, -1, 2, 2], dtype=torch.int32)
@@ -92,7 +92,7 @@ def test_areal_has_these_numbers(impl: Any) -> None:
     assert advantages.tolist() == [2.0] * 4
 
 
-def test_areal_has_these_numbers_for_tokens(impl: Any) -> None:
+def test_tokens_equal_numbers_of_areal(impl: Any) -> None:
     """Its mask is rolled by one, and holds what it carries where ours is 0."""
     mask = torch.tensor([True, True, False, False, True, True, False])
     rewards = torch.tensor([0.0, 0, 0, 0, 0, 1, 0])
@@ -116,7 +116,7 @@ def test_the_same_number_on_both_sides_of_a_boundary_is_two_turns(impl: Any) -> 
         assert_same_bits(whole[3:6], part)
 
 
-def test_a_sequence_has_the_same_bits_in_any_company(impl: Any) -> None:
+def test_a_sequence_has_the_same_bits_in_any_order(impl: Any) -> None:
     batch, ids = batch_and_turns()
     order = np.random.default_rng(0).permutation(len(TURNS)).tolist()
     other = batch.taken(order)

@@ -44,9 +44,7 @@ def scored_turns(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("clip", [float("inf"), 0.75])
 @pytest.mark.parametrize("name", SCORED)
-def test_scores_lengths_and_who_counts_are_those_of_a_loop(
-    name: str, clip: float, impl: str
-) -> None:
+def test_scores_lengths_and_validity_equal_a_loop(name: str, clip: float, impl: str) -> None:
     rewards, truncated, cu_generated, cu_turns = inputs = scored_turns(SCORED[name])
     got = scores_of_trajectories(*inputs, clip=clip, impl=impl)
     scores, lengths, valid = [], [], []
@@ -64,7 +62,7 @@ def test_scores_lengths_and_who_counts_are_those_of_a_loop(
     assert (got.valid.tolist(), got.valid.dtype) == (valid, torch.bool)
 
 
-def test_turns_are_summed_in_their_order_whatever_the_company(impl: str) -> None:
+def test_scores_have_the_same_bits_alone_and_packed(impl: str) -> None:
     rewards, truncated, cu_generated, cu_turns = scored_turns([5, 3, 0, 40])
     together = scores_of_trajectories(
         rewards, truncated, cu_generated, cu_turns, clip=float("inf"), impl=impl
@@ -151,7 +149,7 @@ def check_moments(spread: Any, turns: Turns, impl: str) -> None:
 
 @pytest.mark.parametrize("weight", [None, 0.5])
 @pytest.mark.parametrize("name", SIZES)
-def test_a_token_has_its_trajectorys_row_and_its_turns_step(
+def test_a_token_gets_its_trajectory_row_plus_its_turn_step(
     name: str, weight: float | None, impl: str
 ) -> None:
     turns = turns_of(SIZES[name])
@@ -171,7 +169,7 @@ def test_a_token_has_its_trajectorys_row_and_its_turns_step(
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_token_has_what_stands_at_the_first_of_its_turn(name: str, impl: str) -> None:
+def test_a_token_gets_the_values_of_its_turns_first_token(name: str, impl: str) -> None:
     """What stands elsewhere is undefined, and never read."""
     turns = turns_of(SIZES[name])
     tables = [torch.full((len(turns.turn_ids),), torch.nan) for _ in range(2)]
@@ -196,7 +194,7 @@ def test_both_implementations_move_the_same_bits(interpreter: None) -> None:
     assert_same_bits(*pair)
 
 
-def test_turns_of_no_trajectory_have_nothing(impl: str) -> None:
+def test_padding_turns_change_no_token(impl: str) -> None:
     """The padding of a batch of fixed size: its turns have no tokens, its trajectories no turns."""
     turns = turns_of([[2, 1], [3]])
     more = Turns(

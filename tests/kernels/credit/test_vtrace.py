@@ -81,7 +81,7 @@ def test_on_policy_it_is_gae_with_full_traces(observation: Any, impl: Any) -> No
         assert_rounds(rows, other.double().numpy(), magnitude=1e6)
 
 
-def test_it_is_what_torchrl_has(impl: Any) -> None:
+def test_it_equals_torchrl(impl: Any) -> None:
     torchrl = pytest.importorskip("torchrl.objectives.value.functional")
     batch = batch_of(["g" * 30])
     following = torch.cat([batch.values[1:], batch.bootstrap])
@@ -101,7 +101,7 @@ def test_it_is_what_torchrl_has(impl: Any) -> None:
 
 @pytest.mark.parametrize("observation", ["carry", "carry_drop", "compact", "multiply"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_nothing_known_of_an_observation_counts(observation: Any, impl: Any) -> None:
+def test_values_and_logprobs_of_observations_do_not_count(observation: Any, impl: Any) -> None:
     """Neither its value nor its log-probabilities."""
     batch = batch_of(MASKS[:4])
     spoilt = batch._replace(

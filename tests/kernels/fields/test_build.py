@@ -1,3 +1,5 @@
+"""The fields of a batch: meaning, every shape of runs, the search, isolation, refusals."""
+
 from __future__ import annotations
 
 from itertools import pairwise
@@ -96,13 +98,10 @@ def test_a_prompt_and_its_completion_become_fields(impl: str) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_it_equals_a_loop_over_tokens_bit_for_bit(impl: str, lengths: list[int]) -> None:
     inputs = random_build_inputs(np.random.default_rng(0), lengths)
-    assert_same_fields(build(*inputs, impl), by_loop(*inputs))
-
-
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_the_reference_equals_a_loop_over_tokens(lengths: list[int]) -> None:
-    inputs = random_build_inputs(np.random.default_rng(0), lengths)
-    assert_same_fields(build_reference(*inputs), by_loop(*inputs))
+    expected = by_loop(*inputs)
+    assert_same_fields(build(*inputs, impl), expected)
+    if impl == "torch":
+        assert_same_fields(build_reference(*inputs), expected)
 
 
 @given(
@@ -118,7 +117,7 @@ def test_any_runs_equal_a_loop_over_tokens(
     assert_same_fields(build(*inputs, impl), by_loop(*inputs))
 
 
-def test_words_that_are_no_number_are_copied_bit_for_bit(impl: str) -> None:
+def test_words_that_are_not_numbers_are_copied_bit_for_bit(impl: str) -> None:
     patterns = [0x7F800001, 0x7FC12345, -1, -(2**31), 1, 0x7F800000]  # NaNs, -0, a denormal, inf
     words = torch.tensor(patterns, dtype=torch.int32)
     rows = [[0, 0, 0, 0, 0, 0, 0, 3], [6, 0, 0, 0, 0, 0, 0, 0]]
@@ -185,11 +184,6 @@ def test_a_run_has_the_same_bits_wherever_it_lies(impl: str, offset: int) -> Non
     assert_same_fields(TokenFields(*(field[offset:] for field in together)), alone)
 
 
-def test_the_same_call_gives_the_same_bits(impl: str) -> None:
-    inputs = random_build_inputs(np.random.default_rng(0), [5, 2000, 9])
-    assert_same_fields(build(*inputs, impl), build(*inputs, impl))
-
-
 def test_fields_are_fresh_and_end_with_the_batch(impl: str) -> None:
     words, runs, returns, num_tokens = random_build_inputs(np.random.default_rng(0), [BLOCK, 5])
     kept = [tensor.clone() for tensor in (words, runs, returns)]
@@ -237,15 +231,10 @@ def test_it_compiles_into_one_graph(dynamic: bool) -> None:
 def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
     words, runs, returns, _ = random_build_inputs(np.random.default_rng(0), [3, 4])
     fields = build(words.to("meta"), runs.to("meta"), returns.to("meta"), 7, impl)
-    assert {name: field.dtype for name, field in fields._asdict().items()} == FIELD_DTYPES
-    assert {(field.shape, field.device.type) for field in fields} == {((7,), "meta")}
-
-
-def test_the_reference_reads_no_value() -> None:
-    words, runs, returns, _ = random_build_inputs(np.random.default_rng(0), [3, 4])
-    fields = build_reference(words.to("meta"), runs.to("meta"), returns.to("meta"), 7)
-    assert {name: field.dtype for name, field in fields._asdict().items()} == FIELD_DTYPES
-    assert {(field.shape, field.device.type) for field in fields} == {((7,), "meta")}
+    referred = build_reference(words.to("meta"), runs.to("meta"), returns.to("meta"), 7)
+    for found in (fields, referred):
+        assert {name: field.dtype for name, field in found._asdict().items()} == FIELD_DTYPES
+        assert {(field.shape, field.device.type) for field in found} == {((7,), "meta")}
 
 
 W, R, T, N = random_build_inputs(np.random.default_rng(0), [3, 4])

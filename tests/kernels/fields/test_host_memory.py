@@ -1,4 +1,4 @@
-"""Memory of fields on the host: lent again when nobody holds what was written there."""
+"""Host memory of fields: reused once no reference to its content is left."""
 
 import gc
 
@@ -12,7 +12,7 @@ def addresses(fields):
     return [field.data_ptr() for field in fields]
 
 
-def test_memory_of_fields_that_are_gone_is_lent_again():
+def test_memory_of_released_fields_is_reused():
     memory = HostMemory()
     first = memory.fields(5000)
     assert {name: field.dtype for name, field in first._asdict().items()} == FIELD_DTYPES
@@ -36,7 +36,7 @@ def test_memory_of_fields_that_are_gone_is_lent_again():
         lambda fields: memoryview(fields.input_ids.numpy()),
     ],
 )
-def test_memory_that_anybody_holds_is_not(hold):
+def test_referenced_memory_is_not_reused(hold):
     memory = HostMemory()
     fields = memory.fields(5000)
     place = fields.input_ids.data_ptr()
@@ -51,13 +51,13 @@ def test_memory_that_anybody_holds_is_not(hold):
     assert memory.fields(5000).input_ids.data_ptr() == place
 
 
-def test_memory_much_too_large_is_let_go():
+def test_memory_much_too_large_is_released():
     memory = HostMemory()
     large = memory.fields(10_000_000).input_ids.untyped_storage().nbytes()
     assert memory.fields(2000).input_ids.untyped_storage().nbytes() < large / 100
 
 
-def test_a_peak_is_given_back():
+def test_memory_of_a_peak_is_released():
     memory = HostMemory()
     peak = [memory.fields(100_000) for _ in range(20)]
     assert len(peak) == 20

@@ -65,7 +65,7 @@ def test_members_and_groups_may_end_anywhere(impl: Any, members: int, num_groups
     ],
 )
 @pytest.mark.parametrize(("ddof", "eps"), [(0, 0.0), (1, 0.5), (2, 1e-4), (5, 0.0)])
-def test_ddof_and_eps_are_what_divides(impl: Any, ddof: int, eps: float, kind: Any) -> None:
+def test_ddof_and_eps_change_the_divisor(impl: Any, ddof: int, eps: float, kind: Any) -> None:
     inputs = random_groups(60, 16, seed=3)
     del inputs["lengths"]
     rule = {"ddof": ddof, "eps": eps} | kind
@@ -116,7 +116,7 @@ def test_ids_out_of_range_count_nowhere_and_are_not_wrapped(impl: Any) -> None:
     assert found.tolist() == [-0.5, 0, 5, 0, 0.5, 0, 0, 0, 0]
 
 
-def test_without_groups_or_members_there_is_nothing(impl: Any) -> None:
+def test_without_groups_or_members_advantages_are_0(impl: Any) -> None:
     ids = torch.zeros(70, dtype=torch.int32)
     assert_same_bits(
         group_advantages(torch.ones(70), ids, num_groups=0, impl=impl), torch.zeros(70)
@@ -127,7 +127,7 @@ def test_without_groups_or_members_there_is_nothing(impl: Any) -> None:
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_a_member_that_is_not_valid_changes_nothing(impl: Any, baseline: Any) -> None:
+def test_an_invalid_member_changes_no_other(impl: Any, baseline: Any) -> None:
     scores = torch.tensor([1.0, torch.nan, 3.0, 4.0, torch.inf, 7.0])
     ids, valid = torch.tensor([0, 0, 0, 0, 0, 1]), torch.tensor([1, 0, 1, 1, 0, 1]).bool()
     lengths = torch.tensor([1.0, torch.nan, 2.0, 3.0, 9.0, 0.0])
@@ -297,7 +297,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(not ORACLE.exists(), reason="the outputs of other systems are not here")
 @pytest.mark.parametrize("name", RULES)
-def test_what_verl_computed_is_computed(impl: Any, name: str) -> None:
+def test_it_equals_verl(impl: Any, name: str) -> None:
     cases = json.loads(gzip.decompress(ORACLE.read_bytes()))["groups"]
     assert len(cases) >= 20
     for case in cases[:: 1 if impl == "torch" else 3]:

@@ -1,4 +1,4 @@
-"""What micro-batches ask of the device: a launch each, one copy for all, and no answer."""
+"""Device work of micro-batches: a launch each, one copy for all, no synchronisation."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_kernel_is_all_that_is_launched(interpreter: None) -> None:
 
 
 @builds("90")
-def test_micro_batches_are_launched_with_what_they_need_and_no_more(compiled: Any) -> None:
+def test_grids_cover_each_micro_batch_and_no_more(compiled: Any) -> None:
     for case in compiled["micro_batches"]:
         tiles = [-(-tokens // 1024) for tokens in case["tokens"]]
         assert case["launches"] == [["select_tokens_kernel", [n, 1, 1]] for n in tiles], case

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kernels.rearrange.bits import assert_bits, random_bits
 from tests.support.interpreter import wrapping
 from trajpack.kernels.rearrange import pad_triton
 from trajpack.kernels.rearrange.pad import (
@@ -51,21 +52,6 @@ LENGTHS = {
     "empty at both ends": [0, 0, 9, 0, 2, 0],
 }
 RESTS = [(), (1,), (3,), (4,), (2, 3), (5, 0), (8, 2)]
-
-
-def assert_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    pair = (t.detach().contiguous().view(BITS[t.element_size()]) for t in (actual, expected))
-    assert_same_bits(*pair)
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return a tensor of arbitrary bits, every kind of NaN among them; bool is 0 or 1."""
-    generator = torch.Generator().manual_seed(seed)
-    top = 2 if dtype == torch.bool else 256
-    shape = (*shape, dtype.itemsize)
-    raw = torch.randint(0, top, shape, dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).squeeze(-1)
 
 
 def by_loop(
@@ -402,7 +388,7 @@ UNPAD = {"op": "unpad"}
         (ValueError, "num_tokens 3 .* from 0 to 4", (X, boundaries([4]), 4), {}),
         (ValueError, "from 1 to 3", (X, ENDS + torch.tensor([1, 0, 0]).int(), 2), {}),
         (ValueError, "in steps of -1 or more", (X, boundaries([4, -1]), 4), {}),
-        (ValueError, "side must be 'left' or 'right', got 'up'", (X, ENDS, 2), {"side": "up"}),
+        (ValueError, "side must be one of 'left', 'right', got 'up'", (X, ENDS, 2), {"side": "up"}),
         (ValueError, "impl must be", (X, ENDS, 2), {"impl": "fast"}),
         (TypeError, "value must be a value of float32, got '0'", (X, ENDS, 2), {"value": "0"}),
         (TypeError, "value of float32, got 1j", (X, ENDS, 2), {"value": 1j}),

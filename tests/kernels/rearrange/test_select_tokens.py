@@ -1,4 +1,4 @@
-"""Selected tokens: laid out as a loop over segments would, and put back again."""
+"""Selected and merged tokens beside a loop over segments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEGMENTS = {
 
 
 def random_sources(rng, tokens=SOURCE_TOKENS):
-    """Rows of every unit, one and several to a row, of arbitrary bits; and what padding holds."""
+    """Rows of every unit, one and several to a row, of arbitrary bits; and padding values."""
     shapes = {
         (torch.int64, ()): -1,
         (torch.bool, ()): True,
@@ -112,7 +112,7 @@ def test_any_segments_equal_a_loop(impl, segments, seed):
     check(segments, impl, seed, kinds=slice(seed % 9, seed % 9 + 2))
 
 
-def test_the_reference_says_the_same():
+def test_the_reference_equals_the_loop():
     rng = np.random.default_rng(1)
     sources, fills = random_sources(rng)
     table, num_tokens = table_of(SEGMENTS["a few, some empty"], rng)
@@ -123,7 +123,7 @@ def test_the_reference_says_the_same():
             assert_same_bits(*pair)
 
 
-def test_rows_that_lie_anywhere_are_moved(impl):
+def test_unaligned_and_strided_rows_are_moved(impl):
     """A row of 4 bytes that begins at an odd one, and rows that are not contiguous."""
     memory = torch.arange(200, dtype=torch.uint8)
     sources = [memory[1:197].view(49, 4), memory.view(50, 4).T[:, :49].T, memory[:98].view(49, 2)]
@@ -134,7 +134,7 @@ def test_rows_that_lie_anywhere_are_moved(impl):
         assert (rows[5] == 9).all()
 
 
-def test_what_is_allocated_is_in_whole_tiles_for_the_unmasked_stores(interpreter):
+def test_memory_is_allocated_in_whole_tiles_for_the_unmasked_stores(interpreter):
     rng = np.random.default_rng(0)
     sources, fills = random_sources(rng)
     table, num_tokens = table_of([(1030, 1030)], rng)
@@ -211,9 +211,6 @@ def test_wrong_input_is_named(error, match, arguments):
         select_tokens(*arguments)
 
 
-# --- back again
-
-
 def a_permutation():
     """Segments of 6 tokens, one of padding, that take 5; and the inverse."""
     table = torch.tensor([[0, 3, 6], [2, 0, 0], [3, 2, 0]], dtype=torch.int32)
@@ -255,8 +252,7 @@ def test_a_table_of_the_inverse_must_fit_the_rows():
         merge_tokens(torch.zeros(5), table, inverse[:1], 6)
 
 
-def test_what_a_tensor_only_says_of_itself_is_moved_too(impl):
-    """Complex numbers that are conjugated, and what is negated with them, without being written."""
+def test_lazily_conjugated_and_negated_tensors_are_moved_by_value(impl):
     plain = torch.complex(torch.arange(5.0), torch.arange(1.0, 6.0))
     lazy = plain.conj()
     negated = torch._neg_view(torch.arange(1.0, 6.0))

@@ -85,7 +85,11 @@ C = boundaries([2, 1])
         (TypeError, "cu_seqlens must be int32, got int64", (C, C.long(), "left")),
         (ValueError, "cu_seqlens is on meta but", (torch.zeros(3), C.to("meta"), "left")),
         (ValueError, "must go from 0 to num_tokens 4 and", (torch.zeros(4), C, "left")),
-        (ValueError, "direction must be 'left' or 'right', got 'up'", (torch.zeros(3), C, "up")),
+        (
+            ValueError,
+            "direction must be one of 'left', 'right', got 'up'",
+            (torch.zeros(3), C, "up"),
+        ),
     ],
 )
 def test_wrong_input_is_named(error, match, arguments):
@@ -94,7 +98,9 @@ def test_wrong_input_is_named(error, match, arguments):
 
 
 def test_tokens_are_dropped_at_one_of_two_ends():
-    with pytest.raises(ValueError, match="drop_tokens: end must be 'first' or 'last', got 'left'"):
+    with pytest.raises(
+        ValueError, match="drop_tokens: end must be one of 'first', 'last', got 'left'"
+    ):
         drop_tokens(torch.zeros(3), C, "left", 2)
 
 

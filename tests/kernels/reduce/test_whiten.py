@@ -218,7 +218,7 @@ def test_a_counted_nan_or_infinity_is_not_hidden(impl: Any) -> None:
             assert not whitened[~mask].any()
 
 
-def test_near_a_variance_of_one_it_is_what_verl_computes(impl: Any) -> None:
+def test_near_a_variance_of_one_it_equals_verl(impl: Any) -> None:
     x, mask = batch(999, 0.3, 1.0)
     counted = x[mask]
     verl = (counted - counted.mean()) * torch.rsqrt(counted.var() + 1e-8)

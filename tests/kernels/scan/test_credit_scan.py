@@ -30,22 +30,22 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 def inputs_of(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
     rng = np.random.default_rng(seed)
-    gain, gift = rng.uniform(-1, 1, sum(lengths)), rng.standard_normal(sum(lengths))
-    gain[rng.random(len(gain)) < 0.5] = 1.0  # what was not generated passes on
+    decay, increment = rng.uniform(-1, 1, sum(lengths)), rng.standard_normal(sum(lengths))
+    decay[rng.random(len(decay)) < 0.5] = 1.0  # tokens that were not generated
     start = torch.from_numpy(rng.standard_normal(len(lengths)))
-    return torch.from_numpy(gain), torch.from_numpy(gift), start, boundaries(lengths)
+    return torch.from_numpy(decay), torch.from_numpy(increment), start, boundaries(lengths)
 
 
 def by_loop(
-    gain: torch.Tensor, gift: torch.Tensor, start: torch.Tensor, cu_seqlens: torch.Tensor
+    decay: torch.Tensor, increment: torch.Tensor, start: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
-    gains, gifts, states = gain.tolist(), gift.tolist(), [0.0] * len(gain)
+    decays, increments, states = decay.tolist(), increment.tolist(), [0.0] * len(decay)
     bounds = cu_seqlens.tolist()
     for begin, end, behind in zip(bounds[:-1], bounds[1:], start.tolist(), strict=True):
         state = behind
         for entry in reversed(range(begin, end)):
             states[entry] = state
-            state = gains[entry] * state + gifts[entry]
+            state = decays[entry] * state + increments[entry]
     return torch.tensor(states, dtype=torch.float64)
 
 
@@ -63,7 +63,7 @@ def by_loop(
         [5000],
     ],
 )
-def test_it_is_the_loop(scan: Scan, lengths: list[int]) -> None:
+def test_it_equals_the_loop(scan: Scan, lengths: list[int]) -> None:
     inputs = inputs_of(lengths)
     torch.testing.assert_close(scan(*inputs), by_loop(*inputs), rtol=1e-12, atol=1e-12)
 
@@ -82,12 +82,16 @@ def test_short_segments_are_the_loop_to_the_bit() -> None:
 
 
 @SCANS
-def test_a_segment_has_the_same_bits_in_any_company(scan: Scan) -> None:
+def test_a_segment_has_the_same_bits_beside_any_segments(scan: Scan) -> None:
     lengths = [ROW, 3, 5 * ROW + 1, 0, 1, 999, *range(0, 150, 7)]
-    gain, gift, start, cu_seqlens = inputs_of(lengths)
-    together = scan(gain, gift, start, cu_seqlens).split(lengths)
-    for at, (gains, gifts) in enumerate(zip(gain.split(lengths), gift.split(lengths), strict=True)):
-        alone = scan(gains.clone(), gifts.clone(), start[at : at + 1], boundaries([len(gains)]))
+    decay, increment, start, cu_seqlens = inputs_of(lengths)
+    together = scan(decay, increment, start, cu_seqlens).split(lengths)
+    for at, (decays, increments) in enumerate(
+        zip(decay.split(lengths), increment.split(lengths), strict=True)
+    ):
+        alone = scan(
+            decays.clone(), increments.clone(), start[at : at + 1], boundaries([len(decays)])
+        )
         assert_same_bits(together[at], alone)
 
 
@@ -95,18 +99,18 @@ def test_a_segment_has_the_same_bits_in_any_company(scan: Scan) -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_no_number_leaks_into_another_segment(scan: Scan, poison: float) -> None:
-    gain, gift, start, cu_seqlens = inputs_of([70, 90, 5])
-    clean = scan(gain, gift, start, cu_seqlens)
-    gain[70:160], gift[70:160], start[1] = poison, poison, poison
-    spoilt = scan(gain, gift, start, cu_seqlens)
+    decay, increment, start, cu_seqlens = inputs_of([70, 90, 5])
+    clean = scan(decay, increment, start, cu_seqlens)
+    decay[70:160], increment[70:160], start[1] = poison, poison, poison
+    spoilt = scan(decay, increment, start, cu_seqlens)
     assert_same_bits(spoilt[:70], clean[:70])
     assert_same_bits(spoilt[160:], clean[160:])
 
 
 @SCANS
-def test_a_state_of_nothing_stays_so_though_gains_overflow(scan: Scan) -> None:
-    gain = torch.full((300,), 1e30, dtype=torch.float64)
-    states = scan(gain, torch.zeros(300).double(), torch.zeros(1).double(), boundaries([300]))
+def test_a_state_of_zero_stays_zero_though_decays_overflow(scan: Scan) -> None:
+    decay = torch.full((300,), 1e30, dtype=torch.float64)
+    states = scan(decay, torch.zeros(300).double(), torch.zeros(1).double(), boundaries([300]))
     assert_same_bits(states, torch.zeros(300, dtype=torch.float64))
 
 
@@ -126,7 +130,7 @@ def test_the_reference_reads_no_value() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3 * ROW, 7 * ROW])
-def test_it_does_not_matter_how_many_rows_the_host_walks_together(
+def test_the_number_of_rows_walked_together_changes_no_bit(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = inputs_of([0, 700, 3, ROW - 1, ROW, ROW + 1, ROW**2 + 1])
@@ -135,7 +139,7 @@ def test_it_does_not_matter_how_many_rows_the_host_walks_together(
     assert_same_bits(exclusive_scan_on_host(*inputs), expected)
 
 
-def test_an_entry_knows_its_segment_and_the_ends_of_it() -> None:
+def test_entries_have_a_segment_and_mark_its_ends() -> None:
     index = EntryIndex(boundaries([0, 2, 0, 1, 0]), 3)
     assert index.segment.tolist() == [1, 1, 3]
     assert index.is_first.tolist() == [True, False, True]

@@ -1,4 +1,4 @@
-"""What cannot be seen from outside of the scans: regimes that share bits, and their choice."""
+"""The two regimes of the scan kernels: the same bits, and the choice between them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def by_blocks(scan: Scan, before: torch.Tensor | None, outputs: Any) -> None:
 
 
 def results_of(scan: Scan, regime: Any) -> list[torch.Tensor]:
-    """Return all that a scan puts out, what a first scan leaves for it among that."""
+    """Return the outputs of a scan; V-trace first runs the scan of next values."""
     before = None
     if scan.kind == "vtrace":
         (before,) = results_of(scan._replace(kind="next_values", weights=None), regime)
@@ -111,7 +111,7 @@ def test_both_regimes_give_the_same_bits_for_any_lengths(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_regimes_give_the_same_bits_in_any_company(kind: str) -> None:
+def test_both_regimes_give_the_same_bits_beside_any_segments(kind: str) -> None:
     alone = batch_of(random_masks([19], 1), seed=1)
     expected = results_of(scan_of(alone, kind, "carry"), walk_segments)
     for shift in (1, 6):  # moves the sequence over the windows
@@ -131,7 +131,7 @@ def test_both_regimes_give_the_same_bits_in_any_company(kind: str) -> None:
 
 @pytest.mark.parametrize("regime", [walk_segments, by_blocks])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_a_state_of_nothing_carries_nothing_though_gains_overflow(regime: Any) -> None:
+def test_a_state_of_zero_stays_zero_though_decays_overflow(regime: Any) -> None:
     batch = batch_of(["g" * 33])
     rewards = torch.zeros(33)
     rewards[:3] = torch.tensor([1.0, 2.0, 4.0])
@@ -170,7 +170,7 @@ def test_the_bound_decides_what_is_launched(
     assert calls == expected[launched]
 
 
-def test_a_wrong_bound_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bound_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of bound is right for the op as a whole, gradients too."""
     from trajpack.kernels.credit.gae import gae
 

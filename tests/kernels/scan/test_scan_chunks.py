@@ -1,4 +1,4 @@
-"""Scans over chunks: stretches of tokens that stand anywhere, against the loops over tokens."""
+"""Scans over chunks, stretches of tokens anywhere in a batch, beside loops over tokens."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def expected_of(case: Case, loop: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_it_is_what_the_loop_says(observation: str, impl: str) -> None:
+def test_it_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     for rows, numbers in zip(
@@ -134,7 +134,9 @@ def test_it_is_what_the_loop_says(observation: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_a_turn_of_context_alone_gives_its_reward_away_once(observation: str, impl: str) -> None:
+def test_the_reward_of_a_turn_without_generated_tokens_counts_once(
+    observation: str, impl: str
+) -> None:
     case = case_of([["gg", "...", ".g"], ["..", ".g", "..", "."]])
     exact = expected_of(case, lambda _, walk: gae_by_loop(walk, observation))
     for rows, numbers in zip(
@@ -144,7 +146,7 @@ def test_a_turn_of_context_alone_gives_its_reward_away_once(observation: str, im
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_vtrace_is_what_the_loop_says(observation: str, impl: str) -> None:
+def test_vtrace_equals_the_loop(observation: str, impl: str) -> None:
     case = case_of()
     batch = case.batch
     ratios = (batch.logprobs.double() - batch.rollout_logprobs.double()).exp().tolist()
@@ -166,9 +168,7 @@ def test_vtrace_is_what_the_loop_says(observation: str, impl: str) -> None:
 
 @pytest.mark.parametrize("clamp", [math.inf, 0.5])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_rewards_are_clipped_and_pay_for_divergence(
-    estimator: str, clamp: float, impl: str
-) -> None:
+def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, impl: str) -> None:
     case = case_of()
     sampled, ref = case.batch.logprobs, case.batch.rollout_logprobs
     limits = Limits(kl_coefficient=0.125, kl_clamp=clamp, reward_clip=0.75)
@@ -216,7 +216,7 @@ def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("segments", [[], [[]], [[], []], [[""], []]])
-def test_nothing_to_scan_leaves_zeros(segments: list[list[str]], impl: str) -> None:
+def test_empty_segments_leave_zeros(segments: list[list[str]], impl: str) -> None:
     case = case_of(segments, slack=0)
     scan = case.scan._replace(
         num_tokens=20, values=torch.ones(20), turn_ids=torch.full((20,), -1, dtype=torch.int32)

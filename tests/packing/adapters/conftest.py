@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,28 +25,17 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Peer]]:
         yield find
 
 
-@pytest.fixture
-def areal(peer: Callable[[str], Peer]) -> Peer:
-    """Give AReaL's modules of tensors and types."""
-    return peer("areal")
+def _trainer(name: str) -> Any:
+    """Return a fixture of a trainer's package under its own name."""
+
+    @pytest.fixture(name=name)
+    def package(peer: Callable[[str], Peer]) -> Peer:
+        return peer(name)
+
+    return package
 
 
-@pytest.fixture
-def openrlhf(peer: Callable[[str], Peer]) -> Peer:
-    """Give OpenRLHF's modules of experience and losses."""
-    return peer("openrlhf")
-
-
-@pytest.fixture
-def skyrl(peer: Callable[[str], Peer]) -> Peer:
-    """Give SkyRL's modules of lists and tensors."""
-    return peer("skyrl")
-
-
-@pytest.fixture
-def verl(peer: Callable[[str], Peer]) -> Peer:
-    """Give verl without its workers and settings."""
-    return peer("verl")
+areal, openrlhf, skyrl, verl = map(_trainer, ("areal", "openrlhf", "skyrl", "verl"))
 
 
 @pytest.fixture(scope="session")

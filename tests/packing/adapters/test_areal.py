@@ -7,18 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    conversation,
-    forked_batch,
-    plain_batch,
-)
+from tests.packing.adapters.cases import conversation, forked_batch, plain_batch
 from tests.packing.adapters.peers import stand_in, stand_ins
 from trajpack import TokenField, Trajectory, Turn, pack
-from trajpack.packing.adapters.areal import (
-    from_padded_dict,
-    to_padded_dict,
-    to_sequence_sample,
-)
+from trajpack.packing.adapters.areal import from_padded_dict, to_padded_dict, to_sequence_sample
 from trajpack.testing import assert_same_bits
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "multi_turn_agent.json.gz"
@@ -42,7 +34,7 @@ def test_a_row_has_the_return_of_its_first_turn_or_the_sum_of_its_rewards():
     assert to_padded_dict(turns, rewards="rewards")["rewards"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_areals_own_gae_finds_values_at_the_tokens_they_are_of(areal, monkeypatch):
+def test_areals_gae_reads_values_at_their_tokens(areal, monkeypatch):
     """By hand, with a discount of 1 and a lambda of one half: deltas -0.25, 0.5, 0.25."""
     controller = stand_in("TrainController")
     monkeypatch.setattr(sys.modules["areal.infra"], "TrainController", controller, raising=False)
@@ -64,7 +56,7 @@ def test_areals_own_gae_finds_values_at_the_tokens_they_are_of(areal, monkeypatc
     assert found["loss_mask"].tolist() == [[0.0, 1.0, 1.0, 1.0, 0.0]]
 
 
-def test_areal_packs_its_rows_to_what_the_batch_was(areal):
+def test_areal_packs_its_rows_to_the_batch_again(areal):
     arrays = areal.load("areal.utils.data")
     batch = forked_batch()
     packed = arrays.pack_tensor_dict(to_padded_dict(batch))
@@ -127,7 +119,7 @@ def test_areals_workflow_executor_accepts_its_rows(areal):
     assert complaints == []
 
 
-def test_turns_without_anything_between_are_told_apart_by_turn_ids():
+def test_turn_ids_separate_turns_without_a_token_between():
     found = {
         "input_ids": torch.tensor([[1, 2, 3, 4, 0]]),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 0]]),

@@ -36,7 +36,7 @@ def test_the_arguments_are_of_the_function_beside_query_key_and_value():
     assert set(to_varlen(some_batch())) <= set(PARAMETERS[3:])
 
 
-def test_attention_is_that_of_the_sequences_whatever_pads_them():
+def test_attention_is_within_sequences_with_any_padding():
     batch = some_batch()
     torch.manual_seed(0)
     inputs = dict(zip("qkv", torch.randn(3, batch.num_tokens, 2, 8), strict=True))

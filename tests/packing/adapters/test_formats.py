@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    field_batch,
-    forked_batch,
-    some_batch,
-    some_static_batch,
-)
+from tests.packing.adapters.cases import field_batch, forked_batch, some_batch, some_static_batch
 from trajpack import Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
 from trajpack.packing.adapters import (
     areal,
@@ -33,9 +28,6 @@ from trajpack.packing.adapters import (
 )
 
 GRPO_INPUTS = partial(trl.to_grpo_inputs, pad_token_id=0)
-WHOLE = [prime_rl.to_training_samples, torchtitan.to_training_samples, tinker.to_datum_kwargs]
-WHOLE += [GRPO_INPUTS, trl.to_async_samples]
-"""Formats that refuse micro-batches."""
 TRAINED = [torchtitan.to_training_microbatch, torchtitan.to_training_samples, GRPO_INPUTS]
 TRAINED += [trl.to_async_samples, trl.to_async_row, trl.to_flat_async_row, tinker.to_datum_kwargs]
 TRAINED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, areal.to_update_dict]
@@ -60,7 +52,12 @@ def test_a_batch_without_advantages_is_refused(convert: Any) -> None:
         convert(bare)
 
 
-@pytest.mark.parametrize("convert", WHOLE)
+PACKED = [torchtitan.to_training_microbatch, trl.to_async_row, trl.to_flat_async_row]
+PACKED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, UNTRAINED[-1]]
+"""Formats of packed tokens, which take micro-batches."""
+
+
+@pytest.mark.parametrize("convert", [one for one in TRAINED + UNTRAINED if one not in PACKED])
 def test_a_micro_batch_is_refused(convert: Any) -> None:
     with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
         convert(some_batch().select([0]))
@@ -105,7 +102,7 @@ EMPTY = {
 
 
 @pytest.mark.parametrize(("convert", "expected"), EMPTY.items())
-def test_an_empty_batch_is_rows_and_lists_of_nothing(convert: Any, expected: Any) -> None:
+def test_an_empty_batch_gives_empty_rows_and_lists(convert: Any, expected: Any) -> None:
     key, value = expected
     found = convert(TrajectoryBuffer().pack().with_advantages(TurnReturns()))
     found = found if key is None else found[key]
@@ -156,11 +153,7 @@ def proto(**scores: Any) -> dict[str, Any]:
 MISSING = {
     "areal": (areal.from_padded_dict, without(PADDED, "rewards"), "rewards"),
     "areal, one of two": (areal.from_padded_dict, [PADDED, PADDED | {"rewards": None}], "rewards"),
-    "areal, one row": (
-        areal.from_padded_dict,
-        PADDED | {"rewards": [1.0, None]},
-        r"rewards \[B\]",
-    ),
+    "areal, one row": (areal.from_padded_dict, PADDED | {"rewards": [1.0, None]}, r"rewards \[B\]"),
     "areal, one row of objects": (
         areal.from_padded_dict,
         PADDED | {"rewards": np.array([1.0, None], dtype=object)},
@@ -321,11 +314,7 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
             for key in ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
         ),
         (shorter(PADDED, "turn_ids"), {}, r"turn_ids must have shape \[2, 5\], got \[2, 4\]"),
-        (
-            PADDED | {"rewards": torch.zeros(2, 1)},
-            {},
-            r"rewards must have shape \[2\], got",
-        ),
+        (PADDED | {"rewards": torch.zeros(2, 1)}, {}, r"rewards must have shape \[2\], got"),
         (PADDED, {"groups": ["one"]}, "groups must be 2, one a row, got 1"),
         (
             PADDED | {"loss_mask": torch.ones(2, 5)},
@@ -334,11 +323,7 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ),
     ],
     slime.from_samples: [
-        (
-            [SAMPLE | {"multimodal_inputs": {"x": 1}}],
-            {},
-            "'4_0': multimodal_inputs are",
-        ),
+        ([SAMPLE | {"multimodal_inputs": {"x": 1}}], {}, "'4_0': multimodal_inputs are"),
         (
             [SAMPLE | {"rollout_routed_experts": [[0, 1]] * 3}],
             ROUTED,
@@ -388,17 +373,9 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
             r"trajectory_ids must be of class TrajectoryID, got \('a', 0\)",
         ),
         (STOPPED, {}, "name sampling_mask in fields, or take them out"),
-        (
-            GENERATED,
-            VALUES,
-            r"fields must be of \['routed_experts', .*\['values'\]",
-        ),
+        (GENERATED, VALUES, r"fields must be of \['routed_experts', .*\['values'\]"),
         (GENERATED, ROUTED, "rollout_expert_indices are missing"),
-        (
-            GENERATED | {"pixel_values": [torch.zeros(1)] * 2},
-            {},
-            "pixel_values are there",
-        ),
+        (GENERATED | {"pixel_values": [torch.zeros(1)] * 2}, {}, "pixel_values are there"),
     ],
     verl.from_data_proto: [
         *(
@@ -427,16 +404,8 @@ REFUSED: dict[Any, list[tuple[Any, dict[str, Any], str]]] = {
         ),
         ([TEACHER], {}, "'0': teacher_ids are there: name teacher_ids in fields"),
         (OUTPUTS, ROUTED, "'0': routed_experts are missing"),
-        (
-            [TEACHER],
-            VALUES,
-            r"fields must be of \['routed_experts', .*\['values'\]",
-        ),
-        (
-            [TEACHER],
-            TAUGHT,
-            "teacher_ids must have 5 rows, one for each token",
-        ),
+        ([TEACHER], VALUES, r"fields must be of \['routed_experts', .*\['values'\]"),
+        ([TEACHER], TAUGHT, "teacher_ids must have 5 rows, one for each token"),
     ],
 }
 CASES = [(read, *case) for read, cases in REFUSED.items() for case in cases]
@@ -470,19 +439,14 @@ def test_trajectories_without_a_group_share_their_name_with_no_other() -> None:
     assert len(skyrl.from_generator_output(output)) == 5
 
 
-@pytest.mark.parametrize("name", ["values", "prox_logp", "ref_logp", "kl"])
-def test_fields_of_a_forward_pass_are_one_token_early_where_the_trainer_has_them_so(
-    name: str,
-) -> None:
+@pytest.mark.parametrize("name", ["prox_logp", "ref_logp", "kl"])
+def test_other_fields_of_a_forward_pass_are_one_token_early_too(name: str) -> None:
     batch = field_batch(name, advantages=True)
     if name in areal.EARLY:
         for convert in (areal.to_padded_dict, areal.to_update_dict):
             assert convert(batch)[name].tolist() == [[0.5, 0.25, 0.0]]
     if name in openrlhf.FIELDS:
         assert openrlhf.to_experience_dict(batch)[name].tolist() == [[0.5, 0.25]]
-    assert nemo_rl.to_loss_inputs(batch)[name].tolist() == [[0.0, 0.5, 0.25]]
-    assert verl.to_data_proto_dict(batch)["tensors"][name].tolist() == [[0.5, 0.25]]
-    assert skyrl.to_training_input(batch)[name].tolist() == [[0.5, 0.25]]
 
 
 def test_rewards_of_rows_are_sums_or_discounted_returns() -> None:

@@ -48,14 +48,14 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("labels", ["generated", "all"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-def test_a_batch_is_what_the_collator_makes_of_its_sequences(options, labels):
+def test_a_batch_equals_the_collated_sequences(options, labels):
     batch = some_batch()
     assert_same(to_padding_free(batch, labels=labels, **options), collated(batch, labels, options))
 
 
 @settings(max_examples=25)
 @given(trajectory_lists(), st.sampled_from(["merged", "turns"]))
-def test_so_is_any_batch(trajectories, layout):
+def test_any_batch_equals_the_collated_sequences(trajectories, layout):
     batch = pack(trajectories, layout, device="cpu")
     if not len(batch):  # of which the collator makes nothing
         assert to_padding_free(batch)["labels"].shape == (1, 0)
@@ -65,7 +65,7 @@ def test_so_is_any_batch(trajectories, layout):
 
 
 @pytest.mark.parametrize("labels", ["generated", "all"])
-def test_a_micro_batch_is_what_the_collator_makes_of_its_sequences(labels):
+def test_a_micro_batch_equals_its_collated_sequences(labels):
     micro_batch = some_batch().select([3, 0, 5])
     options = OPTIONS["all"]
     ours = to_padding_free(micro_batch, labels=labels, **options)
@@ -110,7 +110,7 @@ def test_padding_of_a_static_batch_is_a_sequence_without_labels():
 @pytest.mark.parametrize("labels", ["generated", "all"])
 @pytest.mark.parametrize("chosen", [[3, 0, 5], []], ids=["sequences", "dummy"])
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
-def test_padding_has_no_label_and_lies_within_the_boundaries(tail, chosen, labels):
+def test_padding_has_no_label_and_is_within_the_boundaries(tail, chosen, labels):
     alignment = Alignment(sequence_multiple=8, total=64, tail=tail, positions="zero")
     micro_batch = some_batch().select(chosen, alignment)
     padding = (micro_batch.turn_ids < 0) & ~micro_batch.prompt_mask
@@ -150,7 +150,7 @@ def test_a_sequence_that_a_plan_cuts_off_is_labelled_as_far_as_it_is_kept():
             assert ours.tolist() == whole[sequence][: len(ours)].tolist()
 
 
-def test_padding_changes_no_loss_of_a_model_wherever_it_lies():
+def test_padding_at_any_place_changes_no_loss_of_a_model():
     from trajpack.agent import build_tiny_model
 
     model, _ = build_tiny_model(seed=0)

@@ -10,13 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.packing.adapters.cases import (
-    conversation,
-    padded,
-    random_batch,
-    sequences_of,
-    told_of,
-)
+from tests.packing.adapters.cases import conversation, padded, random_batch, sequences_of, told_of
 from trajpack import TokenField, TurnReturns, pack
 from trajpack.packing.adapters import (
     areal,
@@ -47,6 +41,12 @@ update   logprobs                 logprobs   shifted  0  float32
 update   prox_logp                logprobs   shifted  0  float32
 update   advantages               advantages shifted  0  float32
 update   returns                  returns    shifted  0  float32
+areal    values                   values     shifted  0  float32
+update   values                   values     shifted  0  float32
+nemo_rl  values                   values     blocks   0  float32
+openrlhf values                   values     early    0  float32
+skyrl    values                   values     response 0  float32
+verl     values                   values     response 0  float32
 nemo_rl  input_ids                ids        blocks   99 int64
 nemo_rl  generation_logprobs      logprobs   blocks   0  float32
 nemo_rl  prev_logprobs            logprobs   blocks   0  float32
@@ -124,6 +124,7 @@ def columns_of(batch):
         "versions": batch.policy_versions,
         "advantages": batch.advantages,
         "returns": batch.returns,
+        "values": batch.fields["values"],
     }
     pieces = {name: [x.tolist() for x in sequences_of(batch, of)] for name, of in columns.items()}
     splits = [mask.index(True) if True in mask else len(mask) for mask in pieces["mask"]]
@@ -142,6 +143,8 @@ def columns_of(batch):
 @given(trajectory_lists(), st.sampled_from(["merged", "turns"]), st.sampled_from([None, 0, 3]))
 def test_rows_and_lists_are_the_sequences_cut_and_padded(trajectories, layout, more):
     batch = pack(trajectories, layout=layout, device="cpu").with_advantages(TurnReturns())
+    values = torch.arange(batch.num_tokens, dtype=torch.float32)
+    batch = batch.with_field(TokenField("values", torch.float32), values)
     expected, longest = columns_of(batch), batch.max_seqlen
     prompt, response = (
         max(map(len, expected["ids", part]), default=0) for part in ("prompt", "response")

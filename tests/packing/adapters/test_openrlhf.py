@@ -11,17 +11,15 @@ NO_MORE += ["action_log_probs", "base_action_log_probs"]
 
 def test_rows_have_their_rewards_and_labels():
     found = to_experience_dict(forked_batch())
-    assert found["rewards"].tolist() == found["scores"].tolist() == [11.0, 4.0, 16.0, 6.0]
+    assert found["scores"].tolist() == [11.0, 4.0, 16.0, 6.0]
     assert found["info"]["reward"].tolist() == [11.0, 4.0, 16.0, 6.0]
     assert found["truncated"].tolist() == [False, True, False, False]
     assert found["total_length"].tolist() == [7.0, 3.0, 3.0, 12.0]
     assert found["response_length"].tolist() == [5, 1, 0, 10]
     assert found["prompts"] == ["task", "task", "task", "long"]
-    returns = to_experience_dict(forked_batch(), rewards="returns")["rewards"]
-    assert returns.tolist() == [15.0, 12.0, 16.0, 6.0]
 
 
-def test_a_turn_of_nothing_at_the_end_does_not_lengthen_the_response():
+def test_an_empty_last_turn_does_not_lengthen_the_response():
     turns = [Turn([1], [2], [-1.0]), Turn([1, 2, 3, 4], [], [])]
     found = to_experience_dict(pack([Trajectory("a", turns)]))
     assert found["response_length"].tolist() == [1]
@@ -42,7 +40,7 @@ def test_the_real_experience_takes_it_and_splits_and_joins(openrlhf):
     assert again.info["reward"] == experience.info["reward"].tolist()
 
 
-def test_its_own_sample_generator_makes_the_same_of_a_trajectory(openrlhf):
+def test_openrlhfs_sample_generator_makes_the_same_of_a_trajectory(openrlhf):
     generator = openrlhf.load("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
     batch = plain_batch()
     found = to_experience_dict(batch)
@@ -71,7 +69,7 @@ def test_its_own_sample_generator_makes_the_same_of_a_trajectory(openrlhf):
     assert set(found) == set(vars(theirs)) - {"advantages", "returns", *NO_MORE}
 
 
-def test_its_policy_loss_on_its_rows_is_that_of_the_batch(openrlhf):
+def test_openrlhfs_policy_loss_of_the_rows_is_that_of_the_batch(openrlhf):
     """Unclipped at the rollout's own log-probabilities: minus the mean advantage of tokens."""
     loss = openrlhf.load("openrlhf.models.loss").PolicyLoss()
     batch = forked_batch().with_advantages(GRPO())

@@ -5,11 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packing.adapters.cases import (
-    padded,
-    random_batch,
-    some_batch,
-)
+from tests.packing.adapters.cases import padded, random_batch, some_batch
 from trajpack import TokenField, Trajectory, Turn, pack
 from trajpack.packing.adapters.prime_rl import (
     from_training_samples,
@@ -107,7 +103,7 @@ def packed_by_loop(samples, *, to=None, pad_token=1):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_micro_batch_is_what_their_packer_makes_of_the_samples(padded):
+def test_a_micro_batch_equals_the_packed_samples(padded):
     batch = some_batch()
     names = [f"env {index % 2}" for index in range(len(batch))]
     samples = [
@@ -130,7 +126,7 @@ def test_a_micro_batch_is_what_their_packer_makes_of_the_samples(padded):
 
 
 @pytest.mark.parametrize("alignment", [None, Alignment(total=64, token_id=1)], ids=str)
-def test_tensors_are_what_the_trainer_makes_of_the_lists(alignment):
+def test_tensors_equal_the_lists(alignment):
     batch = some_batch()
     if alignment is not None:
         batch = batch.select([3, 0, 5], alignment)
@@ -157,36 +153,22 @@ def test_tensors_are_what_the_trainer_makes_of_the_lists(alignment):
     assert sum(tensors["sequence_lengths"]) == len(tensors["env_names"]) == batch.num_tokens
 
 
+@pytest.mark.parametrize(("chosen", "lengths"), [([3, 0, 5], [20, 16, 60]), ([], [96])], ids=str)
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
-def test_padding_belongs_to_the_last_sequence_and_is_seen_by_no_loss(tail):
+def test_padding_belongs_to_the_last_sequence_and_no_loss_reads_it(tail, chosen, lengths):
     alignment = Alignment(sequence_multiple=4, total=96, tail=tail, max_sequences=9)
-    micro_batch = some_batch().select([3, 0, 5], alignment)
+    micro_batch = some_batch().select(chosen, alignment)
     tensors = to_tensor_micro_batch(micro_batch, env_names="arithmetic")
-    assert tensors["sequence_lengths"] == tensors["seq_lens"].tolist() == [20, 16, 60]
+    assert tensors["sequence_lengths"] == tensors["seq_lens"].tolist() == lengths
     padding = ~(micro_batch.prompt_mask | micro_batch.loss_mask)
     assert int(padding.sum()) == micro_batch.num_padding
     assert tensors["temperatures"][0, padding].tolist() == [1.0] * micro_batch.num_padding
     assert not tensors["loss_mask"][0, padding].any()
     names = np.array(tensors["env_names"])
     assert set(names[padding.numpy()]) == {""}
-    assert set(names[~padding.numpy()]) == {"arithmetic"}
-
-
-def test_a_dummy_is_one_sequence_of_padding():
-    dummy = some_batch().select([], Alignment(total=16))
-    tensors = to_tensor_micro_batch(dummy)
-    assert tensors["sequence_lengths"] == tensors["seq_lens"].tolist() == [16]
-    assert not tensors["loss_mask"].any()
-    assert set(tensors["env_names"]) == {""}
-
-
-def test_one_temperature_stands_in_for_a_field():
-    batch = pack([Trajectory("a", [Turn([1], [2, 3], [-0.5, -0.5])])], device="cpu")
-    batch = dataclasses.replace(batch, advantages=batch.returns)
-    assert to_tensor_micro_batch(batch, temperature=0.5)["temperatures"].tolist() == [[0.5] * 3]
-    (sample,) = to_training_samples(batch, temperature=0.5)
-    assert sample["temperatures"] == [0.5] * 3
-    assert sample["routed_experts"] is sample["ref_logprobs"] is None
+    assert set(names[~padding.numpy()]) == ({"arithmetic"} if chosen else set())
+    with pytest.raises(ValueError, match=f"env_names must be of {len(chosen)} sequences, got 1"):
+        to_tensor_micro_batch(micro_batch, env_names=["one"])
 
 
 def as_the_trainer_reads(mask):
@@ -224,59 +206,46 @@ def test_labels_that_samples_lack_are_given():
     batch = some_batch()
     samples = to_training_samples(batch)
     numbers = list(range(len(samples)))
+    ids, groups = [f"name {n}" for n in numbers], [f"group {n % 2}" for n in numbers]
     trajectories = from_training_samples(
-        samples,
-        ids=[f"name {n}" for n in numbers],
-        groups=[f"group {n % 2}" for n in numbers],
-        rewards=[float(n) for n in numbers],
-        versions=numbers,
+        samples, ids=ids, groups=groups, rewards=numbers, versions=numbers
     )
     for n, trajectory in zip(numbers, trajectories, strict=True):
-        assert (trajectory.id, trajectory.group) == (f"name {n}", f"group {n % 2}")
-        assert [turn.reward for turn in trajectory.turns][:-1] == [0.0] * (
-            len(trajectory.turns) - 1
-        )
-        assert trajectory.turns[-1].reward == n
+        assert (trajectory.id, trajectory.group) == (ids[n], groups[n])
+        *before, last = (turn.reward for turn in trajectory.turns)
+        assert (set(before) - {0.0}, last) == (set(), n)
         assert {turn.version_end for turn in trajectory.turns} == {n}
 
 
-def test_env_names_must_be_of_sequences():
-    batch = some_batch()
-    with pytest.raises(ValueError, match="env_names must be of 6 sequences, got 1"):
-        to_tensor_micro_batch(batch, env_names=["one"])
-
-
-def test_a_field_of_weights_is_a_stream():
-    weights = TokenField("rl_weights", torch.float32)
-    turn = Turn([1], [2, 3], [-0.5, -0.5], fields={"rl_weights": [0.25, 0.5]})
-    batch = pack([Trajectory("a", [turn])], device="cpu", fields=[weights])
-    (sample,) = to_training_samples(batch)
-    assert sample["rl_weights"] == [0.0, 0.25, 0.5]
-    assert sample["advantages"] is None
-
-
-def test_logits_are_never_divided_by_what_fills_a_field():
-    """A field of temperatures says nothing of prompts, whose logits are divided as well."""
-    temperatures = TokenField("temperatures", torch.float32)
-    turn = Turn([1], [2, 3], [-0.5, -0.5], fields={"temperatures": [0.5, 0.75]})
-    batch = pack([Trajectory("a", [turn])], device="cpu", fields=[temperatures])
-    assert batch.fields["temperatures"].tolist() == [0.0, 0.5, 0.75]
-    batch = dataclasses.replace(batch, advantages=batch.returns)
-    micro_batch = batch.select([0], Alignment(total=5))
-    given = to_tensor_micro_batch(micro_batch, temperature=0.25)["temperatures"]
-    assert given.tolist() == [[0.25, 0.5, 0.75, 1.0, 1.0]]
-    (sample,) = to_training_samples(batch)
-    assert sample["temperatures"] == [1.0, 0.5, 0.75]
-
-
-def test_padding_has_no_weight_whatever_fills_the_field():
-    names = ("rl_weights", "ce_weights", "mm_token_type_ids")
-    fields = [TokenField(name, torch.float32, fill=1.0) for name in names[:2]]
-    fields.append(TokenField(names[2], torch.int64, fill=1))
-    turn = Turn([1], [2], [-0.5], fields={name: [3] for name in names})
+def one_turn(**rows):
+    """Return a batch of a prompt of one token, two generated ones, and fields filled with 1."""
+    integers = {"mm_token_type_ids"}
+    fields = [
+        TokenField(name, torch.int64 if name in integers else torch.float32, fill=1)
+        for name in rows
+    ]
+    turn = Turn([1], [2, 3], [-0.5, -0.5], fields=rows or None)
     batch = pack([Trajectory("a", [turn])], device="cpu", fields=fields)
-    batch = dataclasses.replace(batch, advantages=batch.returns)
-    tensors = to_tensor_micro_batch(batch.select([0], Alignment(total=4)))
-    for name in names:
-        assert tensors[name].tolist() == [[1, 3, 0, 0]], name
-        assert tensors[name].dtype == TENSORS[name]
+    return dataclasses.replace(batch, advantages=batch.returns)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [({}, [0.25] * 3), ([0.5, 0.75], [0.25, 0.5, 0.75])])
+def test_temperatures_of_prompts_and_padding_are_not_those_of_the_field(rows, expected):
+    batch = one_turn(**{"temperatures": rows} if rows else {})
+    padded_batch = batch.select([0], Alignment(total=5))
+    given = to_tensor_micro_batch(padded_batch, temperature=0.25)["temperatures"]
+    assert given.tolist() == [[*expected, 1.0, 1.0]]
+    (sample,) = to_training_samples(batch, temperature=0.25)
+    assert sample["temperatures"] == expected
+    assert sample["routed_experts"] is sample["ref_logprobs"] is None
+
+
+@pytest.mark.parametrize("name", ["rl_weights", "ce_weights", "mm_token_type_ids"])
+def test_padding_has_no_weight(name):
+    batch = one_turn(**{name: [3, 4]})
+    values = to_tensor_micro_batch(batch.select([0], Alignment(total=5)))[name]
+    assert values.tolist() == [[1, 3, 4, 0, 0]]
+    assert values.dtype == TENSORS[name]
+    (sample,) = to_training_samples(dataclasses.replace(batch, advantages=None))
+    assert sample[name] == [1, 3, 4]
+    assert sample["advantages"] is None

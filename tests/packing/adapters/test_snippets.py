@@ -234,7 +234,7 @@ def index_rows():
     return [line.strip("|").split("|") for line in index.splitlines() if line.startswith("|")][2:]
 
 
-def test_the_index_says_what_each_format_was_last_held_against():
+def test_the_index_names_the_tested_version_of_each_trainer():
     """Versions are those that are installed for the tests; each has a way and a date."""
     held = {row[0].strip(): row[-1].strip() for row in index_rows() if row[0].strip()}
     for trainer, said in held.items():
@@ -248,7 +248,7 @@ def test_the_index_says_what_each_format_was_last_held_against():
     assert dict(tested) == versions
 
 
-def test_the_index_has_every_page_and_names_what_there_is():
+def test_the_index_has_every_page_and_every_function():
     index = PAGES.with_suffix(".md").read_text()
     linked, missing = [], []
     for trainer, *functions in (row[:3] for row in index_rows()):

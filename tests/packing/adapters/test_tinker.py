@@ -28,7 +28,7 @@ def test_a_datum_is_a_sequence_shifted_by_one(types):
         assert datum.model_input.length == targets.shape[0] == len(tokens) - 1
 
 
-def test_loss_inputs_have_the_services_dtypes_and_stand_at_what_is_predicted(types):
+def test_loss_inputs_have_the_services_dtypes_and_are_of_predicted_tokens(types):
     batch = some_batch()
     columns = {
         "logprobs": batch.rollout_logprobs,
@@ -67,7 +67,7 @@ def test_a_datum_keeps_its_values_when_the_batch_changes():
     assert any(before)
 
 
-def test_what_a_mask_leaves_out_has_no_advantage_though_no_mask_is_sent():
+def test_tokens_outside_the_loss_mask_have_no_advantage():
     batch = some_batch()
     mask = batch.loss_mask & (batch.policy_versions != 1)
     datums = to_datum_kwargs(dataclasses.replace(batch, loss_mask=mask), mask=False)

@@ -43,7 +43,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("multiple", [None, 1, 8])
-def test_rows_are_what_the_batcher_makes_of_the_samples(torchtitan, multiple):
+def test_rows_equal_the_batched_samples(torchtitan, multiple):
     batch = some_batch()
     rows = [[3, 4, 0], [], [5, 2, 1]]
     ours = to_training_microbatch(
@@ -57,7 +57,7 @@ def test_rows_are_what_the_batcher_makes_of_the_samples(torchtitan, multiple):
     assert_same(ours, torchtitan.TrainingMicrobatch(**ours))
 
 
-def test_flat_rows_stand_one_after_the_other():
+def test_flat_rows_are_the_concatenated_rows():
     """As later versions of its batcher collate them: the rows themselves, without their axis."""
     batch = some_batch()
     rows = [batch.select(row) for row in ([3, 4, 0], [], [5, 2, 1])]
@@ -98,14 +98,14 @@ def test_torchtitans_own_loss_of_the_rows_is_that_of_the_packed_tokens(torchtita
 
 
 @pytest.mark.parametrize("tail", ["sequence", "extend", "separate"])
-def test_padding_of_a_micro_batch_is_left_out(torchtitan, tail):
+def test_padding_of_a_micro_batch_is_omitted(torchtitan, tail):
     batch = some_batch()
     alignment = Alignment(sequence_multiple=4, total=64, tail=tail, max_sequences=5)
     ours = to_training_microbatch(batch.select([5, 4, 2], alignment), seq_len=SEQ_LEN, pad_id=PAD)
     assert_same(ours, collated(torchtitan, batch, [[5, 4, 2]]))
 
 
-def test_the_batcher_counts_the_tokens_that_we_train(torchtitan):
+def test_the_batcher_counts_the_trained_tokens(torchtitan):
     batch = some_batch()
     config = torchtitan.Batcher.Config(
         batch=torchtitan.BatchConfig(local_batch_size=2, seq_len=SEQ_LEN)
@@ -125,7 +125,7 @@ def test_the_batcher_counts_the_tokens_that_we_train(torchtitan):
     assert step.min_policy_versions == [0] * len(batch)
 
 
-def test_nothing_is_shifted_across_a_boundary_and_rows_are_as_wide_as_needed():
+def test_no_token_is_shifted_across_a_boundary():
     batch = pack(
         [Trajectory(name, [Turn([1, 2], [n], [-n / 2])]) for n, name in ((3, "a"), (4, "b"))],
         device="cpu",
@@ -146,7 +146,7 @@ def test_versions_are_those_of_the_sequences_tokens():
     assert spans == [(0, 1), (0, 0), (0, 2), (0, 2), (0, 0), (0, 0)]
 
 
-def test_what_does_not_fit_is_refused():
+def test_sequences_longer_than_their_row_are_refused():
     batch = some_batch()
     with pytest.raises(ValueError, match="take 52 tokens, more than the row's 48"):
         to_training_microbatch(batch, seq_len=SEQ_LEN)
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused():
         to_training_microbatch(batch, per_sample_pad_multiple=0)
 
 
-def test_what_a_mask_leaves_out_has_no_worth():
+def test_tokens_outside_the_loss_mask_have_zeros():
     batch = some_batch()
     mask = batch.loss_mask & (batch.policy_versions != 1)
     fresh = dataclasses.replace(batch, loss_mask=mask)

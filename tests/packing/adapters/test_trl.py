@@ -157,7 +157,7 @@ def test_keys_are_those_of_the_trainer(trl):
         assert f'output["{key}"]' in code or f'"{key}": ' in code, key
 
 
-def test_nothing_that_the_trainer_will_remove_is_used(trl):
+def test_no_deprecated_argument_is_used(trl):
     """Whose code is read: which arguments it says are deprecated."""
     modules = [sys.modules[trl.GRPOConfig.__module__], sys.modules[trl.GRPOTrainer.__module__]]
     code = "".join(inspect.getsource(module) for module in modules)
@@ -171,7 +171,7 @@ def test_nothing_that_the_trainer_will_remove_is_used(trl):
         assert not used & deprecated, path
 
 
-def test_what_cannot_be_carried_is_refused():
+def test_other_options_and_tensors_are_refused():
     batch = some_batch()
     with pytest.raises(ValueError, match="advantages must be 'token' or 'sequence', got 'turn'"):
         to_grpo_inputs(batch, pad_token_id=PAD, advantages="turn")
@@ -194,7 +194,7 @@ def collate(trl, rows_of_samples):
     return trl.DataCollatorForRollout(PAD, num_processes=len(rows))([rows])
 
 
-def test_the_row_is_what_the_real_collator_makes_of_samples_that_share_nothing(trl):
+def test_the_row_equals_the_collated_samples(trl):
     batch = some_batch(level="sequence")
     ours, theirs = to_async_row(batch), collate(trl, [to_async_samples(batch)])
     assert set(ours) == set(theirs)
@@ -202,7 +202,7 @@ def test_the_row_is_what_the_real_collator_makes_of_samples_that_share_nothing(t
         assert_same_bits(ours[key], tensor, key)
 
 
-def test_samples_that_share_a_prefix_are_trained_alike_folded_or_not(trl):
+def test_samples_with_a_common_prefix_have_equal_terms_folded_or_not(trl):
     """The collator folds the prompt; which token predicts what, and its worth, stay the same."""
     turns = [Turn([1, 2], [3, 4], [-0.5, -0.25]), Turn([1, 2], [3, 5], [-0.5, -0.75], reward=1.0)]
     batch = pack([Trajectory(str(n), [turn], "g") for n, turn in enumerate(turns)], device="cpu")

@@ -42,19 +42,19 @@ OF_ALL_KINDS = TOKENS | GROUPS | {"TurnReturns": EVERY["TurnReturns, whitened"]}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", EVERY)
-def test_every_estimator_gives_what_a_loop_gives(name, layout):
+def test_every_estimator_equals_a_loop(name, layout):
     for seed in range(3):
         check(some_trajectories(40, 12, seed), EVERY[name], "torch", layout)
 
 
 @pytest.mark.parametrize(("name", "layout"), IN_KERNELS)
-def test_the_kernels_give_what_a_loop_gives(name, layout):
+def test_the_kernels_equal_a_loop(name, layout):
     with small_scans():
         check(some_trajectories(9, 6), EVERY[name], "triton", layout)
 
 
 @pytest.mark.parametrize("name", ["GAE", "TurnGAE", "VTrace, carry"])
-def test_the_kernels_do_so_in_one_walk_too(name):
+def test_the_kernels_equal_a_loop_in_one_launch(name):
     with small_scans(fewest=1000):
         check(some_trajectories(8, 6), EVERY[name], "triton")
 
@@ -87,7 +87,7 @@ def test_a_penalty_without_clamp_is_unbounded_and_without_logprobs_of_the_rollou
     ("truncated", "name"),
     [*product(["mask"], OF_ALL_KINDS), *product(["bootstrap"], TOKENS)],
 )
-def test_what_was_cut_off_is_left_out_or_goes_on(name, layout, truncated):
+def test_truncated_trajectories_are_masked_or_bootstrapped(name, layout, truncated):
     estimator = dataclasses.replace(OF_ALL_KINDS[name], truncated=truncated)
     trajectories = some_trajectories(40, 12)
     credited = check(trajectories, estimator, layout=layout)
@@ -102,7 +102,7 @@ def test_what_was_cut_off_is_left_out_or_goes_on(name, layout, truncated):
         *product(["bootstrap"], ["GAE", "TurnGAE", "VTrace, carry"]),
     ],
 )
-def test_the_kernels_do_so_with_what_was_cut_off(name, truncated):
+def test_the_kernels_mask_or_bootstrap_truncated_trajectories(name, truncated):
     estimator = dataclasses.replace(EVERY[name], truncated=truncated)
     with small_scans():
         check(some_trajectories(8, 6), estimator, "triton")
@@ -172,7 +172,7 @@ def test_with_every_token_one_turn_two_ways_to_see_turns_agree():
     assert by_token.returns[batch.turn_spans[5, 0]] == 2.0
 
 
-def test_step_groups_are_of_one_task_and_negative_states_of_none():
+def test_step_groups_need_the_same_task_and_a_state():
     one = Trajectory("1", [Turn([1], [2], [0], 1.0), Turn([1], [3], [0], 2.0)], "x")
     two = Trajectory("2", [Turn([1], [2], [0], 3.0)], "x")
     other = Trajectory("3", [Turn([1], [2], [0], 9.0)])
@@ -202,7 +202,7 @@ TURNS = [Turn([1], [2, 3], [-1.0, -1.0], 1.0), Turn([1, 2, 3, 4], [5], [-1.0], 1
 
 @pytest.mark.parametrize("estimator", [TurnReturns(), TurnReturns(whiten=True), GRPO()])
 @pytest.mark.parametrize("before", [GAE(0.5, 0.5), TurnReturns(), GRPO()])
-def test_what_was_there_before_changes_nothing(estimator, before):
+def test_earlier_advantages_do_not_count(estimator, before):
     batch = pack(some_trajectories(20), device="cpu")
     values = torch.linspace(-1, 1, batch.num_tokens)
     fresh = batch.with_advantages(estimator)
@@ -229,7 +229,7 @@ def test_the_kernels_spread_the_returns(name):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_credit_goes_to_what_turns_generated_whatever_became_of_the_mask(impl):
+def test_advantages_do_not_depend_on_the_loss_mask(impl):
     batch = pack(some_trajectories(6), device="cpu")
     narrowed = dataclasses.replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))
     values = torch.linspace(-1, 1, batch.num_tokens)
@@ -264,7 +264,7 @@ def test_a_small_penalty_is_precise_in_the_kernel_too(size):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
-def test_what_a_critic_learns_stays_where_trajectories_are_masked():
+def test_masked_trajectories_keep_their_returns():
     turn = Turn([1], [2, 3], [-1.0, -1.0], 1.0)
     cut_off = dataclasses.replace(turn, truncated=True)
     batch = pack([Trajectory("a", [turn]), Trajectory("b", [cut_off])], device="cpu")
@@ -275,7 +275,7 @@ def test_what_a_critic_learns_stays_where_trajectories_are_masked():
         assert torch.equal(credited.returns[4:], credited.returns[1:3])
 
 
-def test_what_counts_one_rank_alone_takes_no_sum_over_ranks():
+def test_gpg_refuses_all_reduce():
     batch = pack(some_trajectories(6), device="cpu")
     with pytest.raises(ValueError, match="GPG takes no all_reduce: its factor counts this batch"):
         batch.with_advantages(GPG(), all_reduce=lambda sums: None)

@@ -41,7 +41,7 @@ def assert_same_credit(actual: PackedBatch, expected: PackedBatch) -> None:
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*EVERY, *MORE])
-def test_an_empty_batch_and_one_without_generated_tokens_are_given_nothing(name, layout, impl):
+def test_batches_without_generated_tokens_get_zeros(name, layout, impl):
     silent = [Trajectory("a", [Turn([1], [], [], 3.0)], "x")] * 2
     for trajectories in ([], silent):
         with small_scans():
@@ -84,7 +84,7 @@ def padded(rows, size, fill):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*EVERY, *MORE])
-def test_padding_changes_nothing(name, layout):
+def test_padding_changes_no_advantage(name, layout):
     """What stands beside padding is NaN, or a state like others."""
     estimator, trajectories = named(name), some_trajectories(8)
     plain = pack(trajectories, layout, device="cpu")

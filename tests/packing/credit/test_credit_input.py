@@ -75,7 +75,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_a_value_error_says_what_lacks_or_would_go_unnoticed(message):
+def test_value_errors_name_missing_and_unused_inputs(message):
     estimator, inputs = WRONG[message]
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         batch().with_advantages(estimator, **inputs)
@@ -98,19 +98,19 @@ OF_WRONG_TYPE = {
 
 
 @pytest.mark.parametrize("message", OF_WRONG_TYPE)
-def test_a_type_error_says_what_came(message):
+def test_type_errors_name_the_input(message):
     estimator, inputs = OF_WRONG_TYPE[message]
     with pytest.raises(TypeError, match=re.escape(message)) as raised:
         batch().with_advantages(estimator, **inputs)
     assert str(raised.value).startswith("with_advantages: ")
 
 
-def test_an_input_of_another_name_is_none():
+def test_an_unknown_input_name_is_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
         batch().with_advantages(GAE(), value=TOKENS)
 
 
-def test_an_implementation_is_one_of_three():
+def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton', got 'cuda'"):
         batch().with_advantages(GRPO(), impl="cuda")
 

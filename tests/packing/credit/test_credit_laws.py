@@ -29,7 +29,7 @@ def grouped(draw, max_size=4):
 
 
 @given(grouped(), names)
-def test_both_layouts_give_a_generated_token_the_same(trajectories, name):
+def test_both_layouts_give_a_token_the_same_advantage(trajectories, name):
     estimator = named(name)
     merged, turns = (credited(trajectories, estimator, layout) for layout in LAYOUTS)
     pair = [generated(batch, batch.advantages) for batch in (merged, turns)]
@@ -59,7 +59,7 @@ def joined(parts):
 
 
 @given(grouped(), names, st.randoms(), st.sampled_from(LAYOUTS))
-def test_the_order_of_trajectories_permutes_what_they_are_given(trajectories, name, random, layout):
+def test_the_order_of_trajectories_permutes_advantages(trajectories, name, random, layout):
     if not trajectories:
         return
     estimator, beside = named(name), given_beside(trajectories)
@@ -78,7 +78,7 @@ def test_the_order_of_trajectories_permutes_what_they_are_given(trajectories, na
 
 
 @given(grouped(), names, st.sampled_from(LAYOUTS))
-def test_company_changes_nothing_for_a_group_that_is_complete(trajectories, name, layout):
+def test_a_complete_group_has_the_same_bits_alone_and_packed(trajectories, name, layout):
     estimator, beside = named(name), given_beside(trajectories)
     if is_whitened(estimator) or isinstance(estimator, GPG):
         return  # whose advantages are of the whole batch
@@ -97,7 +97,7 @@ def test_company_changes_nothing_for_a_group_that_is_complete(trajectories, name
 
 
 @given(grouped(), names)
-def test_a_trajectory_without_a_group_is_one_of_its_own(trajectories, name):
+def test_a_trajectory_without_a_group_is_its_own_group(trajectories, name):
     estimator, beside = named(name), given_beside(trajectories)
     named_apart = [
         dataclasses.replace(t, group=f"own {index}") if t.group is None else t

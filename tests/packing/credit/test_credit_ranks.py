@@ -64,7 +64,7 @@ def test_two_ranks_whiten_as_one_would(name):
     torch.testing.assert_close(torch.cat(together), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_estimator_that_does_not_whiten_asks_nobody():
+def test_estimators_that_do_not_whiten_never_call_all_reduce():
     batch = pack(some_trajectories(), device="cpu")
 
     def asked(_):

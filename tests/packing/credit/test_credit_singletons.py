@@ -28,7 +28,7 @@ ALL = [kind() for kind in GroupEstimator.__subclasses__()]
 
 
 @pytest.mark.parametrize("estimator", ALL, ids=lambda estimator: estimator.name)
-def test_groups_of_one_alone_are_warned_of_at_the_line_that_asked(
+def test_groups_of_one_are_warned_of_at_the_callers_line(
     estimator: GroupEstimator,
 ) -> None:
     batch = pack([trajectory("a"), trajectory("bb", task_id=7)])
@@ -43,7 +43,7 @@ def test_groups_of_one_alone_are_warned_of_at_the_line_that_asked(
     )
 
 
-def test_the_remedy_fits_what_was_forgotten() -> None:
+def test_the_warning_names_the_remedy() -> None:
     for options, remedy in (
         ([{}, {"group": "a"}], "pass group=... to Trajectory, the same for all"),
         ([{"task_id": 7}, {"task_id": 8}], "pass group=... to Trajectory, the same for all"),
@@ -67,7 +67,7 @@ def test_a_loop_over_batches_of_many_sizes_warns_once() -> None:
 @pytest.mark.parametrize(
     "groups", [[], [None], ["a"], ["a", "a"], ["a", "a", "b"], [None, "a", "a", None]]
 )
-def test_what_can_be_compared_or_is_alone_is_not_warned_of(groups: list[str | None]) -> None:
+def test_no_warning_where_members_are_compared_or_alone(groups: list[str | None]) -> None:
     batch = pack([trajectory(str(k), group=group) for k, group in enumerate(groups)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -82,7 +82,7 @@ def test_estimators_of_tokens_need_no_groups() -> None:
         batch.with_advantages(GAE(), torch.zeros(batch.num_tokens))
 
 
-def test_a_static_batch_is_judged_by_what_it_was_filled_with_last() -> None:
+def test_the_warning_is_about_the_latest_content_of_a_static_batch() -> None:
     alone, together = TrajectoryBuffer(), TrajectoryBuffer()
     alone.extend([trajectory("a"), trajectory("bb", group="g"), trajectory("c", group="h")])
     together.extend([trajectory("a", group="g"), trajectory("bb", group="g"), trajectory("c")])
@@ -98,7 +98,7 @@ def test_a_static_batch_is_judged_by_what_it_was_filled_with_last() -> None:
                 credited(together.pack_into(static), estimator)
 
 
-def test_a_static_batch_of_one_trajectory_or_none_is_not_warned_of() -> None:
+def test_no_warning_for_a_static_batch_of_one_trajectory_or_none() -> None:
     static = StaticBatch(capacity=32, max_turns=8)
     buffer = TrajectoryBuffer()
     with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def test_a_static_batch_of_one_trajectory_or_none_is_not_warned_of() -> None:
         buffer.pack_into(static).with_advantages(GRPO())
 
 
-def test_the_host_alone_decides() -> None:
+def test_the_warning_reads_no_value_of_the_device() -> None:
     """No value of the device is read: the groups are known before it has the batch."""
     buffer = TrajectoryBuffer(device="meta")
     buffer.extend([trajectory("a"), trajectory("bb")])

@@ -104,7 +104,7 @@ def test_batches_without_tokens_and_devices_without_values_are_fine(name, per):
 
 @pytest.mark.parametrize("per", ["trajectory", "turn"])
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_padding_weighs_nothing(name, per):
+def test_padding_has_weight_0(name, per):
     trajectories = some_trajectories(8)
     buffer = TrajectoryBuffer(device="cpu")
     buffer.extend(trajectories)

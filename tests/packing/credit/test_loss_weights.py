@@ -50,7 +50,7 @@ def split_losses(trajectories):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_plain_sum_is_the_aggregated_loss(aggregation, layout):
+def test_the_weighted_sum_is_the_aggregated_loss(aggregation, layout):
     for trajectories in (some_trajectories(30, 12), some_trajectories(2), some_trajectories(60)):
         losses, parts = split_losses(trajectories)
         batch = pack(trajectories, layout, device="cpu")
@@ -150,7 +150,7 @@ def test_trajectories_that_were_cut_off_can_be_left_out(aggregation, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("aggregation", COUNTED)
-def test_padding_weighs_nothing(aggregation, layout):
+def test_padding_has_weight_0(aggregation, layout):
     trajectories = some_trajectories(8)
     buffer = TrajectoryBuffer(device="cpu")
     buffer.extend(trajectories)

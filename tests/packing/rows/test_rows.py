@@ -11,28 +11,6 @@ from trajpack.testing import trajectory_lists
 layouts = st.sampled_from(["merged", "turns"])
 
 
-@settings(max_examples=25)
-@given(trajectory_lists(), layouts, st.integers(0, 3), st.integers(0, 3))
-def test_a_row_is_its_sequence_with_padding_around(trajectories, layout, more_before, more_behind):
-    batch = pack(trajectories, layout=layout)
-    expected = rows_by_loop(batch)
-    num_prompt = max((len(row[0]) for row in expected), default=0) + more_before
-    num_response = max((len(row[1]) for row in expected), default=0) + more_behind
-    rows = rows_of(batch, max_prompt_length=num_prompt, max_response_length=num_response)
-    whole = rows.whole(batch.input_ids, -1)
-    assert whole.shape == (len(expected), num_prompt + num_response)
-    for row, (prompt, response, *_) in enumerate(expected):
-        before, behind = num_prompt - len(prompt), num_response - len(response)
-        assert whole[row].tolist() == [-1] * before + prompt + response + [-1] * behind
-    assert torch.equal(rows.attention_mask, whole != -1)
-    for part, columns in (
-        (rows.prompts(), whole[:, :num_prompt]),
-        (rows.responses(), whole[:, num_prompt:]),
-    ):
-        assert torch.equal(part.whole(batch.input_ids, -1), columns)
-        assert torch.equal(part.attention_mask, columns != -1)
-
-
 def test_fields_of_any_shape_are_laid_out_and_have_gradients():
     batch = forked_batch()
     rows = rows_of(batch, max_prompt_length=4)
@@ -49,7 +27,7 @@ def test_fields_of_any_shape_are_laid_out_and_have_gradients():
     assert torch.equal(field.grad, in_response[:, None].expand(-1, 2).float())
 
 
-def test_what_does_not_fit_is_refused():
+def test_sequences_longer_than_their_row_are_refused():
     batch = plain_batch()
     with pytest.raises(ValueError, match="sequence 0 has 2 tokens, but max_prompt_length is 1"):
         rows_of(batch, max_prompt_length=1, max_response_length=10)
@@ -59,7 +37,7 @@ def test_what_does_not_fit_is_refused():
         rows_of(batch, max_prompt_length=2.0)
 
 
-def test_with_both_widths_nothing_is_read_back_to_the_host():
+def test_with_both_widths_no_value_is_read_back_to_the_host():
     batch = forked_batch().to("meta")
     rows = rows_of(batch, max_prompt_length=8, max_response_length=12)
     assert rows.whole(batch.input_ids).shape == (4, 20)
@@ -90,7 +68,7 @@ def test_no_reward_is_lost_but_that_of_rows_without_a_response(trajectories, lay
     assert not token_scores(batch)[~batch.loss_mask].any()
 
 
-def test_a_reward_stands_at_its_turns_last_token_or_at_the_rows():
+def test_a_reward_is_at_the_last_token_of_its_turn_or_row():
     batch = forked_batch()
     places = token_scores(batch).nonzero()[:, 0]
     assert [(place.item(), batch.input_ids[place].item()) for place in places] == [

@@ -1,6 +1,6 @@
 """Engines that generate with HTTP servers: vLLM and SGLang.
 
-`engine` turns a request into a completion, over several requests and servers; `routing` chooses a
-server, `client` speaks HTTP, `control` administers servers, `vllm` and `sglang` know their HTTP
-APIs, and `engine_response` reads a response into arrays.
+`engine` makes a completion of one or more requests, `routing` chooses their server, `client` sends
+them, `engine_response` reads the responses, `control` administers servers, and `vllm` and `sglang`
+hold what is specific to one kind of server.
 """

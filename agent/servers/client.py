@@ -1,4 +1,4 @@
-"""HTTP client of one server: keep-alive connections, limits, safe error messages."""
+"""HTTP client of one server, and the errors of one exchange with it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ import socket
 import ssl
 import uuid
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, unquote, urlsplit
 
 from trajpack.agent.errors import SetupError
-from trajpack.agent.servers.failures import (
-    MalformedError,
-    RefusedError,
-    RetryableError,
-    quote_body,
-)
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.packing.text import one_line
 
@@ -42,6 +35,78 @@ _MAX_OVERHEAD_BYTES = 16_384
 """Bytes of headers, interim responses and chunk framing accepted beyond the size of the body."""
 _FREE_PIECES = 1024
 _BYTES_PER_PIECE = 128
+_MAX_QUOTED = 300
+
+
+class ExchangeError(Exception):
+    """A failed exchange. Its text, which gets into logs, does not name the server."""
+
+    def __init__(self, reason: str, server: str | None = None) -> None:
+        super().__init__(reason)
+        self.server = server
+        """Host and port of the server, if the failure belongs to one."""
+
+    @property
+    def named(self) -> str:
+        """Host and port of the server, and the reason: for the caller, not for logs."""
+        return str(self) if self.server is None else f"{self.server}: {self}"
+
+
+class RetryableError(ExchangeError):
+    """A failed exchange that may be repeated, perhaps with another server."""
+
+    def __init__(
+        self,
+        reason: str,
+        server: str | None = None,
+        *,
+        wait_s: float | None = None,
+        is_connection: bool = False,
+        is_slow: bool = False,
+    ) -> None:
+        super().__init__(reason, server)
+        self.wait_s = wait_s
+        """Pause in seconds that the server asked for (``Retry-After``)."""
+        self.is_connection = is_connection
+        """Whether the connection failed before the whole response was received."""
+        self.is_slow = is_slow
+        """Whether the time limit of the request ran out."""
+
+
+class MalformedError(ExchangeError):
+    """An invalid response. Not retried."""
+
+
+class RefusedError(ExchangeError):
+    """A refusal by the server. Not retried."""
+
+    def __init__(self, reason: str, server: str | None = None, *, status: int) -> None:
+        super().__init__(reason, server)
+        self.status = status
+        """HTTP status."""
+
+    @property
+    def is_about_request(self) -> bool:
+        """Whether another request may succeed; otherwise the server is misconfigured."""
+        return self.status in (400, 413, 414, 422)
+
+    @property
+    def is_absence(self) -> bool:
+        """Whether the server does not have the endpoint, or does not open it."""
+        return self.status in (403, 404, 405, 501)
+
+
+def quote_body(text: bytes | str) -> str:
+    r"""Return text of a server as a short ASCII literal, safe in a log line.
+
+    Example:
+        >>> quote_body(b"no\nsuch \x1b[31mmodel")
+        "'no\\nsuch \\x1b[31mmodel'"
+    """
+    if isinstance(text, bytes):
+        text = text[: 4 * _MAX_QUOTED].decode("utf-8", errors="replace")
+    shown = ascii(text[:_MAX_QUOTED])
+    return shown if len(text) <= _MAX_QUOTED else shown + "..."
 
 
 @dataclass(frozen=True)
@@ -329,31 +394,20 @@ def _socket_options() -> list[tuple[int, int, int]]:
 class PacedBackend:
     """``httpcore.AsyncNetworkBackend`` that opens TCP connections as `PacedStream`."""
 
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ASYNC109 - the interface is httpcore's
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> PacedStream:
+    async def connect_tcp(self, *args: Any, **options: Any) -> PacedStream:
         """Open a connection."""
         import httpcore
 
-        backend = httpcore.AnyIOBackend()
-        return PacedStream(
-            await backend.connect_tcp(host, port, timeout, local_address, socket_options)
-        )
+        return PacedStream(await httpcore.AnyIOBackend().connect_tcp(*args, **options))
 
 
 class PacedStream:
     """``httpcore.AsyncNetworkStream`` that bounds the work that a response causes by its bytes.
 
-    The HTTP parser makes thousands of events of 2-byte chunks or interim responses (1xx), and
-    handles everything read before another task runs. So a read returns 8 KiB at most. A response
-    is refused if its bytes beside the body exceed those of the body by 16 KiB, or if it comes in
-    more than 1,024 pieces plus one for each 128 bytes of the body. A piece is a read, or a part of
-    the body.
+    The HTTP parser makes thousands of events of tiny chunks or interim responses (1xx) before
+    another task runs, so a read returns 8 KiB at most. A response is refused if its bytes beside
+    the body exceed those of the body by 16 KiB, or if it comes in more than 1,024 pieces (reads and
+    parts of the body) plus one for each 128 bytes of the body.
 
     Raises:
         httpcore.RemoteProtocolError: In `read` and `count_body`, if the response is refused.
@@ -367,9 +421,11 @@ class PacedStream:
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
         """Return the next bytes, 8 KiB at most."""
+        import httpcore
+
         overhead = self._num_bytes - self._num_body  # earlier reads have been parsed by now
         if overhead > _MAX_OVERHEAD_BYTES + self._num_body:
-            raise _refusal(
+            raise httpcore.RemoteProtocolError(
                 f"{overhead} bytes of headers, interim answers and frames of chunks came with "
                 f"{self._num_body} bytes of a body"
             )
@@ -384,26 +440,18 @@ class PacedStream:
         self._count_piece()
 
     def _count_piece(self) -> None:
+        import httpcore
+
         self._num_pieces += 1
         if self._num_pieces > _FREE_PIECES + self._num_body // _BYTES_PER_PIECE:
-            raise _refusal(f"{self._num_body} bytes came in {self._num_pieces} tiny pieces")
+            reason = f"{self._num_body} bytes came in {self._num_pieces} tiny pieces"
+            raise httpcore.RemoteProtocolError(reason)
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Send a part of a request, and restart the counts for its response."""
         self._num_bytes = self._num_body = self._num_pieces = 0
         await self._stream.write(buffer, timeout)
 
-    async def start_tls(
-        self,
-        ssl_context: ssl.SSLContext,
-        server_hostname: str | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109
-    ) -> PacedStream:
+    async def start_tls(self, *args: Any, **options: Any) -> PacedStream:
         """Return the encrypted stream."""
-        return PacedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
-
-
-def _refusal(reason: str) -> Exception:
-    import httpcore
-
-    return httpcore.RemoteProtocolError(reason)
+        return PacedStream(await self._stream.start_tls(*args, **options))

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from trajpack.agent.servers.api import ServerAPI
-from trajpack.agent.servers.client import HTTPRequest
-from trajpack.agent.servers.completion import is_number
-from trajpack.agent.servers.failures import (
+from trajpack.agent.servers.client import (
     ExchangeError,
+    HTTPRequest,
     MalformedError,
     RefusedError,
     RetryableError,
-    WeightUpdateError,
     quote_body,
 )
+from trajpack.agent.servers.engine_response import is_number
 from trajpack.agent.servers.options import LogprobSemantics, ServerOptions
-from trajpack.agent.servers.routing import ABSENT_STATUSES, Router, Server
+from trajpack.agent.servers.routing import Router, Server
 from trajpack.packing.conversion import INT32_MAX
 
 _MAX_BYTES = 2**20
@@ -31,6 +30,10 @@ _MIN_GAP = 0.05
 """Least difference of the first and fifth log-probability: far above rounding."""
 _ROUNDING = 0.01
 """Tolerance of log-probabilities above 0, and of probabilities whose sum is above 1."""
+
+
+class WeightUpdateError(RuntimeError):
+    """Servers did not take new weights, a version, a pause or a resume; the message names them."""
 
 
 class Control:
@@ -74,13 +77,13 @@ class Control:
             try:
                 await _send(server, self._api.resume(), _HEALTH_S)
             except RefusedError as error:
-                if error.status not in ABSENT_STATUSES:  # else it was restarted as another kind
+                if not error.is_absence:  # else it was restarted as another kind
                     raise
             server.is_paused = False
         try:
             await _send(server, HTTPRequest("/health", method="GET"), _HEALTH_S)
         except RefusedError as error:
-            if error.status not in ABSENT_STATUSES - {403}:
+            if not error.is_absence or error.status == 403:
                 raise
         await self._check_acknowledged_version(server)
         server.model = await _served_model(server)
@@ -102,54 +105,39 @@ class Control:
         if server.told_version != told:
             return  # an update came in between
         if isinstance(name, str) and not (is_number(name) and int(name[:20]) >= told):
-            server.is_behind = True
-            where = f"told of version {told}, it says"
-            message = server.client.error_message(where, quote_body(name), body)
-            raise RetryableError(f"{message}; an update helps", server.name)
+            raise server.restart_error(told, name, body)
 
-    async def set_version(self, version: int) -> None:
-        """Declare a version, and send it to the servers that have an endpoint for it."""
+    async def update(
+        self, request: HTTPRequest, version: int, *, is_label_only: bool = False
+    ) -> None:
+        """Send new weights, or their version alone, to all servers, and declare that version.
+
+        Servers without an endpoint for the version alone are left out.
+        """
         async with self._updating:
-            self._check_version(version, self.version)
-            await self._update(self._api.set_version(version), version, may_be_absent=True)
+            lowest = self.version if is_label_only else self.version + 1
+            if not lowest <= version <= INT32_MAX:
+                raise ValueError(
+                    f"version must be in [{lowest}, {INT32_MAX}], got {version}: the engine's is "
+                    f"{self.version}"
+                )
+            servers = self.router.servers
+            failed = await _send_all(servers, lambda server: self._update_one(server, request))
+            for server in servers:
+                error = failed.get(server)
+                is_absent = isinstance(error, RefusedError) and error.is_absence
+                if error is None or (is_absent and is_label_only):
+                    server.is_behind = False
+                    server.told_version = version if error is None else None
+                    failed.pop(server, None)
+            if len(failed) == len(servers):
+                raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
+            self.version = version
+            for server, error in failed.items():
+                server.is_behind = True  # its tokens would be labelled newer than they are
+                self.router.mark_unhealthy(server, str(error))
 
-    async def load_weights(self, request: HTTPRequest, version: int) -> None:
-        """Load new weights on all servers, and declare their version."""
-        async with self._updating:
-            self._check_version(version, self.version + 1)
-            await self._update(request, version, may_be_absent=False)
-
-    def _check_version(self, version: int, lowest: int) -> None:
-        if not lowest <= version <= INT32_MAX:
-            raise ValueError(
-                f"version must be in [{lowest}, {INT32_MAX}], got {version}: the engine's is "
-                f"{self.version}"
-            )
-
-    async def _update(self, request: HTTPRequest, version: int, *, may_be_absent: bool) -> None:
-        servers = self.router.servers
-        outcomes = await asyncio.gather(
-            *(self._update_one(server, request, version) for server in servers),
-            return_exceptions=True,
-        )
-        failed: dict[Server, ExchangeError] = {}
-        for server, outcome in zip(servers, outcomes, strict=True):
-            is_absent = isinstance(outcome, RefusedError) and outcome.status in ABSENT_STATUSES
-            if outcome is None or (is_absent and may_be_absent):
-                server.is_behind = False
-                server.told_version = version if outcome is None else None
-            elif isinstance(outcome, ExchangeError):
-                failed[server] = outcome
-            else:
-                raise outcome
-        if len(failed) == len(servers):
-            raise WeightUpdateError(f"version {version} reached no server: {_join(failed)}")
-        self.version = version
-        for server, error in failed.items():
-            server.is_behind = True  # its tokens would be labelled newer than they are
-            self.router.mark_unhealthy(server, str(error))
-
-    async def _update_one(self, server: Server, request: HTTPRequest, version: int) -> None:
+    async def _update_one(self, server: Server, request: HTTPRequest) -> None:
         """Update one server, or raise the error that its response reports."""
         body = await _send(server, request, self._control_s)
         try:
@@ -167,7 +155,7 @@ class Control:
         servers = [server for server in self.router.servers if server.is_healthy]
         for server in servers:
             server.is_paused = True  # also if the response gets lost
-        if failures := await self._send_all(servers, self._api.pause(interrupt=interrupt)):
+        if failures := await self._order(servers, self._api.pause(interrupt=interrupt)):
             for server, error in failures.items():
                 server.is_paused = not isinstance(error, RefusedError)
             with contextlib.suppress(WeightUpdateError):
@@ -178,7 +166,7 @@ class Control:
         """Resume all healthy servers; the others are resumed by their next handshake."""
         servers = [server for server in self.router.servers if server.is_healthy]
         try:
-            failures = await self._send_all(servers, self._api.resume())
+            failures = await self._order(servers, self._api.resume())
             for server in servers:
                 server.is_paused = server.is_paused and server in failures
         finally:
@@ -189,23 +177,15 @@ class Control:
         if failures:
             raise WeightUpdateError(f"did not resume: {_join(failures)}")
 
-    async def _send_all(
+    async def _order(
         self, servers: list[Server], request: HTTPRequest
     ) -> dict[Server, ExchangeError]:
         """Send a request to servers; return failures, and mark servers unhealthy that lost it."""
-        outcomes = await asyncio.gather(
-            *(_send(server, request, self._control_s) for server in servers),
-            return_exceptions=True,
-        )
-        failures = {}
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if isinstance(outcome, ExchangeError):
-                failures[server] = outcome
-                if isinstance(outcome, RetryableError):
-                    self.router.mark_unhealthy(server, str(outcome))
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        return failures
+        failed = await _send_all(servers, lambda server: _send(server, request, self._control_s))
+        for server, error in failed.items():
+            if isinstance(error, RetryableError):
+                self.router.mark_unhealthy(server, str(error))
+        return failed
 
     async def _detect_logprobs(self, server: Server) -> LogprobSemantics:
         """Detect the semantics of a server's log-probabilities.
@@ -225,7 +205,7 @@ class Control:
                 ratio = await self._top_gap(server, token_id, 0.5) / gap if gap > _MIN_GAP else 0
             except RefusedError as error:
                 # another endpoint, if there is one, gets the next request
-                self._api.use_fallback(server, error.status)
+                self._api.use_fallback(server, error)
                 continue
             if 0.8 < ratio < 1.25:
                 return "raw"
@@ -259,6 +239,20 @@ class Control:
 
 async def _send(server: Server, request: HTTPRequest, seconds: float) -> bytes:
     return await server.client.send(request, max_bytes=_MAX_BYTES, timeout_s=seconds)
+
+
+async def _send_all(
+    servers: Sequence[Server], send: Callable[[Server], Awaitable[object]]
+) -> dict[Server, ExchangeError]:
+    """Send to all servers at once, and return the failures."""
+    outcomes = await asyncio.gather(*map(send, servers), return_exceptions=True)
+    failed = {}
+    for server, outcome in zip(servers, outcomes, strict=True):
+        if isinstance(outcome, ExchangeError):
+            failed[server] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+    return failed
 
 
 async def _served_model(server: Server) -> str | None:

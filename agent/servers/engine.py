@@ -20,27 +20,24 @@ from trajpack.agent.errors import (
 )
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
 from trajpack.agent.seeding import derive_seed
-from trajpack.agent.servers.api import SampleRequest, ServerAPI
-from trajpack.agent.servers.client import ServerClient, ServerURL
-from trajpack.agent.servers.completion import (
-    BackwardsError,
-    Completion,
-    is_number,
-    logprob_mismatch,
-)
-from trajpack.agent.servers.control import Control
-from trajpack.agent.servers.engine_response import EngineResponse, ResponseLimits
-from trajpack.agent.servers.failures import (
+from trajpack.agent.servers.api import SampleRequest, ServerAPI, logprob_mismatch
+from trajpack.agent.servers.client import (
     ExchangeError,
     MalformedError,
-    OutageError,
-    OutdatedError,
     RefusedError,
     RetryableError,
-    quote_body,
+    ServerClient,
+    ServerURL,
+)
+from trajpack.agent.servers.control import Control
+from trajpack.agent.servers.engine_response import (
+    BackwardsError,
+    Completion,
+    ResponseLimits,
+    is_number,
 )
 from trajpack.agent.servers.options import ServerOptions
-from trajpack.agent.servers.routing import Server
+from trajpack.agent.servers.routing import OutageError, Server
 from trajpack.packing.conversion import INT32_MAX
 from trajpack.packing.optional import require
 from trajpack.packing.text import one_line
@@ -53,6 +50,10 @@ _ABORT_S = 2.0
 _MAX_REASON = 700
 """Characters of an error's text."""
 _Self = TypeVar("_Self", bound="ServerEngine")
+
+
+class OutdatedError(RetryableError):
+    """A server's weights are older than those of the completion's first tokens."""
 
 
 class ServerEngine(QueuedEngine):
@@ -123,7 +124,8 @@ class ServerEngine(QueuedEngine):
             WeightUpdateError: If every server failed; the version stays as it was.
             RuntimeError: If the engine is not running.
         """
-        await self._running("set_version").set_version(version)
+        control = self._running("set_version")
+        await control.update(self._api.set_version(version), version, is_label_only=True)
 
     async def pause(self, *, interrupt: bool = False) -> None:
         """Pause generation on the servers, and send no new requests.
@@ -308,32 +310,20 @@ class ServerEngine(QueuedEngine):
     async def _sample(self, server: Server, completion: Completion) -> None:
         """Send one request and append its sample; report a failure to the router."""
         control = self._running("generate")
-        qid = completion.qid
         mismatch = logprob_mismatch(
             completion.params,
             server.logprobs,
             filters_are_processed=self._api.filters_are_processed,
         )
         if mismatch is not None and not self._options.allow_other_logprobs:
-            raise RequestRefusedError(qid, f"{mismatch} (allow_other_logprobs sends it anyway)")
+            reason = f"{mismatch} (allow_other_logprobs sends it anyway)"
+            raise RequestRefusedError(completion.qid, reason)
         completion.server = server.name
-        declared, told = control.version, server.told_version
-        limits = self._response_limits(completion)
         try:
-            body = await self._send(server, completion, limits)
-            try:
-                response = await self._parse(body, limits)
-                if told is not None:
-                    _check_restart(server, told, response)
-                completion.append(response, declared)
-            except BackwardsError as error:
-                raise OutdatedError(str(error), server.name) from None
-            except ValueError as error:
-                message = server.client.error_message("this is no answer", str(error), body)
-                raise MalformedError(message, server.name) from None
+            await self._exchange(server, completion, control.version)
         except ExchangeError as error:
             if isinstance(error, RetryableError):
-                control.router.forget(qid)  # another server may succeed
+                control.router.forget(completion.qid)  # another server may succeed
             # a wrong request and outdated weights are not the server's failure; every other error
             # is, or the server that fails fastest would get all requests
             is_innocent = isinstance(error, OutdatedError) or (
@@ -344,7 +334,35 @@ class ServerEngine(QueuedEngine):
             raise
         server.num_failures = 0
 
-    async def _send(self, server: Server, completion: Completion, limits: ResponseLimits) -> bytes:
+    async def _exchange(self, server: Server, completion: Completion, declared: int) -> None:
+        """Send the request for the missing tokens, parse the response and append its sample."""
+        max_tokens = completion.remaining.max_new_tokens
+        # a server may repeat the prompt: 11 digits and a comma per token at most
+        num_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * max_tokens + 12 * len(completion.token_ids)
+        limits = ResponseLimits(
+            max_tokens=max_tokens,
+            vocab_size=self._options.vocab_size or INT32_MAX + 1,
+            max_bytes=min(num_bytes, self._options.max_response_bytes),
+        )
+        told = server.told_version
+        body = await self._send(server, completion, limits.max_bytes)
+        read = partial(self._api.read_sample, body, limits)
+        try:
+            if len(body) < _THREAD_BYTES:
+                response = read()
+            else:
+                response = await asyncio.get_running_loop().run_in_executor(None, read)
+            for name, start, end in response.weight_versions or ():
+                if told is not None and start < end and not is_number(name):
+                    raise server.restart_error(told, name)
+            completion.append(response, declared)
+        except BackwardsError as error:
+            raise OutdatedError(str(error), server.name) from None
+        except ValueError as error:
+            message = server.client.error_message("this is no answer", str(error), body)
+            raise MalformedError(message, server.name) from None
+
+    async def _send(self, server: Server, completion: Completion, max_bytes: int) -> bytes:
         """Send the request for the missing tokens; a failed one is aborted at the server."""
         seed = None
         if self._options.seed is not None:
@@ -362,11 +380,9 @@ class ServerEngine(QueuedEngine):
         while True:
             request = self._api.write_sample(server, sample)
             try:
-                return await server.client.send(
-                    request, max_bytes=limits.max_bytes, timeout_s=timeout_s
-                )
+                return await server.client.send(request, max_bytes=max_bytes, timeout_s=timeout_s)
             except RefusedError as error:
-                if not self._api.use_fallback(server, error.status):
+                if not self._api.use_fallback(server, error):
                     raise
             except (asyncio.CancelledError, RetryableError, MalformedError) as error:
                 is_answered = isinstance(error, RetryableError) and not (
@@ -375,22 +391,6 @@ class ServerEngine(QueuedEngine):
                 if not is_answered:
                     self._abort(server, sample.request_id)
                 raise
-
-    async def _parse(self, body: bytes, limits: ResponseLimits) -> EngineResponse:
-        read = partial(self._api.read_sample, body, limits)
-        if len(body) < _THREAD_BYTES:
-            return read()
-        return await asyncio.get_running_loop().run_in_executor(None, read)
-
-    def _response_limits(self, completion: Completion) -> ResponseLimits:
-        max_tokens = completion.remaining.max_new_tokens
-        # a server may repeat the prompt: 11 digits and a comma per token at most
-        num_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * max_tokens + 12 * len(completion.token_ids)
-        return ResponseLimits(
-            max_tokens=max_tokens,
-            vocab_size=self._options.vocab_size or INT32_MAX + 1,
-            max_bytes=min(num_bytes, self._options.max_response_bytes),
-        )
 
     def _abort(self, server: Server, request_id: str) -> None:
         """Start a task that aborts a request at its server."""
@@ -406,18 +406,6 @@ class ServerEngine(QueuedEngine):
         task = asyncio.get_running_loop().create_task(send())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
-
-
-def _check_restart(server: Server, told: int, response: EngineResponse) -> None:
-    """Detect a server that lost the version it acknowledged: it was restarted."""
-    names = [name for name, start, end in response.weight_versions or () if start < end]
-    unnumbered = [name for name in names if not is_number(name)]
-    if unnumbered:
-        server.is_behind = True
-        where = f"told of version {told}, it says"
-        message = server.client.error_message(where, quote_body(unnumbered[0]), b"")
-        reason = f"{message}: it seems to have been started anew"
-        raise RetryableError(reason, server.name, is_connection=True)
 
 
 def _as_reply(qid: str, error: ExchangeError) -> GenerationError:

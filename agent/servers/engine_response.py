@@ -1,37 +1,35 @@
-"""Responses of inference servers, from JSON bytes to checked arrays."""
+"""Responses of servers as checked arrays, and completions made of several responses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import GenericAlias
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from trajpack.agent.protocols import GenerationOutput
+from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_logprobs
 from trajpack.packing.optional import require
-from trajpack.packing.types import IntArray, VersionSpan
+from trajpack.packing.types import VersionSpan
 
 PLACEHOLDER_LOGPROB = -9999.0
 """Value that vLLM writes for a log-probability that it did not compute, or that is lower."""
 _MAX_ERROR_BODY = 2**20
 """Bytes of the largest body that is searched for an error message."""
+FINISH_REASONS = ("stop", "length", "abort")
+_MAX_LOGPROB = 0.01
+"""Upper bound of a log-probability: 0, and some rounding."""
 WeightVersions: TypeAlias = tuple[tuple[str, int, int], ...]
 """``(version, start, end)`` for each span of the completion."""
-_Matched: TypeAlias = int | str | list[int] | None
 
 
 @dataclass(frozen=True)
 class ResponseLimits:
-    """Limits of a response that is accepted.
-
-    Raises:
-        ValueError: If one is below 1.
-    """
+    """Limits of a response that is accepted, each above 0."""
 
     max_tokens: int
     """Number of completion tokens: as many as the request asked for."""
@@ -40,11 +38,6 @@ class ResponseLimits:
     max_bytes: int = 64 * 2**20
     """Length of the body in bytes. ``/inference/v1/generate`` takes about 140 bytes per token. A
     crafted body may take 30 times its size in memory when parsed."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "vocab_size", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,34 +54,6 @@ class EngineResponse:
     """``"stop"``, ``"length"``, ``"abort"`` or another word of the server."""
     weight_versions: WeightVersions | None
     """``(version, start, end)`` spans as the server named them; None if it does not report any."""
-
-    def to_output(
-        self,
-        qid: str,
-        prompt_ids: IntArray,
-        version_start: int,
-        version_end: int,
-        version_spans: Sequence[VersionSpan] | None = None,
-    ) -> GenerationOutput:
-        """Return the reply to episode ``qid``; arrays are shared, not copied.
-
-        Args:
-            qid: Name of the episode.
-            prompt_ids: Token ids that were sent; used if the response has no prompt ids.
-            version_start: Policy version of the first sampled token.
-            version_end: Policy version of the last sampled token.
-            version_spans: Versions token by token, if known.
-        """
-        return GenerationOutput(
-            qid=qid,
-            prompt_ids=prompt_ids if self.prompt_ids is None else self.prompt_ids,
-            output_ids=self.output_ids,
-            output_logprobs=self.output_logprobs,
-            no_eos=self.finish_reason != "stop",
-            version_start=version_start,
-            version_end=version_end,
-            version_spans=version_spans,
-        )
 
 
 def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
@@ -124,7 +89,7 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         >>> response.output_ids, response.output_logprobs
         (array([5, 7], dtype=int32), array([-0.5, -2. ], dtype=float32))
     """
-    response = _parse("vLLM", body, limits, _vllm_decoder())
+    response = _parse("vLLM", body, limits)
     if len(response.choices) != 1:
         raise _refusal("vLLM", "one sample in choices", len(response.choices))
     (choice,) = response.choices
@@ -134,14 +99,15 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     elif logprobs is None:
         raise _refusal("vLLM", "content or token_logprobs in logprobs", "neither")
     prompt = choice.prompt_token_ids
-    sample = _Sample(
+    return _checked(
+        "vLLM",
+        limits,
         prompt_ids=response.prompt_token_ids if prompt is None else prompt,
         output_ids=choice.token_ids,
         output_logprobs=logprobs,
         finish_reason=choice.finish_reason,
         weight_versions=None if spans is None else _spans(spans),
     )
-    return _checked("vLLM", sample, limits)
 
 
 def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
@@ -171,7 +137,7 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         >>> response.output_ids, response.finish_reason, response.weight_versions
         (array([5, 7], dtype=int32), 'length', (('3', 0, 2),))
     """
-    response = _parse("SGLang", body, limits, _sglang_decoder())
+    response = _parse("SGLang", body, limits)
     meta, ids = response.meta_info, response.output_ids
     entries = meta.output_token_logprobs
     if len(entries) != len(ids):
@@ -187,31 +153,23 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     versions = None if spans is None else _spans(spans)
     if spans is None and meta.weight_version is not None:
         versions = ((meta.weight_version, 0, len(ids)),)
-    sample = _Sample(
+    return _checked(
+        "SGLang",
+        limits,
         prompt_ids=response.prompt_token_ids,
         output_ids=ids,
         output_logprobs=[entry.logprob for entry in entries],
         finish_reason=meta.finish_reason.type,
         weight_versions=versions,
     )
-    return _checked("SGLang", sample, limits)
-
-
-class _Sample(NamedTuple):
-    """Parts of a response: of the right type, values unchecked."""
-
-    prompt_ids: list[int] | None
-    output_ids: list[int]
-    output_logprobs: list[float]
-    finish_reason: str
-    weight_versions: WeightVersions | None
 
 
 def _refusal(server: str, expected: str, got: object) -> ValueError:
     return ValueError(f"{server} response: expected {expected}, got {got}")
 
 
-def _parse(server: str, body: bytes, limits: ResponseLimits, decode: Callable[..., Any]) -> Any:
+def _parse(server: str, body: bytes, limits: ResponseLimits) -> Any:
+    decode = _decoders()[server]
     import msgspec
 
     if len(body) > limits.max_bytes:
@@ -264,22 +222,31 @@ def _check_stop(finish: Any, ids: list[int]) -> None:
         raise _refusal("SGLang", expected, ids[-1] if ids else "no token")
 
 
-def _checked(server: str, sample: _Sample, limits: ResponseLimits) -> EngineResponse:
-    num_tokens = len(sample.output_ids)
+def _checked(
+    server: str,
+    limits: ResponseLimits,
+    *,
+    prompt_ids: list[int] | None,
+    output_ids: list[int],
+    output_logprobs: list[float],
+    finish_reason: str,
+    weight_versions: WeightVersions | None,
+) -> EngineResponse:
+    num_tokens = len(output_ids)
     if num_tokens > limits.max_tokens:
         raise _refusal(server, f"at most {limits.max_tokens} tokens in token_ids", num_tokens)
-    if len(sample.output_logprobs) != num_tokens:
+    if len(output_logprobs) != num_tokens:
         expected = f"{num_tokens} log-probabilities, one for each of token_ids in logprobs"
-        raise _refusal(server, expected, len(sample.output_logprobs))
-    logprobs = as_logprobs(f"{server} response: logprobs", sample.output_logprobs)
+        raise _refusal(server, expected, len(output_logprobs))
+    logprobs = as_logprobs(f"{server} response: logprobs", output_logprobs)
     missing = np.flatnonzero(logprobs <= PLACEHOLDER_LOGPROB)
     if missing.size:
         expected = f"a log-probability above {PLACEHOLDER_LOGPROB:.0f} at index {missing[0]}"
         raise _refusal(server, f"{expected} in logprobs", logprobs[missing[0]])
     arrays = []
     for name, values in (
-        ("prompt_token_ids", sample.prompt_ids or []),
-        ("token_ids", sample.output_ids),
+        ("prompt_token_ids", prompt_ids or []),
+        ("token_ids", output_ids),
     ):
         ids = as_ids(f"{server} response: {name}", values)
         if ids.size and ids.max() >= limits.vocab_size:
@@ -287,74 +254,191 @@ def _checked(server: str, sample: _Sample, limits: ResponseLimits) -> EngineResp
             raise _refusal(server, f"ids below {limits.vocab_size} in {name}", got)
         arrays.append(ids)
     return EngineResponse(
-        prompt_ids=None if sample.prompt_ids is None else arrays[0],
+        prompt_ids=None if prompt_ids is None else arrays[0],
         output_ids=arrays[1],
         output_logprobs=logprobs,
-        finish_reason=sample.finish_reason,
-        weight_versions=sample.weight_versions,
+        finish_reason=finish_reason,
+        weight_versions=weight_versions,
     )
-
-
-def _struct(name: str, *fields: Any, **options: Any) -> Any:
-    import msgspec
-
-    # gc=False: no cycle can go through these, so the collector need not walk thousands of them
-    return msgspec.defstruct(name, fields, gc=False, **options)
-
-
-def _array(kind: Any) -> Any:
-    return GenericAlias(list, (kind,))
 
 
 @cache
-def _vllm_decoder() -> Callable[[bytes], Any]:
-    """Return the parser of vLLM's responses; parts that it does not name are skipped."""
+def _decoders() -> dict[str, Callable[[bytes], Any]]:
+    """Return the parsers of responses; parts that they do not name are skipped."""
     require("msgspec")
     import msgspec
 
-    entry = _struct("Entry", ("logprob", float))
-    logprobs = _struct(
-        "Logprobs",
-        ("content", _array(entry) | None, None),
-        ("token_logprobs", list[float] | None, None),
-    )
-    span = _struct("Span", ("version", str), ("start", int), ("end", int))
-    choice = _struct(
-        "Choice",
-        ("token_ids", list[int]),
-        ("finish_reason", str),
-        ("logprobs", logprobs),
-        ("prompt_token_ids", list[int] | None, None),
-        ("weight_versions", _array(span) | None, None),
-    )
-    response = _struct(
-        "Response", ("choices", _array(choice)), ("prompt_token_ids", list[int] | None, None)
-    )
-    decode: Callable[[bytes], Any] = msgspec.json.Decoder(response).decode
-    return decode
+    def struct(*fields: Any, **options: Any) -> Any:
+        # gc=False: no cycle can go through these, so the collector need not walk thousands of them
+        return msgspec.defstruct("Part", fields, gc=False, **options)
 
+    def array(kind: Any) -> Any:
+        return GenericAlias(list, (kind,))
 
-@cache
-def _sglang_decoder() -> Callable[[bytes], Any]:
-    """Return the parser of SGLang's responses; parts that it does not name are skipped."""
-    require("msgspec")
-    import msgspec
-
-    entry = _struct("Entry", ("logprob", float), ("token_id", int), array_like=True)
-    span = _struct("Span", ("version", str), ("start", int), ("end", int))
-    finish = _struct("Finish", ("type", str), ("matched", _Matched, None))
-    meta = _struct(
-        "MetaInfo",
+    prompt = ("prompt_token_ids", list[int] | None, None)
+    span = struct(("version", str), ("start", int), ("end", int))
+    spans = ("weight_versions", array(span) | None, None)
+    entry = struct(("logprob", float))
+    logprobs = struct(
+        ("content", array(entry) | None, None), ("token_logprobs", list[float] | None, None)
+    )
+    choice = struct(
+        ("token_ids", list[int]), ("finish_reason", str), ("logprobs", logprobs), prompt, spans
+    )
+    pair = struct(("logprob", float), ("token_id", int), array_like=True)
+    finish = struct(("type", str), ("matched", int | str | list[int] | None, None))
+    meta = struct(
         ("finish_reason", finish),
-        ("output_token_logprobs", _array(entry)),
+        ("output_token_logprobs", array(pair)),
         ("weight_version", str | None, None),
-        ("weight_versions", _array(span) | None, None),
+        spans,
     )
-    response = _struct(
-        "Response",
-        ("output_ids", list[int]),
-        ("meta_info", meta),
-        ("prompt_token_ids", list[int] | None, None),
-    )
-    decode: Callable[[bytes], Any] = msgspec.json.Decoder(response).decode
-    return decode
+    shapes = {
+        "vLLM": struct(("choices", array(choice)), prompt),
+        "SGLang": struct(("output_ids", list[int]), ("meta_info", meta), prompt),
+    }
+    return {server: msgspec.json.Decoder(shape).decode for server, shape in shapes.items()}
+
+
+class BackwardsError(ValueError):
+    """A server's weights are older than those of the completion's first tokens."""
+
+
+def read_spans(
+    named: tuple[tuple[str, int, int], ...] | None, num_tokens: int, declared: int
+) -> list[VersionSpan]:
+    """Return the policy versions of sampled tokens, without empty spans.
+
+    Servers name versions by strings. A decimal number is a policy version; any other name, and no
+    name at all, is the version that the engine had declared.
+
+    Raises:
+        ValueError: If the spans do not cover the tokens in order, a version is beyond int32, or
+            versions run backwards.
+
+    Example:
+        >>> read_spans((("default", 0, 2), ("8", 2, 5)), 5, declared=7)
+        [VersionSpan(version=7, start=0, end=2), VersionSpan(version=8, start=2, end=5)]
+    """
+    spans: list[VersionSpan] = []
+    covered = 0
+    for name, start, end in (("", 0, num_tokens),) if named is None else named:
+        if start != covered or end < start:
+            raise ValueError(f"weight_versions: [{start}, {end}) follows token {covered}")
+        covered = end
+        if start == end:
+            continue
+        version = declared
+        if is_number(name):
+            if len(name) > 10 or int(name) > INT32_MAX:
+                raise ValueError(f"weight_versions: {name[:40]} is beyond int32")
+            version = int(name)
+        if spans and version < spans[-1].version:
+            raise ValueError(f"weight_versions: {version} follows {spans[-1].version}")
+        spans.append(VersionSpan(version, start, end))
+    if covered != num_tokens:
+        raise ValueError(f"weight_versions cover {covered} of {num_tokens} tokens")
+    return spans
+
+
+def is_number(name: str) -> bool:
+    """Return whether the name of a version is a decimal number."""
+    return name.isascii() and name.isdecimal()
+
+
+@dataclass
+class Completion:
+    """State of one completion: its request, and what was sampled so far."""
+
+    qid: str
+    """Name of the episode."""
+    number: int
+    """Index of the request within its episode."""
+    prompt: list[int]
+    """Token ids of the prompt."""
+    params: SamplingParams
+    """Sampling parameters of the whole completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the completion, beside the model's own."""
+    token_ids: list[int] = field(default_factory=list)
+    """Token ids of the prompt and of the sampled tokens."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Policy versions of the sampled tokens."""
+    finish_reason: str = "abort"
+    """Finish reason of the last request; ``"abort"`` asks for another request."""
+    server: str | None = None
+    """Host and port of the server that was asked last."""
+    _ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        return len(self.token_ids) - len(self.prompt)
+
+    @property
+    def remaining(self) -> SamplingParams:
+        """Sampling parameters of the missing tokens."""
+        left = self.params.max_new_tokens - self.num_tokens
+        return replace(self.params, max_new_tokens=left)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further request is needed."""
+        return self.finish_reason != "abort" or self.num_tokens == self.params.max_new_tokens
+
+    def append(self, response: EngineResponse, declared: int) -> None:
+        """Append the sample of one request.
+
+        Args:
+            response: Response of the server.
+            declared: Version that the engine had declared when the request was sent; used for
+                tokens whose version has no number.
+
+        Raises:
+            BackwardsError: If the weights are older than those of the first tokens.
+            ValueError: If the response contradicts the request or earlier responses. Nothing is
+                appended.
+        """
+        reason, num_new = response.finish_reason, len(response.output_ids)
+        if reason not in FINISH_REASONS:
+            raise ValueError(
+                f"expected one of {FINISH_REASONS} as finish reason, got {reason!a:.80}"
+            )
+        if num_new == 0 and reason != "abort":
+            raise ValueError(f"no token was sampled, but the finish reason is {reason!r}")
+        if num_new and response.output_logprobs.max() > _MAX_LOGPROB:
+            raise ValueError(f"a log-probability is {response.output_logprobs.max()}, above 0")
+        seen = response.prompt_ids
+        if seen is not None and not np.array_equal(seen, self.token_ids):
+            raise ValueError("the server saw another prompt than was sent")
+        spans = read_spans(response.weight_versions, num_new, declared)
+        last = self.spans[-1].version if self.spans else 0
+        if spans and spans[0].version < last:
+            raise BackwardsError(f"version {spans[0].version} after version {last}")
+        for version, start, end in spans:
+            first, stop = self.num_tokens + start, self.num_tokens + end
+            if self.spans and self.spans[-1].version == version:
+                first = self.spans.pop().start
+            self.spans.append(VersionSpan(version, first, stop))
+        self.token_ids.extend(response.output_ids.tolist())
+        self._ids.append(response.output_ids)
+        self._logprobs.append(response.output_logprobs)
+        self.finish_reason = reason
+
+    def to_output(self) -> GenerationOutput:
+        """Return the reply."""
+        is_one = len(self._ids) == 1  # whose arrays need no copy
+        return GenerationOutput(
+            qid=self.qid,
+            prompt_ids=self.prompt,
+            output_ids=self._ids[0] if is_one else np.concatenate(self._ids),
+            output_logprobs=self._logprobs[0] if is_one else np.concatenate(self._logprobs),
+            no_eos=self.finish_reason != "stop",
+            version_start=self.spans[0].version,
+            version_end=self.spans[-1].version,
+            version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
+        )

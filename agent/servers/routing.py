@@ -9,21 +9,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from trajpack.agent.errors import SetupError
-from trajpack.agent.servers.client import ServerClient
-from trajpack.agent.servers.failures import (
+from trajpack.agent.servers.client import (
     ExchangeError,
     MalformedError,
-    OutageError,
     RefusedError,
     RetryableError,
+    ServerClient,
+    quote_body,
 )
 from trajpack.agent.servers.options import LogprobSemantics, RetryLimits, TimeLimits
 from trajpack.packing.text import one_line
 
 _logger = logging.getLogger(__name__)
 _MAX_DOUBLINGS = 4
-ABSENT_STATUSES = frozenset((403, 404, 405, 501))
-"""HTTP statuses of an endpoint that the server does not have, or does not open."""
+
+
+class OutageError(Exception):
+    """No server was healthy within the time limit."""
 
 
 @dataclass(eq=False)
@@ -65,6 +67,14 @@ class Server:
     def name(self) -> str:
         """Host and port."""
         return self.client.name
+
+    def restart_error(self, told: int, version: str, body: bytes = b"") -> RetryableError:
+        """Mark a server that does not know the version that it acknowledged: it was restarted."""
+        self.is_behind = True
+        where = f"told of version {told}, it says"
+        message = self.client.error_message(where, quote_body(version), body)
+        reason = f"{message}: it seems to have been started anew; an update helps"
+        return RetryableError(reason, self.name, is_connection=True)
 
 
 class Router:

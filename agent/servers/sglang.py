@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajpack.agent.servers.api import NEUTRAL, SampleRequest
-from trajpack.agent.servers.client import HTTPRequest
+from trajpack.agent.servers.client import HTTPRequest, RefusedError
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.engine_response import (
     EngineResponse,
@@ -68,7 +68,7 @@ class SGLangEngine(ServerEngine):
         """
         payload = {"model_path": str(path), "weight_version": str(version)}
         control = self._running("update_weights_from_disk")
-        await control.load_weights(HTTPRequest("/update_weights_from_disk", payload), version)
+        await control.update(HTTPRequest("/update_weights_from_disk", payload), version)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SGLangServerAPI:
         """Parse the response."""
         return read_sglang_response(body, limits)
 
-    def use_fallback(self, server: Server, status: int) -> bool:
+    def use_fallback(self, server: Server, error: RefusedError) -> bool:
         """Return False: there is one endpoint."""
         return False
 

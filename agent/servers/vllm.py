@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from trajpack.agent.servers.api import NEUTRAL, SampleRequest
-from trajpack.agent.servers.client import HTTPRequest
+from trajpack.agent.servers.client import HTTPRequest, RefusedError
 from trajpack.agent.servers.engine import ServerEngine
 from trajpack.agent.servers.engine_response import (
     EngineResponse,
@@ -15,7 +15,7 @@ from trajpack.agent.servers.engine_response import (
     read_vllm_response,
 )
 from trajpack.agent.servers.options import DEFAULT_OPTIONS, LogprobSemantics, ServerOptions
-from trajpack.agent.servers.routing import ABSENT_STATUSES, Server
+from trajpack.agent.servers.routing import Server
 
 VLLMEndpoint: TypeAlias = Literal["generate", "completions"]
 
@@ -102,9 +102,9 @@ class VLLMServerAPI:
         """Parse the response of either endpoint."""
         return read_vllm_response(body, limits)
 
-    def use_fallback(self, server: Server, status: int) -> bool:
+    def use_fallback(self, server: Server, error: RefusedError) -> bool:
         """Switch a server without ``/inference/v1/generate`` to ``/v1/completions``."""
-        if self._is_completions(server) or self.endpoint or status not in ABSENT_STATUSES:
+        if self._is_completions(server) or self.endpoint or not error.is_absence:
             return False
         server.endpoint = "completions"
         return True

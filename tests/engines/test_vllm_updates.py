@@ -16,8 +16,7 @@ from trajpack.agent.environments.math_verify import MathVerifyEnvironment
 from trajpack.agent.environments.questions import reasoning_gym_questions
 from trajpack.agent.protocols import GenerationOutput, Prompt, SamplingParams
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
-from trajpack.agent.servers.client import HTTPRequest
-from trajpack.agent.servers.failures import RetryableError
+from trajpack.agent.servers.client import HTTPRequest, RetryableError
 from trajpack.agent.servers.options import ServerOptions
 from trajpack.agent.servers.vllm import VLLMEngine
 from trajpack.packing.buffer.buffer import TrajectoryBuffer

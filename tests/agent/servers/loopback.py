@@ -229,6 +229,20 @@ def drawing(
     return say
 
 
+async def never(asked: Asked) -> Answer:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def always(answer: Answer) -> Callable[[Asked], Awaitable[Answer]]:
+    """Answer every request for a sample in the same way."""
+
+    async def draw(asked: Asked) -> Answer:
+        return answer
+
+    return drawing(draw)
+
+
 @asynccontextmanager
 async def raw_server(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],

@@ -271,4 +271,4 @@ def test_a_large_answer_is_read_beside_the_event_loop() -> None:
             assert len((await asked).output_ids) == count
         return longest
 
-    assert min(asyncio.run(body()) for _ in range(3)) < 0.02
+    assert any(asyncio.run(body()) < 0.02 for _ in range(3))

@@ -1,4 +1,4 @@
-"""Connections: what may travel on them, how long they stay, and what they are known by."""
+"""Connections: certificates, lifetime, keep-alive probes, and responses sent twice."""
 
 import asyncio
 import json
@@ -16,6 +16,7 @@ from tests.agent.servers.loopback import (
     drawing,
     encode,
     generate,
+    never,
     options,
     raw_server,
     say_vllm,
@@ -70,10 +71,6 @@ def timers_of_connections_to(port: int) -> list[list[str]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of connections is Linux's")
 def test_a_host_that_is_gone_without_a_word_is_noticed() -> None:
-    async def never(asked: Asked) -> Answer:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     async def body() -> None:
         async with serving(VLLMEngine, drawing(never)) as ((server,), engine):
             asked = asyncio.create_task(ask(engine, sampling=SamplingParams(4)))

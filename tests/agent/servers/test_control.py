@@ -1,0 +1,585 @@
+"""Weight updates, pauses, restarted servers, and detection of log-probability semantics."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.agent.servers.loopback import (
+    Answer,
+    Asked,
+    Loopback,
+    ask,
+    drawing,
+    generate,
+    options,
+    say_sglang,
+    say_vllm,
+    serving,
+    sglang_body,
+    until,
+    vllm_body,
+)
+from trajpack.agent.errors import RequestRefusedError, SetupError
+from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.api import NEUTRAL
+from trajpack.agent.servers.control import WeightUpdateError
+from trajpack.agent.servers.options import TimeLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
+
+
+def listening(
+    say: Callable[[Asked], Awaitable[Answer]], *paths: str
+) -> Callable[[Asked], Awaitable[Answer]]:
+    async def both(asked: Asked) -> Answer:
+        path = asked.path.partition("?")[0]
+        return Answer(body={"success": True}) if path in paths else await say(asked)
+
+    return both
+
+
+def test_a_version_is_declared_and_told() -> None:
+    say = listening(say_sglang, "/update_weight_version")
+
+    async def body() -> None:
+        async with serving(SGLangEngine, say, 2, version=3) as (servers, engine):
+            await engine.set_version(4)
+            assert engine.version == 4
+            for server in servers:
+                assert server.asked[-1].payload == {
+                    "new_version": "4",
+                    "abort_all_requests": False,
+                }
+            with pytest.raises(ValueError, match=r"version must be in \[4, "):
+                await engine.set_version(3)
+            assert engine.version == 4
+        with pytest.raises(RuntimeError, match="set_version: the engine is not running"):
+            await engine.set_version(5)
+
+    asyncio.run(body())
+
+
+def test_a_version_may_be_declared_where_nobody_listens() -> None:
+    async def body() -> None:
+        async with serving(VLLMEngine, say_vllm) as (_, engine):
+            await engine.set_version(7)
+            assert engine.version == 7
+            assert (await generate(engine)).version_end == 7
+
+    asyncio.run(body())
+
+
+def test_a_request_in_flight_counts_as_the_version_it_was_sent_at() -> None:
+    async def body() -> None:
+        gate = asyncio.Event()
+
+        async def draw(asked: Asked) -> Answer:
+            await gate.wait()
+            return await say_vllm(asked)
+
+        async with serving(VLLMEngine, drawing(draw)) as ((server,), engine):
+            asked = asyncio.create_task(generate(engine))
+            await server.wait_for_draws(1)
+            await engine.set_version(1)
+            gate.set()
+            output = await asked
+            assert (output.version_start, output.version_end) == (0, 0)
+
+    asyncio.run(body())
+
+
+def test_weights_come_from_disk_to_every_server() -> None:
+    say = listening(say_sglang, "/update_weights_from_disk")
+
+    async def body() -> None:
+        async with serving(SGLangEngine, say, 2) as (servers, engine):
+            await engine.update_weights_from_disk("/weights/1", 1)
+            assert engine.version == 1
+            for server in servers:
+                payload = server.asked[-1].payload
+                assert payload == {"model_path": "/weights/1", "weight_version": "1"}
+            with pytest.raises(ValueError, match="version must be in"):
+                await engine.update_weights_from_disk("/weights/1", 1)
+
+    asyncio.run(body())
+
+
+def test_a_server_that_did_not_get_the_weights_gets_no_requests() -> None:
+    takes = False
+
+    async def stubborn(asked: Asked) -> Answer:
+        if asked.path == "/update_weights_from_disk":
+            return Answer(body={"success": takes, "message": "no such\nfolder"})
+        return await say(asked)
+
+    async def draw(asked: Asked) -> Answer:
+        return Answer(body=sglang_body([7], versions=[("2", 0, 1)]))
+
+    say = drawing(draw, say_sglang)
+
+    async def body() -> None:
+        nonlocal takes
+        async with (
+            Loopback(stubborn) as bad,
+            Loopback(listening(say, "/update_weights_from_disk")) as good,
+        ):
+            async with SGLangEngine(bad.url, options=options()) as engine:
+                with pytest.raises(WeightUpdateError, match=r"no server.*said: 'no such\\nfolder'"):
+                    await engine.update_weights_from_disk("/weights/1", 1)
+                assert engine.version == 0
+                await generate(engine)
+            async with SGLangEngine([bad.url, good.url], options=options()) as engine:
+                await engine.update_weights_from_disk("/weights/1", 1)
+                assert engine.version == 1
+                await asyncio.sleep(0.05)  # time enough to be asked for its health
+                await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
+                assert (len(bad.draws), len(good.draws)) == (1, 4)
+                takes = True
+                await engine.update_weights_from_disk("/weights/2", 2)
+                while len(bad.draws) == 1:
+                    await asyncio.gather(*(generate(engine, str(k)) for k in range(4)))
+
+    asyncio.run(body())
+
+
+def test_a_server_that_forgot_its_version_was_started_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forgetful = False
+
+    async def draw(asked: Asked) -> Answer:
+        name = "default" if forgetful else "5"
+        return Answer(body=sglang_body([7], versions=[(name, 0, 1)]))
+
+    say = listening(drawing(draw, say_sglang), "/update_weight_version")
+
+    async def body() -> None:
+        nonlocal forgetful
+        async with serving(SGLangEngine, say, 1, options=options()) as ((server,), engine):
+            await engine.set_version(5)
+            assert (await generate(engine)).version_end == 5
+            forgetful = True
+            waiting = asyncio.create_task(generate(engine))
+            await server.wait_for_draws(2)
+            await asyncio.sleep(0.05)
+            assert "it seems to have been started anew" in caplog.text
+            assert len(server.draws) == 2  # it answers, and is asked for nothing
+            forgetful = False
+            await engine.set_version(6)  # after the weights were brought there again
+            assert (await waiting).output_ids.tolist() == [7]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "say", "interrupt", "orders"),
+    [
+        (SGLangEngine, say_sglang, True, ["/pause_generation", "/continue_generation"]),
+        (SGLangEngine, say_sglang, False, ["/pause_generation", "/continue_generation"]),
+        (VLLMEngine, say_vllm, True, ["/pause?mode=abort", "/resume"]),
+        (VLLMEngine, say_vllm, False, ["/pause?mode=keep", "/resume"]),
+    ],
+)
+def test_a_pause_stops_servers_and_requests(
+    engine_type: Any, say: Any, interrupt: bool, orders: list[str]
+) -> None:
+    heard = listening(say, *(order.partition("?")[0] for order in orders))
+
+    async def body() -> None:
+        async with serving(engine_type, heard) as ((server,), engine):
+            await engine.pause(interrupt=interrupt)
+            waiting = asyncio.create_task(generate(engine))
+            await asyncio.sleep(0.05)
+            assert server.draws == []
+            await engine.resume()
+            await waiting
+            assert [path for path in server.paths() if path in orders] == orders
+            if engine_type is SGLangEngine:
+                mode = {True: "abort", False: "in_place"}[interrupt]
+                assert server.asked[-3].payload == {"mode": mode}
+
+    asyncio.run(body())
+
+
+def test_a_pause_that_fails_holds_nothing_up() -> None:
+    async def body() -> None:
+        async with serving(VLLMEngine, say_vllm) as (_, engine):
+            with pytest.raises(WeightUpdateError, match="status 404 on /pause"):
+                await engine.pause()
+            await generate(engine)
+
+    asyncio.run(body())
+
+
+ORDERS = ("/pause", "/resume", "/pause_generation", "/continue_generation")
+
+
+async def obey(asked: Asked) -> Answer:
+    """Do as a well server does that is told to pause and to go on."""
+    is_order = asked.path.partition("?")[0] in (*ORDERS, "/update_weight_version")
+    return Answer(body={"success": True}) if is_order else await say_vllm(asked)
+
+
+def the_server(engine: Any) -> Any:
+    (server,) = engine._control.router.servers
+    return server
+
+
+def test_what_waits_for_its_turn_is_not_sent_during_a_pause() -> None:
+    gate = asyncio.Event()
+
+    async def say(asked: Asked) -> Answer:
+        if asked.is_draw:
+            await gate.wait()
+        return await obey(asked)
+
+    async def body() -> None:
+        async with serving(VLLMEngine, say, options=options(max_connections=1)) as (
+            (server,),
+            engine,
+        ):
+            first = asyncio.create_task(generate(engine, "first"))
+            await server.wait_for_draws(1)
+            second = asyncio.create_task(generate(engine, "second"))
+            await until(lambda: the_server(engine).num_in_flight == 2)
+            await engine.pause()
+            gate.set()
+            await first
+            await asyncio.sleep(0.02)  # time enough to send what must not be sent
+            assert len(server.draws) == 1
+            await engine.set_version(7)
+            await engine.resume()
+            assert (await second).version_end == 7
+
+    asyncio.run(body())
+
+
+def test_what_waits_for_its_turn_leaves_a_server_that_an_update_passed_by() -> None:
+    gate = asyncio.Event()
+
+    async def old(asked: Asked) -> Answer:
+        if asked.is_draw:
+            await gate.wait()
+        is_update = asked.path == "/update_weights_from_disk"
+        return Answer(400) if is_update else await say_sglang(asked)
+
+    async def new(asked: Asked) -> Answer:
+        if asked.is_draw:
+            return Answer(body=sglang_body([7], versions=[("1", 0, 1)]))
+        is_update = asked.path == "/update_weights_from_disk"
+        return Answer(body={"success": True}) if is_update else await say_sglang(asked)
+
+    async def body() -> None:
+        one = options(max_connections=1)
+        async with (
+            Loopback(old) as behind,
+            Loopback(new) as ahead,
+            SGLangEngine([behind.url, ahead.url], options=one) as engine,
+        ):
+            assert engine._control is not None
+            server = engine._control.router.servers[0]
+            # both go to the first: the second is the same episode's
+            replies = engine.open_episode("a@0")
+            for _ in range(2):
+                engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+            await until(lambda: server.num_in_flight == 2)
+            await behind.wait_for_draws(1)
+            await engine.update_weights_from_disk("w", 1)
+            gate.set()
+            versions = [(await asyncio.wait_for(replies.get(), 10)).version_end for _ in range(2)]
+            assert (len(behind.draws), len(ahead.draws)) == (1, 1)
+            assert sorted(versions) == [0, 1]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("status", [503, 302, 400])
+def test_a_server_that_was_away_at_the_resume_is_told_when_it_is_back(status: int) -> None:
+    is_away = False
+
+    async def say(asked: Asked) -> Answer:
+        return Answer(status) if is_away else await obey(asked)
+
+    async def body() -> None:
+        nonlocal is_away
+        async with serving(VLLMEngine, say) as ((server,), engine):
+            await engine.pause()
+            is_away = True
+            with pytest.raises(
+                WeightUpdateError, match=rf"did not resume: .*status {status} o[nf] /resume"
+            ):
+                await engine.resume()
+            asked = asyncio.create_task(generate(engine))
+            await server.wait_for_more()
+            is_away = False
+            await asked
+            assert not the_server(engine).is_paused
+            resumed = [asked.path for asked in server.asked].index("/inference/v1/generate")
+            assert server.asked[resumed - 3].path == "/resume"
+
+    asyncio.run(body())
+
+
+def test_a_server_that_rested_at_the_resume_is_told_when_it_is_well() -> None:
+    async def body() -> None:
+        async with serving(SGLangEngine, say_paused_sglang) as ((server,), engine):
+            await engine.pause()
+            engine._control.router.mark_unhealthy(the_server(engine), "for a moment", 60)
+            await engine.resume()
+            assert "/continue_generation" not in server.paths()
+            engine._control.router._probes[the_server(engine)].cancel()
+            await asyncio.sleep(0)
+            engine._control.router.mark_unhealthy(the_server(engine), "and back")
+            await generate(engine)
+            assert server.paths()[-2:] == ["/continue_generation", "/generate"]
+
+    asyncio.run(body())
+
+
+async def say_paused_sglang(asked: Asked) -> Answer:
+    return Answer() if asked.path in ORDERS else await say_sglang(asked)
+
+
+def test_an_update_that_passes_a_server_by_while_it_is_greeted_leaves_it_resting() -> None:
+    gate = asyncio.Event()
+    gate.set()
+
+    async def slow(asked: Asked) -> Answer:
+        if asked.path == "/update_weights_from_disk":
+            return Answer(body={"success": False, "message": "busy"})
+        if asked.path == "/health":
+            await gate.wait()
+        return await say_sglang(asked)
+
+    async def good(asked: Asked) -> Answer:
+        if asked.path == "/update_weights_from_disk":
+            return Answer(body={"success": True})
+        if asked.is_draw:
+            return Answer(body=sglang_body([7], versions=[("1", 0, 1)]))
+        return await say_sglang(asked)
+
+    async def body() -> None:
+        async with (
+            Loopback(slow) as old,
+            Loopback(good) as new,
+            SGLangEngine([old.url, new.url], options=options()) as engine,
+        ):
+            assert engine._control is not None
+            server = engine._control.router.servers[0]
+            gate.clear()
+            engine._control.router.mark_unhealthy(server, "for a moment")
+            await old.wait_for_more()  # its health is asked for
+            await engine.update_weights_from_disk("w", 1)
+            gate.set()
+            await asyncio.gather(*(generate(engine, str(k)) for k in range(6)))
+            assert (len(old.draws), len(new.draws)) == (0, 6)
+            assert not server.is_healthy
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "path"), [(VLLMEngine, "/weight_info"), (SGLangEngine, "/model_info")]
+)
+@pytest.mark.parametrize("name", ["default", "4"])
+def test_a_server_started_anew_is_noticed_before_it_gets_a_request(
+    engine_type: Any, path: str, name: str
+) -> None:
+    says = "4"
+
+    async def say(asked: Asked) -> Answer:
+        nonlocal says
+        if asked.path == path:
+            return Answer(body={"weight_version": says})
+        if asked.path == "/update_weight_version":
+            says = asked.payload["new_version"]
+        if asked.path == "/generate":
+            return Answer(body=sglang_body([7], versions=[(says, 0, 1)]))
+        if asked.path == "/v1/completions":  # does not say which version it was
+            body = vllm_body([7])
+            body["choices"][0]["logprobs"] = {"token_logprobs": [-1.0]}
+            return Answer(body=body)
+        return await obey(asked) if asked.path != "/inference/v1/generate" else Answer(404)
+
+    async def body() -> None:
+        nonlocal says
+        async with serving(engine_type, say, version=4) as ((server,), engine):
+            await engine.set_version(5)
+            await generate(engine)
+            await server.__aexit__()
+            num_draws = len(server.draws)
+            waiting = asyncio.create_task(generate(engine))
+            await until(lambda: not the_server(engine).is_healthy)
+            says = name
+            async with server:
+                await until(lambda: the_server(engine).is_behind)
+                assert len(server.draws) == num_draws
+                await engine.set_version(6)
+                assert (await waiting).output_ids.tolist() == [7]
+
+    asyncio.run(body())
+
+
+def test_a_connection_that_broke_is_no_new_start() -> None:
+    async def say(asked: Asked) -> Answer:
+        if asked.path == "/weight_info":
+            return Answer(body={"weight_version": "5"})
+        return await obey(asked)
+
+    async def body() -> None:
+        async with serving(VLLMEngine, say) as ((server,), engine):
+            await engine.set_version(5)
+            await server.__aexit__()
+            waiting = asyncio.create_task(generate(engine))
+            await until(lambda: not the_server(engine).is_healthy)
+            async with server:
+                await waiting
+                assert "/weight_info" in server.paths()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("answer", [Answer(503), Answer(429), Answer(raw=b""), Answer(302)])
+def test_an_update_is_ordered_once(answer: Answer) -> None:
+    path = "/update_weights_from_disk"
+
+    async def say(asked: Asked) -> Answer:
+        return answer if asked.path == path else await say_sglang(asked)
+
+    async def body() -> None:
+        async with serving(SGLangEngine, say) as ((server,), engine):
+            with pytest.raises(WeightUpdateError, match="version 1 reached no server: 127"):
+                await engine.update_weights_from_disk("w", 1)
+            await asyncio.sleep(0.05)  # longer than any pause between attempts
+            assert server.paths() == [path]
+            assert engine.version == 0
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("message", [[[[1]]], None, {"a": 1}])
+def test_a_failure_may_say_anything(message: Any) -> None:
+    async def say(asked: Asked) -> Answer:
+        if asked.path == "/update_weights_from_disk":
+            return Answer(body={"success": False, "message": message})
+        return await say_sglang(asked)
+
+    async def body() -> None:
+        async with serving(SGLangEngine, say) as (_, engine):
+            with pytest.raises(WeightUpdateError, match="it said: 'success: false'"):
+                await engine.update_weights_from_disk("w", 1)
+
+    asyncio.run(body())
+
+
+LOGITS = np.random.default_rng(0).normal(size=(64, 64))
+
+
+def top_logprobs(token: int, temperature: float, scale: float = 1.0) -> list[list[Any]]:
+    if scale < 0:  # logits, as with vLLM's --logprobs-mode raw_logits
+        return [[-scale * float(one), k] for k, one in enumerate(sorted(LOGITS[token])[:-6:-1])]
+    logits = scale * LOGITS[token] / temperature
+    logprobs = logits - np.log(np.exp(logits).sum())
+    order = np.argsort(-logprobs)[:5]
+    return [[float(logprobs[k]), int(k)] for k in order]
+
+
+def model_server(
+    kind: type, is_raw: bool, refused: tuple[int, ...] = (), scale: float = 1.0
+) -> Any:
+    """Serve top log-probabilities as a real server would, through the same payloads."""
+
+    async def draw(asked: Asked) -> Answer:
+        payload = asked.payload
+        ids = payload.get("token_ids") or payload.get("input_ids") or payload.get("prompt")
+        if ids[0] in refused:
+            return Answer(400, {"error": "a token for nobody"})
+        sampling = payload.get("sampling_params", payload)
+        # left out, they may come from the model's folder, and cut off what is asked for
+        assert NEUTRAL.items() <= sampling.items()
+        assert (sampling["top_p"], sampling["top_k"]) in ((1.0, 0), (1.0, -1))
+        top = top_logprobs(ids[0], 1.0 if is_raw else sampling["temperature"], scale)
+        if asked.path == "/generate":
+            body = sglang_body([1])
+            body["meta_info"]["output_top_logprobs"] = [[[*one, None] for one in top]]
+            return Answer(body=body)
+        body = vllm_body([1])
+        if asked.path == "/v1/completions":
+            named = [{f"token_id:{token}": logprob for logprob, token in top}]
+            body["choices"][0]["logprobs"] = {"token_logprobs": [-1.0], "top_logprobs": named}
+        elif kind is None:
+            return Answer(403)
+        else:
+            entries = [{"token_id": token, "logprob": logprob} for logprob, token in top]
+            # the sampled token comes too, wherever it ranks
+            entries.append({"token_id": 60, "logprob": -20.0})
+            body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = entries
+        return Answer(body=body)
+
+    return drawing(draw, say_sglang if kind is SGLangEngine else say_vllm)
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine, None])
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_raw_and_processed_are_told_apart(kind: Any, is_raw: bool) -> None:
+    async def body() -> None:
+        say = model_server(kind, is_raw, refused=(0, 1))
+        arguments = {"options": options(logprobs="detect")}
+        async with serving(kind or VLLMEngine, say, **arguments) as (_, engine):
+            (server,) = engine._control.router.servers
+            assert server.logprobs == ("raw" if is_raw else "processed")
+            hot = await ask(engine, "a@0", [5], SamplingParams(4, temperature=0.7))
+            assert isinstance(hot, RequestRefusedError) == is_raw
+            await generate(engine, "a@0", [5])
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), -1.0])
+def test_what_cannot_be_told_must_be_declared(scale: float) -> None:
+    async def body() -> None:
+        late = options(logprobs="detect", time_limits=TimeLimits(start_s=60))
+        with pytest.raises(SetupError, match="log-probabilities"):
+            async with serving(VLLMEngine, model_server(VLLMEngine, True, (), scale), options=late):
+                pass
+
+    asyncio.run(body())
+
+
+HOT = SamplingParams(8, temperature=0.5)
+GREEDY = SamplingParams(8, temperature=0.0)
+TOP_P = SamplingParams(8, top_p=0.9)
+TOP_K = SamplingParams(8, top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "logprobs", "refused"),
+    [
+        (VLLMEngine, None, [HOT, GREEDY, TOP_P, TOP_K]),
+        (VLLMEngine, "processed", []),
+        (SGLangEngine, None, [TOP_P, TOP_K]),
+        (SGLangEngine, "raw", [HOT, GREEDY, TOP_P, TOP_K]),
+    ],
+)
+def test_what_does_not_fit_is_refused_unless_allowed(
+    engine_type: Any, logprobs: Any, refused: list[SamplingParams]
+) -> None:
+    say = say_vllm if engine_type is VLLMEngine else say_sglang
+
+    async def body(is_allowed: bool) -> None:
+        changed = options(logprobs=logprobs, allow_other_logprobs=is_allowed)
+        async with serving(engine_type, say, options=changed) as ((server,), engine):
+            for params in (HOT, GREEDY, TOP_P, TOP_K, SamplingParams(8)):
+                before = len(server.draws)
+                reply = await ask(engine, sampling=params)
+                is_refused = params in refused and not is_allowed
+                assert isinstance(reply, RequestRefusedError) == is_refused
+                assert len(server.draws) == before + (not is_refused)
+                if is_refused:
+                    assert "the server's log-probabilities are those" in str(reply)
+
+    asyncio.run(body(False))
+    asyncio.run(body(True))

@@ -1,0 +1,532 @@
+"""Completions of both engines: requests, resumptions, cancellation and whole rollouts."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trajpack
+from tests.agent.servers.loopback import (
+    NOTHING,
+    Answer,
+    Asked,
+    Loopback,
+    ask,
+    drawing,
+    generate,
+    never,
+    options,
+    say_sglang,
+    say_vllm,
+    serving,
+    sglang_body,
+    vllm_body,
+)
+from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
+from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
+from trajpack.agent.errors import (
+    EngineEndedError,
+    MalformedResponseError,
+    RequestRefusedError,
+    ServerUnavailableError,
+)
+from trajpack.agent.models.tiny_model import build_tiny_model
+from trajpack.agent.protocols import Prompt, SamplingParams
+from trajpack.agent.runner.runner import RolloutRunner
+from trajpack.agent.seeding import derive_seed
+from trajpack.agent.servers.api import NEUTRAL
+from trajpack.agent.servers.options import RetryLimits
+from trajpack.agent.servers.sglang import SGLangEngine
+from trajpack.agent.servers.vllm import VLLMEngine
+from trajpack.packing.types import VersionSpan
+
+
+def test_vllm_gets_token_ids_and_returns_a_checked_sample() -> None:
+    async def body() -> None:
+        async with (
+            Loopback(say_vllm) as server,
+            VLLMEngine(server.url, options=options()) as engine,
+        ):
+            output = await generate(engine, sampling=SamplingParams(16, top_p=1.0))
+            (asked,) = server.draws
+        assert output.prompt_ids == [1, 2, 3]
+        np.testing.assert_array_equal(output.output_ids, [4, 5])
+        np.testing.assert_array_equal(output.output_logprobs, np.float32([-0.5, -0.5]))
+        assert (output.qid, output.no_eos, output.version_spans) == ("a@0", False, None)
+        assert asked.path == "/inference/v1/generate"
+        assert asked.payload.pop("request_id")
+        assert asked.payload == {
+            "model": "tiny",
+            "token_ids": [1, 2, 3],
+            "sampling_params": {
+                "max_tokens": 16,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "logprobs": 0,
+                **NEUTRAL,
+            },
+        }
+        assert asked.headers["accept-encoding"] == "identity"
+
+    asyncio.run(body())
+
+
+def test_sglang_gets_token_ids_and_returns_a_checked_sample() -> None:
+    async def body() -> None:
+        async with Loopback(say_sglang) as server:
+            async with SGLangEngine(server.url, options=options(), version=3) as engine:
+                output = await generate(engine, sampling=SamplingParams(16, temperature=0.5))
+            (asked,) = server.draws
+        np.testing.assert_array_equal(output.output_ids, [4, 5])
+        np.testing.assert_array_equal(output.output_logprobs, np.float32([-0.25, -0.25]))
+        assert (output.no_eos, output.version_start, output.version_end) == (False, 3, 3)
+        assert asked.payload["input_ids"] == [1, 2, 3]
+        assert asked.payload["return_logprob"] is True
+        assert asked.payload["sampling_params"] == {
+            "max_new_tokens": 16,
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "top_k": -1,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            **NEUTRAL,
+        }
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("finish", "no_eos"), [("stop", False), ("length", True)])
+def test_only_a_stop_is_an_end_of_sequence(finish: str, no_eos: bool) -> None:
+    async def vllm(asked: Asked) -> Answer:
+        return Answer(body=vllm_body([7], finish=finish))
+
+    async def sglang(asked: Asked) -> Answer:
+        kinds = {"stop": {"type": "stop", "matched": 7}, "length": {"type": "length", "length": 1}}
+        return Answer(body=sglang_body([7], kinds[finish]))
+
+    async def body() -> None:
+        for engine_type, say in ((VLLMEngine, vllm), (SGLangEngine, sglang)):
+            async with serving(engine_type, drawing(say)) as (_, engine):
+                assert (await generate(engine)).no_eos is no_eos
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_vllm_falls_back_to_completions_once(status: int) -> None:
+    async def completions(asked: Asked) -> Answer:
+        if asked.path != "/v1/completions":
+            return Answer(status, {"error": {"message": "not enabled"}})
+        choice = {
+            "finish_reason": "stop",
+            "token_ids": [9],
+            "prompt_token_ids": asked.payload["prompt"],
+            "logprobs": {"token_logprobs": [-2.0]},
+        }
+        return Answer(body={"choices": [choice]})
+
+    async def body() -> list[Asked]:
+        async with Loopback(drawing(completions)) as server:
+            async with VLLMEngine(server.url, options=options(seed=4)) as engine:
+                await generate(engine)
+                output = await generate(engine, "b@0", sampling=SamplingParams(5))
+                np.testing.assert_array_equal(output.output_ids, [9])
+            return server.draws
+
+    draws = asyncio.run(body())
+    assert [asked.path for asked in draws] == [
+        "/inference/v1/generate",
+        "/v1/completions",
+        "/v1/completions",
+    ]
+    payload = draws[-1].payload
+    assert payload["prompt"] == [1, 2, 3]
+    assert (payload["max_tokens"], payload["logprobs"]) == (5, 0)
+    assert payload["return_token_ids"] is True
+    assert payload["seed"] == derive_seed(4, "b@0", 0)
+
+
+def test_a_declared_endpoint_is_the_only_one() -> None:
+    async def body() -> None:
+        async with Loopback(drawing(lambda _: asyncio.sleep(0, NOTHING))) as server:
+            for endpoint in ("generate", "completions"):
+                async with VLLMEngine(server.url, options=options(), endpoint=endpoint) as engine:
+                    assert isinstance(await ask(engine), RequestRefusedError)
+        assert server.paths() == ["/inference/v1/generate", "/v1/completions"]
+
+    asyncio.run(body())
+
+
+def test_seeds_come_from_the_episode_and_the_number_of_the_request() -> None:
+    async def seeds(seed: int | None) -> list[Any]:
+        async with Loopback(say_sglang) as server:
+            async with SGLangEngine(server.url, options=options(seed=seed)) as engine:
+                replies = engine.open_episode("a@1")
+                for _ in range(2):
+                    engine.obs_queue.put_nowait(("a@1", [1], SamplingParams(4)))
+                    await replies.get()
+            return [asked.payload["sampling_params"].get("sampling_seed") for asked in server.draws]
+
+    assert asyncio.run(seeds(7)) == [derive_seed(7, "a@1", 0), derive_seed(7, "a@1", 1)]
+    assert asyncio.run(seeds(None)) == [None, None]
+
+
+def test_spans_of_versions_become_numbers() -> None:
+    spans = [("default", 0, 1), ("8", 1, 3), ("8", 3, 4), ("11", 4, 5)]
+
+    async def vllm(asked: Asked) -> Answer:
+        return Answer(body=vllm_body([4, 5, 6, 7, 8], versions=spans))
+
+    async def body() -> None:
+        async with serving(VLLMEngine, drawing(vllm), version=6) as (_, engine):
+            output = await generate(engine)
+        assert output.version_spans == (
+            VersionSpan(6, 0, 1),
+            VersionSpan(8, 1, 4),
+            VersionSpan(11, 4, 5),
+        )
+        assert (output.version_start, output.version_end) == (6, 11)
+
+    asyncio.run(body())
+
+
+def test_sampling_may_be_any_object_and_is_refused_by_name() -> None:
+    async def body() -> None:
+        async with Loopback(say_sglang) as server:
+            limited = options(vocab_size=100, max_request_tokens=20)
+            async with SGLangEngine(server.url, options=limited) as engine:
+                theirs = SimpleNamespace(max_new_tokens=4, greedy=True, stop_token_ids=[5])
+                await generate(engine, sampling=theirs)
+                sent = server.draws[0].payload["sampling_params"]
+                assert (sent["temperature"], sent["stop_token_ids"]) == (0.0, [5])
+                for prompt, sampling, reason in (
+                    ([1], SimpleNamespace(max_new_tokens=4, n=2), "n=2"),
+                    ([1], None, "max_new_tokens"),
+                    ([], SamplingParams(4), "non-empty"),
+                    ([100], SamplingParams(4), "token id 100 is out of vocabulary"),
+                    ([1] * 17, SamplingParams(4), "exceed the 20 positions"),
+                    ([1], SamplingParams(4, top_p=0.5), "top_p 0.5 and top_k 0"),
+                ):
+                    reply = await ask(engine, "a@0", prompt, sampling)
+                    assert isinstance(reply, RequestRefusedError), reply
+                    assert reason in str(reply)
+                assert len(server.draws) == 1
+
+    asyncio.run(body())
+
+
+def test_each_observation_gets_one_reply_also_before_and_after() -> None:
+    async def body() -> None:
+        async with Loopback(say_vllm) as server:
+            engine = VLLMEngine(server.url, options=options())
+            replies = engine.open_episode("a@0")
+            engine.obs_queue.put_nowait(("a@0", [1], SamplingParams(4)))
+            for stray in (("ghost", [1], None), ("short",), None):
+                engine.obs_queue.put_nowait(stray)  # type: ignore[arg-type]
+            async with engine:
+                assert (await asyncio.wait_for(replies.get(), 5)).output_ids.tolist() == [2, 3]
+            await engine.obs_queue.put(("a@0", [1], SamplingParams(4)))
+            error = replies.get_nowait()
+            assert isinstance(error, EngineEndedError)
+            assert str(error) == "episode 'a@0': the engine was shut down"
+            assert replies.empty()
+            with pytest.raises(RuntimeError, match="once"):
+                await engine.__aenter__()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(body())
+
+
+def test_leaving_answers_what_is_in_flight() -> None:
+    async def body() -> None:
+        async with Loopback(drawing(never)) as server:
+            async with VLLMEngine(server.url, options=options()) as engine:
+                queues = [engine.open_episode(str(k)) for k in range(3)]
+                for k in range(3):
+                    engine.obs_queue.put_nowait((str(k), [1], SamplingParams(4)))
+                await server.wait_for_draws(3)
+            for queue in queues:
+                assert isinstance(queue.get_nowait(), EngineEndedError)
+                assert queue.empty()
+            await asyncio.wait_for(server.noticed.wait(), 5)
+
+    asyncio.run(body())
+
+
+def test_addresses_are_checked() -> None:
+    for urls, reason in (
+        ([], "got none"),
+        (["ftp://a"], "http://"),
+        (["http://a?x=1"], "no query"),
+        (["http://a:b"], "cannot be read"),
+        (["http://a", "http://a/"], "named twice"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            VLLMEngine(urls)
+
+
+ABORT = {"type": "abort", "message": "the weights are about to change"}
+
+
+def in_turn(*answers: Any) -> Callable[[Asked], Awaitable[Answer]]:
+    """Give these bodies to draws, one after the other."""
+    waiting = iter(answers)
+
+    async def draw(asked: Asked) -> Answer:
+        return Answer(body=next(waiting))
+
+    return draw
+
+
+def test_an_interrupted_generation_goes_on_where_it_was() -> None:
+    draw = in_turn(
+        sglang_body([10, 11], ABORT, [("1", 0, 2)]),
+        sglang_body([], ABORT, [("2", 0, 0)]),
+        sglang_body([12], ABORT, [("2", 0, 1)]),
+        sglang_body([13, 14], versions=[("2", 0, 1), ("3", 1, 2)]),
+    )
+
+    async def body() -> None:
+        arguments: dict[str, Any] = {"version": 1, "options": options(seed=5)}
+        say = drawing(draw, say_sglang)
+        async with serving(SGLangEngine, say, **arguments) as ((server,), engine):
+            output = await generate(engine, prompt=[1, 2], sampling=SamplingParams(9))
+            sent = [asked.payload for asked in server.draws]
+        np.testing.assert_array_equal(output.output_ids, [10, 11, 12, 13, 14])
+        assert len(output.output_logprobs) == 5
+        assert output.version_spans == (
+            VersionSpan(1, 0, 2),
+            VersionSpan(2, 2, 4),
+            VersionSpan(3, 4, 5),
+        )
+        assert (output.version_start, output.version_end, output.no_eos) == (1, 3, False)
+        assert output.prompt_ids == [1, 2]
+        assert [one["input_ids"] for one in sent] == [
+            [1, 2],
+            [1, 2, 10, 11],
+            [1, 2, 10, 11],
+            [1, 2, 10, 11, 12],
+        ]
+        params = [one["sampling_params"] for one in sent]
+        assert [one["max_new_tokens"] for one in params] == [9, 7, 7, 6]
+        seeds = [one["sampling_seed"] for one in params]
+        assert len(set(seeds)) == 3
+        assert seeds[1] == seeds[2]
+
+    asyncio.run(body())
+
+
+def test_an_interruption_at_the_last_token_needs_no_other_request() -> None:
+    async def body() -> None:
+        draw = in_turn(vllm_body([4, 5], finish="abort"))
+        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+            output = await generate(engine, sampling=SamplingParams(2))
+        assert output.output_ids.tolist() == [4, 5]
+        assert output.no_eos
+
+    asyncio.run(body())
+
+
+def test_interruptions_without_a_token_come_to_an_end() -> None:
+    async def draw(asked: Asked) -> Answer:
+        return Answer(body=vllm_body([], finish="abort"))
+
+    async def body() -> None:
+        few = options(
+            retries=RetryLimits(wait_initial_s=0.001, wait_max_s=0.01, max_idle_resumes=3)
+        )
+        async with serving(VLLMEngine, drawing(draw), options=few) as ((server,), engine):
+            reply = await ask(engine)
+            assert isinstance(reply, ServerUnavailableError)
+            assert f":{server.port}: interrupted 4 times in a row" in str(reply)
+            assert len(server.draws) == 4
+
+    asyncio.run(body())
+
+
+def test_a_generation_does_not_go_on_with_older_weights() -> None:
+    draw = in_turn(
+        vllm_body([4], finish="abort", versions=[("8", 0, 1)]),
+        vllm_body([99, 98], versions=[("7", 0, 2)]),
+        vllm_body([5], versions=[("8", 0, 1)]),
+    )
+
+    async def body() -> None:
+        async with serving(VLLMEngine, drawing(draw), version=8) as (_, engine):
+            output = await generate(engine)
+        assert output.output_ids.tolist() == [4, 5]
+        assert (output.version_start, output.version_end) == (8, 8)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [("1", 0, 1)],
+        [("1", 0, 2), ("1", 1, 3)],
+        [("1", 0, 4)],
+        [("1", 1, 3)],
+        [("2", 0, 1), ("1", 1, 3)],
+        [("99999999999", 0, 3)],
+        [("1" * 5000, 0, 3)],
+        [("1", 0, 5), ("1", 5, 3)],
+        [],
+    ],
+)
+def test_spans_that_make_no_sense_are_refused(spans: Any) -> None:
+    async def draw(asked: Asked) -> Answer:
+        return Answer(body=vllm_body([4, 5, 6], versions=spans))
+
+    async def body() -> None:
+        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+            reply = await ask(engine)
+            assert isinstance(reply, MalformedResponseError)
+            assert "weight_versions" in str(reply)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("engine_type", "say", "path", "payload"),
+    [
+        (SGLangEngine, say_sglang, "/abort_request", {"rid": "{}"}),
+        (VLLMEngine, say_vllm, "/inference/v1/abort_requests", None),
+    ],
+)
+def test_closing_an_episode_frees_its_server(
+    engine_type: Any, say: Any, path: str, payload: Any
+) -> None:
+    async def body() -> None:
+        async with serving(engine_type, drawing(never, say)) as ((server,), engine):
+            replies = engine.open_episode("gone")
+            engine.obs_queue.put_nowait(("gone", [1], SamplingParams(4)))
+            await server.wait_for_draws(1)
+            engine.close_episode("gone")
+            engine.close_episode("gone")
+            await asyncio.wait_for(server.noticed.wait(), 5)
+            (draw,) = server.draws
+            assert server.hung_up == [draw]
+            while server.asked[-1].path != path:
+                await server.wait_for_more()
+            if engine_type is SGLangEngine:
+                assert server.asked[-1].payload == {"rid": draw.payload["rid"]}
+            else:
+                names = [f"generate-tokens-{draw.payload['request_id']}"]
+                assert server.asked[-1].payload == {"request_ids": names}
+            assert replies.empty()
+            assert engine._in_flight == set()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(body())
+
+
+def test_closing_one_episode_leaves_others_alone() -> None:
+    gate = asyncio.Event()
+
+    async def draw(asked: Asked) -> Answer:
+        await gate.wait()
+        return await say_vllm(asked)
+
+    async def body() -> None:
+        async with serving(VLLMEngine, drawing(draw)) as ((server,), engine):
+            engine.open_episode("gone")
+            engine.obs_queue.put_nowait(("gone", [1], SamplingParams(4)))
+            stays = asyncio.create_task(generate(engine, "stays"))
+            await server.wait_for_draws(2)
+            engine.close_episode("gone")
+            # the same name may be used again at once, and gets no reply of the first
+            replies = engine.open_episode("gone")
+            gate.set()
+            assert (await stays).output_ids.tolist() == [4, 5]
+            assert replies.empty()
+            with pytest.raises(ValueError, match="'gone' is open"):
+                engine.open_episode("gone")
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_request_gives_its_turn_to_the_next() -> None:
+    async def draw(asked: Asked) -> Answer:
+        return await (never(asked) if asked.payload["token_ids"] == [1] else say_vllm(asked))
+
+    async def body() -> None:
+        one = options(max_connections=1)
+        async with serving(VLLMEngine, drawing(draw), options=one) as ((server,), engine):
+            engine.open_episode("first")
+            engine.obs_queue.put_nowait(("first", [1], SamplingParams(4)))
+            await server.wait_for_draws(1)
+            second = asyncio.create_task(generate(engine, "second"))
+            third = asyncio.create_task(generate(engine, "third"))
+            await asyncio.sleep(0.02)
+            assert len(server.draws) == 1
+            engine.close_episode("first")
+            await asyncio.gather(second, third)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.003, 0.03])
+def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
+    async def inner() -> None:
+        async with serving(SGLangEngine, drawing(never, say_sglang)) as (_, engine):
+            await generate(engine)
+
+    async def body() -> None:
+        task = asyncio.create_task(inner())
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])
+def test_a_multi_turn_rollout_survives_a_server(engine_type: Any) -> None:
+    _, tokenizer = build_tiny_model()
+    answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
+
+    async def draw(asked: Asked) -> Answer:
+        is_vllm = engine_type is VLLMEngine
+        return Answer(body=vllm_body(answer) if is_vllm else sglang_body(answer))
+
+    say = drawing(draw, say_vllm if engine_type is VLLMEngine else say_sglang)
+    questions = [
+        Question(f"q{k}", ({"role": "user", "content": "2 + 3"},), ("5",)) for k in range(6)
+    ]
+    agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=3)
+
+    async def body() -> list[Any]:
+        dies, stays = Loopback(say), Loopback(say)
+        await dies.__aenter__()
+        async with stays, engine_type([dies.url, stays.url], options=options()) as engine:
+            environment = ExactAnswerEnvironment(questions)
+            runner = RolloutRunner(engine, agent, environment, concurrency=4, group_size=2)
+            prompts = [Prompt(question.id, [7, 8, 9 + k]) for k, question in enumerate(questions)]
+            results = []
+            async for result in runner.run(prompts):
+                results.append(result)
+                if len(results) == 3:
+                    await dies.__aexit__()
+            assert dies.draws
+            assert stays.draws
+            return results
+
+    results = asyncio.run(body())
+    assert [result.error for result in results] == [None] * 12
+    trajectories = [trajectory for result in results for trajectory in result.trajectories]
+    batch = trajpack.pack(trajectories)
+    assert batch.unpack() == trajectories
+    for trajectory in trajectories:
+        assert len(trajectory.turns) == 3
+        for turn in trajectory.turns:
+            assert list(turn.completion_ids) == answer
+            assert not turn.truncated
+    first, second = trajectories[0].turns[:2]
+    assert list(second.prompt_ids)[: len(first.prompt_ids)] == list(first.prompt_ids)

@@ -9,8 +9,13 @@ import torch
 
 from tests.packing.adapters.cases import conversation, forked_batch, plain_batch
 from tests.packing.adapters.peers import stand_in, stand_ins
-from trajpack import TokenField, Trajectory, Turn, pack
-from trajpack.packing.adapters.areal import from_padded_dict, to_padded_dict, to_sequence_sample
+from trajpack import TokenField, Trajectory, Turn, TurnReturns, pack
+from trajpack.packing.adapters.areal import (
+    from_padded_dict,
+    to_padded_dict,
+    to_sequence_sample,
+    to_update_dict,
+)
 from trajpack.testing import assert_same_bits
 
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "multi_turn_agent.json.gz"
@@ -65,6 +70,11 @@ def test_areal_packs_its_rows_to_the_batch_again(areal):
     assert_same_bits(packed["input_ids"], batch.input_ids.int())
     assert_same_bits(packed["logprobs"], batch.rollout_logprobs)
     assert_same_bits(packed["versions"], batch.policy_versions)
+
+
+def test_an_update_has_the_rewards_of_all_turns_of_a_row():
+    found = to_update_dict(forked_batch().with_advantages(TurnReturns()))
+    assert found["tot_rewards"].sum(1).tolist() == [11.0, 4.0, 0.0, 6.0]
 
 
 def test_areal_joins_rows_of_several_batches_as_one_batch_has_them(areal):

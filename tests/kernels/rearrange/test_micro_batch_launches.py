@@ -98,7 +98,8 @@ def test_the_kernel_is_all_that_is_launched(interpreter: None) -> None:
     with unexecuted() as launched, profile(activities=[ProfilerActivity.CPU]) as profiled:
         batch.split(plan, Alignment(total_multiple=64), tensors, impl="triton")
     assert launched == ["select_tokens_kernel"] * len(plan)
-    assert set(torch_ops(profiled)) <= {"aten::to", "aten::resolve_neg"}, "which do nothing here"
+    on_host = {"aten::to", "aten::resolve_neg", "aten::zeros"}  # the table's memory; no-ops here
+    assert set(torch_ops(profiled)) <= on_host
 
 
 @builds("90")

@@ -37,7 +37,7 @@ VersionRun = tuple[int, int, int]
 ID_FIELDS = ("prompt_ids", "completion_ids")
 _CHECKED = {"reward", "truncated", "version_start", "version_end"}
 _PLAIN_FIELDS = [one for one in TURN_FIELDS if one.attribute not in _CHECKED]
-"""Numbers of a turn that `take_numbers` has no rule of their own for."""
+"""Numbers of a turn that `take_numbers` checks by their dtype alone."""
 
 
 class TrajectoryLabels(NamedTuple):
@@ -126,6 +126,7 @@ def validate_turns(
     intake = ValidatedTurns(fields, rows=[[] for _ in fields])
     for trajectory in trajectories:
         _take_trajectory(intake, trajectory)
+    intake.num_tokens, intake.num_generated = sum(intake.chain_sizes), sum(intake.turn_size)
     if intake.has_lists:
         intake.ids = _as_arrays(intake, "i", intake.ids)
         intake.logprobs = _as_arrays(intake, "f", intake.logprobs)
@@ -154,7 +155,6 @@ def _take_trajectory(intake: ValidatedTurns, trajectory: Trajectory) -> None:
     intake.num_turns.append(turn_index + 1)
     for tip in tips:
         intake.chain_sizes.append(intake.turn_begin[tip.turn] + intake.turn_size[tip.turn])
-        intake.num_tokens += intake.chain_sizes[-1]
         intake.last_turns.append(tip.turn)
         ids = tip.prompt, tip.completion
         intake.ids += ids if alone else [np.frombuffer(part or b"", INT32) for part in ids]
@@ -396,7 +396,6 @@ def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> N
             intake.version_runs[len(intake.turn_size)] = runs
     intake.turn_begin.append(begin)
     intake.turn_size.append(size)
-    intake.num_generated += size
     numbers = intake.numbers
     numbers["reward"].append(reward)
     numbers["truncated"].append(bool(truncated))

@@ -141,8 +141,8 @@ def _take_in(
         intake.num_turns.append(index + 1)
         for tip in tips:
             intake.chain_sizes.append(sum(map(len, tip)))
-            intake.num_tokens += intake.chain_sizes[-1]
             ids += tip
+    intake.num_tokens, intake.num_generated = sum(intake.chain_sizes), sum(intake.turn_size)
     return intake, ids + logprobs
 
 

@@ -26,9 +26,9 @@ except ImportError:  # the GPU tests do without
     pass
 else:
     settings.register_profile(
-        "trajpack", max_examples=40, deadline=None, derandomize="CI" in os.environ
+        "trajpack", max_examples=25, deadline=None, derandomize="CI" in os.environ
     )
-    settings.register_profile("thorough", max_examples=400, deadline=None)
+    settings.register_profile("thorough", max_examples=250, deadline=None)
     settings.load_profile("trajpack")  # the other: --hypothesis-profile=thorough
 
 if not torch.cuda.is_available():

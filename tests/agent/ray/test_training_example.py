@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,26 +26,35 @@ def test_the_guide_quotes_the_example() -> None:
         assert block in EXAMPLE.read_text()
 
 
+def ranks_of(pid: int) -> list[int]:
+    """Return the process ids of the ranks that a process has started."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if "TrainWorker" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
 def test_training_continues_from_its_checkpoint_when_a_rank_is_killed(tmp_path: Path) -> None:
     # importing ray.train uses its own deprecated settings
     strict = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning"]
-    command = [*strict, str(EXAMPLE), "3", str(tmp_path)]
+    command = [*strict, str(EXAMPLE), "6", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
-            deadline = time.monotonic() + 120
-            while not list(tmp_path.rglob("state.pt")) and time.monotonic() < deadline:
+            deadline, ranks = time.monotonic() + 400, []
+            while child.poll() is None and time.monotonic() < deadline:
+                if len(ranks) < 2:
+                    ranks = ranks_of(child.pid)
+                elif list(tmp_path.rglob("state.pt")):
+                    break
                 time.sleep(0.05)
-            ranks = [
-                process
-                for process in psutil.Process(child.pid).children(recursive=True)
-                if "TrainWorker" in " ".join(process.cmdline())
-            ]
             assert len(ranks) == 2
-            os.kill(ranks[-1].pid, signal.SIGKILL)
-            shown, _ = child.communicate(timeout=180)
+            os.kill(ranks[-1], signal.SIGKILL)
+            shown, _ = child.communicate(timeout=400)
         except BaseException:
             child.kill()
             raise
     assert child.returncode == 0
-    assert re.findall(r"^step +(\d)", shown, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(r"^step +(\d)", shown, re.MULTILINE) == [str(step) for step in range(1, 7)]

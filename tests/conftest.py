@@ -1,4 +1,4 @@
-"""Set-up of every test: Triton's interpreter, reproducible examples, visible garbage."""
+"""Set-up of every test: kernels on the host, reproducible examples, visible garbage."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import gc
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from tests.ptx.tensors import frozen_tensors
 from tests.support import dealing
-from tests.support.interpreter import hasten
+from tests.support.fresh_memory import filled_fresh_memory
 from tests.support.warm_programs import WarmPrograms
 
 try:
@@ -31,15 +30,11 @@ else:
     settings.register_profile("thorough", max_examples=250, deadline=None)
     settings.load_profile("trajpack")  # the other: --hypothesis-profile=thorough
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated
-    hasten()
-
 torch.set_num_threads(1)  # tensors are small and workers many: more threads would wait in circles
 os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 
-GARBAGE = 0x5A
-"""Byte that uninitialised memory of trajpack is filled with, where it is not NaN."""
+MOST_KEPT = 1500
+"""Entries of a cache of Triton: what some sessions compile in which every kernel was changed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,10 +43,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure() -> None:
-    """Let Ctrl-C interrupt, also where pytest is started in the background by a script."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Ctrl-C interrupt, also where pytest is started in the background by a script.
+
+    What Triton compiles is kept between sessions, for all workers; ``--cache-clear`` empties it.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "cache"):  # not with -p no:cacheprovider
+        kept = Path(config.cache.mkdir("triton"))
+        if "PYTEST_XDIST_WORKER" not in os.environ and len(os.listdir(kept)) > MOST_KEPT:
+            shutil.rmtree(kept)
+        os.environ["TRITON_CACHE_DIR"] = str(kept)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,6 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives until the end: torch and thousands of tests."""
     gc.collect()
+    frozen_tensors.extend(one for one in gc.get_objects() if type(one) is torch.Tensor)
     gc.freeze()
 
 
@@ -121,30 +125,14 @@ def warm_judge(warm_programs: WarmPrograms, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def poisoned_memory() -> Iterator[None]:
     """Fill memory that trajpack allocates uninitialised, so that an unwritten output shows."""
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (torch, "empty"),
-            (torch, "empty_like"),
-            (torch.Tensor, "new_empty"),
-            (np, "empty"),
-            (np, "empty_like"),
-        ):
-            patch.setattr(owner, name, _poisoning(getattr(owner, name)))
+    with filled_fresh_memory():
         yield
 
 
-def _poisoning(allocate: Callable[..., Any]) -> Callable[..., Any]:
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        fresh = allocate(*args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("trajpack."):
-            _poison(torch.from_numpy(fresh) if isinstance(fresh, np.ndarray) else fresh)
-        return fresh
+@pytest.fixture
+def executor() -> Iterator[Any]:
+    """Run Triton's kernels on CPU tensors, as they are compiled for sm_90; a fault is an error."""
+    from tests.ptx.executor import on_executor
 
-    return poisoned
-
-
-def _poison(fresh: torch.Tensor) -> None:
-    if fresh.is_floating_point():
-        fresh.fill_(float("nan"))
-    elif fresh.device.type != "meta" and fresh.numel():
-        fresh.view(torch.uint8).fill_(GARBAGE)
+    with on_executor() as running:
+        yield running

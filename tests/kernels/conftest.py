@@ -18,6 +18,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests.conftest import MOST_KEPT
+
 INSTALLED = version_of("triton")
 COMPILED = Path(__file__).with_name("compiled")
 OTHERS = Path(__file__).with_name("triton_versions.txt").read_text().split()
@@ -28,8 +30,6 @@ BUILDS = [(INSTALLED, target) for target in TARGETS]
 BUILDS += [(version, "90") for version in VERSIONS if version != INSTALLED]
 """Versions and targets of all tests of compiled code. The installed version compiles every variant
 for sm_90, with ``--full`` for every target. Other builds hold the demanding variants."""
-MOST_KEPT = 1500
-"""Entries of Triton's cache: what some sessions compile in which every kernel was changed."""
 
 
 def builds(*targets: str) -> pytest.MarkDecorator:
@@ -38,18 +38,14 @@ def builds(*targets: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("compiled", chosen, indirect=True, ids="-".join)
 
 
-@pytest.fixture(scope="session")
-def interpreter() -> None:
-    """Skip a test that runs a kernel on CPU tensors where the interpreter is off."""
-    if not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("the interpreter is off where a GPU is present")
+@pytest.fixture(autouse=True)
+def _on_executor(executor: Any) -> None:
+    """Run every kernel of these tests on the executor."""
 
 
 @pytest.fixture(scope="session", params=["torch", "triton"])
 def impl(request: pytest.FixtureRequest) -> str:
-    """Name of an implementation that takes CPU tensors; Triton's runs in its interpreter."""
-    if request.param == "triton":
-        request.getfixturevalue("interpreter")
+    """Name of an implementation that takes CPU tensors; Triton's runs on the executor."""
     return str(request.param)
 
 

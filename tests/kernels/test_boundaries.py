@@ -93,7 +93,7 @@ def test_right_boundaries_are_taken(call, checked):
 
 @pytest.mark.parametrize("bounds", WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("call", OF_TABLES.values(), ids=OF_TABLES)
-def test_wrong_tables_are_named(call, bounds, checked, interpreter):
+def test_wrong_tables_are_named(call, bounds, checked):
     with pytest.raises(ValueError, match=r"^\w+: (runs|segments) must go from 0 to num_tokens 4"):
         call(torch.tensor(bounds, dtype=torch.int32))
 

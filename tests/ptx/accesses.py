@@ -184,22 +184,22 @@ def compile_access(p: Program, one: Instruction, guard: Step | None) -> Step:
     if name in ("fence", "membar"):
         orders = not {"cta", "cluster"} & {*words} and not words[1].startswith(("proxy", "mbar"))
         return (lambda m, s: m.ordering.fence(s.numbers)) if orders else (lambda m, s: None)
-    if name == "cp":
-        return _copy(p, one, guard)
-    if name == "stmatrix":
-        return _matrix(p, one)
+    if name in ("cp", "stmatrix"):
+        return _copy(p, one, guard) if name == "cp" else _matrix(p, one)
     space = next((s for w in words[1:] if (s := w.split("::")[0]) in SPACES), "generic")
     if space == "generic" or {"mmio", "cluster"} & {*words} or words[-1] not in DTYPES:
         raise NotImplementedError(str(one))
     if space == "param":
-        base, offset = address_of(one.operands[1])
-        if offset or name != "ld":
-            raise NotImplementedError(str(one))
-        put = p.target(one.operands[0], words[-1])
-        return lambda m, s: put(m, s, m.parameters[base])
-    if name in ("atom", "red"):
-        return _atomic(p, one, guard, space)
-    return (_load if name == "ld" else _store)(p, one, guard, space)
+        return _parameter(p, one)
+    return {"ld": _load, "st": _store, "atom": _atomic, "red": _atomic}[name](p, one, guard, space)
+
+
+def _parameter(p: Program, one: Instruction) -> Step:
+    base, offset = address_of(one.operands[1])
+    if offset or one.words[0] != "ld":
+        raise NotImplementedError(str(one))
+    put = p.target(one.operands[0], one.words[-1])
+    return lambda m, s: put(m, s, m.parameters[base])
 
 
 def _address(p: Program, operand: str, space: str) -> Step:

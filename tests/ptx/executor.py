@@ -9,7 +9,6 @@ each kernel is executed in place of the machine code.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,20 +18,19 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
-from tests.ptx.fresh_memory import filling_fresh_memory
 from tests.ptx.machine import Machine, Options
-from tests.ptx.memory import Allocation, GlobalMemory, PtxError
+from tests.ptx.memory import GlobalMemory, PtxError
 from tests.ptx.parse import parse
 from tests.ptx.program import Program
+from tests.ptx.tensors import allocations
 from tests.ptx.traffic import SECTOR, Traffic
 from trajpack.kernels import block_shapes
 
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory of a program."""
-LEAST_POINTER = 1 << 32
-"""Values below are no addresses: tables of pointers are searched for addresses of tensors."""
 
 
 class Report:
@@ -72,6 +70,10 @@ class Executor:
         self.reports: dict[str, Report] = defaultdict(Report)
         self.findings: Counter[str] = Counter()
         """Faults by kind, place and instruction, with the number of accesses."""
+        self.launched: list[str] = []
+        """Names of the kernels that were launched."""
+        self.is_running = True
+        """Whether launches do anything."""
         self.rewrite: Callable[[str], str] = str
         """Changes the text of a kernel before it is run, to plant a fault."""
 
@@ -106,14 +108,16 @@ class Executor:
 
     def launch(self, source: Any, arguments: tuple[Any, ...]) -> None:
         *grid, _, compiled = arguments[:5]
+        self.launched.append(source.fn.__name__)
+        if not self.is_running:
+            return
         program = self._program(compiled)
-        values: list[Any] = []
-        tensors: list[torch.Tensor] = []
-        for kind, value in _flat(source, arguments[9:]):
-            if kind.startswith("*") and hasattr(value, "data_ptr"):
-                tensors.append(value)
-                value = value.data_ptr()
-            values.append(value)
+        pointers = [one for kind, one in _flat(source, arguments[9:]) if kind.startswith("*")]
+        tensors = [one for one in pointers if hasattr(one, "data_ptr")]
+        values = [
+            one.data_ptr() if hasattr(one, "data_ptr") else one
+            for _, one in _flat(source, arguments[9:])
+        ]
         values += [0] * (len(program.kernel.params) - len(values))  # scratch and profile
         threads = compiled.metadata.num_warps * 32
         machine = Machine(
@@ -139,29 +143,6 @@ _loading: list[Any] = []
 """The compiled kernel that Triton loads now."""
 
 
-def allocations(given: list[torch.Tensor]) -> list[Allocation]:
-    """Return the memory of tensors, and of those that tables of pointers among them name."""
-    tables = [t.flatten() for t in given if t.dtype == torch.int64 and t.numel()]
-    named = [table[table > LEAST_POINTER].numpy() for table in tables]
-    pointers = np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
-    tensors = [*given, *(_all_tensors() if len(pointers) else ())]
-    found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        begin, size = storage.data_ptr(), storage.nbytes()
-        is_named = np.searchsorted(pointers, begin) < np.searchsorted(pointers, begin + size)
-        if size and (is_named or any(tensor is one for one in given)):
-            found[begin] = Allocation(begin, begin + size)
-    return list(found.values())
-
-
-def _all_tensors() -> Iterator[torch.Tensor]:
-    for one in gc.get_objects():
-        is_tensor = type(one) in (torch.Tensor, torch.nn.Parameter)
-        if is_tensor and one.device.type == "cpu" and one.layout == torch.strided:
-            yield one
-
-
 def _flat(source: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     for name, value in zip(source.fn.arg_names, arguments, strict=True):
         yield from _leaves(source.signature[name], value)
@@ -176,15 +157,12 @@ def _leaves(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def on_executor(
-    arch: int = 90, *, strict: bool = True, fresh: bool = True, **options: Any
-) -> Iterator[Executor]:
+def on_executor(arch: int = 90, *, strict: bool = True, **options: Any) -> Iterator[Executor]:
     """Launch Triton's kernels on CPU tensors, compiled for ``sm_{arch}``.
 
     Args:
         arch: 80 or 90.
         strict: Raise a ``PtxError`` for a launch with a fault, after it has run.
-        fresh: Fill what ``torch.empty`` and the like give, so that reading it is a fault.
         options: See ``Options``.
     """
     executor = Executor(arch, Options(**options), is_strict=strict)
@@ -198,15 +176,16 @@ def on_executor(
         finally:
             _loading.pop()
 
+    make_cubin, CUDABackend.make_cubin = CUDABackend.make_cubin, lambda *_: b""  # nobody runs it
     triton.compiler.CompiledKernel._init_handles = init_handles
     block_shapes.architecture_of = lambda _: f"sm_{arch}"
     block_shapes.launch_on.cache_clear()
     driver.set_active(executor)
     try:
-        with filling_fresh_memory(enabled=fresh):
-            yield executor
+        yield executor
     finally:
         triton.compiler.CompiledKernel._init_handles = init
+        CUDABackend.make_cubin = make_cubin
         block_shapes.architecture_of = real
         block_shapes.launch_on.cache_clear()
         driver._active = before

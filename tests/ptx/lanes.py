@@ -25,23 +25,26 @@ EVERYONE = 0xFFFFFFFF
 
 def compile_lanes(p: Program, one: Instruction) -> Step:
     name, words = one.words[0], one.words
+    step: Step | None = None
     if name == "nanosleep":
-        return lambda m, s: None
-    if name in ("bar", "barrier"):
-        return _barrier(one)
-    if name == "activemask":
+        step = lambda m, s: None  # noqa: E731
+    elif name in ("bar", "barrier"):
+        step = _barrier(one)
+    elif name == "activemask":
         put = p.target(one.operands[0], "b32")
-        return lambda m, s: put(m, s, _active(s))
-    if name == "shfl" and words[3] == "b32":
-        return _shuffle(p, one)
-    if name == "redux" and words[3][0] != "f":
-        return _whole_warps(p, one, words[3], words[3], _reducer(words[2]))
-    if name == "vote" and words[2] in VOTES:
+        step = lambda m, s: put(m, s, _active(s))  # noqa: E731
+    elif name == "shfl" and words[3] == "b32":
+        step = _shuffle(p, one)
+    elif name == "redux" and words[3][0] != "f":
+        step = _whole_warps(p, one, words[3], words[3], _reducer(words[2]))
+    elif name == "vote" and words[2] in VOTES:
         result = "b32" if words[2] == "ballot" else "pred"
-        return _whole_warps(p, one, "pred", result, VOTES[words[2]])
-    if name == "match" and words[1] == "any":
-        return _whole_warps(p, one, words[3], "b32", _matching)
-    raise NotImplementedError(str(one))
+        step = _whole_warps(p, one, "pred", result, VOTES[words[2]])
+    elif name == "match" and words[1] == "any":
+        step = _whole_warps(p, one, words[3], "b32", _matching)
+    if step is None:
+        raise NotImplementedError(str(one))
+    return step
 
 
 def _barrier(one: Instruction) -> Step:

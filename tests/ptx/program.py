@@ -93,15 +93,15 @@ class Program:
             return _trap(one, guard)
         if name in accesses.NAMES:
             return accesses.compile_access(self, one, guard)
-        if name in lanes.NAMES:
-            if guard is not None:
-                raise NotImplementedError(str(one))
-            return lanes.compile_lanes(self, one)
-        if name == "mov" and one.operands[0][0] + one.operands[1][0] in ("{%", "%{"):
-            if guard is not None:
-                raise NotImplementedError(str(one))
-            return values.compile_pack(self, one)
-        if name not in values.NAMES:
+        is_pack = name == "mov" and "{" in one.operands[0][0] + one.operands[1][0]
+        if not (is_pack or name in lanes.NAMES):
+            return self._value(one, guard)
+        if guard is not None:
+            raise NotImplementedError(str(one))
+        return values.compile_pack(self, one) if is_pack else lanes.compile_lanes(self, one)
+
+    def _value(self, one: Instruction, guard: Step | None) -> Step:
+        if one.words[0] not in values.NAMES:
             raise NotImplementedError(str(one))
         value, register, kind = values.compile_value(self, one)
         put = self.target(register, kind)

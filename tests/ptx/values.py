@@ -38,7 +38,7 @@ MIXED: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
     "shl": (("", "u32"), "", lambda kind, a, b: pa.shift_left(a, b, kind)),
     "shr": (("", "u32"), "", lambda kind, a, b: pa.shift_right(a, b, kind)),
     "bfe": (("", "u32", "u32"), "", lambda kind, a, b, c: pa.bit_field(a, b, c, kind)),
-    "bfi": (("", "", "u32", "u32"), "", lambda kind, *a: pa.insert_field(*a, kind)),
+    "bfi": (("", "", "u32", "u32"), "", lambda kind, a, b, c, d: pa.insert_field(a, b, c, d, kind)),
     "popc": (("",), "u32", lambda kind, a: np.bitwise_count(a).astype(np.uint32)),
     "clz": (("",), "u32", lambda kind, a: pa.leading_zeros(a)),
     "selp": (("", "", "pred"), "", lambda kind, a, b, p: np.where(p, a, b)),
@@ -54,26 +54,29 @@ def compile_value(p: Program, one: Instruction) -> tuple[Value, str, str]:
     is_odd = kind not in DTYPES or (name != "cvt" and kind in ("bf16", "bf16x2", "f16x2"))
     if is_odd or "sat" in words:
         raise NotImplementedError(str(one))
-    if name == "setp":
-        return _compare(p, one)
-    if name == "cvt":
-        return _convert(p, one)
-    if name in ("mul", "mad"):
-        return _multiply(p, one)
-    if name == "shf":
-        low, high, amount = (p.source(text, "b32") for text in one.operands[1:4])
-        shift = lambda m, s: pa.funnel_shift(low(m, s), high(m, s), amount(m, s), words)  # noqa: E731
-        return shift, one.operands[0], "b32"
-    if name == "lop3":
-        a, b, c = (p.source(text, "b32") for text in one.operands[1:4])
-        table = int(one.operands[4], 0)
-        return lambda m, s: pa.logic(a(m, s), b(m, s), c(m, s), table), one.operands[0], "b32"
+    special = {"setp": _compare, "cvt": _convert, "mul": _multiply, "mad": _multiply}
+    special |= {"shf": _funnel, "lop3": _logic}
+    if name in special:
+        return special[name](p, one)
     if name in MIXED:
         kinds, result, function = MIXED[name]
         sources = [p.source(t, k or kind) for t, k in zip(one.operands[1:], kinds, strict=True)]
         value = lambda m, s: function(kind, *(get(m, s) for get in sources))  # noqa: E731
         return value, one.operands[0], result or kind
     return _plain(p, one)
+
+
+def _funnel(p: Program, one: Instruction) -> tuple[Value, str, str]:
+    low, high, amount = (p.source(text, "b32") for text in one.operands[1:4])
+    words = one.words
+    shift = lambda m, s: pa.funnel_shift(low(m, s), high(m, s), amount(m, s), words)  # noqa: E731
+    return shift, one.operands[0], "b32"
+
+
+def _logic(p: Program, one: Instruction) -> tuple[Value, str, str]:
+    a, b, c = (p.source(text, "b32") for text in one.operands[1:4])
+    table = int(one.operands[4], 0)
+    return lambda m, s: pa.logic(a(m, s), b(m, s), c(m, s), table), one.operands[0], "b32"
 
 
 def _plain(p: Program, one: Instruction) -> tuple[Value, str, str]:

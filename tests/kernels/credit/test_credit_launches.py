@@ -59,16 +59,13 @@ QUIET = {
 @contextmanager
 def unexecuted() -> Iterator[list[str]]:
     """Note the kernels that are launched, and let them do nothing."""
-    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime import driver
 
-    launched: list[str] = []
-
-    def note(self: Any, *_: Any, **__: Any) -> None:
-        launched.append(self.fn.__name__)
-
+    executor = driver.active
+    executor.launched.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GridExecutor, "__call__", note)
-        yield launched
+        patch.setattr(executor, "is_running", False)
+        yield executor.launched
 
 
 def torch_ops(profiled: profile) -> list[str]:
@@ -94,7 +91,6 @@ def launches_of(estimator: Any, layout: Any = "merged", **more: Any) -> list[str
     return launched + torch_ops(profiled)
 
 
-@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_an_estimator_is_four_launches_at_most(name: str, layout: str) -> None:
@@ -104,13 +100,11 @@ def test_an_estimator_is_four_launches_at_most(name: str, layout: str) -> None:
     assert len(launched) <= 4
 
 
-@pytest.mark.usefixtures("interpreter")
 def test_short_batches_are_scanned_in_one_launch() -> None:
     assert launches_of(EVERY["GAE"]) == ["walk_kernel", *MEASURE]
     assert launches_of(EVERY["VTrace, carry"]) == ["walk_kernel", *MEASURE]
 
 
-@pytest.mark.usefixtures("interpreter")
 def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:
     more = {"kl": KLPenalty(0.1), "reward_clip": 1.0, "truncated": "bootstrap"}
     with small_scans(fewest=8):
@@ -129,7 +123,6 @@ MORE = {
 }
 
 
-@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("name", MORE)
 def test_costlier_estimators_stay_within_their_launches(name: str) -> None:
     estimator, most = MORE[name]
@@ -137,14 +130,12 @@ def test_costlier_estimators_stay_within_their_launches(name: str) -> None:
         assert 4 < len(launches_of(estimator)) <= most
 
 
-@pytest.mark.usefixtures("interpreter")
 def test_whitening_over_ranks_is_one_launch_more() -> None:
     with small_scans(fewest=8):
         launched = launches_of(EVERY["GAE, whitened"], all_reduce=lambda sums: sums)
     assert launched == [*SCAN, *MEASURE, "whiten_by_sums_kernel"]
 
 
-@pytest.mark.usefixtures("interpreter")
 def test_a_launch_by_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = credit.scores_of_trajectories
 

@@ -33,8 +33,6 @@ LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     """Name of an implementation; the last one cuts short segments into blocks too."""
     name, *blocks = request.param.split(", ")
-    if name == "triton":
-        request.getfixturevalue("interpreter")
     with small_blocks(), pytest.MonkeyPatch.context() as patch:
         if blocks:
             patch.setattr(credit_scan_triton, "FEWEST_ENTRIES", 0)

@@ -184,7 +184,7 @@ def test_a_token_gets_the_values_of_its_turns_first_token(name: str, impl: str) 
     check_moments(spread, turns, impl)
 
 
-def test_both_implementations_move_the_same_bits(interpreter: None) -> None:
+def test_both_implementations_move_the_same_bits() -> None:
     turns = turns_of(SIZES["more than a chunk"])
     rows = torch.tensor([0.1, 0.2, 1e-30, -7.0])
     pair = [

@@ -127,7 +127,6 @@ def test_the_table_holds_starts_addresses_and_kinds() -> None:
     assert table[3, Piece.KIND] == table[3, Piece.ADDRESS] == 0
 
 
-@pytest.mark.usefixtures("interpreter")
 def test_the_op_takes_a_table_inside_another_tensor() -> None:
     pieces = [torch.arange(5), torch.tensor([0.5])]
     table = torch.cat([torch.ones(9).long(), torch.from_numpy(piece_table(pieces)).flatten()])
@@ -135,7 +134,6 @@ def test_the_op_takes_a_table_inside_another_tensor() -> None:
     assert_same_bits(words, gather_words_reference(pieces))
 
 
-@pytest.mark.usefixtures("interpreter")
 def test_the_operator_is_registered_right() -> None:
     pieces = [torch.arange(5), torch.tensor([0.5])]
     torch.library.opcheck(OP, (torch.from_numpy(piece_table(pieces)), 6))

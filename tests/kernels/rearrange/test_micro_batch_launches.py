@@ -89,7 +89,7 @@ def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.Monke
         some_batch(2, device="meta").select([0, 1])
 
 
-def test_the_kernel_is_all_that_is_launched(interpreter: None) -> None:
+def test_the_kernel_is_all_that_is_launched() -> None:
     batch = some_batch()
     plan = plan_micro_batches(batch.seqlens, 64)
     tensors = of_the_loss(batch)

@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.rearrange.bits import assert_bits, random_bits
-from tests.support.interpreter import wrapping
 from trajpack.kernels.rearrange import pad_triton
 from trajpack.kernels.rearrange.pad import (
     BITS,
@@ -189,7 +188,7 @@ def test_gradients_are_right(impl: Any, dtype: torch.dtype, side: Any) -> None:
     packed = torch.randn(3, 1, dtype=dtype, requires_grad=True)
     padded = torch.randn(3, 3, 1, dtype=dtype, requires_grad=True)
     options = {"side": side, "impl": impl}
-    # of a random direction, or of every entry: the interpreter takes its time
+    # of a random direction, or of every entry
     check = partial(torch.autograd.gradcheck, fast_mode=impl == "triton")
     assert check(lambda x: pad(x, ends, 3, value=3, **options), packed)
     assert check(lambda x: unpad(x, ends, 3, **options), padded)
@@ -245,7 +244,7 @@ class Allocations(TorchDispatchMode):
 def test_the_launcher_allocates_the_result_and_no_more(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = MagicMock()  # the interpreter would copy the arguments
+    launched = MagicMock()
     monkeypatch.setattr(pad_triton, "pad_kernel", launched)
     monkeypatch.setattr(pad_triton, "unpad_kernel", launched)
     logits = torch.zeros(4, 9, 4096, device=device)
@@ -293,7 +292,6 @@ BROKEN = {
 
 @pytest.mark.parametrize("ends", BROKEN.values(), ids=BROKEN.keys())
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.usefixtures("interpreter")
 def test_the_kernels_stay_inside_whatever_boundaries_say(ends: list[int], side: Any) -> None:
     """As on a device, where nothing checks them; an address outside would crash or show."""
     table = torch.zeros(4096, dtype=torch.int32)
@@ -303,19 +301,16 @@ def test_the_kernels_stay_inside_whatever_boundaries_say(ends: list[int], side: 
     inside = torch.full((3000,), 9)
     inside[1000:1011] = 1
     packed = inside[1000:1011]
-    with wrapping():
-        padded = pad_forward(packed, cu_seqlens, 5, 0, side)
+    padded = pad_forward(packed, cu_seqlens, 5, 0, side)
     assert set(padded.unique().tolist()) <= {0, 1}
     batch = len(ends) - 1
     inside[1000 : 1000 + batch * 5] = 1
     rows = inside[1000 : 1000 + batch * 5].view(batch, 5)
-    with wrapping():
-        unpadded = unpad_forward(rows, cu_seqlens, 11, side)
+    unpadded = unpad_forward(rows, cu_seqlens, 11, side)
     assert set(unpadded.unique().tolist()) <= {0, 1}
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.usefixtures("interpreter")
 def test_the_tail_of_a_sequence_too_long_is_dropped(side: Any) -> None:
     ends = boundaries([4, 1])
     packed = torch.tensor([1, 2, 3, 4, 5])

@@ -134,7 +134,7 @@ def test_unaligned_and_strided_rows_are_moved(impl):
         assert (rows[5] == 9).all()
 
 
-def test_memory_is_allocated_in_whole_tiles_for_the_unmasked_stores(interpreter):
+def test_memory_is_allocated_in_whole_tiles_for_the_unmasked_stores():
     rng = np.random.default_rng(0)
     sources, fills = random_sources(rng)
     table, num_tokens = table_of([(1030, 1030)], rng)
@@ -145,7 +145,7 @@ def test_memory_is_allocated_in_whole_tiles_for_the_unmasked_stores(interpreter)
         assert units > rows.numel()
 
 
-def test_a_segment_that_leaves_the_source_reads_nothing_outside(interpreter, monkeypatch):
+def test_a_segment_that_leaves_the_source_reads_nothing_outside(monkeypatch):
     monkeypatch.setattr(validation, "HOSTS", ())  # where tables are not read, as on a device
     table = torch.tensor([[0, 4], [8, 0], [4, 0]], dtype=torch.int32)
     rows = select_tokens([torch.arange(10)], table, 4, [-1], impl="triton").rows[0]

@@ -248,7 +248,6 @@ def cut_small(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
-@pytest.mark.usefixtures("interpreter")
 def test_both_regimes_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
@@ -262,7 +261,6 @@ def test_both_regimes_give_the_same_bits(
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.sampled_from(list(REDUCTIONS)))
 @settings(max_examples=8)
-@pytest.mark.usefixtures("interpreter")
 def test_both_regimes_give_the_same_bits_for_any_lengths(lengths: list[int], name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         cut_small(patch)
@@ -271,7 +269,6 @@ def test_both_regimes_give_the_same_bits_for_any_lengths(lengths: list[int], nam
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.usefixtures("interpreter")
 def test_both_regimes_give_the_same_bits_at_full_size(name: str) -> None:
     lengths = [2048 + 5, 100, 2048]
     x = entries_of(sum(lengths), torch.float64)
@@ -438,7 +435,6 @@ BROKEN = {
 
 @pytest.mark.parametrize("ends", BROKEN.values(), ids=BROKEN.keys())
 @pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.usefixtures("interpreter")
 def test_the_kernels_stay_in_bounds_with_bad_boundaries(
     monkeypatch: pytest.MonkeyPatch, name: str, ends: list[int]
 ) -> None:

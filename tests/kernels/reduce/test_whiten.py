@@ -104,7 +104,6 @@ def test_many_chunks_on_the_host_equal_the_formula() -> None:
     assert_close(whiten(x, mask), by_numpy(x, mask))
 
 
-@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("at_once", "programs"), [(1, 1), (2, 2), (4, 3)])
 def test_chunks_in_several_groups_and_several_to_a_program(
     at_once: int, programs: int, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,7 @@ SMALL = 8
 EDGES = [7, 8, 9, 0, 15, 16, 17, 1, 0, 25, 2]
 """Lengths around the edges of small blocks; their ends fall anywhere in a window."""
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "interpreter")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -193,7 +193,6 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
 
 @pytest.mark.parametrize("kind", ["gae", "next_values", "vtrace"])
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.usefixtures("interpreter")
 def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
     case = case_of()
     weights = (case.batch.logprobs, case.batch.rollout_logprobs) if kind == "vtrace" else None

@@ -33,17 +33,11 @@ def test_a_selection_is_what_slices_come_to(alignment, layout):
 
 
 @pytest.mark.parametrize("alignment", [ALIGNMENTS["separate"], ALIGNMENTS["fixed, extending"]])
-def test_the_kernel_selects_the_same(interpreter_on, alignment):
+def test_the_kernel_selects_the_same(alignment):
     batch = some_batch(4)
     tensors = of_the_loss(batch)
     selected = batch.select([3, 1], alignment, tensors, impl="triton")
     check_micro_batch(selected, batch, [3, 1], alignment, tensors=tensors)
-
-
-@pytest.fixture
-def interpreter_on():
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is off where a GPU is present")
 
 
 @given(

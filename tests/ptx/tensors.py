@@ -1,0 +1,41 @@
+"""Tensors of this process, found by the addresses that a table of pointers holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from tests.ptx.memory import Allocation
+
+LEAST_POINTER = 1 << 32
+"""Smaller numbers are no addresses."""
+frozen_tensors: list[torch.Tensor] = []
+"""Tensors that ``gc.freeze`` has hidden from the garbage collector."""
+
+
+def allocations(given: list[torch.Tensor]) -> list[Allocation]:
+    """Return the memory of tensors, and of those that tables of pointers among them name."""
+    tables = [t.flatten() for t in given if t.dtype == torch.int64 and t.numel()]
+    named = [table[table > LEAST_POINTER].numpy() for table in tables]
+    pointers = np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
+    found = dict(_extent(tensor) for tensor in given)
+    if len(pointers):
+        for begin, end in map(_extent, _all_tensors()):
+            if np.searchsorted(pointers, begin) < np.searchsorted(pointers, end):
+                found[begin] = end
+    return [Allocation(begin, end) for begin, end in found.items() if begin < end]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _all_tensors() -> Iterator[torch.Tensor]:
+    for one in [*frozen_tensors, *gc.get_objects()]:
+        is_tensor = type(one) in (torch.Tensor, torch.nn.Parameter)
+        if is_tensor and one.device.type == "cpu" and one.layout == torch.strided:
+            yield one

@@ -1,6 +1,6 @@
 """Compiled code of every kernel variant: registers, spills, atomics, shuffles and barriers.
 
-The interpreter sees neither the width of a memory access nor registers, so these tests look at the
+The executor sees neither the width of a memory access nor registers, so these tests look at the
 machine code: SASS for NVIDIA, the assembly for AMD. Every test runs once for each build of
 `tests.kernels.conftest.BUILDS`.
 """

@@ -228,7 +228,6 @@ def test_a_singleton_keeps_the_bits_of_its_score(impl: Any, baseline: Any, scale
     assert_same_bits(found, torch.zeros(40))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     ("baseline", "scale"),

@@ -104,7 +104,7 @@ def build(
     Raises:
         TypeError: If a dtype is none of the above.
         ValueError: If shapes or devices disagree, or, for tensors on the host, if the table does
-            not end at ``num_tokens``.
+            not end at ``num_tokens`` or leads out of ``words`` or ``turn_returns``.
 
     Cost: one launch, no copy, no host synchronisation; 38 bytes written a token.
 
@@ -154,6 +154,33 @@ def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> None:
             f"{op}: runs must go from 0 to num_tokens {num_tokens} and never back, they go "
             f"from {first} to {last}"
         )
+
+
+def check_places(runs: torch.Tensor, num_words: int, num_turns: int) -> None:
+    """Raise if the values of a run table can be read and lead out of the stream or the turns.
+
+    Follows `check_runs`.
+    """
+    readable = values_to_check(runs)
+    if readable is None:
+        return
+    table = readable.numpy().astype(np.int64)
+    lengths, table = np.diff(table[:, Run.START]), table[:-1]
+    generated = lengths - np.clip(table[:, Run.GENERATED], 0, lengths)
+    given = np.where(table[:, Run.SOURCE] >= 0, lengths, 0)
+    for column, counts, size in (
+        (Run.SOURCE, given, num_words),
+        (Run.LOGPROB, generated, num_words),
+        (Run.TURN, generated.clip(max=1), num_turns),
+    ):
+        begins = table[:, column]
+        wrong = (counts > 0) & ((begins < 0) | (begins + counts > size))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"{OP}: runs must keep Run.{column.name} within {size}, run {at} has "
+                f"{counts[at]} from {begins[at]}"
+            )
 
 
 def empty_memory(num_tokens: int, device: torch.device) -> torch.Tensor:
@@ -392,6 +419,7 @@ def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
 ) -> torch.Tensor:
     check_runs(OP, runs, num_tokens)
+    check_places(runs, words.shape[0], turn_returns.shape[0])
     memory = empty_memory(num_tokens, words.device)
     return build_into(
         memory, words, runs, turn_returns=turn_returns, num_tokens=num_tokens, impl=impl

@@ -238,9 +238,9 @@ class PackedBatch(LabelMethods):
         """Keep the memory of the batch from reuse while work of another stream reads it.
 
         PyTorch's caching allocator reuses memory on the stream of its allocation as soon as no
-        tensor holds it. This method records ``stream`` for all memory of the batch: per-token
-        fields, extra fields, returns, advantages, and the one allocation that holds all tables
-        and the token stream. ``record_stream`` on a single field covers that field alone.
+        tensor holds it. This method records ``stream`` for all memory of the batch: the one
+        allocation of the per-token fields, the one of all tables and the token stream, extra
+        fields, returns and advantages. ``record_stream`` on a tensor covers its allocation alone.
 
         Make the other stream wait for the packing before: ``stream.wait_stream(packing)``.
         ``docs/devices.md`` has an example.
@@ -248,12 +248,13 @@ class PackedBatch(LabelMethods):
         Args:
             stream: The `torch.cuda.Stream` that reads the batch.
 
-        Cost: one call of ``torch.Tensor.record_stream`` a storage, about a dozen. No copy, no
+        Cost: one call of ``torch.Tensor.record_stream`` a storage, three or more. No copy, no
             synchronisation. Does nothing on the host.
         """
-        # tables that were not accessed yet share the allocation of the boundaries
+        # tensors that were not made yet are in the memory of the boundaries or of the token ids
+        shared = [self.cu_seqlens, self.input_ids]
         made = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
-        record_storages([self.cu_seqlens, *made, *self.fields.values()], stream)
+        record_storages([*shared, *made, *self.fields.values()], stream)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.

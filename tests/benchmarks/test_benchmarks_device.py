@@ -1,5 +1,6 @@
 """The device's harness and contests, on the host: small shapes, and a pretended device."""
 
+import os
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -210,11 +211,30 @@ def test_launches_copies_and_waits_are_counted_by_name():
     assert timing.count([("cuLaunchKernelEx", False)]) == unseen
 
 
-@pytest.mark.parametrize("make", [timing.copy_of, timing.sending])
-def test_the_limit_moves_as_many_bytes_as_it_says(make):
-    copy, check = make(1600, "cpu")
+@pytest.mark.parametrize("writes", [1, 6])
+def test_the_limit_moves_as_many_bytes_as_it_says(writes):
+    copy, check = timing.copy_of(8 * 7 * 60, "cpu", writes)
     result = copy()
-    assert result.nbytes == (800 if make is timing.copy_of else 1600)
+    assert result.nbytes * (1 + writes) / writes == 8 * 7 * 60
+    check(result)
+    result[-1, 0] += 1
+    with pytest.raises(AssertionError):
+        check(result)
+
+
+@pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="the interpreter is off")
+def test_the_kernel_that_writes_several_times_copies_to_all_rows():
+    from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all
+
+    source = torch.arange(3 * BLOCK)
+    target = copy_to_all(source, torch.zeros(6, 3 * BLOCK, dtype=torch.int64))
+    assert (target == source).all()
+
+
+def test_sending_moves_as_many_bytes_as_it_says():
+    copy, check = timing.sending(1600, "cpu")
+    result = copy()
+    assert result.nbytes == 1600
     check(result)
     result[0] += 1
     with pytest.raises(AssertionError):

@@ -15,7 +15,7 @@ from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuff
 
 from trajpack.kernels.credit.turns import Turns
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
-from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
 from trajpack.kernels.fields.gather_fields_triton import write_rows
@@ -84,9 +84,9 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
     runs = words[:24].view(3, 8)
     returns = torch.zeros(9, device=device)
-    fields = empty_fields(1500, words.device)
-    yield "aligned", partial(write_fields, words, runs, returns, 1500, fields)
-    yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], 1500, fields)
+    written = {"num_tokens": 1500, "memory": empty_memory(1500, words.device)}
+    yield "aligned", partial(write_fields, words, runs, returns, **written)
+    yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], **written)
     table = torch.zeros((5, 4), dtype=torch.int64, device=device)
     yield "aligned", partial(gather_words_forward, table, 1500)
     yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)

@@ -30,7 +30,7 @@ from trajpack import (
     kernels,
     pack_resident,
 )
-from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
@@ -345,8 +345,8 @@ def scanned(size: int, longest: int | None, kind: str = "gae") -> Any:
 
 LAUNCHERS: Calls = {
     "build": lambda size: write_fields(
-        empty(size, dtype=torch.int32), empty(size % 100 + 1, 8, dtype=torch.int32), empty(9), size,
-        empty_fields(size, torch.device("meta")),
+        empty(size, dtype=torch.int32), empty(size % 100 + 1, 8, dtype=torch.int32), empty(9),
+        num_tokens=size, memory=empty_memory(size, torch.device("meta")),
     ),
     "discounted_returns": lambda size: scanned(size, None, "returns"),
     "discounted_returns, bounded": lambda size: scanned(size, 4096, "returns"),

@@ -44,6 +44,17 @@ SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
 UNALIGNED = Alignment()
 
 
+class GroupOrder(NamedTuple):
+    """Trajectories and turns in the order of their groups, int32 but for computed orders."""
+
+    trajectories: torch.Tensor
+    """``[trajectories]``: a permutation, stable within a group."""
+    turns: torch.Tensor
+    """``[turns]``: a permutation, stable within a group."""
+    owners: torch.Tensor
+    """``[turns]``: the trajectory of each turn."""
+
+
 class LayoutTokens(NamedTuple):
     """Tokens that the same turns take in each layout."""
 
@@ -533,6 +544,20 @@ class PackedBatch(LabelMethods):
         if aggregation == "prompt_mean":
             units |= {"group_ids": self.group_ids, "num_groups": num_trajectories}
         return units
+
+    @cached_property
+    def group_order(self) -> GroupOrder:
+        """Orders that the host made when it packed; of any other batch, six launches of torch."""
+        later = self.__dict__.get("_later", {})
+        tables = ("order_of_trajectories", "order_of_turns", "turn_trajectory")
+        if "turn_trajectory" in later or "turn_trajectory" in self.__dict__:
+            return GroupOrder(*(getattr(self, name) for name in tables))
+        turn = torch.arange(self.num_turns, device=self.device)
+        last = max(self.cu_turns.shape[0] - 2, 0)
+        owners = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True).clamp(max=last)
+        order = torch.argsort(self.group_ids, stable=True)
+        turns = torch.argsort(self.group_ids[owners], stable=True)
+        return GroupOrder(order, turns, owners.int())
 
     @cached_property
     def host_lengths(self) -> Lengths:

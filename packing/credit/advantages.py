@@ -131,13 +131,19 @@ def with_advantages(
             returns = returns.clone()
         credit = Credit(advantages, returns, counted, spread)
     advantages, moments = _finish(batch, credit, estimator.whitening, all_reduce, chosen)
-    return dataclasses.replace(
+    credited = dataclasses.replace(
         batch,
         advantages=advantages,
         returns=credit.returns,
-        metrics=moments,
+        metrics=None,
         metric_names=METRICS,
     )
+    if isinstance(moments, torch.Tensor):
+        credited.__dict__["metrics"] = moments
+    else:  # computed at first access
+        del credited.__dict__["metrics"]
+        credited.__dict__["_later"] = {"metrics": moments}
+    return credited
 
 
 def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> None:
@@ -338,17 +344,23 @@ def _finish(
     whitening: int | None,
     all_reduce: AllReduce | None,
     impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages, whitened over all ranks if asked for, and their moments before."""
+) -> tuple[torch.Tensor, torch.Tensor | Callable[[], torch.Tensor]]:
+    """Return advantages, whitened over all ranks if asked for, and their moments before.
+
+    Without whitening the moments are a function that computes them.
+    """
     advantages, mask = credit.advantages, batch.loss_mask
     if credit.counted is not None:
         mask = credit.counted
-    elif credit.spread is not None and (all_reduce is None or whitening is None):
-        return finish_spread(credit.spread, mask, whitening, impl)
-    if whitening is not None and all_reduce is None:
+    spread = credit.spread if credit.counted is None else None
+    if whitening is None:
+        if spread is not None:
+            return advantages, lambda: finish_spread(spread, mask, None, impl)[1]
+        return advantages, lambda: moments_and_sums(advantages, mask, impl=impl)[0]
+    if all_reduce is None:
+        if spread is not None:
+            return finish_spread(spread, mask, whitening, impl)
         return whiten_with_moments(advantages, mask, ddof=whitening, impl=impl)
     moments, sums = moments_and_sums(advantages, mask, impl=impl)
-    if whitening is None or all_reduce is None:
-        return advantages, moments
     all_reduce(sums)
     return whiten_with_moments(advantages, mask, sums=sums, ddof=whitening, impl=impl)[0], moments

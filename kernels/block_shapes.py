@@ -111,8 +111,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             32,
             128,
-            "A row of 32 lanes is a warp with 8 successive loads a thread. 40 registers: 1,536 "
-            "threads on an SM request 48 KB of float32.",
+            "A row of 32 lanes is a warp with 8 successive loads a thread. 48 registers: 1,280 "
+            "threads on an SM request 40 KB of float32.",
         )
     },
     "whiten": {

@@ -80,12 +80,10 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     },
     "group_advantages_kernel": {
         DEFAULT: BlockShape(
-            64,
-            256,
-            "4 pairs of group and member a thread in the tile of 16 groups, with up to four "
-            "float64 sums each. 128 registers: 512 threads on an SM; tiles of 128 take 160 to 184. "
-            "Without the limit ptxas spills to fit one more block.",
-            most_registers=128,
+            128,
+            32,
+            "A warp a group, 4 members a thread: sums need no barrier, and a group of up to 128 "
+            "is one round of each pass.",
         )
     },
     "credit_scan": {
@@ -115,8 +113,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             32,
             128,
-            "A row of 32 lanes is a warp with 8 successive loads a thread. 40 registers: 1,536 "
-            "threads on an SM request 48 KB of float32.",
+            "A row of 32 lanes is a warp with 8 successive loads a thread. 48 registers: 1,280 "
+            "threads on an SM request 40 KB of float32.",
         )
     },
     "whiten": {
@@ -172,7 +170,10 @@ def launch_on(kernel: str, device: int) -> Launch:
     shape = block_shape(kernel, architecture)
     is_amd = architecture.startswith("gfx")
     wave = 64 if architecture.startswith("gfx9") else 32
-    options: dict[str, int | bool] = {"num_warps": shape.threads // wave, "enable_fp_fusion": False}
+    options: dict[str, int | bool] = {
+        "num_warps": max(shape.threads // wave, 1),
+        "enable_fp_fusion": False,
+    }
     if shape.most_registers is not None and not is_amd:
         options["maxnreg"] = shape.most_registers
     return Launch(shape.block, options)

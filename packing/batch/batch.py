@@ -44,6 +44,17 @@ SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
 UNALIGNED = Alignment()
 
 
+class GroupOrder(NamedTuple):
+    """Trajectories and turns in the order of their groups, int32 but for computed orders."""
+
+    trajectories: torch.Tensor
+    """``[trajectories]``: a permutation, stable within a group."""
+    turns: torch.Tensor
+    """``[turns]``: a permutation, stable within a group."""
+    owners: torch.Tensor
+    """``[turns]``: the trajectory of each turn."""
+
+
 class LayoutTokens(NamedTuple):
     """Tokens that the same turns take in each layout."""
 
@@ -140,8 +151,9 @@ class PackedBatch(LabelMethods):
 
     advantages: torch.Tensor | None = None
     """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first."""
-    metrics: torch.Tensor | None = None
-    """float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`."""
+    metrics: torch.Tensor | None = dataclasses.field(default_factory=type(None))
+    """float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`. Computed at
+    first access, if whitening did not need them."""
     metric_names: tuple[str, ...] = ()
     """Names of the metrics."""
 
@@ -154,7 +166,7 @@ class PackedBatch(LabelMethods):
         Making a batch then costs the host the same at any size.
         """
         batch = object.__new__(cls)
-        batch.__dict__.update(ready, _later=dict(later))
+        batch.__dict__.update({"metrics": None, **ready}, _later=dict(later))
         return batch
 
     if not TYPE_CHECKING:  # type checkers then find misspelled fields
@@ -348,10 +360,13 @@ class PackedBatch(LabelMethods):
         Warns:
             UserWarning: If the estimator compares trajectories and every group has one member.
 
-        Cost: three or four launches, metrics included, and six with ``scores``; up to seven where
-        tokens between generated ones are steps, five or six more where cut-off trajectories are
-        masked, three or four more with ``all_reduce``, 26 for `GiGPO`, which numbers its states by
-        sorting, and one more where the batch was credited before. No copy, no synchronisation.
+        Cost: one or two launches over tokens, three where trajectories are compared, four for
+        `GPG`, six for `GiGPO`, which sorts its states; two more if the estimator whitens, or one
+        where trajectories are compared. Up to three more where tokens between generated ones are
+        steps, with ``scores``, and with ``all_reduce``; six where cut-off trajectories are masked
+        or the batch was not packed but copied. ``metrics`` of an estimator that does not whiten
+        are one or two launches at first access: read them before `advantages` are changed in
+        place, and before a `StaticBatch` runs again. No copy, no synchronisation.
 
         Reference:
             Each estimator names its own.
@@ -534,6 +549,20 @@ class PackedBatch(LabelMethods):
         if aggregation == "prompt_mean":
             units |= {"group_ids": self.group_ids, "num_groups": num_trajectories}
         return units
+
+    @cached_property
+    def group_order(self) -> GroupOrder:
+        """Orders that the host made when it packed; of any other batch, six launches of torch."""
+        later = self.__dict__.get("_later", {})
+        tables = ("order_of_trajectories", "order_of_turns", "turn_trajectory")
+        if "turn_trajectory" in later or "turn_trajectory" in self.__dict__:
+            return GroupOrder(*(getattr(self, name) for name in tables))
+        turn = torch.arange(self.num_turns, device=self.device)
+        last = max(self.cu_turns.shape[0] - 2, 0)
+        owners = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True).clamp(max=last)
+        order = torch.argsort(self.group_ids, stable=True)
+        turns = torch.argsort(self.group_ids[owners], stable=True)
+        return GroupOrder(order, turns, owners.int())
 
     @cached_property
     def host_lengths(self) -> Lengths:

@@ -250,6 +250,12 @@ class StaticBatch:
         tables["turn_begin"][turns:] = counts.tokens
         tables["cu_generated"][turns + 1 :] = counts.generated
         tables["group_ids"][counts.trajectories :] = -1
+        tables["turn_trajectory"][turns:] = min(counts.trajectories, self.max_turns - 1)
+        for name, used in (
+            ("order_of_trajectories", counts.trajectories),
+            ("order_of_turns", turns),
+        ):
+            tables[name][used:] = np.arange(used, len(tables[name]))
         if self.fields:
             tables["field_sources"][spans:] = 0
 

@@ -20,8 +20,11 @@ from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
-from trajpack.kernels.groups.group_advantages import Rule
-from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
+from trajpack.kernels.groups.group_advantages import Members, Rule
+from trajpack.kernels.groups.group_advantages_triton import (
+    group_advantages_forward,
+    members_by_nonzero,
+)
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
@@ -59,7 +62,9 @@ DEMANDING = {
         "mean by std",
         "second_best by std",
         "leave_one_out by leave_one_out_std, valid",
+        "mean by std, steps, valid",
     },
+    "members_by_nonzero": {"valid"},
     "segment_rows": {"mean of float32, masked"},
     "chunk_partials": {"mean of float32, masked"},
     "chunk_fold": {"mean of float32, masked"},
@@ -287,23 +292,25 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
 def launches_of_groups(scores: torch.Tensor) -> Launches:
     """What is summed in each way that a recipe asks for, with and without marks."""
     ids = torch.zeros_like(scores, dtype=torch.int64)
-    valid = ids.bool()
+    valid, small = ids.bool(), ids.int()
+    by_ids, by_order = Members(ids, ids), Members(small, small)
+    steps = Members(small, small, ids, ids, small)
 
-    def launch(
-        baseline: str, scale: str, *inputs: torch.Tensor, **marks: torch.Tensor
-    ) -> partial[Any]:
+    def launch(baseline: str, scale: str, members: Members, **more: torch.Tensor) -> partial[Any]:
         rule = Rule(baseline, scale, 1, 1e-6, "raw")
-        return partial(group_advantages_forward, *inputs, 40, rule, **marks)
+        kind = scores.double() if members is by_order else scores
+        return partial(group_advantages_forward, kind, members, 40, rule, **more)
 
-    yield "mean by std", launch("mean", "std", scores, ids.int())
-    shifted = scores.double()[1:], ids[1:]
-    yield "mean by std, valid", launch("mean", "std", *shifted, valid=valid[1:])
-    yield "length_weighted", launch("length_weighted", "none", scores, ids, lengths=ids)
-    yield "mean by nonzero, valid", launch("mean", "nonzero", scores, ids.int(), valid=valid)
-    yield "second_best by std", launch("second_best", "std", scores, ids)
-    others = launch("leave_one_out", "leave_one_out_std", scores, ids.int(), valid=valid)
+    yield "mean by std", launch("mean", "std", by_order)
+    yield "mean by std, steps, valid", launch("mean", "std", steps, valid=valid)
+    yield "length_weighted", launch("length_weighted", "none", by_ids, lengths=ids)
+    yield "second_best by std", launch("second_best", "std", by_ids)
+    others = launch("leave_one_out", "leave_one_out_std", by_order, valid=valid)
     yield "leave_one_out by leave_one_out_std, valid", others
-    yield "none by std_about_baseline", launch("none", "std_about_baseline", scores, ids)
+    yield "none by std_about_baseline", launch("none", "std_about_baseline", by_ids)
+    share = scores[:1].double()
+    yield "mean by nonzero, valid", launch("mean", "nonzero", by_order, valid=valid, share=share)
+    yield "valid", partial(members_by_nonzero, scores.double(), small, 40, valid)
 
 
 def launches_of_selections(words: torch.Tensor) -> Launches:

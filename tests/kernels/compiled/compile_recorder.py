@@ -21,7 +21,10 @@ from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.fields.gather_words_triton import gather_words_kernel
-from trajpack.kernels.groups.group_advantages_triton import group_advantages_kernel
+from trajpack.kernels.groups.group_advantages_triton import (
+    group_advantages_kernel,
+    members_by_nonzero_kernel,
+)
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
 from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
 from trajpack.kernels.reduce.segment_reduce_triton import (
@@ -49,6 +52,7 @@ KERNELS = (
     gather_fields_kernel,
     gather_words_kernel,
     group_advantages_kernel,
+    members_by_nonzero_kernel,
     pad_kernel,
     unpad_kernel,
     scores_kernel,

@@ -37,8 +37,9 @@ KERNELS = {
     "walk_kernel": Bounds(10, 96, 128),  # five blocks of 128 threads, limited; four waves
     "block_steps_kernel": Bounds(10, 80, 96),  # six blocks
     "block_states_kernel": Bounds(10, 96, 112),
-    "group_advantages_kernel": Bounds(7, 128, 72),  # two blocks of 256 threads, limited
-    "segment_reduce_kernel": Bounds(6, 40, 64),  # twelve blocks of 128 threads; eight waves
+    "group_advantages_kernel": Bounds(7, 96, 96),  # a block of 32 threads each
+    "members_by_nonzero_kernel": Bounds(1, 40, 64),  # one block in all
+    "segment_reduce_kernel": Bounds(6, 48, 64),  # ten blocks of 128 threads; eight waves
     "chunk_partials_kernel": Bounds(2, 40, 64),
     "chunk_fold_kernel": Bounds(2, 40, 64),
     "chunk_moments_kernel": Bounds(2, 112, 128),  # two blocks of 256 threads; four waves

@@ -100,6 +100,13 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
+    "weigh_kernel": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 tokens a thread: 36 bytes of loads, one 16-byte store.",
+        )
+    },
     "spread_kernel": {
         DEFAULT: BlockShape(
             4096,

@@ -1,0 +1,212 @@
+"""Triton's kernels on CPU tensors: what is compiled for an NVIDIA GPU is run, and watched.
+
+Launchers run unchanged: Triton specialises and compiles what it would for the GPU, and the PTX of
+each kernel is executed in place of the machine code.
+
+    with on_executor(90) as executor:
+        returns = discounted_returns(rewards, cu_seqlens, 0.99, impl="triton")
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tests.ptx.fresh_memory import filling_fresh_memory
+from tests.ptx.machine import Machine, Options
+from tests.ptx.memory import Allocation, GlobalMemory, PtxError
+from tests.ptx.parse import parse
+from tests.ptx.program import Program
+from tests.ptx.traffic import SECTOR, Traffic
+from trajpack.kernels import block_shapes
+
+MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory of a program."""
+LEAST_POINTER = 1 << 32
+"""Values below are no addresses: tables of pointers are searched for addresses of tensors."""
+
+
+class Report:
+    """Sums over the launches of one kernel."""
+
+    def __init__(self) -> None:
+        self.launches = self.programs = self.warp_instructions = self.thread_instructions = 0
+        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        """By memory and kind of access."""
+        self.lines: dict[tuple[Any, ...], Traffic] = defaultdict(Traffic)
+        """By memory, kind of access, line of the source and instruction."""
+        self.touched: Counter[str] = Counter()
+        """Bytes of global memory in distinct sectors, by kind of access."""
+
+    def add(self, machine: Machine) -> None:
+        grid = machine.grid
+        self.launches += 1
+        self.programs += grid[0] * grid[1] * grid[2]
+        lengths = np.array([len(block) for block in machine.program.code])
+        warps, threads = (lengths @ machine.runs).tolist()
+        self.warp_instructions += warps
+        self.thread_instructions += threads
+        for (space, way, loc, text), traffic in machine.traffic.items():
+            self.traffic[space, way].add(traffic)
+            self.lines[space, way, loc, text].add(traffic)
+        for allocation in machine.memory.allocations:
+            for way, sectors in allocation.sectors.items():
+                self.touched[way] += int(sectors.sum()) * SECTOR
+
+
+class Executor:
+    """Serves CPU tensors as the driver of a GPU; keeps reports and findings of launches."""
+
+    def __init__(self, arch: int, options: Options, *, is_strict: bool) -> None:
+        self.target, self.device, self.options = GPUTarget("cuda", arch, 32), arch, options
+        self.is_strict, self.utils = is_strict, self
+        self.reports: dict[str, Report] = defaultdict(Report)
+        self.findings: Counter[str] = Counter()
+        """Faults by kind, place and instruction, with the number of accesses."""
+        self.rewrite: Callable[[str], str] = str
+        """Changes the text of a kernel before it is run, to plant a fault."""
+
+    # what Triton asks of a driver
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device  # Triton keeps compiled kernels apart by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MOST_SHARED[self.target.arch]}
+
+    def load_binary(self, *_: Any) -> tuple[Any, ...]:
+        return None, _loading[-1], 0, 0, 1024
+
+    def unload_module(self, _: None) -> None:
+        pass
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        # a kernel that was loaded once is launched by the executor that is active then
+        return lambda *arguments: driver.active.launch(source, arguments)
+
+    # what a launch does
+
+    def launch(self, source: Any, arguments: tuple[Any, ...]) -> None:
+        *grid, _, compiled = arguments[:5]
+        program = self._program(compiled)
+        values: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for kind, value in _flat(source, arguments[9:]):
+            if kind.startswith("*") and hasattr(value, "data_ptr"):
+                tensors.append(value)
+                value = value.data_ptr()
+            values.append(value)
+        values += [0] * (len(program.kernel.params) - len(values))  # scratch and profile
+        threads = compiled.metadata.num_warps * 32
+        machine = Machine(
+            program, (grid[0], grid[1], grid[2]), threads, values,
+            shared=compiled.metadata.shared, memory=GlobalMemory(allocations(tensors), threads),
+            options=self.options,
+        )  # fmt: skip
+        machine.run()
+        self.reports[program.kernel.name].add(machine)
+        self.findings += machine.findings
+        if self.is_strict and machine.findings:
+            raise PtxError("; ".join(f"{text} ({n})" for text, n in machine.findings.items()))
+
+    def _program(self, compiled: Any) -> Program:
+        text = self.rewrite(compiled.asm["ptx"])
+        if getattr(compiled, "executed", (None,))[0] != text:
+            compiled.executed = text, Program(parse(text))
+        program: Program = compiled.executed[1]
+        return program
+
+
+_loading: list[Any] = []
+"""The compiled kernel that Triton loads now."""
+
+
+def allocations(given: list[torch.Tensor]) -> list[Allocation]:
+    """Return the memory of tensors, and of those that tables of pointers among them name."""
+    tables = [t.flatten() for t in given if t.dtype == torch.int64 and t.numel()]
+    named = [table[table > LEAST_POINTER].numpy() for table in tables]
+    pointers = np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
+    tensors = [*given, *(_all_tensors() if len(pointers) else ())]
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+        is_named = np.searchsorted(pointers, begin) < np.searchsorted(pointers, begin + size)
+        if size and (is_named or any(tensor is one for one in given)):
+            found[begin] = Allocation(begin, begin + size)
+    return list(found.values())
+
+
+def _all_tensors() -> Iterator[torch.Tensor]:
+    for one in gc.get_objects():
+        is_tensor = type(one) in (torch.Tensor, torch.nn.Parameter)
+        if is_tensor and one.device.type == "cpu" and one.layout == torch.strided:
+            yield one
+
+
+def _flat(source: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    for name, value in zip(source.fn.arg_names, arguments, strict=True):
+        yield from _leaves(source.signature[name], value)
+
+
+def _leaves(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(kind, tuple):
+        for part, one in zip(kind, value, strict=True):
+            yield from _leaves(part, one)
+    elif kind != "constexpr":
+        yield kind, value
+
+
+@contextmanager
+def on_executor(
+    arch: int = 90, *, strict: bool = True, fresh: bool = True, **options: Any
+) -> Iterator[Executor]:
+    """Launch Triton's kernels on CPU tensors, compiled for ``sm_{arch}``.
+
+    Args:
+        arch: 80 or 90.
+        strict: Raise a ``PtxError`` for a launch with a fault, after it has run.
+        fresh: Fill what ``torch.empty`` and the like give, so that reading it is a fault.
+        options: See ``Options``.
+    """
+    executor = Executor(arch, Options(**options), is_strict=strict)
+    before, init = driver._active, triton.compiler.CompiledKernel._init_handles
+    real = block_shapes.architecture_of
+
+    def init_handles(self: Any) -> None:
+        _loading.append(self)
+        try:
+            init(self)
+        finally:
+            _loading.pop()
+
+    triton.compiler.CompiledKernel._init_handles = init_handles
+    block_shapes.architecture_of = lambda _: f"sm_{arch}"
+    block_shapes.launch_on.cache_clear()
+    driver.set_active(executor)
+    try:
+        with filling_fresh_memory(enabled=fresh):
+            yield executor
+    finally:
+        triton.compiler.CompiledKernel._init_handles = init
+        block_shapes.architecture_of = real
+        block_shapes.launch_on.cache_clear()
+        driver._active = before

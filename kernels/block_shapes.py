@@ -100,11 +100,20 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
+    "segment_logarithms_kernel": {
+        DEFAULT: BlockShape(
+            256,
+            128,
+            "A segment is a warp's, with 8 tokens a thread at once. 96 registers: 640 threads on "
+            "an SM request 46 KB of float32.",
+        )
+    },
     "weigh_kernel": {
         DEFAULT: BlockShape(
             1024,
             256,
-            "4 tokens a thread: 36 bytes of loads, one 16-byte store.",
+            "4 tokens a thread: 36 bytes of loads, one 16-byte store. 96 registers: 512 threads on "
+            "an SM request 18 KB.",
         )
     },
     "spread_kernel": {

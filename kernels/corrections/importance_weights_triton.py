@@ -32,7 +32,7 @@ CHUNK = TILES * TILE
 """Tokens of a program. Counts of two kinds share an int32, so it is below 2^15."""
 SUMS, PARTIALS = 11, 14
 """Sums of a chunk, and sums and maxima: see `weigh_kernel`."""
-ROWS, LANES = 4, 256
+ROWS, LANES = 4, block_shape("segment_logarithms_kernel", DEFAULT).block
 """Segments of a program, each a warp's, and tokens of a segment that are loaded at once."""
 MERGED = 256
 """Chunks that are merged at once."""
@@ -67,8 +67,8 @@ def _finished(total, bounded, count, divides, rejection_divides):
     ],
 )  # fmt: skip
 def segment_logarithms_kernel(
-    logprobs, rollout_logprobs, mask, ids, segments, table, tokens: tl.int64, num_segments: tl.int64,
-    stride, finish, divides, rejection_divides,
+    logprobs, rollout_logprobs, mask, ids, segments, table,
+    tokens: tl.int64, num_segments: tl.int64, stride, finish, divides, rejection_divides,
     HAS_IDS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Sum the logarithms of each segment: of its counted tokens, and of the same when clamped.
@@ -242,7 +242,9 @@ def weigh_kernel(
         lane = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
         tl.store(weights + first + lane, weight.to(tl.float32))
 
-        kept_counts += tl.sum(counted.to(tl.int32) + ((counted & (kept == 0)).to(tl.int32) << 16), 1)
+        kept_counts += tl.sum(
+            counted.to(tl.int32) + ((counted & (kept == 0)).to(tl.int32) << 16), 1
+        )
         outer = (counted & is_low).to(tl.int32) + ((counted & is_high).to(tl.int32) << 16)
         window_counts += tl.sum(outer, 1)
         ratios += tl.sum(tl.where(counted, ratio, 0.0), 1)
@@ -306,12 +308,12 @@ def merge_partials_kernel(
     scale = tl.where((normalize != 0) & (mean > 0), 1.0 / tl.where(mean > 0, mean, 1.0), 1.0)
     weights, squares = weights * scale, squares * scale * scale
     heaviest = _entry(found, 13, row) * scale
-    is_nan = ratios != ratios  # a ratio is finite or NaN, which no extreme shows
+    is_nan = (ratios >= 0) == 0  # a ratio is finite or NaN, which no extreme shows
     least = tl.where(is_nan, ratios, -_entry(found, 11, row))
     most = tl.where(is_nan, ratios, _entry(found, 12, row))
-    heaviest = tl.where(weights != weights, weights, heaviest)
+    heaviest = tl.where(weights >= 0, heaviest, weights)
     size = tl.maximum(tokens * squares, 2.2250738585072014e-308)
-    size = weights * weights / tl.where(squares != squares, squares, size)
+    size = weights * weights / size
 
     count = tl.maximum(tokens, 1.0)
     _store_metric(metrics, 0, tokens, tokens)
@@ -348,8 +350,10 @@ def importance_weights_forward(
     table = None
     if segments is not None:
         segment_ids, table = segment_logarithms(
-            *tokens, correction, segments, segment_ids=segment_ids, groups=groups
+            *tokens, correction, segments, segment_ids=segment_ids, finish=groups is None
         )
+        if groups is not None:
+            table = group_logarithms(table, correction, groups)
     weights, partials = weigh(*tokens, correction, segment_ids, table)
     metrics = merge_partials(partials, normalize=correction.normalize)
     if correction.normalize:
@@ -365,34 +369,46 @@ def segment_logarithms(
     segments: torch.Tensor,
     *,
     segment_ids: torch.Tensor | None,
-    groups: torch.Tensor | None,
+    finish: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch a warp for each segment, then for each group; return ids and ``[3, segments]``."""
+    """Launch a warp for each segment; return ids of tokens, and float64 ``[3, segments]``."""
     tokens, device = mask.shape[0], mask.device
     num_segments = segments.shape[0] - (segments.ndim == 1)
     table = torch.empty((3, num_segments), dtype=torch.float64, device=device)
-    rejection = correction.rejection
-    divides = int(correction.level == "geometric")
-    rejection_divides = int(rejection is not None and rejection.level == "geometric")
     ids = segment_ids
     if ids is None:
         ids = torch.full((tokens,), -1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(mask):  # Triton launches on the current device
-        if num_segments:
+    if num_segments:
+        with torch.cuda.device_of(mask):  # Triton launches on the current device
             segment_logarithms_kernel[(triton.cdiv(num_segments, ROWS),)](
                 logprobs, rollout_logprobs, mask, ids, segments, table, tokens, num_segments,
-                segments.ndim, int(groups is None), divides, rejection_divides,
+                segments.ndim, int(finish), *_divisions(correction),
                 HAS_IDS=segment_ids is not None, ROWS=ROWS, LANES=LANES,
-                **launch_on("segment_reduce", mask.get_device()).options,
-            )  # fmt: skip
-        if groups is not None and num_segments and groups.shape[0] > 1:
-            sums, table = table, torch.empty_like(table)
-            group_logarithms_kernel[(triton.cdiv(groups.shape[0] - 1, ROWS),)](
-                sums, groups, table, num_segments, groups.shape[0] - 1, divides,
-                rejection_divides, ROWS=ROWS, LANES=32,
-                **launch_on("segment_reduce", mask.get_device()).options,
+                **launch_on("segment_logarithms_kernel", mask.get_device()).options,
             )  # fmt: skip
     return ids, table
+
+
+def group_logarithms(
+    sums: torch.Tensor, correction: Correction, groups: torch.Tensor
+) -> torch.Tensor:
+    """Launch a warp for each group of segments; return float64 ``[3, segments]``."""
+    table, num_groups = torch.empty_like(sums), groups.shape[0] - 1
+    if sums.shape[1] and num_groups:
+        with torch.cuda.device_of(sums):
+            group_logarithms_kernel[(triton.cdiv(num_groups, ROWS),)](
+                sums, groups, table, sums.shape[1], num_groups, *_divisions(correction),
+                ROWS=ROWS, LANES=32,
+                **launch_on("segment_logarithms_kernel", sums.get_device()).options,
+            )  # fmt: skip
+    return table
+
+
+def _divisions(correction: Correction) -> tuple[int, int]:
+    """Return whether the level is a mean, and whether that of the rejection is."""
+    rejection = correction.rejection
+    of_rejection = rejection is not None and rejection.level == "geometric"
+    return int(correction.level == "geometric"), int(of_rejection)
 
 
 def weigh(
@@ -405,6 +421,8 @@ def weigh(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a program for each chunk; return weights and float64 ``[PARTIALS, chunks]``."""
     tokens, device, rejection = mask.shape[0], mask.device, correction.rejection
+    rejects_segments = rejection is not None and rejection.level in OF_SEGMENTS
+    window = rejection.log_window if rejection else (0.0, 0.0)
     num_chunks = triton.cdiv(tokens, CHUNK)
     memory = torch.empty(triton.cdiv(tokens, TILE) * TILE, dtype=torch.float32, device=device)
     partials = torch.empty((PARTIALS, num_chunks), dtype=torch.float64, device=device)
@@ -412,12 +430,11 @@ def weigh(
         with torch.cuda.device_of(mask):
             weigh_kernel[(num_chunks,)](
                 logprobs, rollout_logprobs, mask,
-                None if table is None else _aligned(segment_ids), table, memory, partials,
+                None if segment_ids is None else _aligned(segment_ids), table, memory, partials,
                 tokens, 0 if table is None else table.shape[1],
                 int(correction.level in OF_SEGMENTS), int(correction.level == "none"),
                 OUTSIDE[correction.outside], correction.low, correction.high,
-                int(rejection is not None), int(rejection is not None and rejection.level in OF_SEGMENTS),
-                *(rejection.log_window if rejection else (0.0, 0.0)),
+                int(rejection is not None), int(rejects_segments), *window,
                 HAS_IDS=table is not None, TILE=TILE, EACH=EACH, TILES=TILES,
                 **launch_on("weigh_kernel", mask.get_device()).options,
             )  # fmt: skip

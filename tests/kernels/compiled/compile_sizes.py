@@ -30,6 +30,7 @@ from trajpack import (
     kernels,
     pack_resident,
 )
+from trajpack.kernels.corrections.importance_weights import importance_of_groups
 from trajpack.kernels.fields.build import empty_fields
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
@@ -236,6 +237,14 @@ OPERATORS: Calls = {
         floats(size), floats(size), marks(size), kernels.Correction.mis(),
         segments=boundaries_of(size), segment_ids=torch.zeros(size, dtype=torch.int32),
         impl="triton",
+    ),
+    "importance_weights, of tokens": lambda size: kernels.importance_weights(
+        floats(size), floats(size), marks(size), kernels.Correction(normalize=True), impl="triton"
+    ),
+    "importance_weights, of trajectories": lambda size: importance_of_groups(
+        floats(size), floats(size), marks(size), kernels.Correction.mis(),
+        segments=boundaries_of(size), segment_ids=None,
+        groups=torch.tensor([0, 1], dtype=torch.int32), impl="triton",
     ),
     "masked_moments": lambda size: kernels.masked_moments(floats(size), marks(size), impl="triton"),
     "moment_sums": lambda size: kernels.moment_sums(floats(size), marks(size), impl="triton"),

@@ -45,6 +45,10 @@ KERNELS = {
     "merge_chunks_kernel": Bounds(1, 112, 128),
     "whiten_kernel": Bounds(2, 112, 128),
     "whiten_by_sums_kernel": Bounds(2, 112, 128),
+    "segment_logarithms_kernel": Bounds(4, 120, 128),  # four blocks of 128 threads; four waves
+    "group_logarithms_kernel": Bounds(1, 40, 64),
+    "weigh_kernel": Bounds(4, 128, 128),  # two blocks of 256 threads; four waves
+    "merge_partials_kernel": Bounds(1, 128, 128),
     "spread_kernel": Bounds(3, 128, 128),  # two blocks of 256 threads
     "scores_kernel": Bounds(1, 40, 40),  # an SM is full
 }
@@ -52,6 +56,7 @@ KERNELS = {
 MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}
 """Kernels that need more with one version: past 2 GiB, seven waves instead of eight."""
 MOST_SCALARS_SPILLED = {"walk_kernel": 24, "block_steps_kernel": 24, "block_states_kernel": 24}
+MOST_SCALARS_SPILLED |= {"weigh_kernel": 24}
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")

@@ -46,7 +46,7 @@ KERNELS = {
     "whiten_kernel": Bounds(2, 112, 128),
     "whiten_by_sums_kernel": Bounds(2, 112, 128),
     "segment_logarithms_kernel": Bounds(4, 120, 128),  # four blocks of 128 threads; four waves
-    "group_logarithms_kernel": Bounds(1, 40, 64),
+    "group_logarithms_kernel": Bounds(1, 48, 64),
     "weigh_kernel": Bounds(4, 128, 128),  # two blocks of 256 threads; four waves
     "merge_partials_kernel": Bounds(1, 128, 128),
     "spread_kernel": Bounds(3, 128, 128),  # two blocks of 256 threads

@@ -116,6 +116,14 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "an SM request 18 KB.",
         )
     },
+    "loss_weights": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 tokens a thread: one 16-byte store. 40 registers: 1,536 threads on an SM request "
+            "30 KB of ids and masks.",
+        )
+    },
     "spread_kernel": {
         DEFAULT: BlockShape(
             4096,

@@ -395,7 +395,8 @@ class PackedBatch(LabelMethods):
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: up to 45 small operations. No copy, no synchronisation.
+        Cost: that of `trajpack.kernels.loss_weights`, and a few small operations over turns and
+        tokens where a sequence is a trajectory. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.loss_weights`.

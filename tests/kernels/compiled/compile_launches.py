@@ -21,6 +21,7 @@ from trajpack.kernels.corrections.importance_weights_triton import (
     segment_logarithms,
     weigh,
 )
+from trajpack.kernels.corrections.loss_weights_triton import count_slots, share
 from trajpack.kernels.credit.turns import Turns
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_fields
@@ -79,6 +80,8 @@ DEMANDING = {
     "group_logarithms": {"groups"},
     "weigh": {"float32", "float64, ids"},
     "merge_partials": {"partials"},
+    "count_slots": {"int64 ids, owners"},
+    "share": {"int64 ids, owners"},
 }
 """By what launches: the variants that take most registers, shuffles and barriers, or stand beside
 those under another ceiling. Aligned inputs are where the compiler may widen an access."""
@@ -111,6 +114,7 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_segments(cu_seqlens)
     yield from launches_of_whitening(returns)
     yield from launches_of_importance(cu_seqlens)
+    yield from launches_of_loss_weights(cu_seqlens)
 
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
@@ -208,6 +212,22 @@ def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
             yield label, partial(weigh, x, x, mask, rule, given, known)
     yield "groups", partial(group_logarithms, table[:3], rule, cu_seqlens)
     yield "partials", partial(merge_partials, table, normalize=False)
+
+
+def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
+    """Ids of sequences, with and without groups, or none."""
+    device = owners.device
+    mask = torch.zeros(99, dtype=torch.int8, device=device)
+    counts = torch.zeros(9, dtype=torch.int64, device=device)
+    rows = {"given": 0.0, "num_ids": 9, "num_slots": 8, "divides": True}
+    yield "no ids", partial(share, mask, None, None, mask, counts, **rows)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.zeros(99, dtype=dtype, device=device)
+        label = f"{dtype} ids".removeprefix("torch.")
+        yield label, partial(count_slots, mask, ids, None, counts, 9)
+        yield label, partial(share, mask, ids, None, counts, counts, **rows)
+    yield f"{label}, owners", partial(count_slots, mask, ids, owners, counts, 9)
+    yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
 
 
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:

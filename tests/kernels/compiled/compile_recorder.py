@@ -23,6 +23,7 @@ from trajpack.kernels.corrections.importance_weights_triton import (
     segment_logarithms_kernel,
     weigh_kernel,
 )
+from trajpack.kernels.corrections.loss_weights_triton import count_slots_kernel, share_kernel
 from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
@@ -71,6 +72,8 @@ KERNELS = (
     group_logarithms_kernel,
     weigh_kernel,
     merge_partials_kernel,
+    count_slots_kernel,
+    share_kernel,
 )
 
 

@@ -246,6 +246,13 @@ OPERATORS: Calls = {
         segments=boundaries_of(size), segment_ids=None,
         groups=torch.tensor([0, 1], dtype=torch.int32), impl="triton",
     ),
+    "loss_weights": lambda size: kernels.loss_weights(
+        "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),
+        num_sequences=size % 9 + 1, impl="triton",
+    ),
+    "loss_weights, constant": lambda size: kernels.loss_weights(
+        "constant", marks(size), denominator=float(size), impl="triton"
+    ),
     "masked_moments": lambda size: kernels.masked_moments(floats(size), marks(size), impl="triton"),
     "moment_sums": lambda size: kernels.moment_sums(floats(size), marks(size), impl="triton"),
 }  # fmt: skip

@@ -193,3 +193,17 @@ def test_tokens_of_a_segment_are_loaded_eight_at_a_time(compiled: Any) -> None:
         tokens = importance_weights_triton.LANES // 32 * 128 // variant["threads"]
         assert variant["loads"][1] == tokens, variant
         assert variant["stores"][8] == 3, variant
+
+
+# --- loss weights
+
+
+def test_loss_weights_are_stored_at_full_width_and_unmasked(compiled: Any) -> None:
+    for variant in compiled.variants("share_kernel"):
+        assert variant["stores"] == {16: 1}, variant
+        assert not variant["masked_stores"], variant
+
+
+def test_counts_are_added_by_atomics_alone(compiled: Any) -> None:
+    for variant in compiled.variants("count_slots_kernel"):
+        assert not variant["stores"], variant

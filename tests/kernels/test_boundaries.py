@@ -108,7 +108,7 @@ PLACES = {
 
 @pytest.mark.parametrize(("change", "match"), PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_places_outside_of_the_stream_are_named(impl, change, match, checked, interpreter):
+def test_places_outside_of_the_stream_are_named(impl, change, match, checked):
     runs = runs_of(torch.tensor([0, TOKENS]))
     kernels.build(IDS, runs, ROWS, TOKENS, impl)
     runs[0, change[0]] = change[1]

@@ -100,6 +100,30 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
+    "segment_logarithms_kernel": {
+        DEFAULT: BlockShape(
+            256,
+            128,
+            "A segment is a warp's, with 8 tokens a thread at once. 96 registers: 640 threads on "
+            "an SM request 46 KB of float32.",
+        )
+    },
+    "weigh_kernel": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 tokens a thread: 36 bytes of loads, one 16-byte store. 96 registers: 512 threads on "
+            "an SM request 18 KB.",
+        )
+    },
+    "loss_weights": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 tokens a thread: one 16-byte store. 40 registers: 1,536 threads on an SM request "
+            "30 KB of ids and masks.",
+        )
+    },
     "spread_kernel": {
         DEFAULT: BlockShape(
             4096,

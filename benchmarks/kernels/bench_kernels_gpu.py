@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.device_contest import hold_on_device
-from benchmarks.kernels import gae_job, groups_job, returns_job
+from benchmarks.kernels import gae_job, groups_job, returns_job, weights_job
 from benchmarks.kernels.build_job import build_contest
 from benchmarks.kernels.gather_job import gather_contest
 from benchmarks.kernels.logits_job import logits_contest
@@ -51,6 +51,11 @@ def whiten_contest(workload, lengths, device="cuda"):
     return contest, entrants, 9 * contest.tokens, device
 
 
+def weights_contest(make, workload, lengths, device="cuda"):
+    contest, entrants = make(workload, lengths, device)
+    return contest, entrants, weights_job.BYTES[contest.job] * contest.tokens, device
+
+
 def padding_contest(make, workload, lengths, device="cuda"):
     contest, entrants = make(workload, lengths, device)
     padded = len(lengths) * int(lengths.max())
@@ -87,6 +92,12 @@ def bench_group_advantages_on_the_device(keep, workload):
 @pytest.mark.parametrize("make", [segments_contest, whiten_contest])
 def bench_reductions_on_the_device(keep, make, workload):
     keep(hold_on_device(*make(workload, GAE_WORKLOADS[workload])))
+
+
+@pytest.mark.parametrize("workload", EVEN_SEQUENCES)
+@pytest.mark.parametrize("make", [weights_job.importance_contest, weights_job.loss_contest])
+def bench_weights_on_the_device(keep, make, workload):
+    keep(hold_on_device(*weights_contest(make, workload, GAE_WORKLOADS[workload])))
 
 
 @pytest.mark.parametrize("workload", SEQUENCES)

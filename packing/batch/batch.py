@@ -411,7 +411,8 @@ class PackedBatch(LabelMethods):
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: up to 45 small operations. No copy, no synchronisation.
+        Cost: that of `trajpack.kernels.loss_weights`, and a few small operations over turns and
+        tokens where a sequence is a trajectory. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.loss_weights`.
@@ -482,40 +483,21 @@ class PackedBatch(LabelMethods):
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
 
-        Cost: that of `trajpack.kernels.importance_weights`, and ten small launches where the
-        segments are trajectories. No copy, no synchronisation.
+        Cost: two launches for levels of tokens; three for segments that are turns, four for
+        trajectories; one more to normalize. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.importance_weights`.
         """
-        from trajpack.kernels.corrections.importance_weights import (
-            check_weighed,
-            importance_weights,
-        )
+        from trajpack.kernels.corrections.importance_weights import importance_of_groups
 
         if per not in ("trajectory", "turn"):
             raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
-        check_weighed(logprobs, self.rollout_logprobs, self.loss_mask, correction)
-        if per == "turn" or not correction.needs_segments:
-            return importance_weights(
-                logprobs, self.rollout_logprobs, self.loss_mask, correction,
-                segments=self.turn_spans, segment_ids=self.turn_ids, impl=impl,
-            )  # fmt: skip
-        # the generated tokens of a trajectory may lie in several sequences: gather them
-        num_positions = self.num_tokens if self.is_padded else self.num_generated
-        position = torch.arange(num_positions, device=self.device)
-        turn = torch.searchsorted(self.cu_generated[1:].long(), position, right=True)
-        exists = turn < self.num_turns
-        turn = turn.clamp(max=max(self.num_turns - 1, 0))
-        at = self.turn_spans[turn, 0].long() + position - self.cu_generated[turn]
-        at = torch.where(exists, at, 0)
-        bounds = self.cu_generated[self.cu_turns.long()]
-        weights, metrics = importance_weights(
-            logprobs[at], self.rollout_logprobs[at], self.loss_mask[at] & exists, correction,
-            segments=bounds, impl=impl,
+        return importance_of_groups(
+            logprobs, self.rollout_logprobs, self.loss_mask, correction,
+            segments=self.turn_spans, segment_ids=self.turn_ids,
+            groups=self.cu_turns if per == "trajectory" else None, impl=impl,
         )  # fmt: skip
-        out = torch.zeros(self.num_tokens + 1, device=self.device)
-        return out.index_copy_(0, torch.where(exists, at, self.num_tokens), weights)[:-1], metrics
 
     def _units(self, aggregation: str, per: str, truncated: str) -> dict[str, Any]:
         """Return the mask, the sequence of each token and the group of each trajectory."""

@@ -19,6 +19,7 @@ from benchmarks.kernels import (
     logits_job,
     pad_job,
     returns_job,
+    weights_job,
 )
 from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, bench_pack_gpu
 from benchmarks.promises import PACK_ONLY
@@ -44,6 +45,12 @@ DEVICE_CONTESTS = {
     "groups": lambda: bench_kernels_gpu.groups_contest("A", (3, 4), "cpu"),
     "segments": lambda: bench_kernels_gpu.segments_contest("A", LENGTHS, "cpu"),
     "whiten": lambda: bench_kernels_gpu.whiten_contest("A", LENGTHS, "cpu"),
+    "importance weights": lambda: bench_kernels_gpu.weights_contest(
+        weights_job.importance_contest, "A", LENGTHS, "cpu"
+    ),
+    "loss weights": lambda: bench_kernels_gpu.weights_contest(
+        weights_job.loss_contest, "A", LENGTHS, "cpu"
+    ),
     "pad": lambda: bench_kernels_gpu.padding_contest(pad_job.pad_contest, "A", LENGTHS, "cpu"),
     "gather fields": lambda: gather_job.gather_contest(
         "A: a", conversations(MULTI_TURN, SMALL), "cpu"

@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
+from trajpack.kernels.corrections.importance_weights import Correction
+from trajpack.kernels.corrections.importance_weights_triton import (
+    PARTIALS,
+    group_logarithms,
+    merge_partials,
+    segment_logarithms,
+    weigh,
+)
+from trajpack.kernels.corrections.loss_weights_triton import count_slots, share
 from trajpack.kernels.credit.turns import Turns
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_memory
@@ -72,6 +81,12 @@ DEMANDING = {
     "chunk_moments": {"float64"},
     "whiten_by_chunks": {"float64"},
     "whiten_by_sums_forward": {"float64"},
+    "segment_logarithms": {"float32", "float64, ids"},
+    "group_logarithms": {"groups"},
+    "weigh": {"float32", "float64, ids"},
+    "merge_partials": {"partials"},
+    "count_slots": {"int64 ids, owners"},
+    "share": {"int64 ids, owners"},
 }
 """By what launches: the variants that take most registers, shuffles and barriers, or stand beside
 those under another ceiling. Aligned inputs are where the compiler may widen an access."""
@@ -103,6 +118,8 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_groups(returns)
     yield from launches_of_segments(cu_seqlens)
     yield from launches_of_whitening(returns)
+    yield from launches_of_importance(cu_seqlens)
+    yield from launches_of_loss_weights(cu_seqlens)
 
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
@@ -182,6 +199,40 @@ def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
             yield label, partial(chunk_partials, x, cu_seqlens, counted, reduction)
             inputs = x, cu_seqlens, counted, out, reduction
             yield label, partial(chunk_fold, *inputs, *partials)
+
+
+def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
+    """Importance weights of both dtypes, with and without segments."""
+    device, rule = cu_seqlens.device, Correction()
+    ids = torch.zeros(99, dtype=torch.int32, device=device)
+    mask = torch.zeros(99, dtype=torch.int8, device=device)
+    table = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
+    for dtype in (torch.float32, torch.float64):
+        x, name = torch.zeros(99, dtype=dtype, device=device), str(dtype).removeprefix("torch.")
+        given: torch.Tensor | None
+        for given, label in ((None, name), (ids, f"{name}, ids")):
+            rows = {"segment_ids": given, "finish": True}
+            yield label, partial(segment_logarithms, x, x, mask, rule, cu_seqlens, **rows)
+            known = None if given is None else table[:3]
+            yield label, partial(weigh, x, x, mask, rule, given, known)
+    yield "groups", partial(group_logarithms, table[:3], rule, cu_seqlens)
+    yield "partials", partial(merge_partials, table, normalize=False)
+
+
+def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
+    """Ids of sequences, with and without groups, or none."""
+    device = owners.device
+    mask = torch.zeros(99, dtype=torch.int8, device=device)
+    counts = torch.zeros(9, dtype=torch.int64, device=device)
+    rows = {"given": 0.0, "num_ids": 9, "num_slots": 8, "divides": True}
+    yield "no ids", partial(share, mask, None, None, mask, counts, **rows)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.zeros(99, dtype=dtype, device=device)
+        label = f"{dtype} ids".removeprefix("torch.")
+        yield label, partial(count_slots, mask, ids, None, counts, 9)
+        yield label, partial(share, mask, ids, None, counts, counts, **rows)
+    yield f"{label}, owners", partial(count_slots, mask, ids, owners, counts, 9)
+    yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
 
 
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:

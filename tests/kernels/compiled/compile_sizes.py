@@ -30,6 +30,7 @@ from trajpack import (
     kernels,
     pack_resident,
 )
+from trajpack.kernels.corrections.importance_weights import importance_of_groups
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
@@ -236,6 +237,21 @@ OPERATORS: Calls = {
         floats(size), floats(size), marks(size), kernels.Correction.mis(),
         segments=boundaries_of(size), segment_ids=torch.zeros(size, dtype=torch.int32),
         impl="triton",
+    ),
+    "importance_weights, of tokens": lambda size: kernels.importance_weights(
+        floats(size), floats(size), marks(size), kernels.Correction(normalize=True), impl="triton"
+    ),
+    "importance_weights, of trajectories": lambda size: importance_of_groups(
+        floats(size), floats(size), marks(size), kernels.Correction.mis(),
+        segments=boundaries_of(size), segment_ids=None,
+        groups=torch.tensor([0, 1], dtype=torch.int32), impl="triton",
+    ),
+    "loss_weights": lambda size: kernels.loss_weights(
+        "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),
+        num_sequences=size % 9 + 1, impl="triton",
+    ),
+    "loss_weights, constant": lambda size: kernels.loss_weights(
+        "constant", marks(size), denominator=float(size), impl="triton"
     ),
     "masked_moments": lambda size: kernels.masked_moments(floats(size), marks(size), impl="triton"),
     "moment_sums": lambda size: kernels.moment_sums(floats(size), marks(size), impl="triton"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
+from trajpack.kernels.corrections import importance_weights_triton
 from trajpack.kernels.reduce import segment_reduce_triton, whiten_triton
 
 MOMENTS = 5
@@ -152,3 +153,42 @@ def test_a_trajectory_is_stored_once(compiled: Any) -> None:
     """Its score, its length, and whether it counts."""
     for variant in compiled.variants("scores_kernel"):
         assert variant["stores"] == {8: 1, 4: 1, 1: 1}, variant
+
+
+# --- importance weights
+
+
+def test_weights_are_stored_at_full_width_and_a_chunk_leaves_its_sums(compiled: Any) -> None:
+    for variant in compiled.variants("weigh_kernel"):
+        partials = importance_weights_triton.PARTIALS
+        assert variant["stores"] == Counter({16: 1, 8: partials}), variant
+        assert (variant["masked_stores"] or 0) <= partials, variant
+
+
+def test_whole_tiles_are_weighed_by_loads_of_full_width(compiled: Any) -> None:
+    """Two of log-probabilities and one of ids; those of the last tile are in a branch."""
+    for variant in compiled.variants("weigh_kernel"):
+        size = 2 if variant["inputs"].startswith("float64") else 1
+        assert variant["loads"][16] == 2 * size + ("ids" in variant["inputs"]), variant
+        assert variant["loads"][1] == importance_weights_triton.EACH, variant  # the last mask
+
+
+def test_tokens_of_a_segment_are_loaded_eight_at_a_time(compiled: Any) -> None:
+    for variant in compiled.variants("segment_logarithms_kernel"):
+        tokens = importance_weights_triton.LANES // 32 * 128 // variant["threads"]
+        assert variant["loads"][1] == tokens, variant
+        assert variant["stores"][8] == 3, variant
+
+
+# --- loss weights
+
+
+def test_loss_weights_are_stored_at_full_width_and_unmasked(compiled: Any) -> None:
+    for variant in compiled.variants("share_kernel"):
+        assert variant["stores"] == {16: 1}, variant
+        assert not variant["masked_stores"], variant
+
+
+def test_counts_are_added_by_atomics_alone(compiled: Any) -> None:
+    for variant in compiled.variants("count_slots_kernel"):
+        assert not variant["stores"], variant

@@ -145,6 +145,7 @@ class BatchTables:
         self._spans = GrowingArray(np.int64, len(Span))
         self._rows = GrowingArray(np.int64, len(fields))
         self._groups: dict[str, int] = {}
+        self._is_ordered = True
         self.seqlens = GrowingArray(np.int32)
         """Lengths of the sequences, of which batches have views."""
 
@@ -232,12 +233,13 @@ class BatchTables:
             sources[:, number] = rows + skipped * field.row_bytes
         if not before.spans:
             self.seqlens = GrowingArray(np.int32)
+            self._is_ordered = True
             tables["cu_turns"][0] = tables["cu_generated"][0] = 0
         cu_seqlens, sequences = tables["cu_seqlens"], before.sequences + int(opens.sum())
         cu_seqlens[before.sequences : sequences] = starts[opens]
         cu_seqlens[sequences] = num_tokens
         self.seqlens.write(before.sequences, np.diff(cu_seqlens[before.sequences : sequences + 1]))
-        self._order_groups(tables, counts)
+        self._order_groups(tables, counts, before)
         turn = spans[:, Span.TURN]
         first = turn[::-1]  # written in reverse, a turn's first span is written last
         tables["turn_sequence"][turn] = sequence
@@ -246,16 +248,34 @@ class BatchTables:
         tables["turn_begin"][first] = (starts - context + held)[::-1]
         return counts._replace(sequences=sequences, tokens=num_tokens)
 
-    def _order_groups(self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts) -> None:
-        """Write trajectories and turns in the order of their groups, stable within a group."""
+    def _order_groups(
+        self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts
+    ) -> None:
+        """Write trajectories and turns in the order of their groups, stable within a group.
+
+        Groups are numbered as they appear. While their members are contiguous, only new rows are
+        written.
+        """
         group_ids = tables["group_ids"][: counts.trajectories]
-        owners = tables["turn_trajectory"][: counts.turns]
-        order, turn_order = np.arange(counts.trajectories), np.arange(counts.turns)
-        if (np.diff(group_ids) < 0).any():  # numbered as they appear, so else contiguous
+        known = max(before.trajectories - 1, 0)
+        self._is_ordered &= not (np.diff(group_ids[known:]) < 0).any()
+        first_trajectory, first_turn = before.trajectories, before.turns
+        order, turn_order = (
+            np.arange(first, end)
+            for first, end in (
+                (first_trajectory, counts.trajectories),
+                (first_turn, counts.turns),
+            )
+        )
+        if not self._is_ordered:
+            if counts.groups <= 1 << 16:
+                group_ids = group_ids.astype(np.uint16)  # sorted in linear time
+            first_trajectory = first_turn = 0
             order = np.argsort(group_ids, kind="stable")
+            owners = tables["turn_trajectory"][: counts.turns]
             turn_order = np.argsort(group_ids[owners], kind="stable")
-        tables["order_of_trajectories"][: counts.trajectories] = order
-        tables["order_of_turns"][: counts.turns] = turn_order
+        tables["order_of_trajectories"][first_trajectory : counts.trajectories] = order
+        tables["order_of_turns"][first_turn : counts.turns] = turn_order
 
     def _spans_of(self, block: StoredTurns, counts: Counts) -> Ints:
         """Return the rows of `Span` of stored turns; write the positions of extra fields' rows."""

@@ -1,6 +1,5 @@
 """The device's harness and contests, on the host: small shapes, and a pretended device."""
 
-import os
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -229,8 +228,7 @@ def test_the_limit_moves_as_many_bytes_as_it_says(writes):
         check(result)
 
 
-@pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="the interpreter is off")
-def test_the_kernel_that_writes_several_times_copies_to_all_rows():
+def test_the_kernel_that_writes_several_times_copies_to_all_rows(executor):
     from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all
 
     source = torch.arange(3 * BLOCK)

@@ -228,7 +228,8 @@ def test_the_limit_moves_as_many_bytes_as_it_says(writes):
         check(result)
 
 
-def test_the_kernel_that_writes_several_times_copies_to_all_rows(executor):
+@pytest.mark.usefixtures("executor")
+def test_the_kernel_that_writes_several_times_copies_to_all_rows():
     from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all
 
     source = torch.arange(3 * BLOCK)

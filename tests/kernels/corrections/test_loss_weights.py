@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from trajpack.kernels.corrections.loss_weights import AGGREGATIONS, loss_denominator, loss_weights
-from trajpack.kernels.corrections.loss_weights_triton import share_kernel
 from trajpack.testing import assert_same_bits
 
 NUM_SEQUENCES, NUM_GROUPS, CONSTANT = 12, 5, 77.0
@@ -119,7 +118,6 @@ def test_kernels_give_the_bits_of_the_reference_in_every_run(aggregation: Any, n
         case.sequence_ids = case.sequence_ids.sort().values.long()
 
 
-@pytest.mark.skipif(not hasattr(share_kernel, "device_caches"), reason="kernels are interpreted")
 @pytest.mark.parametrize("arch", [80, 90])
 def test_ids_and_masks_are_read_twice_and_weights_written_once(arch: int) -> None:
     """5 bytes of a token are read to count, 5 to write 4, in whole sectors."""

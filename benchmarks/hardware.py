@@ -58,6 +58,7 @@ BENCHMARKS = {
     "sums": "bench_group or bench_reductions",
     "moves": "bench_pad or bench_gather or bench_unpad or bench_micro",
     "pack": "bench_pack_on_the_device",
+    "weights": "bench_weights",
     "enqueue": "bench_size_on_the_device",
 }
 """Benchmarks of each part, as an expression of pytest."""

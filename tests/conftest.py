@@ -77,6 +77,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     frozen_tensors.extend(one for one in gc.get_objects() if type(one) is torch.Tensor)
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import machine
 from benchmarks.contest import as_record, race
 from benchmarks.report import RESULTS
 from benchmarks.tables import render
+from benchmarks.workloads import Size
 
 RECORDS = pytest.StashKey()
 COLLECTED = pytest.StashKey()
+REHEARSED = 0.002
 BUILD = machine.ROOT / "build" / "benchmarks"
 
 
@@ -19,6 +22,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--results", default="build/benchmarks", help="folder for cpu.json, gpu.json and plots"
     )
+    parser.addoption("--rehearse", action="store_true", help="tiny benchmarks of the device, here")
 
 
 def pytest_configure(config):
@@ -28,6 +32,31 @@ def pytest_configure(config):
 
 def pytest_collection_finish(session):
     session.config.stash[COLLECTED] = {item.path for item in session.items}
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip what needs a device; a rehearsal takes each benchmark and contest once."""
+    if config.getoption("rehearse"):
+        once = {}
+        for item in items:
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            others = [str(given[name]) for name in given if name not in ("workload", "tokens")]
+            once.setdefault((item.originalname, *others), item)
+        items[:] = once.values()
+    elif not torch.cuda.is_available():
+        _skip_gpu(items)
+
+
+def _skip_gpu(items):
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def size(pytestconfig):
+    """Return where benchmarks of the device run, and how large they are."""
+    return Size("cpu", REHEARSED) if pytestconfig.getoption("rehearse") else Size()
 
 
 @pytest.hookimpl(optionalhook=True)

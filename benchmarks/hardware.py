@@ -1,9 +1,10 @@
-"""Everything that needs a CUDA device, part by part: `make hardware`.
+"""Everything that needs a CUDA device, part by part, the cheapest evidence first: `make hardware`.
 
-First the rates of copies, then the GPU tests, then a few of them under compute-sanitizer, then the
-benchmarks of the device path. Each part has a time limit, and a part that fails stops no other. A
-part of benchmarks writes its results to ``hardware/<part>``. ``hardware.json`` has the outcome of
-each part, with GPU, versions, commit and command. ``build/hardware`` gets what each part printed.
+`benchmarks.device_checks` has rates of copies, every kernel beside its reference (also under
+compute-sanitizer), waits, graphs and block shapes. Then come the GPU tests, and the benchmarks of
+the device path. Each part has a time limit, and a part that fails stops no other. A part writes its
+results to ``hardware/<part>``, row by row. ``hardware.json`` has the outcome of each part, and
+GPU, versions, commit and command; ``build/hardware`` gets what each part printed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,19 +30,15 @@ from benchmarks import machine
 from benchmarks.report import RESULTS
 
 LOGS = machine.ROOT / "build" / "hardware"
-SANITIZED = (
-    "test_device_path.py::test_build_takes_words_at_any_address",
-    "test_pad.py::test_memory_at_any_address_is_read_right",
-    "test_pad.py::test_gathered_words_are_those_of_the_host",
-    "test_discounted_returns.py::test_a_segment_has_the_same_bits_whatever_it_is_packed_with",
-    "test_micro_batches.py::test_gradients_of_merged_outputs_are_those_of_the_host",
-    "test_credit.py::test_the_reference_runs_on_the_device_too",
-)
-"""Small tests that launch most kernels between them, none in a graph."""
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor then has memory of its own, so that an access beside it is noticed."""
 FOUND = "86"
 """Exit status of compute-sanitizer where it found something."""
+TOOLS = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
+TOLD = ("FAILED", "ERROR", "=========")
+"""Beginnings of the lines that say what failed."""
+MOST_TOLD = 40
 
 
 class Part(NamedTuple):
@@ -50,48 +48,65 @@ class Part(NamedTuple):
     limit_s: float
     command: Sequence[str]
     environment: dict[str, str] = {}  # noqa: RUF012 - it is not changed
+    needs: Sequence[str] = ()
+    """Modules."""
 
 
 BENCHMARKS = {
     "build": "bench_build_on_the_device",
     "scans": "bench_discounted_returns or bench_gae",
+    "weights": "bench_weights",
+    "pack": "bench_pack_on_the_device",
+    "enqueue": "bench_size_on_the_device",
     "sums": "bench_group or bench_reductions",
     "moves": "bench_pad or bench_gather or bench_unpad or bench_micro",
-    "pack": "bench_pack_on_the_device",
-    "weights": "bench_weights",
-    "enqueue": "bench_size_on_the_device",
 }
 """Benchmarks of each part, as an expression of pytest."""
 LIMIT_S = 480
 """Seconds of a part at most."""
 
 
-def parts(results: Path = RESULTS) -> list[Part]:
-    """Return all parts, those with the cheapest evidence first."""
-    python = sys.executable
-    tests = (python, "-m", "pytest", "-q", "-m", "gpu")
-    few = [f"tests/gpu/{name}" for name in SANITIZED]
+def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
+    """Return all parts, those with the cheapest evidence first; tiny ones for a rehearsal."""
+    tiny = ["--rehearse"] if rehearse else []
+    tests = (sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider")
     benchmarks = sorted(
         str(path.relative_to(machine.ROOT))
         for path in (machine.ROOT / "benchmarks").glob("*/bench_*_gpu.py")
     )
 
+    def checked(name: str, *before: str, checks: str = "", **options: Any) -> Part:
+        file = str(results / "hardware" / f"{name}.json")
+        command = (sys.executable, "-m", "benchmarks.device_checks", checks or name, file)
+        return Part(name, LIMIT_S, (*before, *command, *tiny), needs=("triton",), **options)
+
     def sanitized(tool: str) -> Part:
-        command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", FOUND, *tests, *few)
-        return Part(tool, LIMIT_S, command, UNCACHED)
+        before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", FOUND)
+        return checked(tool, *before, checks="kernels", environment=UNCACHED)
 
     def timed(name: str, chosen: str) -> Part:
         kept = str(results / "hardware" / name)
-        command = (python, "-m", "pytest", *benchmarks, "-q", "-k", chosen, "--results", kept)
-        return Part(name, LIMIT_S, command)
+        command = (*tests, *benchmarks, "-k", chosen, "--results", kept, *tiny)
+        return Part(name, LIMIT_S, command, needs=("pytest", "triton"))
 
-    copies = (python, "-m", "benchmarks.copy_rates", str(results / "hardware" / "copies.json"))
+    timings = [timed(name, chosen) for name, chosen in BENCHMARKS.items()]
     return [
-        Part("copies", LIMIT_S, copies),
-        Part("tests", LIMIT_S, (*tests, "tests/gpu")),
-        *(sanitized(tool) for tool in ("memcheck", "racecheck", "initcheck")),
-        *(timed(name, chosen) for name, chosen in BENCHMARKS.items()),
+        *(checked(name) for name in ("copies", "kernels")),
+        *(sanitized(tool) for tool in SANITIZERS),
+        *(checked(name) for name in ("sync", "graphs")),
+        *timings[:2],
+        checked("shapes"),
+        *timings[2:],
+        Part("tests", LIMIT_S, (*tests, "-m", "gpu", "tests/gpu"), needs=("pytest", "triton")),
     ]
+
+
+def lacks(part: Part) -> str:
+    """Say what a part needs and is not there; nothing where all is."""
+    program = part.command[0]
+    if shutil.which(program, path=os.pathsep.join(TOOLS)) is None:
+        return f"{program} is not on the PATH"
+    return ", ".join(f"{one} is not installed" for one in part.needs if find_spec(one) is None)
 
 
 def run(part: Part, logs: Path) -> dict[str, Any]:
@@ -101,14 +116,14 @@ def run(part: Part, logs: Path) -> dict[str, Any]:
         "command": " ".join([*(f"{k}={v}" for k, v in part.environment.items()), *part.command]),
         "limit_s": part.limit_s,
     }
-    if shutil.which(part.command[0]) is None:
-        return found | {"outcome": f"left out: {part.command[0]} is not on the PATH"}
+    if lacking := lacks(part):
+        return found | {"outcome": f"left out: {lacking}"}
     logs.mkdir(parents=True, exist_ok=True)
-    begin, last = time.perf_counter(), ""
+    begin, last, told = time.perf_counter(), "", []
     process = subprocess.Popen(
         part.command,
         cwd=machine.ROOT,
-        env=os.environ | part.environment,
+        env=os.environ | part.environment | {"PATH": os.pathsep.join(TOOLS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -130,25 +145,35 @@ def run(part: Part, logs: Path) -> dict[str, Any]:
             print(line, end="", flush=True)
             log.write(line)
             last = line.strip() or last
+            if line.startswith(TOLD) and len(told) < MOST_TOLD:
+                told.append(line.rstrip())
     status = process.wait()
     timer.cancel()
     outcome = "passed" if status == 0 else f"failed with status {status}"
     if over.is_set():
         outcome = f"stopped after {part.limit_s:g} s"
     took = round(time.perf_counter() - begin, 1)
-    return found | {"outcome": outcome, "seconds": took, "last_line": last}
+    found |= {"outcome": outcome, "seconds": took, "last_line": last}
+    return found | ({"told": told} if told and outcome != "passed" else {})
 
 
 def run_all(wanted: Sequence[Part], command: str, results: Path, logs: Path) -> int:
-    """Run parts, write their records after each, and return 0 if none failed."""
+    """Run parts, write their records after each, and return 0 if none failed.
+
+    The records of parts that are not run again stay.
+    """
+    file = results / "hardware.json"
+    kept = json.loads(file.read_text())["parts"] if file.exists() else []
     found: list[dict[str, Any]] = []
     for part in wanted:
         print(f"== {part.name}: at most {part.limit_s:g} s", flush=True)
-        found.append(run(part, logs))
+        found.append(run(part, logs) | {"commit": machine.commit()})
         results.mkdir(parents=True, exist_ok=True)
-        said = machine.describe(command) | {"parts": found}
-        (results / "hardware.json").write_text(json.dumps(said, indent=1) + "\n")
-    print(f"== in {results / 'hardware.json'}:")
+        again = {one["part"] for one in found}
+        said = machine.describe(command)
+        said["parts"] = [*(one for one in kept if one["part"] not in again), *found]
+        file.write_text(json.dumps(said, indent=1) + "\n")
+    print(f"== in {file}:")
     for each in found:
         print(f"{each['part']:12} {each['outcome']}")
     return int(any(not each["outcome"].startswith(("passed", "left out")) for each in found))
@@ -156,28 +181,26 @@ def run_all(wanted: Sequence[Part], command: str, results: Path, logs: Path) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; return the exit status."""
-    every = parts()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in every])
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in parts()])
     parser.add_argument(
         "--limit", type=float, help="seconds of a part at most, if fewer than its own"
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on the host")
     asked = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if not asked.rehearse and not torch.cuda.is_available():
         print("hardware: there is no CUDA device here", file=sys.stderr)
         return 2
-    every = parts(asked.results)
-    wanted = [part for part in every if asked.only is None or part.name in asked.only]
+    if asked.rehearse and asked.results == RESULTS:
+        parser.error("a rehearsal needs --results: what it writes was not measured")
+    every = parts(asked.results.absolute(), rehearse=asked.rehearse)
+    wanted = [part for part in every if asked.parts is None or part.name in asked.parts]
     if asked.limit is not None:
         wanted = [part._replace(limit_s=min(part.limit_s, asked.limit)) for part in wanted]
-    words = [
-        "python",
-        "-m",
-        "benchmarks.hardware",
-        *(sys.argv[1:] if arguments is None else arguments),
-    ]
-    return run_all(wanted, " ".join(words), asked.results, LOGS)
+    given = sys.argv[1:] if arguments is None else arguments
+    command = " ".join(["python", "-m", "benchmarks.hardware", *given])
+    return run_all(wanted, command, asked.results, LOGS)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def provenance(results: Record) -> str:
     """Return the line without which a number is not a number."""
     hardware, versions = results["hardware"], results["versions"]
     machine = f"{hardware['cores']} cores of {hardware['processor']}"
-    if results["measured"] == "gpu":
+    if results["measured"] == "gpu" and "gpu" in hardware:  # there is none in a rehearsal
         machine = f"{hardware['gpu']}, CUDA {hardware['cuda']}; {machine}"
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     return f"{machine}; {packages}; commit {results['commit']}; `{results['command']}`."
@@ -152,6 +152,9 @@ def _device_tables(records: list[Record]) -> str:
         for entry in record["entries"]:
             values = [_measured(entry, column) for column in DEVICE_COLUMNS]
             rows.append([short(record), entry["contender"], *values, entry["wrote"]])
+        for name, took in record.get("predicted", {}).items():
+            cold = [_milliseconds(took), *["-"] * (len(DEVICE_COLUMNS) - 1)]
+            rows.append([short(record), f"{OURS}, {name}", *cold, "not measured"])
     parts = [f"**{records[0]['job']}**", _markdown([head, *rows]), _notes(records)]
     return "\n\n".join(part for part in parts if part)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -24,47 +25,67 @@ MOST_RUNS = 15
 COUNTED_BELOW = 0.05
 """Seconds of a run from which a rival's launches are not counted: there are too many."""
 UNKNOWN = {"launches": None, "copies": None, "waits": None}
+MOST_ROWS = 8
+"""Rows that a copy reads or writes at most."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "hipStreamSynchronize")
 Work = Callable[[], Any]
 
 
-def copy_of(
-    num_bytes: int, device: str = "cpu", writes: int = 1
-) -> tuple[Work, Callable[[Any], None]]:
-    """Return a copy that reads and writes ``num_bytes`` in all, and the check of its result.
+def mix_of(read: int, written: int) -> tuple[int, int]:
+    """Return small numbers in about the proportion of two: `MOST_ROWS` at most, and none is 0."""
+    share = Fraction(min(read, written), max(read, written)).limit_denominator(MOST_ROWS)
+    share = max(share, Fraction(1, MOST_ROWS))
+    few, many = share.numerator, share.denominator
+    return (few, many) if read < written else (many, few)
 
-    It writes what it reads ``writes`` times, each time to another place. On the host it is one
-    thread's, between arrays that were written before.
+
+def copy_of(
+    read: int, written: int, device: str = "cpu"
+) -> tuple[Work, Callable[[torch.Tensor], None]]:
+    """Return a copy that reads and writes so many bytes, and the check of its result.
+
+    It reads some rows, and writes their sum to some others, in about the proportion of the two
+    (`mix_of`). On the host it is one thread's, between arrays that were written before.
     """
-    count = max(1, num_bytes // (8 * (1 + writes)))
+    reads, writes = mix_of(read, written)
+    count = max(1, (read + written) // (8 * (reads + writes)))
     if device == "cpu":
-        given, written = np.arange(count), np.zeros((writes, count), np.int64)
+        given, copies = np.arange(reads * count).reshape(reads, count), np.zeros((writes, count))
+        copies = copies.astype(np.int64)
 
         def copy_on_host() -> torch.Tensor:
-            np.copyto(written, given)
-            return torch.from_numpy(written)
+            np.copyto(copies, given if reads == 1 else given.sum(0))
+            return torch.from_numpy(copies)
 
-        return copy_on_host, lambda got: _assert_copies(got, torch.from_numpy(given))
-    if writes == 1:
-        source = torch.arange(count, device=device)
-        target = torch.empty_like(source)[None]
-        return lambda: target.copy_(source[None]), lambda got: _assert_copies(got, source)
+        return copy_on_host, lambda got: _assert_sums(got, torch.from_numpy(given))
+    if reads == writes:
+        source = torch.arange(count, device=device)[None]
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source), lambda got: _assert_sums(got, source)
     from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all  # Triton, if there is a GPU
 
-    source = torch.arange(max(1, round(count / BLOCK)) * BLOCK, device=device)
-    target = torch.empty((writes, len(source)), dtype=source.dtype, device=device)
-    return lambda: copy_to_all(source, target), lambda got: _assert_copies(got, source)
+    count = max(1, round(count / BLOCK)) * BLOCK
+    source = torch.arange(reads * count, device=device).view(reads, count)
+    target = torch.empty((writes, count), dtype=source.dtype, device=device)
+    return lambda: copy_to_all(source, target), lambda got: _assert_sums(got, source)
 
 
-def _assert_copies(got: torch.Tensor, given: torch.Tensor) -> None:
+def _assert_sums(got: torch.Tensor, given: torch.Tensor) -> None:
+    wanted = given.sum(0)
     for row in got:
-        assert_same_bits(row, given)
+        assert_same_bits(row, wanted)
+
+
+def on_device_ms(found: dict[str, Any]) -> float:
+    """Return the cold GPU time that `measure` found, or wall time where there is none."""
+    milliseconds: float = found.get("cold_ms") or found["wall_ms"]
+    return milliseconds
 
 
 def sending(num_bytes: int, device: str) -> tuple[Work, Callable[[Any], None]]:
     """Return one copy of ``num_bytes`` from pinned memory to the device, and its check."""
     if device == "cpu":
-        copy, check = copy_of(2 * num_bytes, device)
+        copy, check = copy_of(num_bytes, num_bytes, device)
         return lambda: copy()[0], lambda got: check(got[None])
     source = torch.arange(max(1, num_bytes // 4), dtype=torch.int32).pin_memory()
     target = torch.empty_like(source, device=device)

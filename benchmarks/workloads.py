@@ -6,6 +6,7 @@ A, B and C are sequences of one turn; a random part of each, at least one token,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +158,21 @@ def filled(trajectories: Sequence[Trajectory], device: str = "cpu") -> Trajector
 MULTI_TURN = "multi-turn: 256 x 5 turns"
 MANY_TURNS = "multi-turn: 256 x 32 turns"
 WORKLOADS = (*SEQUENCES, MULTI_TURN, MANY_TURNS)
+
+
+class Size(NamedTuple):
+    """Where a benchmark of the device runs, and how large: a rehearsal is tiny and on the host."""
+
+    device: str = "cuda"
+    scale: float = 1.0
+
+    def scaled(self, count: int) -> int:
+        """Return so many, or as many as the scale makes of them."""
+        return _scaled(count, self.scale)
+
+    def cut(self, lengths: Lengths) -> Lengths:
+        """Return the lengths, or few and small ones."""
+        return lengths if self.scale == 1 else np.minimum(lengths[:4], 60)
 
 
 def _scaled(count: int, scale: float) -> int:

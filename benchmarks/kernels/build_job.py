@@ -71,9 +71,10 @@ def distinct_words(runs, num_words):
 
 
 def moved_bytes(inputs):
-    """Return the bytes that must be read, each once, and written."""
+    """Return the bytes that must be read, each once, and those that must be written."""
     read = 4 * distinct_words(inputs.runs, len(inputs.words))
-    return read + inputs.runs.nbytes + inputs.turn_returns.nbytes + WRITTEN * inputs.num_tokens
+    tables = inputs.runs.nbytes + inputs.turn_returns.nbytes
+    return read + tables, WRITTEN * inputs.num_tokens
 
 
 def build_contest(workload, trajectories, device="cuda"):

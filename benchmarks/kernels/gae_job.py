@@ -135,11 +135,13 @@ def ways_of_rows(given, lengths):
 
 def contest(workload, lengths, device="cpu", *, masked=False, **options):
     """Return the contest and who takes part in it, ours first."""
-    given, longest = inputs(lengths, device, masked=masked), int(lengths.max())
+    given = inputs(lengths, device, masked=masked)
     rewards, values, cu_seqlens, generated = given
     expected = reference(given, lengths)
 
-    def ours():
+    longest = int(lengths.max())
+
+    def ours(longest=longest):
         return gae(
             rewards, values, cu_seqlens, gamma=GAMMA, lam=LAM, loss_mask=generated,
             max_seqlen=longest,

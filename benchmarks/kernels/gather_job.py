@@ -66,6 +66,6 @@ def gather_contest(workload, trajectories, device="cuda"):
             "index_select, made before", lambda: torch.index_select(rows, 0, places), "1 field"
         ),
     ]
-    tables_bytes = runs.nbytes + sources.nbytes
-    num_bytes = EXPERTS.row_bytes * (distinct + tokens) + tables_bytes
-    return Contest(JOB, workload, tokens, check), entrants, num_bytes, device
+    read = EXPERTS.row_bytes * distinct + runs.nbytes + sources.nbytes
+    moved = read, EXPERTS.row_bytes * tokens
+    return Contest(JOB, workload, tokens, check), entrants, moved, device

@@ -81,7 +81,7 @@ def torchrl_ways(rewards, cu_seqlens, lengths):
 
 def contest(workload, lengths, device="cpu", **options):
     """Return the contest and who takes part in it, ours first."""
-    rewards, cu_seqlens = inputs(lengths, device)
+    (rewards, cu_seqlens), longest = inputs(lengths, device), int(lengths.max())
     expected = padded_walk(lengths)(rewards.cpu().double()).float()
 
     def check(returns):
@@ -90,10 +90,10 @@ def contest(workload, lengths, device="cpu", **options):
     def check_ours(returns):
         torch.testing.assert_close(returns.cpu(), expected, rtol=1e-6, atol=1e-6)
 
-    def ours():
+    def ours(longest=longest):
         return discounted_returns(rewards, cu_seqlens, DISCOUNT, max_seqlen=longest)
 
-    walk, longest = padded_walk(lengths, device), int(lengths.max())
+    walk = padded_walk(lengths, device)
     entrants = [
         Contender(OURS, ours, WROTE, check_ours),
         Contender(

@@ -45,7 +45,7 @@ def contest(workload, scale=1.0, **options):
         assert held.pack("turns").unpack() == trajectories
 
     num_bytes = 2 * (all_ids.nbytes + all_logprobs.nbytes)
-    copy, check_copy = copy_of(num_bytes)
+    copy, check_copy = copy_of(num_bytes // 2, num_bytes // 2)
     more = {"rounds": 15}
     entrants = [
         Contender(OURS, extend, "the buffer", check_ours, **more),

@@ -7,7 +7,6 @@ host's.
 import functools
 
 import pytest
-import torch
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.device_contest import hold_on_device
@@ -27,13 +26,10 @@ from benchmarks.packing.bench_micro_batches import (
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.plan.plan import plan_micro_batches
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
-def contest(job, workload, scale=1.0, device="cuda"):
+def contest(job, workload, scale, device):
     """Return what `hold_on_device` takes."""
     multiple = MULTIPLES[job]
     batch, alignment = inputs(workload, scale, device), Alignment(sequence_multiple=multiple)
@@ -49,9 +45,9 @@ def contest(job, workload, scale=1.0, device="cuda"):
     ]
     read = sum(getattr(batch, name).nbytes for name in COPIED)
     written = sum(tensor.nbytes for one in expected for tensor in one.values())
-    return Contest(job, workload, batch.num_tokens, checked), entrants, read + written, device
+    return Contest(job, workload, batch.num_tokens, checked), entrants, (read, written), device
 
 
 @pytest.mark.parametrize(("workload", "job"), CASES)
-def bench_micro_batches_on_the_device(keep, workload, job):
-    keep(hold_on_device(*contest(job, workload)))
+def bench_micro_batches_on_the_device(keep, size, workload, job):
+    keep(hold_on_device(*contest(job, workload, size.scale, size.device)))

@@ -7,7 +7,6 @@ copies once and launches twice, the usual ways; every result is compared with th
 import functools
 
 import pytest
-import torch
 
 from benchmarks.contest import OURS, Contender, Contest
 from benchmarks.device_contest import hold_on_device
@@ -19,10 +18,7 @@ from benchmarks.promises import PACK_ONLY
 from benchmarks.workloads import WORKLOADS, conversations, filled
 from trajpack import StaticBatch, TrajectoryBuffer, pack_resident
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 JOB = "pack to the device"
 SIZES_JOB = "cost against size"
 STATIC = f"{OURS}, static batch"
@@ -81,7 +77,7 @@ def check_against(expected):
     return check
 
 
-def contest(job, workload, trajectories, ways, device="cuda"):
+def contest(job, workload, trajectories, ways, device):
     """Return what `hold_on_device` takes, but for ``sent``."""
     expected = by_numpy(trajectories)
     tokens = len(expected.input_ids)
@@ -94,15 +90,16 @@ def contest(job, workload, trajectories, ways, device="cuda"):
         for name, way in ways.items()
     ]
     contest = Contest(job, workload, tokens, check_against(expected))
-    return contest, entrants, sent_bytes(trajectories), device
+    return contest, entrants, (0, sent_bytes(trajectories)), device
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
-def bench_pack_on_the_device(keep, workload):
-    keep(hold_on_device(*contest(JOB, workload, conversations(workload), RIVALS), sent=True))
+def bench_pack_on_the_device(keep, size, workload):
+    given = conversations(workload, size.scale)
+    keep(hold_on_device(*contest(JOB, workload, given, RIVALS, size.device), sent=True))
 
 
 @pytest.mark.parametrize("tokens", SIZES)
-def bench_size_on_the_device(keep, tokens):
-    ways = {"numpy.concatenate, then a copy": by_concatenation}
-    keep(hold_on_device(*contest(SIZES_JOB, f"{tokens:,}", sized(tokens), ways), sent=True))
+def bench_size_on_the_device(keep, size, tokens):
+    ways, given = {"numpy.concatenate, then a copy": by_concatenation}, sized(size.scaled(tokens))
+    keep(hold_on_device(*contest(SIZES_JOB, f"{tokens:,}", given, ways, size.device), sent=True))

@@ -11,76 +11,29 @@ from benchmarks import device_contest, timing
 from benchmarks.contest import OURS, Contender
 from benchmarks.goals import goals, lines
 from benchmarks.kernels import (
-    bench_kernels_gpu,
     build_job,
     gae_job,
-    gather_job,
-    logits_job,
-    pad_job,
     returns_job,
-    weights_job,
 )
-from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, bench_pack_gpu
+from benchmarks.packing import bench_pack_gpu
 from benchmarks.promises import PACK_ONLY
 from benchmarks.tables import render
-from benchmarks.workloads import MULTI_TURN, WORKLOADS, conversations
-from tests.benchmarks.contest_cases import LENGTHS, SMALL, contest, results_of, says
-
-DEVICE_CONTESTS = {
-    "pack": lambda: bench_pack_gpu.contest(
-        bench_pack_gpu.JOB,
-        MULTI_TURN,
-        conversations(MULTI_TURN, SMALL),
-        bench_pack_gpu.RIVALS,
-        "cpu",
-    ),
-    "micro-batches": lambda: bench_micro_batches_gpu.contest(
-        bench_micro_batches.ALIGNED, MULTI_TURN, 0.01, "cpu"
-    ),
-    "build": lambda: build_job.build_contest("A: a", conversations(MULTI_TURN, SMALL), "cpu"),
-    "returns": lambda: bench_kernels_gpu.returns_contest("A", LENGTHS, "cpu"),
-    "gae": lambda: bench_kernels_gpu.gae_contest("A", LENGTHS, "cpu"),
-    "gae, masked": lambda: bench_kernels_gpu.gae_contest("A", 50 * LENGTHS, "cpu", masked=True),
-    "groups": lambda: bench_kernels_gpu.groups_contest("A", (3, 4), "cpu"),
-    "segments": lambda: bench_kernels_gpu.segments_contest("A", LENGTHS, "cpu"),
-    "whiten": lambda: bench_kernels_gpu.whiten_contest("A", LENGTHS, "cpu"),
-    "importance weights": lambda: bench_kernels_gpu.weights_contest(
-        weights_job.importance_contest, "A", LENGTHS, "cpu"
-    ),
-    "loss weights": lambda: bench_kernels_gpu.weights_contest(
-        weights_job.loss_contest, "A", LENGTHS, "cpu"
-    ),
-    "pad": lambda: bench_kernels_gpu.padding_contest(pad_job.pad_contest, "A", LENGTHS, "cpu"),
-    "gather fields": lambda: gather_job.gather_contest(
-        "A: a", conversations(MULTI_TURN, SMALL), "cpu"
-    ),
-    "logits": lambda: logits_job.logits_contest(LENGTHS, 96, "cpu"),
-    "unpad": lambda: bench_kernels_gpu.padding_contest(pad_job.unpad_contest, "A", LENGTHS, "cpu"),
-}
-
-
-@pytest.mark.parametrize("job", DEVICE_CONTESTS)
-def test_contests_of_the_device_check_and_measure(job):
-    given = DEVICE_CONTESTS[job]()
-    record = device_contest.hold_on_device(*given, sent=job == "pack")
-    for entry in record["entries"]:
-        assert entry["best_ms"] or "not installed" in entry["note"] or "not load" in entry["note"]
-    limit = record["entries"][-1]
-    assert limit["contender"] == device_contest.SENT if job == "pack" else device_contest.COPY
-    assert limit["of_copy"] == 1
-    assert "of the copy" in render(results_of(record, measured="gpu"))
+from benchmarks.workloads import WORKLOADS, conversations
+from tests.benchmarks.contest_cases import SMALL, contest, results_of, says
 
 
 def test_a_wrong_result_on_the_device_is_not_measured(monkeypatch):
     monkeypatch.setattr(device_contest, "measure", lambda *_: {"cold_ms": 2.0, "wall_ms": 9.0})
     entrants = [Contender(OURS, says("right"), "all"), Contender("liar", says("wrong"), "all")]
-    ours, liar, _ = device_contest.hold_on_device(contest(), entrants, 1000, "cpu")["entries"]
+    ours, liar, _ = device_contest.hold_on_device(contest(), entrants, (500, 500), "cpu")["entries"]
     assert ours["best_ms"] == 2.0
     assert liar["best_ms"] is None
     assert "cold_ms" not in liar
     host_first = [Contender(OURS, says("right"), "all", on_host=True)]
     assert (
-        device_contest.hold_on_device(contest(), host_first, 1000, "cpu")["entries"][0]["best_ms"]
+        device_contest.hold_on_device(contest(), host_first, (500, 500), "cpu")["entries"][0][
+            "best_ms"
+        ]
         == 9.0
     )
 
@@ -93,7 +46,7 @@ def test_a_rival_that_fails_while_it_is_measured_gets_a_note(monkeypatch):
 
     monkeypatch.setattr(device_contest, "measure", measure)
     entrants = [Contender(OURS, says("right"), "all"), Contender("rival", says("right"), "all")]
-    record = device_contest.hold_on_device(contest(), entrants, 1000, "cpu")
+    record = device_contest.hold_on_device(contest(), entrants, (500, 500), "cpu")
     ours, rival, limit = record["entries"]
     assert rival["note"] == "failed: CUDA out of memory. Tried to allocate"
     assert rival["best_ms"] is None
@@ -117,7 +70,7 @@ def test_the_bytes_of_build_are_the_words_it_reads_once_and_what_it_writes(workl
     else:
         assert distinct == counted
     tables = inputs.runs.nbytes + inputs.turn_returns.nbytes
-    assert build_job.moved_bytes(inputs) == 4 * distinct + tables + 38 * inputs.num_tokens
+    assert build_job.moved_bytes(inputs) == (4 * distinct + tables, 38 * inputs.num_tokens)
 
 
 class PretendedDevice:
@@ -217,11 +170,20 @@ def test_launches_copies_and_waits_are_counted_by_name():
     assert timing.count([("cuLaunchKernelEx", False)]) == unseen
 
 
-@pytest.mark.parametrize("writes", [1, 6])
-def test_the_limit_moves_as_many_bytes_as_it_says(writes):
-    copy, check = timing.copy_of(8 * 7 * 60, "cpu", writes)
+@pytest.mark.parametrize(
+    ("moved", "mix"),
+    [((4, 4), (1, 1)), ((6, 38), (1, 6)), ((9, 4), (7, 3)), ((4, 0), (8, 1)), ((0, 5), (1, 8))],
+)
+def test_a_copy_has_about_the_proportion_that_is_asked_for(moved, mix):
+    assert timing.mix_of(*moved) == mix
+
+
+@pytest.mark.parametrize("mix", [(1, 1), (1, 6), (3, 2)])
+def test_the_limit_moves_as_many_bytes_as_it_says(mix):
+    read, written = (8 * 60 * rows for rows in mix)
+    copy, check = timing.copy_of(read, written)
     result = copy()
-    assert result.nbytes * (1 + writes) / writes == 8 * 7 * 60
+    assert result.nbytes == written
     check(result)
     result[-1, 0] += 1
     with pytest.raises(AssertionError):
@@ -229,12 +191,12 @@ def test_the_limit_moves_as_many_bytes_as_it_says(writes):
 
 
 @pytest.mark.usefixtures("executor")
-def test_the_kernel_that_writes_several_times_copies_to_all_rows():
+def test_the_kernel_that_is_the_limit_writes_the_sum_to_all_rows():
     from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all
 
-    source = torch.arange(3 * BLOCK)
+    source = torch.arange(2 * 3 * BLOCK).view(2, -1)
     target = copy_to_all(source, torch.zeros(6, 3 * BLOCK, dtype=torch.int64))
-    assert (target == source).all()
+    assert (target == source.sum(0)).all()
 
 
 def test_sending_moves_as_many_bytes_as_it_says():

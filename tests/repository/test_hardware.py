@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import copy_rates, hardware, machine
+from benchmarks import device_checks, hardware, machine, predictions
 from benchmarks.hardware import Part, run_all
+from benchmarks.kernels import calls
 
 HANGS = "import subprocess; subprocess.run(['sleep', '1000'])"
 """Its child holds the pipe, too."""
@@ -79,16 +80,34 @@ def test_all_that_passed_or_was_left_out_is_a_success(tmp_path: Path) -> None:
     assert run_all(wanted, "", tmp_path, tmp_path) == 0
 
 
-def test_its_parts_are_there() -> None:
-    """The tests that compute-sanitizer is to run exist, and so do the benchmarks."""
-    for name in hardware.SANITIZED:
-        file, _, test = name.partition("::")
-        assert f"def {test}(" in (machine.ROOT / "tests" / "gpu" / file).read_text()
-    by_name = {part.name: part for part in hardware.parts()}
-    sanitized = ["memcheck", "racecheck", "initcheck"]
-    assert list(by_name) == ["copies", "tests", *sanitized, *hardware.BENCHMARKS]
-    assert "benchmarks/kernels/bench_kernels_gpu.py" in by_name["build"].command
-    assert all(0 < part.limit_s <= 480 for part in by_name.values())
+def test_a_part_that_is_run_again_replaces_its_record_alone(tmp_path: Path) -> None:
+    for part in (python("one", "raise SystemExit(1)"), python("two", ""), python("one", "")):
+        run_all([part], "", tmp_path, tmp_path)
+    written = json.loads((tmp_path / "hardware.json").read_text())
+    outcomes = {part["part"]: part["outcome"] for part in written["parts"]}
+    assert outcomes == {"one": "passed", "two": "passed"}
+
+
+def test_a_part_says_which_module_it_lacks(tmp_path: Path) -> None:
+    part = python("passes", "")._replace(needs=["json", "no_such_module"])
+    run_all([part], "", tmp_path, tmp_path)
+    (written,) = json.loads((tmp_path / "hardware.json").read_text())["parts"]
+    assert written["outcome"] == "left out: no_such_module is not installed"
+
+
+def test_what_failed_is_told(tmp_path: Path) -> None:
+    run_all([python("fails", "print('FAILED a'); exit(1)")], "", tmp_path, tmp_path)
+    (written,) = json.loads((tmp_path / "hardware.json").read_text())["parts"]
+    assert written["told"] == ["FAILED a"]
+
+
+def test_the_cheapest_evidence_comes_first() -> None:
+    names = [part.name for part in hardware.parts()]
+    assert names == [
+        "copies", "kernels", "memcheck", "racecheck", "initcheck", "sync", "graphs", "build",
+        "scans", "shapes", "weights", "pack", "enqueue", "sums", "moves", "tests",
+    ]  # fmt: skip
+    assert all(0 < part.limit_s <= 480 for part in hardware.parts())
 
 
 def test_each_benchmark_of_a_device_belongs_to_one_part() -> None:
@@ -102,10 +121,67 @@ def test_each_benchmark_of_a_device_belongs_to_one_part() -> None:
             assert len(chosen) == 1, name
 
 
-def test_copies_are_rehearsed_on_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(copy_rates, "NUM_BYTES", 8 * 7 * 60)
-    copy_rates.main(str(tmp_path / "hardware" / "copies.json"))
-    written = json.loads((tmp_path / "hardware" / "copies.json").read_text())
-    assert [row["writes"] for row in written["copies"]] == [1 / 2, 6 / 7]
-    assert all(row["gb_per_s"] > 0 for row in written["copies"])
+# --- rehearsals
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("part", ["kernels", "sync", "graphs"])
+def test_a_part_is_rehearsed_on_the_executor(part: str, tmp_path: Path) -> None:
+    assert device_checks.main([part, str(tmp_path / "rows.json"), "--rehearse"]) == 0
+    assert {row["outcome"] for row in rows_of(tmp_path / "rows.json")} == {"passed"}
+
+
+def test_parts_that_time_are_rehearsed_with_the_runner(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hardware, "BENCHMARKS", {"every": "bench_"})
+    monkeypatch.setattr(hardware, "LOGS", tmp_path)
+    names = ["copies", "shapes", "every"]
+    asked = ["--rehearse", "--results", str(tmp_path), "--parts", *names]
+    assert hardware.main(asked) == 0, (tmp_path / "every.log").read_text()[-2000:]
+    copies, (shape,) = (rows_of(tmp_path / "hardware" / f"{name}.json") for name in names[:2])
+    assert [row["writes"] for row in copies] == [1 / 2, 6 / 7]
+    assert shape["tiny"].keys() == {"longest known", "longest unknown", "copy"}
+    records = json.loads((tmp_path / "hardware" / "every" / "gpu.json").read_text())["contests"]
+    for record in records:
+        for entry in record["entries"]:
+            assert entry["best_ms"] or re.search("not installed|not load", entry["note"]), entry
+    for job in predictions.CALLS:
+        predicted = [one["predicted"] for one in records if one["job"] == job]
+        assert any(predictions.COUNTED in one for one in predicted), job
+
+
+def test_a_row_is_written_before_the_next_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that a part that is stopped leaves what it had."""
+    file, seen = tmp_path / "rows.json", []
+
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("no")
+
+    def looks() -> dict[str, Any]:
+        seen.extend(rows_of(file))
+        return {}
+
+    monkeypatch.setitem(
+        device_checks.PARTS, "copies", lambda _: iter([({"a": 1}, fails), ({"a": 2}, looks)])
+    )
+    assert device_checks.main(["copies", str(file), "--rehearse"]) == 1
+    assert seen == [{"a": 1, "outcome": "failed: no"}]
+
+
+def test_every_kernel_is_among_the_calls(executor: Any) -> None:
+    """And so beside its reference on a device, and under compute-sanitizer."""
+    executor.is_running = False
+    for _, call in calls.every_call(calls.Drawn(calls.SMALL["A"])):
+        call("triton")
+    sources = machine.ROOT.glob("kernels/**/*_triton.py")
+    kernels = {
+        name for file in sources for name in re.findall(r"def (\w+_kernel)\(", file.read_text())
+    }
+    assert kernels == set(executor.launched)

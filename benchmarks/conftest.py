@@ -35,19 +35,8 @@ def pytest_collection_finish(session):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs a device; a rehearsal takes each benchmark and contest once."""
-    if config.getoption("rehearse"):
-        once = {}
-        for item in items:
-            given = item.callspec.params if hasattr(item, "callspec") else {}
-            others = [str(given[name]) for name in given if name not in ("workload", "tokens")]
-            once.setdefault((item.originalname, *others), item)
-        items[:] = once.values()
-    elif not torch.cuda.is_available():
-        _skip_gpu(items)
-
-
-def _skip_gpu(items):
+    if torch.cuda.is_available() or config.getoption("rehearse"):
+        return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -11,9 +11,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ import torch
 
 from benchmarks import machine
 from benchmarks.contest import Contender
-from benchmarks.kernels.calls import RATES, SMALL, Call, Drawn, counted_calls, every_call
 from benchmarks.timing import copy_of, measure, on_device_ms
-from benchmarks.workloads import EVEN_SEQUENCES, SEQUENCES, Lengths, filled
-from trajpack import GAE, GRPO, StaticBatch, TurnGAE
+from benchmarks.workloads import EVEN_SEQUENCES, SEQUENCES, Lengths
+from tests.gpu.checks import compared, replays_call, replays_static, without_waits
+from tests.ptx.calls import RATES, SMALL, Call, Drawn, counted_calls, every_call
+from trajpack import GAE, GRPO, TurnGAE
 from trajpack.kernels import block_shapes, gae
-from trajpack.testing import assert_same_bits, boundaries
+from trajpack.testing import boundaries
 
 MIXES = ((1, 1), (1, 6))
 """Bytes read and written by a copy, in proportion: 50 and 86 % are writes."""
@@ -51,8 +52,11 @@ class Setting:
 
     def calls(self) -> Iterator[tuple[str, Call]]:
         """Yield calls on the first small workload; few in a rehearsal: `kernels` has them all."""
-        given = Drawn(next(iter(self.small.values())), self.device)
-        return islice(every_call(given), 3 if self.rehearse else None)
+        return islice(every_call(self.drawn()), 3 if self.rehearse else None)
+
+    def drawn(self) -> Drawn:
+        """Return the inputs of the first small workload."""
+        return Drawn(next(iter(self.small.values())), self.device)
 
 
 # --- copies
@@ -86,149 +90,45 @@ def kernels(setting: Setting) -> Iterator[tuple[Row, Check]]:
             yield {"workload": workload, "call": name}, partial(compared, on_host, on_device)
 
 
-def compared(on_host: Call, on_device: Call) -> Row:
-    expected, got, again = (
-        tensors_of(work(impl))
-        for work, impl in ((on_host, "torch"), (on_device, "triton"), (on_device, "triton"))
-    )
-    assert got.keys() == expected.keys()
-    apart = 0.0
-    for name, tensor in got.items():
-        wanted, here = expected[name], tensor.cpu()
-        torch.testing.assert_close(here, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
-        assert_same_bits(again[name], tensor, name)
-        if here.is_floating_point() and here.numel():
-            apart = max(apart, float((here.double() - wanted.double()).nan_to_num().abs().max()))
-    return {"tensors": len(got), "most_apart": apart}
-
-
-def tensors_of(result: Any, name: str = "result") -> dict[str, torch.Tensor]:
-    """Return the tensors of what a call returned, by name."""
-    if isinstance(result, torch.Tensor):
-        return {name: result}
-    if isinstance(result, (tuple, list)):
-        parts = [tensors_of(one, f"{name} {index}") for index, one in enumerate(result)]
-        return {key: tensor for part in parts for key, tensor in part.items()}
-    found: dict[str, torch.Tensor] = result.tensors()
-    return found | dict(getattr(result, "fields", {}))
-
-
 # --- waits and graphs
 
 
 def sync(setting: Setting) -> Iterator[tuple[Row, Check]]:
     """Make each call with every wait for the device an error, after one that compiles."""
     for name, call in setting.calls():
-        yield {"call": name}, partial(without_waits, call, setting)
-
-
-def without_waits(call: Call, setting: Setting) -> Row:
-    call("triton")
-    with _waits_are_errors() if setting.device == "cuda" else nullcontext():
-        call("triton")
-    return {}
-
-
-@contextmanager
-def _waits_are_errors() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        yield {"call": name}, partial(without_waits, call, setting.device)
 
 
 def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
     """Replay captured calls; and a captured static batch, with credit, for other contents."""
     for name, call in setting.calls():
         if not name.startswith(("pack", "select")):  # which copy tables from the host
-            yield {"call": name}, partial(replays_call, call, setting)
-    for estimator in (None, GRPO(), TurnGAE(), GAE(0.99, 0.95, whiten=True)):
+            yield {"call": name}, partial(replays_call, call, setting.device)
+    for estimator in (GRPO(), TurnGAE(), GAE(0.99, 0.95, whiten=True)):
         row = {"call": f"StaticBatch.run, {type(estimator).__name__}"}
-        yield row, partial(replays_static, estimator, setting)
-
-
-def captured(work: Callable[[], Any], setting: Setting) -> tuple[Any, Callable[[], Any]]:
-    """Return what ``work`` returned in a graph, and the replay; without a device, plain calls."""
-    result = work()
-    if setting.device == "cpu":
-        return result, work
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
-    return result, graph.replay
-
-
-def replays_call(call: Call, setting: Setting) -> Row:
-    expected = {name: one.clone() for name, one in tensors_of(call("triton")).items()}
-    result, replay = captured(lambda: call("triton"), setting)
-    replay()
-    for name, tensor in tensors_of(result).items():
-        assert_same_bits(tensor, expected[name], name)
-    return {}
-
-
-def replays_static(estimator: Any, setting: Setting) -> Row:
-    """Fill and replay, without a wait in between."""
-    given = Drawn(next(iter(setting.small.values())), setting.device)
-    tokens, count = given.tokens, len(given.lengths)
-    static = StaticBatch(tokens, count, device=setting.device)
-    beside = {"values": given.values} if isinstance(estimator, (GAE, TurnGAE)) else {}
-
-    def work() -> Any:
-        batch = static.run(impl="triton")
-        return batch if estimator is None else batch.with_advantages(estimator, **beside)
-
-    contents = [given.trajectories, given.trajectories[: count // 2], given.trajectories[::-1]]
-    buffers = [filled(one, setting.device) for one in contents]
-    static.fill(buffers[0], "turns")
-    result, replay = captured(work, setting)
-    seen = []
-    for buffer in buffers:
-        static.fill(buffer, "turns")
-        result = replay() or result
-        names = ("input_ids", "advantages") if estimator else ("input_ids",)
-        seen.append({name: getattr(result, name).clone() for name in names})
-    for buffer, found in zip(buffers, seen, strict=True):
-        plain = buffer.pack("turns")
-        own = {name: rows[: plain.num_tokens] for name, rows in beside.items()}
-        if estimator is not None:
-            plain = plain.with_advantages(estimator, **own)
-        for name, tensor in found.items():
-            wanted = getattr(plain, name)
-            torch.testing.assert_close(tensor[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
-    return {"contents": len(seen)}
+        yield row, partial(replays_static, setting.drawn(), estimator)
 
 
 # --- block shapes of scans
 
 
-def candidates() -> Iterator[tuple[str, int, int]]:
-    """Yield name, block and threads of each scan's row, and of half and twice as much."""
-    for kernel, rows in block_shapes.SHAPES.items():
-        if "scan" not in kernel:
-            continue
-        shape = rows[block_shapes.DEFAULT]
-        shapes = [
-            (int(shape.block * block), int(shape.threads * threads))
-            for block in (1, 0.5, 2, 4)
-            for threads in (1, 0.5, 2, 4)
-        ]
-        yield from (
-            (kernel, block, threads)
-            for block, threads in shapes
-            if threads >= 32 and 1 <= block // threads <= 16
+def candidates() -> list[tuple[str, int, int]]:
+    """Return name, block and threads of the scans' rows, and of shapes around them."""
+    return [
+        (name, block, threads)
+        for name, rows in block_shapes.SHAPES.items()
+        for block, threads in product(
+            *([n, n // 2, 2 * n, 4 * n] for n in rows[block_shapes.DEFAULT][:2])
         )
+        if "scan" in name and threads >= 32 and 1 <= block // threads <= 16
+    ]
 
 
 def shapes(setting: Setting) -> Iterator[tuple[Row, Check]]:
     """Time `gae` with each candidate, in a process of its own: the block is a module's constant."""
-    chosen = list(candidates())
-    for kernel, block, threads in chosen[:1] if setting.rehearse else chosen:
-        row = {"kernel": kernel, "block": block, "threads": threads}
-        yield row, partial(in_a_process, [kernel, str(block), str(threads)], setting)
+    for name, block, threads in candidates()[: 1 if setting.rehearse else None]:
+        row = {"kernel": name, "block": block, "threads": threads}
+        yield row, partial(in_a_process, [name, str(block), str(threads)], setting)
 
 
 def in_a_process(shape: Sequence[str], setting: Setting) -> Row:
@@ -238,25 +138,21 @@ def in_a_process(shape: Sequence[str], setting: Setting) -> Row:
         command, cwd=machine.ROOT, capture_output=True, text=True, check=False, timeout=CANDIDATE_S
     )
     if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        raise RuntimeError(done.stderr.strip()[-1000:])
     found: Row = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def time_shape(kernel: str, block: int, threads: int, setting: Setting) -> Row:
-    """Check a shape at small sizes and return its times, of both regimes, by workload."""
-    assert not any(name.endswith("scan_triton") for name in sys.modules), "has read its shape"
-    shape = block_shapes.SHAPES[kernel][block_shapes.DEFAULT]
-    shape = shape._replace(block=block, threads=threads, most_registers=None)
-    block_shapes.SHAPES[kernel] = {block_shapes.DEFAULT: shape}
+def time_shape(name: str, block: int, threads: int, setting: Setting) -> Row:
+    """Check a shape at a small size and return its times, of both regimes, by workload."""
+    assert not any(module.endswith("scan_triton") for module in sys.modules), "has read its shape"
+    row = block_shapes.SHAPES[name][block_shapes.DEFAULT]
+    row = row._replace(block=block, threads=threads, most_registers=None)
+    block_shapes.SHAPES[name] = {block_shapes.DEFAULT: row}
     with _kernels_run(setting):
-        for lengths in setting.small.values():
-            here, there = (Drawn(lengths, device) for device in ("cpu", setting.device))
-            for (name, on_host), (_, on_device) in zip(
-                counted_calls(here), counted_calls(there), strict=True
-            ):
-                if name.startswith("gae"):
-                    compared(on_host, on_device)
+        small = next(iter(setting.small.values()))
+        drawn = (Drawn(small, device) for device in ("cpu", setting.device))
+        compared(*(dict(counted_calls(given))["gae"] for given in drawn))
         return {name: regimes(lengths, setting) for name, lengths in setting.full.items()}
 
 
@@ -267,9 +163,8 @@ def regimes(lengths: Lengths, setting: Setting) -> Row:
     bounds = boundaries(lengths).to(device)
     found = {}
     for name, longest in (("longest known", int(lengths.max())), ("longest unknown", None)):
-        work = partial(
-            gae, rewards, values, bounds, **RATES, max_seqlen=longest, impl="triton"
-        )  # fmt: skip
+        options: Row = RATES | {"max_seqlen": longest, "impl": "triton"}
+        work = partial(gae, rewards, values, bounds, **options)
         found[name] = on_device_ms(measure(Contender("gae", work, "both"), device))
     copy, check = copy_of(8 * tokens, 8 * tokens, device)
     return found | {"copy": on_device_ms(measure(Contender("copy", copy, "all", check), device))}
@@ -280,16 +175,11 @@ def regimes(lengths: Lengths, setting: Setting) -> Row:
 PARTS = {"copies": copies, "kernels": kernels, "sync": sync, "graphs": graphs, "shapes": shapes}
 
 
-@contextmanager
-def _kernels_run(setting: Setting) -> Iterator[None]:
+def _kernels_run(setting: Setting) -> AbstractContextManager[Any]:
     """Let Triton's kernels run: on the executor, where it is a rehearsal."""
-    if not setting.rehearse:
-        yield
-        return
     from tests.ptx.executor import on_executor
 
-    with on_executor():
-        yield
+    return on_executor() if setting.rehearse else nullcontext()
 
 
 def run_part(part: str, file: Path, setting: Setting) -> int:
@@ -308,9 +198,9 @@ def run_part(part: str, file: Path, setting: Setting) -> int:
             print(json.dumps(rows[-1]), flush=True)
             if setting.device == "cuda":
                 torch.cuda.synchronize()  # raises, and ends the part, where the device is lost
-    failed = sum(row["outcome"] != "passed" for row in rows)
-    print(f"{part}: {len(rows)} checks, {failed} failed")
-    return int(failed > 0)
+    failed = [row for row in rows if row["outcome"] != "passed"]
+    print(f"{part}: {len(rows)} checks, {len(failed)} failed")
+    return int(bool(failed))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,8 +48,8 @@ class Part(NamedTuple):
     limit_s: float
     command: Sequence[str]
     environment: dict[str, str] = {}  # noqa: RUF012 - it is not changed
-    needs: Sequence[str] = ()
-    """Modules."""
+    needs: Sequence[str] = ("triton", "pytest")
+    """Modules; torch is there."""
 
 
 BENCHMARKS = {
@@ -78,7 +78,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     def checked(name: str, *before: str, checks: str = "", **options: Any) -> Part:
         file = str(results / "hardware" / f"{name}.json")
         command = (sys.executable, "-m", "benchmarks.device_checks", checks or name, file)
-        return Part(name, LIMIT_S, (*before, *command, *tiny), needs=("triton",), **options)
+        return Part(name, LIMIT_S, (*before, *command, *tiny), **options)
 
     def sanitized(tool: str) -> Part:
         before = ("compute-sanitizer", "--tool", tool, "--error-exitcode", FOUND)
@@ -87,7 +87,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
     def timed(name: str, chosen: str) -> Part:
         kept = str(results / "hardware" / name)
         command = (*tests, *benchmarks, "-k", chosen, "--results", kept, *tiny)
-        return Part(name, LIMIT_S, command, needs=("pytest", "triton"))
+        return Part(name, LIMIT_S, command)
 
     timings = [timed(name, chosen) for name, chosen in BENCHMARKS.items()]
     return [
@@ -97,7 +97,7 @@ def parts(results: Path = RESULTS, *, rehearse: bool = False) -> list[Part]:
         *timings[:2],
         checked("shapes"),
         *timings[2:],
-        Part("tests", LIMIT_S, (*tests, "-m", "gpu", "tests/gpu"), needs=("pytest", "triton")),
+        Part("tests", LIMIT_S, (*tests, "-m", "gpu", "tests/gpu")),
     ]
 
 

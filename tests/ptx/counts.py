@@ -11,7 +11,7 @@ from pathlib import Path
 
 import triton
 
-from benchmarks.kernels.calls import SMALL, Drawn, counted_calls
+from tests.ptx.calls import SMALL, Drawn, counted_calls
 from tests.ptx.executor import Report, on_executor
 
 ROOT = Path(__file__).parents[2]

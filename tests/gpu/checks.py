@@ -1,0 +1,96 @@
+"""Checks of calls on a device: the reference's result, no wait for the device, replays of a graph.
+
+With tensors on the host, where the executor runs the kernels, they rehearse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.workloads import filled
+from tests.gpu.conftest import capture, no_waiting
+from tests.ptx.calls import Call, Drawn
+from trajpack import GRPO, StaticBatch
+from trajpack.testing import assert_same_bits
+
+
+def compared(on_host: Call, on_device: Call) -> dict[str, Any]:
+    """Compare a call with its reference on the host, and with itself, run again."""
+    expected, got, again = (
+        tensors_of(work(impl))
+        for work, impl in ((on_host, "torch"), (on_device, "triton"), (on_device, "triton"))
+    )
+    assert got.keys() == expected.keys()
+    apart = 0.0
+    for name, tensor in got.items():
+        wanted, here = expected[name], tensor.cpu()
+        torch.testing.assert_close(here, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert_same_bits(again[name], tensor, name)
+        if here.is_floating_point() and here.numel():
+            apart = max(apart, float((here.double() - wanted.double()).nan_to_num().abs().max()))
+    return {"tensors": len(got), "most_apart": apart}
+
+
+def tensors_of(result: Any, name: str = "result") -> dict[str, torch.Tensor]:
+    """Return the tensors of what a call returned, by name."""
+    if isinstance(result, torch.Tensor):
+        return {name: result}
+    if isinstance(result, (tuple, list)):
+        parts = [tensors_of(one, f"{name} {index}") for index, one in enumerate(result)]
+        return {key: tensor for part in parts for key, tensor in part.items()}
+    found: dict[str, torch.Tensor] = result.tensors()
+    return found | dict(getattr(result, "fields", {}))
+
+
+def without_waits(call: Call, device: str) -> dict[str, Any]:
+    """Make a call with every wait for the device an error, after one that compiles."""
+    call("triton")
+    with no_waiting() if device == "cuda" else nullcontext():
+        call("triton")
+    return {}
+
+
+def captured(work: Callable[[], Any], device: str) -> tuple[Callable[[], Any], Any]:
+    """Return the replay of ``work`` and what it returned; without a device, plain calls."""
+    if device == "cpu":
+        return work, work()
+    graph, result = capture(work)
+    return graph.replay, result
+
+
+def replays_call(call: Call, device: str) -> dict[str, Any]:
+    """Replay a captured call: it writes the bits of the call itself."""
+    expected = {name: one.clone() for name, one in tensors_of(call("triton")).items()}
+    replay, result = captured(lambda: call("triton"), device)
+    replay()
+    for name, tensor in tensors_of(result).items():
+        assert_same_bits(tensor, expected[name], name)
+    return {}
+
+
+def replays_static(given: Drawn, estimator: Any) -> dict[str, Any]:
+    """Fill and replay a static batch, with credit, without a wait in between."""
+    static = StaticBatch(given.tokens, len(given.lengths), device=given.device)
+    beside = {} if isinstance(estimator, GRPO) else {"values": given.values}
+    halves, seen = len(given.lengths) // 2, []
+    parts = given.trajectories, given.trajectories[:halves], given.trajectories[::-1]
+    buffers = [filled(part, given.device) for part in parts]
+    static.fill(buffers[0], "turns")
+    replay, result = captured(
+        lambda: static.run(impl="triton").with_advantages(estimator, **beside), given.device
+    )
+    for buffer in buffers:
+        static.fill(buffer, "turns")
+        result = replay() or result  # a graph's replay returns nothing
+        seen.append((result.input_ids.clone(), result.advantages.clone()))
+    for buffer, found in zip(buffers, seen, strict=True):
+        plain = buffer.pack("turns")
+        own = {name: rows[: plain.num_tokens] for name, rows in beside.items()}
+        plain = plain.with_advantages(estimator, **own)
+        for tensor, wanted in zip(found, (plain.input_ids, plain.advantages), strict=True):
+            torch.testing.assert_close(tensor[: len(wanted)], wanted, rtol=1e-5, atol=1e-5)
+    return {"contents": len(seen)}

@@ -14,7 +14,7 @@ from benchmarks.workloads import Size
 
 RECORDS = pytest.StashKey()
 COLLECTED = pytest.StashKey()
-REHEARSED = 0.002
+REHEARSED = 0.0005
 BUILD = machine.ROOT / "build" / "benchmarks"
 
 

@@ -99,12 +99,13 @@ test-engines: $(ENGINES_STAMP) ## Run the engines against a real vLLM server on 
 soak: install ## Roll out under faults for ten minutes; memory and throughput in build/soak
 	$(BIN)/python -m benchmarks.soak --out build/soak
 
-# the next two, and `hardware`, also run without `make install`, where torch, triton and pytest are there already
+# the next two, and `hardware`, also run without `make install`, where torch, triton and pytest are there already,
+# maybe in versions that warn of other things
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests that need a CUDA device
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q -W default -m gpu tests/gpu
 
 RESULTS ?= build/benchmarks
 BENCH_STAMP := $(VENV)/.bench-installed
@@ -122,7 +123,7 @@ bench: $(BENCH_STAMP) ## Time the host path beside other ways; RESULTS=benchmark
 .PHONY: bench-gpu
 bench-gpu: ## Time the device path; needs a CUDA device
 	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "bench-gpu: there is no CUDA device here")'
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks/*/bench_*_gpu.py -q --results $(RESULTS)
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest benchmarks/*/bench_*_gpu.py -q -W default --results $(RESULTS)
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json build/benchmarks
 
 .PHONY: hardware

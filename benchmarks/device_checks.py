@@ -59,9 +59,6 @@ class Setting:
         return Drawn(next(iter(self.small.values())), self.device)
 
 
-# --- copies
-
-
 def copies(setting: Setting) -> Iterator[tuple[Row, Check]]:
     """Measure the rate of a copy, by its share of writes."""
     for read, written in MIXES:
@@ -77,9 +74,6 @@ def rate_of(moved: tuple[int, int], device: str) -> Row:
     return {"bytes": sum(moved), "gb_per_s": sum(moved) / on_device_ms(found) / 1e6} | found
 
 
-# --- kernels
-
-
 def kernels(setting: Setting) -> Iterator[tuple[Row, Check]]:
     """Compare each kernel with its reference on the host, and with itself, run again."""
     for workload, lengths in setting.small.items():
@@ -88,9 +82,6 @@ def kernels(setting: Setting) -> Iterator[tuple[Row, Check]]:
         )
         for (name, on_host), (_, on_device) in pairs:
             yield {"workload": workload, "call": name}, partial(compared, on_host, on_device)
-
-
-# --- waits and graphs
 
 
 def sync(setting: Setting) -> Iterator[tuple[Row, Check]]:
@@ -102,14 +93,11 @@ def sync(setting: Setting) -> Iterator[tuple[Row, Check]]:
 def graphs(setting: Setting) -> Iterator[tuple[Row, Check]]:
     """Replay captured calls; and a captured static batch, with credit, for other contents."""
     for name, call in setting.calls():
-        if not name.startswith(("pack", "select")):  # which copy tables from the host
+        if not name.startswith("pack") and name != "select":  # which copy tables from the host
             yield {"call": name}, partial(replays_call, call, setting.device)
     for estimator in (GRPO(), TurnGAE(), GAE(0.99, 0.95, whiten=True)):
         row = {"call": f"StaticBatch.run, {type(estimator).__name__}"}
         yield row, partial(replays_static, setting.drawn(), estimator)
-
-
-# --- block shapes of scans
 
 
 def candidates() -> list[tuple[str, int, int]]:
@@ -169,8 +157,6 @@ def regimes(lengths: Lengths, setting: Setting) -> Row:
     copy, check = copy_of(8 * tokens, 8 * tokens, device)
     return found | {"copy": on_device_ms(measure(Contender("copy", copy, "all", check), device))}
 
-
-# --- what runs them
 
 PARTS = {"copies": copies, "kernels": kernels, "sync": sync, "graphs": graphs, "shapes": shapes}
 

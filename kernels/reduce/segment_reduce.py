@@ -354,7 +354,7 @@ def _fake(
     impl: str,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    num_segments = segments.shape[0] - (segments.ndim == 1)
+    num_segments = segments.shape[0] - int(segments.ndim == 1)
     return x.new_empty((num_segments,), dtype=_dtype_of(x, reduction))
 
 

@@ -20,6 +20,7 @@ from trajpack.kernels.fields.build import (
     write_without_kernel,
 )
 from trajpack.kernels.fields.gather_fields import gather_fields
+from trajpack.kernels.runs import Run
 from trajpack.kernels.scan.credit_scan import credit_scan, run_scan
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import PackedBatch
@@ -42,6 +43,9 @@ from trajpack.packing.buffer.tables import (
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField, check_fields
+from trajpack.packing.tree.assemble import assemble
+from trajpack.packing.tree.plan import TreePlan
+from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_share
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
@@ -90,6 +94,47 @@ def pack(
     buffer = TrajectoryBuffer(device=device, fields=fields)
     buffer.extend(trajectories)
     return buffer.pack(layout=layout, impl=impl)
+
+
+def pack_tree(
+    trajectories: Iterable[Trajectory],
+    share: Share = "once",
+    device: torch.device | str | None = None,
+    impl: Impl = "auto",
+    fields: Iterable[TokenField] = (),
+) -> TreeBatch:
+    """Pack trajectories into trees, in which each distinct prefix is stored and computed once.
+
+    Prefixes are shared across the turns, branches and trajectories of the call. `TreeBatch.unpack`
+    is the exact inverse.
+
+    Args:
+        trajectories: Trajectories in the order of the entries.
+        share: Weight of an entry in the loss: ``"once"``, ``"sum"`` or ``"mean"``, see
+            `TreeBatch.entry_weights`.
+        device: As for `pack`.
+        impl: As for `pack`.
+        fields: As for `pack`. Tokens are shared only if their rows of fields that have rows for all
+            tokens are equal, bit for bit.
+
+    Raises:
+        TypeError: As `TrajectoryBuffer.extend`.
+        ValueError: As `TrajectoryBuffer.extend` and `TrajectoryBuffer.pack_tree`.
+
+    Cost: as `TrajectoryBuffer.extend` and `TrajectoryBuffer.pack_tree`.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn
+        >>> again = [Turn([1, 2], [3, 4], [-0.1, -0.2]), Turn([1, 2], [3, 5], [-0.3, -0.4])]
+        >>> batch = pack_tree([Trajectory("a", again)])
+        >>> batch.input_ids, batch.tree_end, batch.entry_node
+        (tensor([1, 2, 3, 4, 5]), tensor([5, 5, 5, 4, 5], dtype=torch.int32), tensor([2, 3, 2, 4]))
+        >>> batch.rollout_logprobs
+        tensor([-0.1000, -0.2000, -0.3000, -0.4000])
+    """
+    buffer = TrajectoryBuffer(device=device, fields=fields)
+    buffer.extend(trajectories)
+    return buffer.pack_tree(share=share, impl=impl)
 
 
 class State(NamedTuple):
@@ -268,6 +313,63 @@ class TrajectoryBuffer:
             ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
 
+    def pack_tree(self, share: Share = "once", impl: Impl = "auto") -> TreeBatch:
+        """Return all trajectories as trees; the buffer keeps them.
+
+        Args:
+            share: Weight of an entry, see `trajpack.pack_tree`.
+            impl: As for `pack`.
+
+        Raises:
+            ValueError: If ``share`` or ``impl`` is unknown, or nodes and generated tokens would
+                exceed 2³¹ together.
+            RuntimeError: As `pack`.
+
+        Cost: the plan on the host, a sort of the chains' bytes and a pass over them; one
+            host-to-device copy, two launches and three small operations, a launch more for extra
+            fields of all tokens and one for those of generated tokens; no synchronisation. 38
+            bytes a node and an entry are written. The next `pack` makes its tables anew.
+        """
+        check_share(share)
+        chosen = resolve_impl("pack_tree", impl, torch.empty(0, device=self.device))
+        state = self._arrange("merged")
+        self._state = state._replace(arranged=False)  # the tree's tables replace some
+        reserve = partial(self._staging.reserve, 0, words_used=state.num_words)
+        stream = self._staging.region.stream
+        plan, counts = self._tables.arrange_tree(state.counts, stream, reserve)
+        with self._staging.on_device():
+            region = self._staging.send(state.num_words)
+            stream_sent = region.stream
+            ready, later = write_batch(region, stream_sent, counts, (), chosen, self._memory)
+            nodes, entries = gather_tree(region, plan, self.fields, chosen)
+        lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
+        given = {name: make() for name, make in lazy.items()}
+        runs = region.table("runs", counts.spans + 1)
+        if self.device.type == "cpu":  # later calls write to the memory of the tables
+            given |= {name: given[name].clone() for name in TABLE_ROWS}
+        tables = {"cu_seqlens": given["cu_seqlens"], "turn_prompt_node": given["turn_begin"]}
+        bounds = given["cu_generated"]
+        on_host = self._staging.region.tables["cu_generated"][: counts.turns + 1]
+        given |= {
+            "turn_returns": ready["turn_returns"],
+            "turn_begin": bounds[:-1].clone(),
+            "cu_seqlens": bounds.clone(),
+            "seqlens": tuple(np.diff(on_host).tolist()),
+            "num_generated": state.num_generated,
+            "fields": entries,
+            "token_fields": self.fields,
+            "layout": "turns",
+        }
+        return assemble(
+            plan,
+            runs,
+            lambda name: ready[name] if name in ready else later[name](),
+            tables=tables,
+            fields=nodes,
+            of_entries=given,
+            share=share,
+        )
+
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
 
@@ -371,6 +473,30 @@ def write_batch(
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
     return built | ready, later
+
+
+def gather_tree(
+    region: DeviceRegion, plan: TreePlan, fields: Sequence[TokenField], impl: Impl
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gather the extra fields of a tree: rows of the nodes, and rows of the entries."""
+    gathered: list[dict[str, torch.Tensor]] = []
+    if not fields:
+        return {}, {}
+    num_rows, split = len(plan.runs), plan.num_node_rows + 1
+    runs, sources = region.table("runs", num_rows), region.table("field_sources", num_rows)
+    of_entries = runs[split:].clone()
+    of_entries[:, Run.START] -= plan.first_entry
+    for generated_only, table, begin, size in (
+        (False, runs[:split], 0, plan.num_nodes),
+        (True, of_entries, split, plan.num_tokens - plan.first_entry),
+    ):
+        numbers = [n for n, one in enumerate(fields) if one.generated_only == generated_only]
+        chosen = [fields[number] for number in numbers]
+        places = sources[begin : begin + len(table), numbers]
+        layouts = [field.layout for field in chosen]
+        rows = gather_fields(region.stream, table, places, layouts, size, impl) if chosen else []
+        gathered.append({field.name: one for field, one in zip(chosen, rows, strict=True)})
+    return gathered[0], gathered[1]
 
 
 def lazy_columns(

@@ -17,10 +17,11 @@ from trajpack.kernels.fields.build import (
     build_into,
     empty_memory,
     field_of,
+    write_on_host,
     write_without_kernel,
 )
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.runs import Run
+from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.scan.credit_scan import credit_scan, run_scan
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import PackedBatch
@@ -43,7 +44,7 @@ from trajpack.packing.buffer.tables import (
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.tree.assemble import assemble
+from trajpack.packing.tree.assemble import NODE_FIELDS, assemble
 from trajpack.packing.tree.plan import TreePlan
 from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_share
 from trajpack.packing.types import Trajectory
@@ -339,8 +340,7 @@ class TrajectoryBuffer:
         plan, counts = self._tables.arrange_tree(state.counts, stream, reserve)
         with self._staging.on_device():
             region = self._staging.send(state.num_words)
-            stream_sent = region.stream
-            ready, later = write_batch(region, stream_sent, counts, (), chosen, self._memory)
+            returns, written = write_tree(region, plan, counts, chosen, self._memory)
             nodes, entries = gather_tree(region, plan, self.fields, chosen)
         lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         given = {name: make() for name, make in lazy.items()}
@@ -351,7 +351,7 @@ class TrajectoryBuffer:
         bounds = given["cu_generated"]
         on_host = self._staging.region.tables["cu_generated"][: counts.turns + 1]
         given |= {
-            "turn_returns": ready["turn_returns"],
+            "turn_returns": returns,
             "turn_begin": bounds[:-1].clone(),
             "cu_seqlens": bounds.clone(),
             "seqlens": tuple(np.diff(on_host).tolist()),
@@ -363,7 +363,7 @@ class TrajectoryBuffer:
         return assemble(
             plan,
             runs,
-            lambda name: ready[name] if name in ready else later[name](),
+            written,
             tables=tables,
             fields=nodes,
             of_entries=given,
@@ -473,6 +473,27 @@ def write_batch(
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
     return built | ready, later
+
+
+def write_tree(
+    region: DeviceRegion, plan: TreePlan, counts: Counts, impl: Impl, memory: HostMemory | None
+) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
+    """Write nodes and entries; return the turns' returns, and a function that returns a field.
+
+    On the host only the fields that nodes have are written for them.
+    """
+    if memory is None or impl != "torch":
+        ready, later = write_batch(region, region.stream, counts, (), impl)
+        return ready["turn_returns"], lambda name: later[name]()
+    returns = returns_of_turns(region, counts, impl)
+    fields = memory.fields(plan.num_tokens)._asdict()
+    runs, first, split = plan.runs, plan.first_entry, plan.num_node_rows + 1
+    nodes = {name: fields[name].numpy()[: plan.num_nodes] for name in NODE_FIELDS.values()}
+    entries = {name: field.numpy()[first:] for name, field in fields.items()}
+    behind = runs[split:] - np.eye(1, RUN_WIDTH, Run.START, dtype=np.int64) * first
+    for out, table in ((nodes, runs[:split]), (entries, behind)):
+        write_on_host(out, region.stream.numpy(), table, returns.numpy())
+    return returns, lambda name: fields[name]
 
 
 def gather_tree(

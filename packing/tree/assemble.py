@@ -12,6 +12,14 @@ from trajpack.kernels.runs import Run
 from trajpack.packing.tree.plan import PARENT, TreePlan
 from trajpack.packing.tree.tree_batch import Entries, Share, TreeBatch
 
+NODE_FIELDS = {
+    "input_ids": "input_ids",
+    "position_ids": "position_ids",
+    "tree_end": "sequence_ids",
+    "loss_mask": "loss_mask",
+}
+"""Tensors of nodes, and the field of `build` that holds each."""
+
 
 def assemble(
     plan: TreePlan,
@@ -38,15 +46,7 @@ def assemble(
     """
     num_nodes, first = plan.num_nodes, plan.first_entry
     # `data`: nodes and entries share memory, but a write to one is none to the other
-    nodes = {
-        name: written(source)[:num_nodes].data
-        for name, source in (
-            ("input_ids", "input_ids"),
-            ("position_ids", "position_ids"),
-            ("tree_end", "sequence_ids"),
-            ("loss_mask", "loss_mask"),
-        )
-    }
+    nodes = {name: written(source)[:num_nodes].data for name, source in NODE_FIELDS.items()}
     rows = runs[: plan.num_node_rows]
     parents = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=runs.device)
     parents[rows[:, Run.START].long()] = rows[:, PARENT]

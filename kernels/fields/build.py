@@ -381,8 +381,10 @@ def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:
         out[rows[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
         np.cumsum(out, out=out)
         return
-    positions = np.arange((begins + lengths).max(initial=0))
-    copy_stretches(out, rows[:, Run.START], positions, begins=begins, lengths=lengths)
+    steps = np.arange(lengths.max(initial=0))
+    stretches = zip(rows[:, Run.START].tolist(), begins.tolist(), lengths.tolist(), strict=True)
+    for start, begin, length in stretches:
+        np.add(steps[:length], begin, out=out[start : start + length])
 
 
 def _write_logprobs(

@@ -48,7 +48,8 @@ def assemble(
     # `data`: nodes and entries share memory, but a write to one is none to the other
     nodes = {name: written(source)[:num_nodes].data for name, source in NODE_FIELDS.items()}
     rows = runs[: plan.num_node_rows]
-    parents = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=runs.device)
+    parents = written("turn_ids")[:num_nodes].data  # memory of a field that nodes do not have
+    torch.arange(-1, num_nodes - 1, out=parents)
     parents[rows[:, Run.START].long()] = rows[:, PARENT]
     entries = {name: written(name)[first:].data for name in FIELD_DTYPES}
     return TreeBatch(

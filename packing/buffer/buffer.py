@@ -17,11 +17,9 @@ from trajpack.kernels.fields.build import (
     build_into,
     empty_memory,
     field_of,
-    write_on_host,
     write_without_kernel,
 )
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.runs import RUN_WIDTH, Run
 from trajpack.kernels.scan.credit_scan import credit_scan, run_scan
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import PackedBatch
@@ -44,13 +42,11 @@ from trajpack.packing.buffer.tables import (
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.layout import Layout
 from trajpack.packing.token_fields import TokenField, check_fields
-from trajpack.packing.tree.assemble import NODE_FIELDS, assemble
-from trajpack.packing.tree.plan import TreePlan
-from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_share
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
+    from trajpack.packing.tree.tree_batch import Share, TreeBatch
 
 MOST_WAITING = 64
 """Turns that may wait for a table update; their update costs as much as a call."""
@@ -95,47 +91,6 @@ def pack(
     buffer = TrajectoryBuffer(device=device, fields=fields)
     buffer.extend(trajectories)
     return buffer.pack(layout=layout, impl=impl)
-
-
-def pack_tree(
-    trajectories: Iterable[Trajectory],
-    share: Share = "once",
-    device: torch.device | str | None = None,
-    impl: Impl = "auto",
-    fields: Iterable[TokenField] = (),
-) -> TreeBatch:
-    """Pack trajectories into trees, in which each distinct prefix is stored and computed once.
-
-    Prefixes are shared across the turns, branches and trajectories of the call. `TreeBatch.unpack`
-    is the exact inverse.
-
-    Args:
-        trajectories: Trajectories in the order of the entries.
-        share: Weight of an entry in the loss: ``"once"``, ``"sum"`` or ``"mean"``, see
-            `TreeBatch.entry_weights`.
-        device: As for `pack`.
-        impl: As for `pack`.
-        fields: As for `pack`. Tokens are shared only if their rows of fields that have rows for all
-            tokens are equal, bit for bit.
-
-    Raises:
-        TypeError: As `TrajectoryBuffer.extend`.
-        ValueError: As `TrajectoryBuffer.extend` and `TrajectoryBuffer.pack_tree`.
-
-    Cost: as `TrajectoryBuffer.extend` and `TrajectoryBuffer.pack_tree`.
-
-    Example:
-        >>> from trajpack import Trajectory, Turn
-        >>> again = [Turn([1, 2], [3, 4], [-0.1, -0.2]), Turn([1, 2], [3, 5], [-0.3, -0.4])]
-        >>> batch = pack_tree([Trajectory("a", again)])
-        >>> batch.input_ids, batch.tree_end, batch.entry_node
-        (tensor([1, 2, 3, 4, 5]), tensor([5, 5, 5, 4, 5], dtype=torch.int32), tensor([2, 3, 2, 4]))
-        >>> batch.rollout_logprobs
-        tensor([-0.1000, -0.2000, -0.3000, -0.4000])
-    """
-    buffer = TrajectoryBuffer(device=device, fields=fields)
-    buffer.extend(trajectories)
-    return buffer.pack_tree(share=share, impl=impl)
 
 
 class State(NamedTuple):
@@ -331,44 +286,9 @@ class TrajectoryBuffer:
             fields of all tokens and one for those of generated tokens; no synchronisation. 38
             bytes a node and an entry are written. The next `pack` makes its tables anew.
         """
-        check_share(share)
-        chosen = resolve_impl("pack_tree", impl, torch.empty(0, device=self.device))
-        state = self._arrange("merged")
-        self._state = state._replace(arranged=False)  # the tree's tables replace some
-        reserve = partial(self._staging.reserve, 0, words_used=state.num_words)
-        stream = self._staging.region.stream
-        plan, counts = self._tables.arrange_tree(state.counts, stream, reserve)
-        with self._staging.on_device():
-            region = self._staging.send(state.num_words)
-            returns, written = write_tree(region, plan, counts, chosen, self._memory)
-            nodes, entries = gather_tree(region, plan, self.fields, chosen)
-        lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
-        given = {name: make() for name, make in lazy.items()}
-        runs = region.table("runs", counts.spans + 1)
-        if self.device.type == "cpu":  # later calls write to the memory of the tables
-            given |= {name: given[name].clone() for name in TABLE_ROWS}
-        tables = {"cu_seqlens": given["cu_seqlens"], "turn_prompt_node": given["turn_begin"]}
-        bounds = given["cu_generated"]
-        on_host = self._staging.region.tables["cu_generated"][: counts.turns + 1]
-        given |= {
-            "turn_returns": returns,
-            "turn_begin": bounds[:-1].clone(),
-            "cu_seqlens": bounds.clone(),
-            "seqlens": tuple(np.diff(on_host).tolist()),
-            "num_generated": state.num_generated,
-            "fields": entries,
-            "token_fields": self.fields,
-            "layout": "turns",
-        }
-        return assemble(
-            plan,
-            runs,
-            written,
-            tables=tables,
-            fields=nodes,
-            of_entries=given,
-            share=share,
-        )
+        from trajpack.packing.buffer.trees import tree_of_buffer  # it imports this class
+
+        return tree_of_buffer(self, share, impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
@@ -473,51 +393,6 @@ def write_batch(
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
     return built | ready, later
-
-
-def write_tree(
-    region: DeviceRegion, plan: TreePlan, counts: Counts, impl: Impl, memory: HostMemory | None
-) -> tuple[torch.Tensor, Callable[[str], torch.Tensor]]:
-    """Write nodes and entries; return the turns' returns, and a function that returns a field.
-
-    On the host only the fields that nodes have are written for them.
-    """
-    if memory is None or impl != "torch":
-        ready, later = write_batch(region, region.stream, counts, (), impl)
-        return ready["turn_returns"], lambda name: later[name]()
-    returns = returns_of_turns(region, counts, impl)
-    fields = memory.fields(plan.num_tokens)._asdict()
-    runs, first, split = plan.runs, plan.first_entry, plan.num_node_rows + 1
-    nodes = {name: fields[name].numpy()[: plan.num_nodes] for name in NODE_FIELDS.values()}
-    entries = {name: field.numpy()[first:] for name, field in fields.items()}
-    behind = runs[split:] - np.eye(1, RUN_WIDTH, Run.START, dtype=np.int64) * first
-    for out, table in ((nodes, runs[:split]), (entries, behind)):
-        write_on_host(out, region.stream.numpy(), table, returns.numpy())
-    return returns, lambda name: fields[name]
-
-
-def gather_tree(
-    region: DeviceRegion, plan: TreePlan, fields: Sequence[TokenField], impl: Impl
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gather the extra fields of a tree: rows of the nodes, and rows of the entries."""
-    gathered: list[dict[str, torch.Tensor]] = []
-    if not fields:
-        return {}, {}
-    num_rows, split = len(plan.runs), plan.num_node_rows + 1
-    runs, sources = region.table("runs", num_rows), region.table("field_sources", num_rows)
-    of_entries = runs[split:].clone()
-    of_entries[:, Run.START] -= plan.first_entry
-    for generated_only, table, begin, size in (
-        (False, runs[:split], 0, plan.num_nodes),
-        (True, of_entries, split, plan.num_tokens - plan.first_entry),
-    ):
-        numbers = [n for n, one in enumerate(fields) if one.generated_only == generated_only]
-        chosen = [fields[number] for number in numbers]
-        places = sources[begin : begin + len(table), numbers]
-        layouts = [field.layout for field in chosen]
-        rows = gather_fields(region.stream, table, places, layouts, size, impl) if chosen else []
-        gathered.append({field.name: one for field, one in zip(chosen, rows, strict=True)})
-    return gathered[0], gathered[1]
 
 
 def lazy_columns(

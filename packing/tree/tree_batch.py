@@ -14,6 +14,7 @@ import torch
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import PackedBatch, SequenceOf
 from trajpack.packing.micro_batches.micro_batch import record_storages
+from trajpack.packing.tree.attention import tree_table, visible
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
@@ -278,6 +279,67 @@ class TreeBatch:
         Cost: as there.
         """
         return self.entries.importance_weights(logprobs, correction, per=per, impl=impl)
+
+    def attention_mask(
+        self, dtype: torch.dtype = torch.bool, window: int | None = None
+    ) -> torch.Tensor:
+        """Return the mask of all pairs of nodes, for small trees and for tests.
+
+        Args:
+            dtype: ``torch.bool`` for attention that keeps scores where the mask is True
+                (``"sdpa"``); a float dtype for attention that adds the mask to the scores
+                (``"eager"``): 0, or the least number of the dtype.
+            window: Depths that a query attends to, its own included; all if ``None``.
+
+        Returns:
+            ``[1, 1, nodes, nodes]`` of ``dtype``.
+
+        Raises:
+            TypeError: If ``dtype`` is neither bool nor a float dtype.
+            ValueError: If ``window`` is below 1.
+
+        Cost: a few operations over ``nodes²`` entries.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.attention_mask().int()[0, 0]
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 0, 1]], dtype=torch.int32)
+        """
+        if dtype != torch.bool and not dtype.is_floating_point:
+            raise TypeError(f"attention_mask: dtype must be bool or a float dtype, got {dtype}")
+        if window is not None and window < 1:
+            raise ValueError(f"attention_mask: window must be at least 1, got {window}")
+        mask = visible(self.tree_end, self.position_ids, window)[None, None]
+        if dtype == torch.bool:
+            return mask
+        least = torch.finfo(dtype).min
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return keyword arguments for a Hugging Face causal model's ``forward``.
+
+        The model needs the attention ``"trajpack_tree"``, see
+        `trajpack.packing.adapters.huggingface.register_tree_attention`. Attention of another kind
+        fails on these arguments. For ``"sdpa"`` replace ``attention_mask`` by
+        ``batch.attention_mask()``, for ``"eager"`` by ``batch.attention_mask(dtype)`` of the
+        model's dtype.
+
+        Returns:
+            ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
+            ``[2, 2, 1, nodes]``: `tree_end` and depths; ``use_cache=False``.
+
+        Cost: two small operations.
+        """
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "attention_mask": tree_table(self.tree_end, self.position_ids),
+            "use_cache": False,
+        }
 
     def merged(self) -> PackedBatch:
         """Return the same trajectories as a batch of layout ``"merged"``, on the host.

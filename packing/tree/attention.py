@@ -1,9 +1,11 @@
-"""Attention over trees for Hugging Face models, by an explicit mask."""
+"""Attention over trees for Hugging Face models: by an explicit mask, or along root paths."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
 import torch
 
 from trajpack.packing.optional import require
@@ -14,6 +16,26 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 STATES = ("mamba", "ssm", "linear_", "conv", "rwkv", "lru", "xlstm")
 """Parts of the names of settings that only layers with a state have."""
 MESSAGE = f"{NAME} attention"
+Backend: TypeAlias = Literal["auto", "mask", "path"]
+"""How scores are computed, see `register_tree_attention`."""
+PAIRS_OF_CALL = 1024
+"""Pairs of a query and a key that cost about as much as a call for one more stretch."""
+
+
+class Stretch(NamedTuple):
+    """Consecutive nodes, each the parent of the next, and the path to them."""
+
+    begin: int
+    end: int
+    path: tuple[tuple[int, int], ...]
+    """Stretches of nodes from the root to the parent of the first node."""
+    depth: int
+    """Depth of the first node: nodes of the path."""
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query of the stretch and a key of its path."""
+        return (self.end - self.begin) * (self.depth + self.end - self.begin)
 
 
 def visible(
@@ -35,12 +57,44 @@ def visible(
     return mask
 
 
-def register_tree_attention() -> None:
+def stretches_of(position_ids: torch.Tensor) -> list[Stretch]:
+    """Return the stretches of a tree with these depths, which must be on the host.
+
+    Example:
+        >>> stretches_of(torch.tensor([0, 1, 2, 1]))[1]
+        Stretch(begin=3, end=4, path=((0, 1),), depth=1)
+    """
+    depths = position_ids.numpy()
+    begins = np.flatnonzero(np.diff(depths, prepend=-2) != 1)
+    ends = np.append(begins[1:], len(depths))[: begins.size]
+    found, stack = list[Stretch](), list[tuple[int, int]]()  # first nodes on the path, and depths
+    for begin, end, depth in zip(
+        begins.tolist(), ends.tolist(), depths[begins].tolist(), strict=True
+    ):
+        while stack and stack[-1][1] >= depth:
+            stack.pop()
+        leaves = [*(below for _, below in stack[1:]), depth]
+        path = tuple(
+            (node, node + left - first) for (node, first), left in zip(stack, leaves, strict=False)
+        )
+        found.append(Stretch(begin, end, path, depth))
+        stack.append((begin, depth))
+    return found
+
+
+def register_tree_attention(backend: Backend = "auto") -> None:
     """Register the attention ``"trajpack_tree"`` with transformers, for `TreeBatch.model_inputs`.
 
-    Choose it with ``model.set_attn_implementation("trajpack_tree")``. Each layer makes a mask of
-    ``nodes²`` bools from `TreeBatch.tree_end` and calls torch's scaled dot product attention, on
-    any device. This is for trees of a few thousand nodes.
+    Choose it with ``model.set_attn_implementation("trajpack_tree")``. Each layer calls torch's
+    scaled dot product attention:
+
+    - ``"mask"``: once, with a mask of ``nodes²`` bools made from `TreeBatch.tree_end`; scores of
+      all pairs of nodes are computed. For trees of a few thousand nodes.
+    - ``"path"``: for each stretch of nodes without a branch, with the keys from the root to it;
+      only pairs on one path are computed. For trees with few branches, on the host: on a device
+      it synchronises in each layer.
+    - ``"auto"``: ``"path"`` on the host where it computes fewer pairs, a call counted as 1,024 of
+      them; else ``"mask"``.
 
     In a forward pass a layer raises a `ValueError` for what a tree cannot have, or what this
     attention does not compute: input that is not of `TreeBatch.model_inputs`, a cache, dropout,
@@ -48,11 +102,15 @@ def register_tree_attention() -> None:
     as their settings tell. A model without any attention never calls it; find such a model by
     `trajpack.packing.adapters.huggingface.check_tree_attention`.
 
+    Args:
+        backend: How scores are computed.
+
     Raises:
         ModuleNotFoundError: If transformers is missing.
+        ValueError: If ``backend`` is unknown.
 
-    Cost: none but the import of transformers. A layer: about ``nodes²`` bytes and the scores of all
-        pairs of nodes.
+    Cost: none but the import of transformers. A layer: with ``"mask"`` about ``nodes²`` bytes, with
+        ``"path"`` a copy of the keys and values of each stretch's path.
 
     Example:
         >>> import torch, trajpack
@@ -67,19 +125,23 @@ def register_tree_attention() -> None:
         >>> torch.allclose(logits[[0, 1, 3]], other, atol=1e-5)
         True
     """
+    if backend not in get_args(Backend):
+        known = ", ".join(map(repr, get_args(Backend)))
+        raise ValueError(f"backend must be one of {known}, got {backend!r}")
     require("transformers")
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, tree_attention)
+    AttentionInterface.register(NAME, partial(tree_attention, backend=backend))
 
 
-def tree_attention(
+def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    backend: Backend = "auto",
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -93,6 +155,7 @@ def tree_attention(
         key: ``[1, key heads, nodes, size]``.
         value: ``[1, key heads, nodes, size]``.
         attention_mask: Table of `tree_table`.
+        backend: See `register_tree_attention`.
         scaling: Factor of the scores.
         dropout: Must be 0.
         sliding_window: As the window of `visible`.
@@ -101,6 +164,43 @@ def tree_attention(
     Raises:
         ValueError: See `register_tree_attention`.
     """
+    table = _checked_table(query, key, attention_mask)
+    if dropout:
+        raise ValueError(f"{MESSAGE} takes no dropout, which is not the same on a tree")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"{MESSAGE} does not compute {name}")
+    check_layers(getattr(module, "config", None))
+    tree_end, position_ids = table
+    attend = partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    by_path = backend == "path" or (backend == "auto" and query.device.type == "cpu")
+    stretches = stretches_of(position_ids.cpu()) if by_path else []
+    pairs = sum(one.pairs + PAIRS_OF_CALL for one in stretches)
+    if backend == "mask" or not stretches or (backend == "auto" and pairs > query.shape[2] ** 2):
+        mask = visible(tree_end, position_ids, sliding_window)
+        attended: torch.Tensor = attend(query, key, value, attn_mask=mask)
+    else:
+        parts = [
+            attend(
+                query[:, :, one.begin : one.end],
+                _along(key, one),
+                _along(value, one),
+                attn_mask=_path_mask(one, sliding_window, query.device),
+            )
+            for one in stretches
+        ]
+        attended = torch.cat(parts, 2)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _checked_table(
+    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return ends and depths, ``[2, nodes]``, of a mask that is a `tree_table`."""
     num_nodes = query.shape[2]
     if (
         attention_mask is None
@@ -114,22 +214,21 @@ def tree_attention(
             f"{key.shape[2]} keys for {num_nodes} queries and the mask "
             f"{None if attention_mask is None else list(attention_mask.shape)}"
         )
-    if dropout:
-        raise ValueError(f"{MESSAGE} takes no dropout, which is not the same on a tree")
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ValueError(f"{MESSAGE} does not compute {name}")
-    check_layers(getattr(module, "config", None))
-    tree_end, position_ids = attention_mask[:, 0, 0]
-    attended: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=visible(tree_end, position_ids, sliding_window),
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-    return attended.transpose(1, 2).contiguous(), None
+    return attention_mask[:, 0, 0]
+
+
+def _along(rows: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+    """Return the rows of the nodes from the root to the end of a stretch."""
+    places = (*stretch.path, (stretch.begin, stretch.end))
+    return torch.cat([rows[:, :, begin:end] for begin, end in places], 2)
+
+
+def _path_mask(stretch: Stretch, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return which keys of its path each query of a stretch attends to."""
+    size = stretch.end - stretch.begin
+    mask = torch.ones(size, stretch.depth + size, dtype=torch.bool, device=device)
+    mask = mask.tril_(stretch.depth)
+    return mask if window is None else mask.triu_(stretch.depth - window + 1)
 
 
 def tree_table(tree_end: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

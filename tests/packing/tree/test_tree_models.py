@@ -3,17 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
 from trajpack.packing.adapters.huggingface import check_tree_attention, register_tree_attention
+from trajpack.packing.tree.attention import stretches_of
+from trajpack.testing import trajectory_lists
 
 LONGER = 20
 """Tokens of a shared prompt: more than the sliding windows of tiny models."""
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def registered():
     register_tree_attention()
 
@@ -77,9 +80,11 @@ def exact(model):
 
 def by_tree(model, batch: TreeBatch, attention):
     """Return the log-probabilities of the entries, from one row of nodes."""
-    model.set_attn_implementation(attention)
+    name, _, backend = attention.partition(", ")
+    register_tree_attention(backend or "auto")
+    model.set_attn_implementation(name)
     inputs = batch.model_inputs()
-    if attention != "trajpack_tree":
+    if name != "trajpack_tree":
         dtype = torch.bool if attention == "sdpa" else next(model.parameters()).dtype
         inputs["attention_mask"] = batch.attention_mask(dtype)
     logits = model(**inputs).logits[0]
@@ -139,9 +144,11 @@ def assert_near(got, want, tolerance):
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "attention"),
     [
-        (torch.float64, 1e-10, "trajpack_tree"),
+        (torch.float64, 1e-10, "trajpack_tree, mask"),
+        (torch.float64, 1e-10, "trajpack_tree, path"),
         (torch.float64, 1e-10, "sdpa"),
-        (torch.float32, 1e-6, "trajpack_tree"),
+        (torch.float32, 1e-6, "trajpack_tree, mask"),
+        (torch.float32, 1e-6, "trajpack_tree, path"),
         (torch.float32, 1e-6, "eager"),  # its softmax is float32 in every model
     ],
 )
@@ -163,13 +170,14 @@ def test_log_probabilities_and_gradients_are_those_of_separate_rows(
         assert_near(gradients(model, loss(tree, batch)), want, tolerance)
 
 
+@pytest.mark.parametrize("backend", ["mask", "path"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "qwen3_moe", "olmo2", "deepseek_v3"])
-def test_other_models_of_attention_layers_agree(family):
+def test_other_models_of_attention_layers_agree(family, backend):
     trajectories = branching(1)
     batch = pack_tree(trajectories)
     model = tiny_model(family)
     with torch.no_grad():
-        tree = by_tree(model, batch, "trajpack_tree")
+        tree = by_tree(model, batch, f"trajpack_tree, {backend}")
         torch.testing.assert_close(tree, by_rows(model, trajectories), atol=2e-5, rtol=0)
 
 
@@ -241,6 +249,42 @@ def test_masks_of_wrong_dtypes_and_windows_are_refused():
     far = batch.attention_mask()[0, 0] & (depth[:, None] - depth >= 3)
     assert torch.equal(near, batch.attention_mask()[0, 0] & ~far)
     assert near.sum(1).tolist() == (depth + 1).clamp(max=3).tolist()
+
+
+@given(trajectory_lists())
+@settings(max_examples=10)
+def test_paths_lead_from_the_root(trajectories):
+    batch = pack_tree(trajectories)
+    mask = batch.attention_mask()[0, 0]
+    covered = 0
+    for one in stretches_of(batch.position_ids.int()):
+        assert one.begin == covered
+        covered = one.end
+        nodes = [node for begin, end in one.path for node in range(begin, end)]
+        assert nodes == mask[one.begin].nonzero()[:-1, 0].tolist()
+        assert len(nodes) == one.depth
+        assert one.pairs == mask[one.begin : one.end].any(0).sum() * (one.end - one.begin)
+    assert covered == batch.num_nodes
+
+
+def test_the_backend_computes_the_fewer_pairs_and_can_be_forced():
+    prompt = list(range(3, 103))
+    members = [Trajectory(str(i), [Turn(prompt, [i + 3] * 100, [-1.0] * 100)]) for i in range(6)]
+    bushy = [Trajectory(str(i), [Turn([1, i + 2], [], [])]) for i in range(40)]
+    model = tiny_model("qwen3")
+    for trajectories, chosen in ((members, "path"), (bushy, "mask")):
+        batch, found = pack_tree(trajectories), {}
+        for backend in ("auto", "mask", "path"):
+            register_tree_attention(backend)
+            model.set_attn_implementation("trajpack_tree")
+            with torch.no_grad():
+                found[backend] = model(**batch.model_inputs()).logits
+        assert torch.equal(found["auto"], found[chosen])
+        torch.testing.assert_close(found["mask"], found["path"])
+    with pytest.raises(
+        ValueError, match="backend must be one of 'auto', 'mask', 'path', got 'flex'"
+    ):
+        register_tree_attention("flex")
 
 
 def test_a_token_moves_the_logits_of_its_subtree_alone():

@@ -5,6 +5,7 @@ from trajpack.packing.batch.unpack import unpack as unpack
 from trajpack.packing.buffer.buffer import TrajectoryBuffer as TrajectoryBuffer, pack as pack
 from trajpack.packing.buffer.resident import pack_resident as pack_resident
 from trajpack.packing.buffer.static_batch import StaticBatch as StaticBatch
+from trajpack.packing.buffer.trees import pack_tree as pack_tree
 from trajpack.packing.credit.estimators import (
     GAE as GAE,
     GPG as GPG,
@@ -37,6 +38,7 @@ from trajpack.packing.trajectory_log.options import (
     LogInUseError as LogInUseError,
     LogOptions as LogOptions,
 )
+from trajpack.packing.tree.tree_batch import TreeBatch as TreeBatch
 from trajpack.packing.types import (
     Trajectory as Trajectory,
     Turn as Turn,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -273,8 +273,8 @@ def write_without_kernel(
     """Write all fields by the reference, or, on the host, by copies of stretches."""
     num_tokens = fields.input_ids.shape[0]
     if num_tokens and words.device.type == "cpu":
-        out = [field.numpy() for field in fields]
-        _build_on_host(words.numpy(), runs.numpy(), turn_returns.numpy(), out)
+        out = {name: field.numpy() for name, field in fields._asdict().items()}
+        write_on_host(out, words.numpy(), runs.numpy(), turn_returns.numpy())
     elif num_tokens:
         built = build_reference(words, runs, turn_returns, num_tokens)
         for field, values in zip(fields, built, strict=True):
@@ -313,8 +313,11 @@ def build_reference(
     )
 
 
-def _build_on_host(words: Ints, runs: Ints, turn_returns: Array, out: Sequence[Array]) -> None:
-    """Write the fields of `TokenFields` run by run; each byte is written once."""
+def write_on_host(out: Mapping[str, Array], words: Ints, runs: Ints, turn_returns: Array) -> None:
+    """Write the fields in ``out``, by name, run by run; each byte is written once.
+
+    Any fields may be missing; ``rollout_logprobs`` and ``prompt_mask`` need ``loss_mask``.
+    """
     lengths = np.diff(runs[:, Run.START])
     rows, lengths = runs[:-1][lengths > 0], lengths[lengths > 0]
     context = np.clip(rows[:, Run.GENERATED], 0, lengths)
@@ -323,21 +326,27 @@ def _build_on_host(words: Ints, runs: Ints, turn_returns: Array, out: Sequence[A
     returns = np.zeros(len(rows), np.float32)
     returns[is_trained] = turn_returns[rows[is_trained, Run.TURN]]
 
-    def by_half(out: Array, of_context: int | bool, of_generated: Array) -> None:
-        values = np.full(2 * len(rows), of_context, of_generated.dtype)
-        values[1::2] = of_generated
-        _repeat(out, values, halves)
+    def by_half(name: str, of_context: int | bool, of_generated: Array) -> None:
+        if name in out:
+            values = np.full(2 * len(rows), of_context, of_generated.dtype)
+            values[1::2] = of_generated
+            _repeat(out[name], values, halves)
 
-    ids, positions, sequences, turns, prompt, loss, logprobs, versions, earned = out
-    _write_token_ids(ids, words, rows, lengths)
-    _write_position_ids(positions, rows, lengths)
-    _repeat(sequences, rows[:, Run.SEQUENCE], lengths)
-    by_half(turns, -1, rows[:, Run.TURN])
-    by_half(loss, False, np.ones(len(rows), np.bool_))
-    np.logical_not(loss, out=prompt)
-    _write_logprobs(logprobs, words, rows, lengths=lengths, loss_mask=loss)
-    by_half(versions, -1, rows[:, Run.VERSION])
-    by_half(earned, 0, returns)
+    if "input_ids" in out:
+        _write_token_ids(out["input_ids"], words, rows, lengths)
+    if "position_ids" in out:
+        _write_position_ids(out["position_ids"], rows, lengths)
+    if "sequence_ids" in out:
+        _repeat(out["sequence_ids"], rows[:, Run.SEQUENCE], lengths)
+    by_half("turn_ids", -1, rows[:, Run.TURN])
+    by_half("loss_mask", False, np.ones(len(rows), np.bool_))
+    if "prompt_mask" in out:
+        np.logical_not(out["loss_mask"], out=out["prompt_mask"])
+    if "rollout_logprobs" in out:
+        mask = out["loss_mask"]
+        _write_logprobs(out["rollout_logprobs"], words, rows, lengths=lengths, loss_mask=mask)
+    by_half("policy_versions", -1, rows[:, Run.VERSION])
+    by_half("returns", 0, returns)
 
 
 def _repeat(out: Array, values: Array, lengths: Ints) -> None:
@@ -372,8 +381,10 @@ def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:
         out[rows[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
         np.cumsum(out, out=out)
         return
-    positions = np.arange((begins + lengths).max(initial=0))
-    copy_stretches(out, rows[:, Run.START], positions, begins=begins, lengths=lengths)
+    steps = np.arange(lengths.max(initial=0))
+    stretches = zip(rows[:, Run.START].tolist(), begins.tolist(), lengths.tolist(), strict=True)
+    for start, begin, length in stretches:
+        np.add(steps[:length], begin, out=out[start : start + length])
 
 
 def _write_logprobs(

@@ -1,4 +1,4 @@
-"""Hugging Face's padding-free batches; `check_isolation` tests a model with them."""
+"""Hugging Face's padding-free batches and trees; `check_isolation` tests a model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from typing import Any, Literal
 import torch
 
 from trajpack.packing.isolation.isolation import check_isolation
+from trajpack.packing.isolation.trees import check_tree_attention
 from trajpack.packing.rows.packed import Packed, check_unpadded, holds_token
+from trajpack.packing.tree.attention import register_tree_attention
 
-__all__ = ["check_isolation", "to_padding_free"]
+__all__ = [
+    "check_isolation",
+    "check_tree_attention",
+    "register_tree_attention",
+    "to_padding_free",
+]
 
 IGNORED = -100
 """Label of tokens without a loss."""

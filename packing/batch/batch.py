@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -160,7 +160,7 @@ class PackedBatch(LabelMethods):
     @classmethod
     def with_lazy_columns(
         cls, ready: Mapping[str, Any], later: Mapping[str, Callable[[], Any]]
-    ) -> PackedBatch:
+    ) -> Self:
         """Make a batch whose fields in ``later`` are computed at first access.
 
         Making a batch then costs the host the same at any size.
@@ -230,7 +230,7 @@ class PackedBatch(LabelMethods):
             and name not in ("fields", "token_fields")
         }
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on ``device``; the same object if it is there already.
 
         Cost: one copy a tensor. Packing for the device is one copy in all.

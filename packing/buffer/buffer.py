@@ -46,6 +46,7 @@ from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
+    from trajpack.packing.tree.tree_batch import Share, TreeBatch
 
 MOST_WAITING = 64
 """Turns that may wait for a table update; their update costs as much as a call."""
@@ -267,6 +268,27 @@ class TrajectoryBuffer:
         if self.device.type == "cpu":  # later calls write to the memory of the tables
             ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
+
+    def pack_tree(self, share: Share = "once", impl: Impl = "auto") -> TreeBatch:
+        """Return all trajectories as trees; the buffer keeps them.
+
+        Args:
+            share: Weight of an entry, see `trajpack.pack_tree`.
+            impl: As for `pack`.
+
+        Raises:
+            ValueError: If ``share`` or ``impl`` is unknown, or nodes and generated tokens would
+                exceed 2³¹ together.
+            RuntimeError: As `pack`.
+
+        Cost: the plan on the host, a sort of the chains' bytes and a pass over them; one
+            host-to-device copy, two launches and three small operations, a launch more for extra
+            fields of all tokens and one for those of generated tokens; no synchronisation. 38
+            bytes a node and an entry are written. The next `pack` makes its tables anew.
+        """
+        from trajpack.packing.buffer.trees import tree_of_buffer  # it imports this class
+
+        return tree_of_buffer(self, share, impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.

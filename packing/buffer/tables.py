@@ -15,6 +15,8 @@ from trajpack.packing.buffer.chains import ValidatedTurns
 from trajpack.packing.buffer.staging import Column
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
+from trajpack.packing.tree.plan import Spans, TreePlan, plan_tree
+from trajpack.packing.tree.trie import Rows, branches_of
 from trajpack.packing.turn_fields import TURN_FIELDS
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -247,6 +249,52 @@ class BatchTables:
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
         return counts._replace(sequences=sequences, tokens=num_tokens)
+
+    def arrange_tree(
+        self, counts: Counts, stream: npt.NDArray[np.int32], reserve: ReserveRows
+    ) -> tuple[TreePlan, Counts]:
+        """Write the runs and boundaries of a tree over those of layout ``"merged"``.
+
+        ``turn_begin`` becomes the node of the last token of each turn's prompt, ``cu_seqlens`` the
+        boundaries of the trees, and ``turn_spans`` the entries of each turn; ``turn_sequence``
+        stays. Returns the plan, and counts with its rows, trees and tokens.
+
+        Raises:
+            ValueError: As `plan_tree`; the tables are unchanged then.
+        """
+        spans = self._spans.rows[: counts.spans]
+        chain = spans[:, Span.CHAIN]
+        sources, lengths = np.zeros((2, counts.chains), np.int64)
+        sources[chain] = spans[:, Span.SOURCE]
+        np.maximum.at(lengths, chain, spans[:, Span.END])
+        begins = np.zeros((counts.chains, len(self._fields)), np.int64)
+        if self._fields:
+            begins[chain] = self._rows.rows[: counts.spans]
+        compared = [
+            Rows(stream.view(np.uint8), begins[:, number], field.row_bytes)
+            for number, field in enumerate(self._fields)
+            if not field.generated_only
+        ]
+        trie = branches_of(stream, sources, lengths, compared)
+        columns = (Span.TURN, Span.CHAIN, Span.BEGIN, Span.END, Span.VERSION, Span.LOGPROB)
+        plan = plan_tree(trie, sources, Spans(*(spans[:, column] for column in columns)))
+        num_rows, trees = len(plan.runs) - 1, len(plan.cu_seqlens) - 1
+        tables = reserve(num_rows + 1)
+        tables["runs"][: num_rows + 1] = plan.runs
+        tables["cu_seqlens"][: trees + 1] = plan.cu_seqlens
+        bounds = tables["cu_generated"][: counts.turns + 1]
+        tables["turn_spans"][: counts.turns] = np.stack([bounds[:-1], bounds[1:]], 1)
+        tables["turn_begin"][: counts.turns] = plan.prompt_nodes
+        for number, field in enumerate(self._fields):
+            of_nodes = begins[plan.node_chains, number]
+            of_nodes += plan.runs[: plan.num_node_rows, Run.POSITION] * field.row_bytes
+            of_entries = self._rows.rows[plan.entry_spans, number]
+            of_entries = of_entries + plan.entry_skipped * field.row_bytes
+            source = tables["field_sources"][:num_rows, number]
+            source[: plan.num_node_rows] = 0 if field.generated_only else of_nodes
+            source[plan.num_node_rows] = 0
+            source[plan.num_node_rows + 1 :] = of_entries if field.generated_only else 0
+        return plan, counts._replace(spans=num_rows, sequences=trees, tokens=plan.num_tokens)
 
     def _order_groups(
         self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts

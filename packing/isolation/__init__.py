@@ -1,1 +1,1 @@
-"""A trial of a model with a small packed batch: whether it keeps the sequences apart."""
+"""A trial of a model: whether it keeps the sequences of a packed batch, or branches, apart."""

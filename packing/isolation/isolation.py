@@ -82,7 +82,7 @@ def check_isolation(
         >>> check_isolation(model)
     """
     trial = _Trial(model, inputs)
-    with _restoring(model):
+    with restoring(model):
         trial.check_alone(trial.check_movement(training=False))
         trial.check_movement(training=True)
 
@@ -94,7 +94,7 @@ class _Trial:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch module, got {type(model).__name__}")
         self.model = model
-        self.name, ids, longest = _vocabulary(model)
+        self.name, ids, longest = vocabulary_of(model)
         self.weights = list(model.parameters())
         self.device = self.weights[0].device if self.weights else torch.device("cpu")
         if self.device.type == "meta":
@@ -317,7 +317,7 @@ class _LeakSearch:
                 yield from self._over_tokens(part)
 
 
-def _vocabulary(model: nn.Module) -> tuple[str, torch.Tensor, int]:
+def vocabulary_of(model: nn.Module) -> tuple[str, torch.Tensor, int]:
     """Return the class of the model without wrappers, its usable ids, and its longest sequence.
 
     Read from the configuration, or else the embeddings. Ids that may stand for an image, padding or
@@ -380,7 +380,7 @@ def _checked(row: Row) -> Row:
 
 
 @contextmanager
-def _restoring(model: nn.Module) -> Iterator[None]:
+def restoring(model: nn.Module) -> Iterator[None]:
     """Run without gradients and compilation, and restore modes and buffers."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [

@@ -15,6 +15,7 @@ from benchmarks.packing import (
     bench_pack,
     bench_sizes,
     bench_trainer_inputs,
+    bench_tree,
     plan_job,
     plan_loops,
 )
@@ -214,6 +215,13 @@ def test_everybody_who_takes_part_in_packing_passes_the_check(job):
     entries = race(*bench_pack.whole_job(job, MULTI_TURN, given, expected))
     assert [entry.contender for entry in entries if not entry.best] == []
     bench_pack.inputs.cache_clear()
+
+
+@pytest.mark.parametrize("workload", bench_tree.WORKLOADS)
+def test_everybody_who_packs_trees_passes_the_check(workload):
+    held, entrants = bench_tree.contest(workload, 0.01)
+    entries = race(held, [one for one in entrants if one.name != bench_tree.TREE_ROW])
+    assert [entry.contender for entry in entries if not entry.best] == []
 
 
 def test_extending_is_compared_with_copies_of_as_many_bytes():

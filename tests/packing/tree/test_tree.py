@@ -1,0 +1,311 @@
+"""A tree holds each distinct prefix once, and everything that the trajectories hold."""
+
+import copy
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import trajpack
+from tests.packing.tree import tree_oracle as oracle
+from tests.ptx.executor import on_executor
+from trajpack import TokenField, Trajectory, TrajectoryBuffer, TreeBatch, Turn, pack, pack_tree
+from trajpack.kernels.runs import TILE
+from trajpack.testing import assert_batches_equal, assert_same_bits, trajectory_lists
+
+ROUTES = TokenField("routes", torch.uint8, (2,), generated_only=False)
+VALUES = TokenField("values", torch.bfloat16, fill=-1.0)
+
+
+def assert_trees_equal(actual: TreeBatch, expected: TreeBatch) -> None:
+    """Raise unless two trees agree in every tensor and host value, bit for bit."""
+    for name, tensor in expected.node_tensors().items():
+        assert_same_bits(actual.node_tensors()[name], tensor, name)
+    assert set(actual.fields) == set(expected.fields)
+    for name, rows in expected.fields.items():
+        assert_same_bits(actual.fields[name], rows, name)
+    assert_batches_equal(actual.entries, expected.entries)
+    assert (actual.seqlens, actual.share) == (expected.seqlens, expected.share)
+
+
+@given(trajectory_lists())
+def test_nodes_are_the_distinct_prefixes_depth_first(trajectories):
+    batch = pack_tree(trajectories)
+    expected = oracle.prefixes(trajectories)
+    assert oracle.paths_of(batch) == expected
+    assert batch.position_ids.tolist() == [len(path) - 1 for path in expected]
+    turns = [oracle.path_of(turn) for turn in oracle.turns_of(trajectories)]
+    assert batch.num_nodes == oracle.sum_of_lengths_without_common(turns)
+    roots = [node for node, path in enumerate(expected) if len(path) == 1]
+    assert batch.cu_seqlens.tolist() == [*roots, len(expected)]
+    assert batch.seqlens == tuple(batch.cu_seqlens.diff().tolist())
+
+
+@given(trajectory_lists())
+def test_a_query_sees_its_ancestors_and_itself(trajectories):
+    batch = pack_tree(trajectories)
+    paths = oracle.prefixes(trajectories)
+    closure = [[query[: len(key)] == key for key in paths] for query in paths]
+    mask = oracle.mask_of(batch)
+    assert mask.tolist() == closure
+    assert mask.sum(1).tolist() == (batch.position_ids + 1).tolist()
+
+
+@given(trajectory_lists())
+def test_entries_are_the_generated_tokens_in_the_order_of_turns(trajectories):
+    batch = pack_tree(trajectories)
+    nodes = {path: node for node, path in enumerate(oracle.prefixes(trajectories))}
+    paths = oracle.entries(trajectories)
+    assert batch.entry_node.tolist() == [nodes[path] for path in paths]
+    assert batch.entry_parent.tolist() == [nodes[path[:-1]] for path in paths]
+    assert batch.entries.input_ids.tolist() == [path[-1] for path in paths]
+    assert batch.loss_mask.nonzero()[:, 0].tolist() == sorted({nodes[path] for path in paths})
+    turns = oracle.turns_of(trajectories)
+    prompts = [oracle.path_of(turn)[: len(turn.prompt_ids)] for turn in turns]
+    assert batch.turn_prompt_node.tolist() == [nodes[prompt] for prompt in prompts]
+    logprobs = [float(np.float32(p)) for turn in turns for p in turn.completion_logprobs]
+    assert batch.rollout_logprobs.tolist() == logprobs
+    bounds = itertools.accumulate((len(turn.completion_ids) for turn in turns), initial=0)
+    assert batch.entries.cu_generated.tolist() == [*bounds]
+
+
+@given(trajectory_lists())
+def test_a_tree_holds_what_the_merged_layout_holds(trajectories):
+    batch = pack_tree(trajectories)
+    assert batch.unpack() == trajectories
+    assert_batches_equal(batch.merged(), pack(trajectories))
+
+
+@given(trajectories=trajectory_lists(), share=st.sampled_from(["once", "sum", "mean"]))
+@settings(max_examples=10)
+def test_a_file_holds_the_tree(trajectories, share, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
+    batch = pack_tree(trajectories, share).with_advantages(trajpack.TurnReturns())
+    batch.save(path)
+    assert_trees_equal(TreeBatch.load(path, share), batch)
+
+
+@given(trajectory_lists())
+@settings(max_examples=10)
+def test_the_kernel_writes_the_bits_of_the_reference_in_one_launch(trajectories):
+    with on_executor() as executor:
+        on_device = pack_tree(trajectories, impl="triton")
+    assert_trees_equal(on_device, pack_tree(trajectories, impl="torch"))
+    launched = ["walk_kernel", "build_kernel"] if on_device.num_nodes else []
+    assert executor.launched == launched  # the turns' returns, then all fields
+
+
+@given(trajectory_lists(), st.randoms())
+def test_the_order_of_trajectories_moves_entries_only(trajectories, random):
+    order = [*range(len(trajectories))]
+    random.shuffle(order)
+    batch, moved = pack_tree(trajectories), pack_tree([trajectories[i] for i in order])
+    for name in ("input_ids", "position_ids", "tree_end", "tree_parent", "loss_mask", "cu_seqlens"):
+        assert torch.equal(getattr(batch, name), getattr(moved, name)), name
+    for there, here in enumerate(order):
+        for name in ("entry_node", "rollout_logprobs", "policy_versions", "returns"):
+            one, other = (of_trajectory(b, name, i) for b, i in ((batch, here), (moved, there)))
+            assert torch.equal(one, other), name
+
+
+def of_trajectory(batch, name, index):
+    begin, end = batch.entries.cu_generated[batch.entries.cu_turns[index : index + 2].long()]
+    return getattr(batch, name)[begin:end]
+
+
+@given(trajectory_lists(), st.sampled_from(["sum", "mean"]))
+def test_shares_count_the_rows_of_the_own_trajectory(trajectories, share):
+    batch = pack_tree(trajectories, share)
+    expected = torch.tensor(oracle.row_weights(trajectories, share))
+    torch.testing.assert_close(batch.entry_weights, expected)
+    assert torch.equal(pack_tree(trajectories).entry_weights, torch.ones(batch.num_entries))
+    weights = pack(trajectories).loss_weights("token_mean")
+    assert batch.loss_weights("token_mean").shape == batch.entry_weights.shape
+    if batch.num_entries:
+        total = float((weights.max() * expected).sum())
+        assert float(batch.loss_weights("token_mean").sum()) == pytest.approx(total)
+
+
+def with_fields(trajectories, random):
+    """Give turns rows of both kinds; routes repeat or break, at random."""
+    made = []
+    for trajectory in trajectories:
+        turns = []
+        for turn in trajectory.turns:
+            prompt, size = len(turn.prompt_ids), len(turn.completion_ids)
+            routes = np.zeros((prompt + size, 2), np.uint8)
+            if random.random() < 0.5:
+                routes[random.randrange(prompt + size)] = random.randrange(3), 1
+            values = torch.arange(size, dtype=torch.bfloat16) + len(turns)
+            fields = {"routes": routes, "values": values}
+            turns.append(
+                Turn(
+                    turn.prompt_ids,
+                    turn.completion_ids,
+                    turn.completion_logprobs,
+                    turn.reward,
+                    fields=fields,
+                )
+            )
+        made.append(Trajectory(trajectory.id, turns, trajectory.group))
+    return made
+
+
+@given(trajectory_lists(3), st.randoms(use_true_random=False))
+def test_tokens_share_a_node_only_where_their_rows_agree(trajectories, random):
+    given_fields = with_fields(trajectories, random)
+    fields = [VALUES, ROUTES]
+    batch = pack_tree(given_fields, fields=fields)
+    expected = {
+        tuple(zip(oracle.path_of(turn), map(tuple, turn.fields["routes"].tolist()), strict=True))
+        for turn in oracle.turns_of(given_fields)
+    }
+    nodes = {path[:end] for path in expected for end in range(1, len(path) + 1)}
+    rows = list(map(tuple, batch.fields["routes"].tolist()))
+    found: list[tuple] = []
+    for node, parent in enumerate(batch.tree_parent.tolist()):
+        above = found[parent] if parent >= 0 else ()
+        found.append((*above, (int(batch.input_ids[node]), rows[node])))
+    assert len(found) == len(set(found))
+    assert set(found) == nodes
+    assert batch.unpack() == given_fields
+    assert_batches_equal(batch.merged(), pack(given_fields, fields=fields))
+
+
+def test_fields_are_written_by_one_launch_each_kind_and_saved(tmp_path):
+    turns = [
+        Turn([1, 2], [3], [-0.5], fields={"routes": [[0, 0], [1, 1], [2, 2]], "values": [0.5]}),
+        Turn([1, 2], [3], [-0.5], fields={"routes": [[0, 0], [1, 0], [2, 2]], "values": [0.25]}),
+    ]
+    given_fields = [Trajectory("a", turns)]
+    fields = [VALUES, ROUTES]
+    with on_executor() as executor:
+        batch = pack_tree(given_fields, fields=fields, impl="triton")
+    launched = ["build_kernel", "gather_fields_kernel", "gather_fields_kernel", "walk_kernel"]
+    assert sorted(executor.launched) == launched
+    assert batch.fields["routes"].tolist() == [[0, 0], [1, 0], [2, 2], [1, 1], [2, 2]]
+    assert batch.entries.fields["values"].tolist() == [0.5, 0.25]
+    batch.save(tmp_path / "tree")
+    assert_trees_equal(TreeBatch.load(tmp_path / "tree"), batch)
+    assert_trees_equal(pack_tree(given_fields, fields=fields), batch)
+
+
+def test_members_of_a_group_share_their_prompt():
+    prompt = list(range(100))
+    members = [Trajectory(str(i), [Turn(prompt, [i, 7], [-1.0, -1.0])], "g") for i in range(8)]
+    batch = pack_tree(members)
+    assert batch.num_nodes == 100 + 8 * 2
+    assert batch.seqlens == (116,)
+    assert batch.turn_prompt_node.tolist() == [99] * 8
+    assert batch.entry_parent[::2].tolist() == [99] * 8
+
+
+@pytest.mark.parametrize(
+    ("turns", "nodes", "entry_nodes"),
+    [
+        ([Turn([1], [], [])], 1, []),
+        ([Turn([1, 2], [], []), Turn([1], [2, 3], [-1.0, -2.0])], 3, [1, 2]),
+        ([Turn([1], [2], [-1.0]), Turn([1], [2], [-2.0])], 2, [1, 1]),
+        ([Turn([1], [2, 3, 4], [-1.0] * 3), Turn([1], [2, 3], [-2.0] * 2)], 4, [1, 2, 3, 1, 2]),
+        ([Turn([1], [2], [-1.0]), Turn([1, 2, 3], [4], [-2.0])], 4, [1, 3]),
+        ([Turn([1, 2], [3], [-1.0]), Turn([9], [3], [-2.0])], 5, [2, 4]),
+        ([Turn([1, 2, 3], [4], [-1.0]), Turn([1], [2, 3], [-2.0] * 2)], 4, [3, 1, 2]),
+    ],
+    ids=["silent", "shorter", "again", "stops earlier", "goes on", "apart", "prompt or completion"],
+)
+def test_small_trees(turns, nodes, entry_nodes):
+    trajectories = [Trajectory("a", turns)]
+    batch = pack_tree(trajectories)
+    assert batch.num_nodes == nodes
+    assert batch.entry_node.tolist() == entry_nodes
+    assert batch.unpack() == trajectories
+    across = pack_tree([Trajectory(str(i), [turn]) for i, turn in enumerate(turns)])
+    assert torch.equal(across.input_ids, batch.input_ids)
+    assert across.entry_node.tolist() == entry_nodes
+
+
+@pytest.mark.parametrize("length", [TILE - 2, TILE - 1, TILE])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_entries_begin_behind_whole_tiles_of_nodes(length, impl):
+    turns = [Turn(range(length), [1], [-1.0]), Turn(range(length), [1, 2], [-1.0, -2.0])]
+    batch = pack_tree([Trajectory("a", turns)], impl=impl)
+    assert batch.input_ids.tolist() == [*range(length), 1, 2]
+    assert batch.tree_end.tolist() == [length + 2] * (length + 2)
+    assert batch.rollout_logprobs.tolist() == [-1.0, -1.0, -2.0]
+
+
+@given(trajectory_lists(), trajectory_lists())
+@settings(max_examples=10)
+def test_a_buffer_packs_trees_between_other_packs(first, later):
+    buffer = TrajectoryBuffer()
+    buffer.extend(first)
+    tree = buffer.pack_tree()
+    assert_trees_equal(tree, pack_tree(first))
+    turns = buffer.pack("turns")
+    buffer.extend(later)
+    assert_trees_equal(buffer.pack_tree("sum"), pack_tree([*first, *later], "sum"))
+    assert_batches_equal(buffer.pack(), pack([*first, *later]))
+    buffer.clear()
+    buffer.extend(later)
+    assert_trees_equal(buffer.pack_tree(), pack_tree(later))
+    assert_trees_equal(tree, pack_tree(first))
+    assert_batches_equal(turns, pack(first, "turns"))
+
+
+def test_the_path_runs_where_no_value_can_be_read():
+    trajectories = [Trajectory("a", [Turn([1, 2], [3], [-0.5]), Turn([1], [4], [-0.5])])]
+    batch, host = pack_tree(trajectories, device="meta"), pack_tree(trajectories)
+    for name, tensor in host.node_tensors().items():
+        other = batch.node_tensors()[name]
+        assert other.is_meta
+        assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
+    for name, tensor in host.entries.tensors().items():
+        other = batch.entries.tensors()[name]
+        assert other.is_meta
+        assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
+
+
+def test_nodes_and_entries_are_tensors_of_their_own():
+    batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5])])])
+    version = batch.input_ids._version
+    batch.entries.input_ids.add_(1)
+    assert batch.input_ids._version == version
+    assert batch.input_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))])
+def test_copies_are_equal(copied):
+    batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5]), Turn([1], [3], [-0.5])])], "mean")
+    assert_trees_equal(copied(batch), batch)
+
+
+def test_a_tree_says_what_it_is():
+    batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5]), Turn([1], [3], [-0.5])])])
+    assert repr(batch) == (
+        "TreeBatch(1 trajectories, 2 turns in 1 trees; 3 nodes, 2 entries; share 'once'; cpu)"
+    )
+    assert (len(batch), batch.num_nodes, batch.num_entries, batch.num_turns) == (1, 3, 2, 2)
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    one = [Trajectory("a", [Turn([1], [2], [-0.5])])]
+    with pytest.raises(ValueError, match="share must be one of 'once', 'sum', 'mean', got 'all'"):
+        pack_tree(one, "all")
+    with pytest.raises(ValueError, match="impl must be 'auto', 'torch' or 'triton'"):
+        pack_tree(one, impl="cuda")
+    with pytest.raises(ValueError, match="trajectory 'b': must have at least one turn"):
+        pack_tree([Trajectory("b", [])])
+    pack(one, "turns").save(tmp_path / "turns")
+    with pytest.raises(
+        ValueError, match="a tree is made of layout 'merged', the batch has 'turns'"
+    ):
+        TreeBatch.load(tmp_path / "turns")
+    with pytest.raises(ValueError, match="share must be one of"):
+        TreeBatch.load(tmp_path / "turns", "all")
+    entries = pack_tree(one).entries
+    for call in (entries.unpack, lambda: entries.save(tmp_path / "x"), entries.model_inputs):
+        with pytest.raises(TypeError, match="entries"):
+            call()

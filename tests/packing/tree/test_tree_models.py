@@ -1,0 +1,328 @@
+"""A model computes a tree as it computes the turns one by one, to the gradient."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
+from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
+from trajpack.packing.adapters.huggingface import check_tree_attention, register_tree_attention
+from trajpack.packing.tree.attention import stretches_of
+from trajpack.testing import trajectory_lists
+
+LONGER = 20
+"""Tokens of a shared prompt: more than the sliding windows of tiny models."""
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register_tree_attention()
+
+
+def branching(seed=0):
+    """Return a group with a prompt, stripped thinking, repeated turns and another tree."""
+    generator = np.random.default_rng(seed)
+
+    def ids(size):
+        return generator.integers(3, VOCABULARY, size).tolist()
+
+    def turn(prompt, completion):
+        logprobs = np.log(1 / VOCABULARY) + 0.3 * generator.standard_normal(len(completion))
+        return Turn(prompt, completion, logprobs, float(generator.choice([-1.0, 0.0, 1.0])))
+
+    prompt, shared = ids(LONGER), ids(4)
+    found = []
+    for member in range(3):
+        first = turn(prompt, shared + ids(2 + member))
+        heard = prompt + list(first.completion_ids)
+        second = turn(heard + ids(3), ids(4))
+        third = turn(prompt + list(first.completion_ids)[2:] + ids(2), ids(3))  # stripped
+        found.append(Trajectory(str(member), [first, second, third, second], "task"))
+    return [*found, Trajectory("other", [turn(ids(5), ids(3))], "task")]
+
+
+class ExactNorm(nn.Module):
+    """A norm that computes in the dtype of its input; the models' own are float32."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, rows):
+        return self.weight * rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.eps)
+
+
+class ExactRotation(nn.Module):
+    """Rotations of positions in float64; the models' own are float32."""
+
+    def __init__(self, rotation):
+        super().__init__()
+        self.frequencies = rotation.inv_freq.double()
+
+    def forward(self, rows, position_ids):
+        angles = (position_ids[..., None].double() * self.frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+def exact(model):
+    """Return the model in float64, its norms and rotations too."""
+    model = model.double()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, ExactNorm(child))
+            elif type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(module, name, ExactRotation(child))
+    return model
+
+
+def by_tree(model, batch: TreeBatch, attention):
+    """Return the log-probabilities of the entries, from one row of nodes."""
+    name, _, backend = attention.partition(", ")
+    register_tree_attention(backend or "auto")
+    model.set_attn_implementation(name)
+    inputs = batch.model_inputs()
+    if name != "trajpack_tree":
+        dtype = torch.bool if attention == "sdpa" else next(model.parameters()).dtype
+        inputs["attention_mask"] = batch.attention_mask(dtype)
+    logits = model(**inputs).logits[0]
+    chosen = logits[batch.entry_parent].log_softmax(-1)
+    return chosen.gather(1, batch.entries.input_ids[:, None])[:, 0]
+
+
+def by_rows(model, trajectories, attention="sdpa"):
+    """Return the same, from a row for each turn."""
+    model.set_attn_implementation("eager" if attention == "eager" else "sdpa")
+    parts = []
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            ids, start = [*turn.prompt_ids, *turn.completion_ids], len(turn.prompt_ids)
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
+            labels = torch.tensor(turn.completion_ids)
+            parts.append(logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def gspo(logprobs, batch):
+    """Clip the geometric mean ratio of each turn."""
+    turn = batch.entries.turn_ids.long()
+    sizes = batch.entries.cu_generated.diff()
+    ratios = torch.zeros(batch.num_turns, dtype=logprobs.dtype)
+    ratios = (ratios.index_add(0, turn, logprobs - batch.rollout_logprobs) / sizes).exp()[turn]
+    return clipped(ratios, batch).sum() / len(ratios)
+
+
+def clipped(ratio, batch):
+    return -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
+
+
+LOSSES = {
+    "sft": lambda logprobs, batch: -logprobs.mean(),
+    "reinforce": lambda logprobs, batch: -(batch.advantages * logprobs).sum(),
+    "clipped": lambda logprobs, batch: (
+        clipped((logprobs - batch.rollout_logprobs).exp(), batch)
+        * batch.loss_weights("sequence_mean_token_mean")
+    ).sum(),
+    "gspo": gspo,
+    "token mean": lambda logprobs, batch: (
+        -(logprobs * batch.advantages * batch.loss_weights("token_mean")).sum()
+    ),
+}
+
+
+def gradients(model, loss):
+    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def assert_near(got, want, tolerance):
+    got, want = got.detach(), want.detach()
+    assert float((got - want).norm() / want.norm()) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "attention"),
+    [
+        (torch.float64, 1e-10, "trajpack_tree, mask"),
+        (torch.float64, 1e-10, "trajpack_tree, path"),
+        (torch.float64, 1e-10, "sdpa"),
+        (torch.float32, 1e-6, "trajpack_tree, mask"),
+        (torch.float32, 1e-6, "trajpack_tree, path"),
+        (torch.float32, 1e-6, "eager"),  # its softmax is float32 in every model
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_log_probabilities_and_gradients_are_those_of_separate_rows(
+    family, dtype, tolerance, attention
+):
+    trajectories = branching()
+    batch = pack_tree(trajectories).with_advantages(GRPO())
+    assert torch.bincount(batch.entry_node).max() >= 3  # a node of three members
+    model = tiny_model(family).train()
+    model = exact(model) if dtype == torch.float64 else model
+    for name, loss in LOSSES.items():
+        tree = by_tree(model, batch, attention)
+        rows = by_rows(model, trajectories, attention)
+        assert_near(tree, rows, tolerance)
+        want = gradients(model, loss(rows, batch))
+        assert want.norm() > 0, name
+        assert_near(gradients(model, loss(tree, batch)), want, tolerance)
+
+
+@pytest.mark.parametrize("backend", ["mask", "path"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "qwen3_moe", "olmo2", "deepseek_v3"])
+def test_other_models_of_attention_layers_agree(family, backend):
+    trajectories = branching(1)
+    batch = pack_tree(trajectories)
+    model = tiny_model(family)
+    with torch.no_grad():
+        tree = by_tree(model, batch, f"trajpack_tree, {backend}")
+        torch.testing.assert_close(tree, by_rows(model, trajectories), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("qwen3_5_text", "linear_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("lfm2", "conv"),
+        ("jamba", "linear_attention"),
+        ("falcon_h1", "hybrid"),
+        ("bamba", "linear_attention"),
+        ("gemma2", "softcap"),
+        ("gpt_oss", "s_aux"),
+    ],
+)
+def test_layers_that_a_tree_cannot_have_are_refused_by_name(family, named):
+    model = tiny_model(family)
+    model.set_attn_implementation("trajpack_tree")
+    with pytest.raises(ValueError, match=f"trajpack_tree attention .*{named}"):
+        model(**pack_tree(branching()).model_inputs())
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("llama", "eager")]
+)
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 40])
+def test_other_layers_fail_on_the_inputs(family, attention, num_nodes):
+    model = tiny_model(family)
+    model.set_attn_implementation(attention)
+    batch = pack_tree([Trajectory("a", [Turn(range(3, 3 + num_nodes), [], [])])])
+    with pytest.raises((RuntimeError, ValueError)):
+        model(**batch.model_inputs())
+
+
+def test_what_is_no_tree_is_refused():
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("trajpack_tree")
+    inputs = pack_tree(branching()).model_inputs()
+    for wrong in (
+        {"attention_mask": None},
+        {"attention_mask": torch.ones(1, inputs["input_ids"].shape[1])},
+        {"attention_mask": inputs["attention_mask"][..., :-1]},
+        {"use_cache": True, "past_key_values": filled_cache(model)},
+    ):
+        with pytest.raises(ValueError, match=r"takes TreeBatch.model_inputs\(\) and no cache"):
+            model(**(inputs | wrong))
+    model.config.attention_dropout = 0.1
+    model = type(model)(model.config).train()
+    with pytest.raises(ValueError, match="takes no dropout"):
+        model(**inputs)
+
+
+def filled_cache(model):
+    model.set_attn_implementation("sdpa")
+    cache = model(torch.tensor([[3, 4]]), use_cache=True).past_key_values
+    model.set_attn_implementation("trajpack_tree")
+    return cache
+
+
+def test_masks_of_wrong_dtypes_and_windows_are_refused():
+    batch = pack_tree(branching())
+    with pytest.raises(TypeError, match="dtype must be bool or a float dtype"):
+        batch.attention_mask(torch.int64)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        batch.attention_mask(window=0)
+    depth = batch.position_ids
+    near = batch.attention_mask(window=3)[0, 0]
+    far = batch.attention_mask()[0, 0] & (depth[:, None] - depth >= 3)
+    assert torch.equal(near, batch.attention_mask()[0, 0] & ~far)
+    assert near.sum(1).tolist() == (depth + 1).clamp(max=3).tolist()
+
+
+@given(trajectory_lists())
+@settings(max_examples=10)
+def test_paths_lead_from_the_root(trajectories):
+    batch = pack_tree(trajectories)
+    mask = batch.attention_mask()[0, 0]
+    covered = 0
+    for one in stretches_of(batch.position_ids.int()):
+        assert one.begin == covered
+        covered = one.end
+        nodes = [node for begin, end in one.path for node in range(begin, end)]
+        assert nodes == mask[one.begin].nonzero()[:-1, 0].tolist()
+        assert len(nodes) == one.depth
+        assert one.pairs == mask[one.begin : one.end].any(0).sum() * (one.end - one.begin)
+    assert covered == batch.num_nodes
+
+
+def test_the_backend_computes_the_fewer_pairs_and_can_be_forced():
+    prompt = list(range(3, 103))
+    members = [Trajectory(str(i), [Turn(prompt, [i + 3] * 100, [-1.0] * 100)]) for i in range(6)]
+    bushy = [Trajectory(str(i), [Turn([1, i + 2], [], [])]) for i in range(40)]
+    model = tiny_model("qwen3")
+    for trajectories, chosen in ((members, "path"), (bushy, "mask")):
+        batch, found = pack_tree(trajectories), {}
+        for backend in ("auto", "mask", "path"):
+            register_tree_attention(backend)
+            model.set_attn_implementation("trajpack_tree")
+            with torch.no_grad():
+                found[backend] = model(**batch.model_inputs()).logits
+        assert torch.equal(found["auto"], found[chosen])
+        torch.testing.assert_close(found["mask"], found["path"])
+    with pytest.raises(
+        ValueError, match="backend must be one of 'auto', 'mask', 'path', got 'flex'"
+    ):
+        register_tree_attention("flex")
+
+
+def test_a_token_moves_the_logits_of_its_subtree_alone():
+    batch = pack_tree(branching())
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("trajpack_tree")
+    inputs = batch.model_inputs()
+    with torch.no_grad():
+        before = model(**inputs).logits[0]
+        for node in (0, LONGER + 1, batch.num_nodes // 2):
+            changed = inputs["input_ids"].clone()
+            changed[0, node] = (changed[0, node] + 1) % VOCABULARY
+            moved = (model(**(inputs | {"input_ids": changed})).logits[0] != before).any(1)
+            outside = torch.ones(batch.num_nodes, dtype=torch.bool)
+            outside[node : int(batch.tree_end[node])] = False
+            assert not moved[outside].any()
+            assert moved[node]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_passes_where_a_tree_is_computed(family, dtype):
+    model = tiny_model(family).to(dtype).train()
+    model.set_attn_implementation("trajpack_tree")
+    check_tree_attention(model)
+    assert model.training
+
+
+def test_the_check_finds_what_ignores_the_tree(monkeypatch):
+    with pytest.raises(ValueError, match="Mamba2ForCausalLM computes a tree otherwise than"):
+        check_tree_attention(tiny_model("mamba2"))
+    model = tiny_model("qwen3")
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot take a tree"):
+        check_tree_attention(model)
+    model.set_attn_implementation("sdpa")
+    inputs = TreeBatch.model_inputs
+    monkeypatch.setattr(TreeBatch, "model_inputs", lambda b: inputs(b) | {"attention_mask": None})
+    with pytest.raises(ValueError, match=r"logits of turn \d differ"):  # branches begin anew
+        check_tree_attention(model)
+    with pytest.raises(TypeError, match="model must be a torch module, got str"):
+        check_tree_attention("qwen3")

@@ -88,13 +88,11 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     },
     "credit_scan": {
         DEFAULT: BlockShape(
-            512,
             128,
-            "4 entries a thread, 36 bytes or more of loads. Limited to 96 registers, five blocks "
-            "fit an SM and request 23 KB; without the limit ptxas takes up to 128. Some walks of "
-            "V-trace then spill: tests/kernels/compiled/scan_spills.json lists them. Blocks of "
-            "1,024 idle a quarter of the lanes on sequences of 2,000 tokens.",
-            most_registers=96,
+            32,
+            "A warp with 4 entries a thread, 36 bytes or more of loads: scans and carries are "
+            "shuffles, nothing waits at a barrier, and a sequence of 32 tokens idles three "
+            "quarters of one warp, not of four.",
         )
     },
     "scores_kernel": {
@@ -170,7 +168,10 @@ def launch_on(kernel: str, device: int) -> Launch:
     shape = block_shape(kernel, architecture)
     is_amd = architecture.startswith("gfx")
     wave = 64 if architecture.startswith("gfx9") else 32
-    options: dict[str, int | bool] = {"num_warps": shape.threads // wave, "enable_fp_fusion": False}
+    options: dict[str, int | bool] = {
+        "num_warps": max(shape.threads // wave, 1),
+        "enable_fp_fusion": False,
+    }
     if shape.most_registers is not None and not is_amd:
         options["maxnreg"] = shape.most_registers
     return Launch(shape.block, options)

@@ -23,7 +23,7 @@ from trajpack import GAE, GRPO, TurnGAE, TurnReturns, pack
 from trajpack.packing.credit import advantages as credit
 from trajpack.packing.credit.estimators import KLPenalty
 
-SCAN = ["block_steps_kernel", "block_states_kernel"]
+SCAN = ["block_steps_kernel", "fold_rows_kernel", "block_states_kernel"]
 """Of more than 8,192 tokens; else it is one launch."""
 MEASURE = ["chunk_moments_kernel", "merge_chunks_kernel"]
 WHITEN = ["chunk_moments_kernel", "whiten_kernel"]

@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan_triton import (
-    FEWEST_ENTRIES,
     LONGEST_WALK,
     launch,
     steps_of_blocks,
@@ -145,11 +144,11 @@ def test_a_state_of_zero_stays_zero_though_decays_overflow(regime: Any) -> None:
 @pytest.mark.parametrize(
     ("entries", "max_seqlen", "launched"),
     [
-        (FEWEST_ENTRIES, None, "walk"),
-        (FEWEST_ENTRIES + 1, None, "blocks"),
-        (FEWEST_ENTRIES + 1, LONGEST_WALK, "walk"),
-        (FEWEST_ENTRIES + 1, LONGEST_WALK + 1, "blocks"),
-        (FEWEST_ENTRIES, LONGEST_WALK + 1, "walk"),
+        (LONGEST_WALK, None, "walk"),
+        (LONGEST_WALK + 1, None, "blocks"),
+        (LONGEST_WALK + 1, LONGEST_WALK, "walk"),
+        (LONGEST_WALK + 1, LONGEST_WALK + 1, "blocks"),
+        (LONGEST_WALK, LONGEST_WALK + 1, "walk"),
         (0, None, "nothing"),
     ],
 )
@@ -174,7 +173,6 @@ def test_a_wrong_bound_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
     """Every kind of bound is right for the op as a whole, gradients too."""
     from trajpack.kernels.credit.gae import gae
 
-    monkeypatch.setattr(credit_scan_triton, "FEWEST_ENTRIES", 10)
     monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", 12)
     batch = batch_of(random_masks([30, 3, 9]))
     results = []

@@ -126,7 +126,7 @@ bench-gpu: ## Time the device path; needs a CUDA device
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.plots $(RESULTS)/gpu.json build/benchmarks
 
 .PHONY: hardware
-hardware: ## Run all that needs a CUDA device, each part with a time limit; ONLY="tests benchmarks"
+hardware: ## Run all that needs a CUDA device, each part in at most 8 minutes; ONLY="copies build scans"
 	@PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.hardware $(if $(ONLY),--only $(ONLY)) $(if $(LIMIT),--limit $(LIMIT))
 
 .PHONY: bench-report

@@ -20,6 +20,7 @@ def hold_on_device(
     device: str = "cuda",
     *,
     sent: bool = False,
+    writes: int = 1,
 ) -> Record:
     """Return the record of a contest: what each contender costs, and its share of a copy.
 
@@ -31,11 +32,12 @@ def hold_on_device(
             contender's.
         device: ``"cuda"``; on ``"cpu"`` only wall time is measured.
         sent: Whether the copy is one from pinned memory to the device.
+        writes: Bytes that the copy on the device writes for each byte that it reads.
 
     Raises:
         AssertionError: If the result of one of ours differs from the reference.
     """
-    copy, check_copy = (sending if sent else copy_of)(num_bytes, device)
+    copy, check_copy = sending(num_bytes, device) if sent else copy_of(num_bytes, device, writes)
     limit = Contender(SENT if sent else COPY, copy, f"{num_bytes:,} bytes", check_copy)
     everyone = [*contenders, limit]
     entries = [Entry(contender.name, contender.wrote) for contender in everyone]
@@ -56,7 +58,7 @@ def hold_on_device(
         row.update({name: _rounded(value) for name, value in found.items()})
         if found and limit_ms is not None:
             row["of_copy"] = _rounded(limit_ms / _on_device(found))
-    return record | {"device": device, "bytes": num_bytes, "sent": sent}
+    return record | {"device": device, "bytes": num_bytes, "sent": sent, "writes": writes}
 
 
 def _measure_into(found: Record, contender: Contender, device: str) -> None:

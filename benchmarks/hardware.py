@@ -1,9 +1,9 @@
 """Everything that needs a CUDA device, part by part: `make hardware`.
 
-The GPU tests run first, then a few of them under compute-sanitizer, then the benchmarks of the
-device path. Each part has a time limit of its own, and a part that fails stops no other. The
-results get ``hardware.json``: the outcome of each part, with GPU, versions, commit and command.
-``build/hardware`` gets what each part printed.
+First the rates of copies, then the GPU tests, then a few of them under compute-sanitizer, then the
+benchmarks of the device path. Each part has a time limit, and a part that fails stops no other. A
+part of benchmarks writes its results to ``hardware/<part>``. ``hardware.json`` has the outcome of
+each part, with GPU, versions, commit and command. ``build/hardware`` gets what each part printed.
 """
 
 from __future__ import annotations
@@ -52,8 +52,22 @@ class Part(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012 - it is not changed
 
 
-def parts() -> list[Part]:
-    """Return all parts, in order."""
+BENCHMARKS = {
+    "build": "bench_build_on_the_device",
+    "scans": "bench_discounted_returns or bench_gae",
+    "sums": "bench_group or bench_reductions",
+    "moves": "bench_pad or bench_gather or bench_unpad or bench_micro",
+    "pack": "bench_pack_on_the_device",
+    "weights": "bench_weights",
+    "enqueue": "bench_size_on_the_device",
+}
+"""Benchmarks of each part, as an expression of pytest."""
+LIMIT_S = 480
+"""Seconds of a part at most."""
+
+
+def parts(results: Path = RESULTS) -> list[Part]:
+    """Return all parts, those with the cheapest evidence first."""
     python = sys.executable
     tests = (python, "-m", "pytest", "-q", "-m", "gpu")
     few = [f"tests/gpu/{name}" for name in SANITIZED]
@@ -64,17 +78,19 @@ def parts() -> list[Part]:
 
     def sanitized(tool: str) -> Part:
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", FOUND, *tests, *few)
-        return Part(tool, 600, command, UNCACHED)
+        return Part(tool, LIMIT_S, command, UNCACHED)
 
+    def timed(name: str, chosen: str) -> Part:
+        kept = str(results / "hardware" / name)
+        command = (python, "-m", "pytest", *benchmarks, "-q", "-k", chosen, "--results", kept)
+        return Part(name, LIMIT_S, command)
+
+    copies = (python, "-m", "benchmarks.copy_rates", str(results / "hardware" / "copies.json"))
     return [
-        Part("tests", 1200, (*tests, "tests/gpu")),
-        sanitized("memcheck"),
-        sanitized("racecheck"),
-        Part(
-            "benchmarks",
-            2400,
-            (python, "-m", "pytest", *benchmarks, "-q", "--results", str(RESULTS)),
-        ),
+        Part("copies", LIMIT_S, copies),
+        Part("tests", LIMIT_S, (*tests, "tests/gpu")),
+        *(sanitized(tool) for tool in ("memcheck", "racecheck", "initcheck")),
+        *(timed(name, chosen) for name, chosen in BENCHMARKS.items()),
     ]
 
 
@@ -151,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("hardware: there is no CUDA device here", file=sys.stderr)
         return 2
+    every = parts(asked.results)
     wanted = [part for part in every if asked.only is None or part.name in asked.only]
     if asked.limit is not None:
         wanted = [part._replace(limit_s=min(part.limit_s, asked.limit)) for part in wanted]

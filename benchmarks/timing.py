@@ -28,29 +28,44 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "hipStreamSynchronize"
 Work = Callable[[], Any]
 
 
-def copy_of(num_bytes: int, device: str = "cpu") -> tuple[Work, Callable[[Any], None]]:
+def copy_of(
+    num_bytes: int, device: str = "cpu", writes: int = 1
+) -> tuple[Work, Callable[[Any], None]]:
     """Return a copy that reads and writes ``num_bytes`` in all, and the check of its result.
 
-    On the host it is one thread's, between arrays that were written before.
+    It writes what it reads ``writes`` times, each time to another place. On the host it is one
+    thread's, between arrays that were written before.
     """
-    count = max(1, num_bytes // 16)
+    count = max(1, num_bytes // (8 * (1 + writes)))
     if device == "cpu":
-        given, written = np.arange(count), np.zeros(count, np.int64)
+        given, written = np.arange(count), np.zeros((writes, count), np.int64)
 
         def copy_on_host() -> torch.Tensor:
             np.copyto(written, given)
             return torch.from_numpy(written)
 
-        return copy_on_host, lambda got: assert_same_bits(got, torch.from_numpy(given))
-    source = torch.arange(count, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), lambda got: assert_same_bits(got, source)
+        return copy_on_host, lambda got: _assert_copies(got, torch.from_numpy(given))
+    if writes == 1:
+        source = torch.arange(count, device=device)
+        target = torch.empty_like(source)[None]
+        return lambda: target.copy_(source[None]), lambda got: _assert_copies(got, source)
+    from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all  # Triton, if there is a GPU
+
+    source = torch.arange(max(1, round(count / BLOCK)) * BLOCK, device=device)
+    target = torch.empty((writes, len(source)), dtype=source.dtype, device=device)
+    return lambda: copy_to_all(source, target), lambda got: _assert_copies(got, source)
+
+
+def _assert_copies(got: torch.Tensor, given: torch.Tensor) -> None:
+    for row in got:
+        assert_same_bits(row, given)
 
 
 def sending(num_bytes: int, device: str) -> tuple[Work, Callable[[Any], None]]:
     """Return one copy of ``num_bytes`` from pinned memory to the device, and its check."""
     if device == "cpu":
-        return copy_of(2 * num_bytes, device)
+        copy, check = copy_of(2 * num_bytes, device)
+        return lambda: copy()[0], lambda got: check(got[None])
     source = torch.arange(max(1, num_bytes // 4), dtype=torch.int32).pin_memory()
     target = torch.empty_like(source, device=device)
     return (

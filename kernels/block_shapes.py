@@ -48,8 +48,10 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             TILE,
             256,
             "4 tokens a thread: one 16-byte store of an int32 field, two of an int64 field. 48 "
-            "registers: 1,280 threads on an SM request 40 KB. 8 tokens a thread take 96 registers; "
-            "512 x 128 is as good, for twice the searches.",
+            "registers: 1,280 threads on an SM request 40 KB. Without the limit some versions take "
+            "56; with it none spills. 8 tokens a thread take 96 registers; 512 x 128 is as good, "
+            "for twice the searches.",
+            most_registers=48,
         )
     },
     "gather_fields_kernel": {
@@ -78,12 +80,10 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     },
     "group_advantages_kernel": {
         DEFAULT: BlockShape(
-            64,
-            256,
-            "4 pairs of group and member a thread in the tile of 16 groups, with up to four "
-            "float64 sums each. 128 registers: 512 threads on an SM; tiles of 128 take 160 to 184. "
-            "Without the limit ptxas spills to fit one more block.",
-            most_registers=128,
+            128,
+            32,
+            "A warp a group, 4 members a thread: sums need no barrier, and a group of up to 128 "
+            "is one round of each pass.",
         )
     },
     "credit_scan": {
@@ -98,6 +98,30 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
+    "segment_logarithms_kernel": {
+        DEFAULT: BlockShape(
+            256,
+            128,
+            "A segment is a warp's, with 8 tokens a thread at once. 96 registers: 640 threads on "
+            "an SM request 46 KB of float32.",
+        )
+    },
+    "weigh_kernel": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 tokens a thread: 36 bytes of loads, one 16-byte store. 96 registers: 512 threads on "
+            "an SM request 18 KB.",
+        )
+    },
+    "loss_weights": {
+        DEFAULT: BlockShape(
+            1024,
+            256,
+            "4 tokens a thread: one 16-byte store. 40 registers: 1,536 threads on an SM request "
+            "30 KB of ids and masks.",
+        )
+    },
     "spread_kernel": {
         DEFAULT: BlockShape(
             4096,
@@ -111,8 +135,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             32,
             128,
-            "A row of 32 lanes is a warp with 8 successive loads a thread. 40 registers: 1,536 "
-            "threads on an SM request 48 KB of float32.",
+            "A row of 32 lanes is a warp with 8 successive loads a thread. 48 registers: 1,280 "
+            "threads on an SM request 40 KB of float32.",
         )
     },
     "whiten": {

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.device_contest import hold_on_device
-from benchmarks.kernels import gae_job, groups_job, returns_job
+from benchmarks.kernels import gae_job, groups_job, returns_job, weights_job
 from benchmarks.kernels.build_job import build_contest
 from benchmarks.kernels.gather_job import gather_contest
 from benchmarks.kernels.logits_job import logits_contest
@@ -20,6 +20,8 @@ GAE_WORKLOADS = {name: make(1.0) for name, make in SEQUENCES.items()} | {
     "1,024: 2,048 sequences": np.full(2048, 1024),
     "131,072: 16 sequences": np.full(16, 131_072),
 }
+WRITES = 6
+"""Bytes that `build` writes for each byte it reads: 38 of 44, as a copy that writes six times."""
 WITH_FIELDS = (next(iter(SEQUENCES)), MULTI_TURN)
 
 
@@ -49,6 +51,11 @@ def whiten_contest(workload, lengths, device="cuda"):
     return contest, entrants, 9 * contest.tokens, device
 
 
+def weights_contest(make, workload, lengths, device="cuda"):
+    contest, entrants = make(workload, lengths, device)
+    return contest, entrants, weights_job.BYTES[contest.job] * contest.tokens, device
+
+
 def padding_contest(make, workload, lengths, device="cuda"):
     contest, entrants = make(workload, lengths, device)
     padded = len(lengths) * int(lengths.max())
@@ -58,7 +65,7 @@ def padding_contest(make, workload, lengths, device="cuda"):
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def bench_build_on_the_device(keep, workload):
-    keep(hold_on_device(*build_contest(workload, conversations(workload))))
+    keep(hold_on_device(*build_contest(workload, conversations(workload)), writes=WRITES))
 
 
 @pytest.mark.parametrize("workload", SEQUENCES)
@@ -85,6 +92,12 @@ def bench_group_advantages_on_the_device(keep, workload):
 @pytest.mark.parametrize("make", [segments_contest, whiten_contest])
 def bench_reductions_on_the_device(keep, make, workload):
     keep(hold_on_device(*make(workload, GAE_WORKLOADS[workload])))
+
+
+@pytest.mark.parametrize("workload", EVEN_SEQUENCES)
+@pytest.mark.parametrize("make", [weights_job.importance_contest, weights_job.loss_contest])
+def bench_weights_on_the_device(keep, make, workload):
+    keep(hold_on_device(*weights_contest(make, workload, GAE_WORKLOADS[workload])))
 
 
 @pytest.mark.parametrize("workload", SEQUENCES)

@@ -70,6 +70,11 @@ FIELD_DTYPES = {
 }
 """The one table of per-token fields and their dtypes, in the order of `TokenFields`."""
 
+TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELD_DTYPES.values())
+TOKEN_OFFSETS: dict[str, int] = {}
+"""Bytes of a token in the memory of `empty_memory` in front of each field."""
+for _name in sorted(FIELD_DTYPES, key=lambda name: -FIELD_DTYPES[name].itemsize):
+    TOKEN_OFFSETS[_name] = sum(FIELD_DTYPES[before].itemsize for before in TOKEN_OFFSETS)
 NUMPY_DTYPES = {
     dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     for dtype in FIELD_DTYPES.values()
@@ -99,7 +104,7 @@ def build(
     Raises:
         TypeError: If a dtype is none of the above.
         ValueError: If shapes or devices disagree, or, for tensors on the host, if the table does
-            not end at ``num_tokens``.
+            not end at ``num_tokens`` or leads out of ``words`` or ``turn_returns``.
 
     Cost: one launch, no copy, no host synchronisation; 38 bytes written a token.
 
@@ -111,10 +116,10 @@ def build(
     """
     _check_inputs(words, runs, turn_returns, num_tokens)
     chosen = resolve_impl(OP, impl, words)
-    fields = torch.ops.trajpack.build(
+    memory = torch.ops.trajpack.build(
         words.contiguous(), runs.contiguous(), turn_returns.contiguous(), num_tokens, chosen
     )
-    return TokenFields(*fields)
+    return fields_of(memory, num_tokens)
 
 
 def _check_inputs(
@@ -151,14 +156,59 @@ def check_runs(op: str, runs: torch.Tensor, num_tokens: int) -> None:
         )
 
 
-def empty_fields(num_tokens: int, device: torch.device) -> TokenFields:
-    """Return uninitialised fields over memory in whole tiles, for `build_into`."""
-    size = -(-num_tokens // TILE) * TILE
-    if device.type == "cpu":  # numpy allocates large arrays in huge pages
-        arrays = [np.empty(size, NUMPY_DTYPES[dtype]) for dtype in FIELD_DTYPES.values()]
-        return TokenFields(*(torch.from_numpy(array)[:num_tokens] for array in arrays))
-    memory = [torch.empty(size, dtype=dtype, device=device) for dtype in FIELD_DTYPES.values()]
-    return TokenFields(*(field[:num_tokens] for field in memory))
+def check_places(runs: torch.Tensor, num_words: int, num_turns: int) -> None:
+    """Raise if the values of a run table can be read and lead out of the stream or the turns.
+
+    Follows `check_runs`.
+    """
+    readable = values_to_check(runs)
+    if readable is None:
+        return
+    table = readable.numpy().astype(np.int64)
+    lengths, table = np.diff(table[:, Run.START]), table[:-1]
+    generated = lengths - np.clip(table[:, Run.GENERATED], 0, lengths)
+    given = np.where(table[:, Run.SOURCE] >= 0, lengths, 0)
+    for column, counts, size in (
+        (Run.SOURCE, given, num_words),
+        (Run.LOGPROB, generated, num_words),
+        (Run.TURN, generated.clip(max=1), num_turns),
+    ):
+        begins = table[:, column]
+        wrong = (counts > 0) & ((begins < 0) | (begins + counts > size))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"{OP}: runs must keep Run.{column.name} within {size}, run {at} has "
+                f"{counts[at]} from {begins[at]}"
+            )
+
+
+def empty_memory(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Return uninitialised memory of all fields, int64: one field behind another, in whole tiles.
+
+    Fields of wider dtypes come first; fields of the same width are in the order of `FIELD_DTYPES`.
+    """
+    size = _tiles(num_tokens) * TILE * TOKEN_BYTES // 8
+    if size and device.type == "cpu":  # numpy allocates large arrays in huge pages
+        return torch.from_numpy(np.empty(size, np.int64))
+    return torch.empty(size, dtype=torch.int64, device=device)
+
+
+def field_of(memory: torch.Tensor, num_tokens: int, name: str) -> torch.Tensor:
+    """Return a field in memory of `empty_memory`, a tensor with a version counter of its own."""
+    dtype = FIELD_DTYPES[name]
+    begin = TOKEN_OFFSETS[name] // dtype.itemsize * _tiles(num_tokens) * TILE
+    # `data`: with a shared counter, autograd takes a write to one field for a write to all
+    return memory.view(dtype)[begin : begin + num_tokens].data
+
+
+def fields_of(memory: torch.Tensor, num_tokens: int) -> TokenFields:
+    """Return all fields in memory of `empty_memory`."""
+    return TokenFields(*(field_of(memory, num_tokens, name) for name in FIELD_DTYPES))
+
+
+def _tiles(num_tokens: int) -> int:
+    return -(-num_tokens // TILE)
 
 
 class HostMemory:
@@ -173,14 +223,10 @@ class HostMemory:
         self._lent: dict[str, list[npt.NDArray[np.generic]]] = {name: [] for name in FIELD_DTYPES}
 
     def fields(self, num_tokens: int) -> TokenFields:
-        """Return uninitialised fields like those of `empty_fields`."""
-        size = -(-num_tokens // TILE) * TILE
-        return TokenFields(
-            *(
-                torch.from_numpy(self._array(name, size))[:num_tokens]
-                for name in TokenFields._fields
-            )
-        )
+        """Return uninitialised fields, each over memory of its own."""
+        size = _tiles(num_tokens) * TILE
+        arrays = (self._array(name, size) for name in FIELD_DTYPES)
+        return TokenFields(*(torch.from_numpy(array)[:num_tokens] for array in arrays))
 
     def _array(self, name: str, size: int) -> npt.NDArray[np.generic]:
         arrays = self._lent[name]
@@ -198,29 +244,38 @@ class HostMemory:
 
 
 def build_into(
-    fields: TokenFields,
+    memory: torch.Tensor,
     words: torch.Tensor,
     runs: torch.Tensor,
+    *,
     turn_returns: torch.Tensor,
+    num_tokens: int,
     impl: str,
-) -> None:
-    """Write the fields to memory from `empty_fields` or `HostMemory`: `build` without allocation.
+) -> torch.Tensor:
+    """Write all fields to memory of `empty_memory`, and return it: `build` without allocation.
 
-    Arguments are those of `build`, contiguous, on the device of the fields, and not checked.
+    Other arguments are those of `build`, contiguous, on the device of the memory, and not checked.
 
     Cost: one launch, no copy, no host synchronisation, capturable in a CUDA graph.
     """
-    num_tokens = fields.input_ids.shape[0]
-    if num_tokens == 0:
-        return
     if impl == "triton":
         from trajpack.kernels.fields.build_triton import write_fields
 
-        write_fields(words, runs, turn_returns, num_tokens, fields)
-    elif words.device.type == "cpu":
+        write_fields(words, runs, turn_returns, num_tokens=num_tokens, memory=memory)
+    else:
+        write_without_kernel(fields_of(memory, num_tokens), words, runs, turn_returns)
+    return memory
+
+
+def write_without_kernel(
+    fields: TokenFields, words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor
+) -> None:
+    """Write all fields by the reference, or, on the host, by copies of stretches."""
+    num_tokens = fields.input_ids.shape[0]
+    if num_tokens and words.device.type == "cpu":
         out = [field.numpy() for field in fields]
         _build_on_host(words.numpy(), runs.numpy(), turn_returns.numpy(), out)
-    else:
+    elif num_tokens:
         built = build_reference(words, runs, turn_returns, num_tokens)
         for field, values in zip(fields, built, strict=True):
             field.copy_(values)
@@ -362,20 +417,21 @@ def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, len
 
 def _run(
     words: torch.Tensor, runs: torch.Tensor, turn_returns: torch.Tensor, num_tokens: int, impl: str
-) -> list[torch.Tensor]:
+) -> torch.Tensor:
     check_runs(OP, runs, num_tokens)
-    fields = empty_fields(num_tokens, words.device)
-    build_into(fields, words, runs, turn_returns, impl)
-    return list(fields)
+    check_places(runs, words.shape[0], turn_returns.shape[0])
+    memory = empty_memory(num_tokens, words.device)
+    return build_into(
+        memory, words, runs, turn_returns=turn_returns, num_tokens=num_tokens, impl=impl
+    )
 
 
 def _fake(words: torch.Tensor, runs: Any, turn_returns: Any, num_tokens: int, impl: str) -> Any:
-    return [words.new_empty(num_tokens, dtype=dtype) for dtype in FIELD_DTYPES.values()]
+    return words.new_empty(_tiles(num_tokens) * TILE * TOKEN_BYTES // 8, dtype=torch.int64)
 
 
 register_op(
-    "build(Tensor words, Tensor runs, Tensor turn_returns, SymInt num_tokens, str impl) "
-    "-> Tensor[]",
+    "build(Tensor words, Tensor runs, Tensor turn_returns, SymInt num_tokens, str impl) -> Tensor",
     _run,
     _fake,
 )

@@ -9,18 +9,17 @@ tile hardly depends on the number of its runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.runs import RUN_WIDTH, Run
+from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 BLOCK = launch_on("build_kernel", -1).block
 """Tokens of a tile in the interpreter; on a device the architecture decides."""
+WHOLE = tl.constexpr(TILE)
 ROW = tl.constexpr(RUN_WIDTH)
 SOURCE = tl.constexpr(int(Run.SOURCE))
 GENERATED = tl.constexpr(int(Run.GENERATED))
@@ -32,20 +31,25 @@ VERSION = tl.constexpr(int(Run.VERSION))
 
 
 @triton.jit
-def _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated):
-    tl.store(fields[0] + token, word.to(tl.int64))
-    tl.store(fields[1] + token, position.to(tl.int64))
-    tl.store(fields[2] + token, sequence)
-    tl.store(fields[3] + token, turn)
-    tl.store(fields[4] + token, 1 - generated.to(tl.int8))
-    tl.store(fields[5] + token, generated.to(tl.int8))
-    tl.store(fields[6] + token, logprob.to(tl.float32, bitcast=True))
-    tl.store(fields[7] + token, version)
-    tl.store(fields[8] + token, earned)
+def _store(
+    memory, size, token, word, position, sequence, turn, logprob, version, earned, generated
+):
+    """Write a tile of each field to memory of `trajpack.kernels.fields.build.empty_memory`."""
+    tl.store(memory + token, word.to(tl.int64))
+    tl.store(memory + size + token, position.to(tl.int64))
+    ints = (memory + 2 * size).to(tl.pointer_type(tl.int32))
+    tl.store(ints + token, sequence)
+    tl.store(ints + size + token, turn)
+    tl.store(ints + 2 * size + token, logprob)
+    tl.store(ints + 3 * size + token, version)
+    tl.store(ints + 4 * size + token, earned.to(tl.int32, bitcast=True))
+    masks = (ints + 5 * size).to(tl.pointer_type(tl.int8))
+    tl.store(masks + token, 1 - generated.to(tl.int8))
+    tl.store(masks + size + token, generated.to(tl.int8))
 
 
 @triton.jit
-def _write_one_run(words, row, turn_returns, fields, first, token, BLOCK: tl.constexpr):
+def _write_one_run(words, row, turn_returns, memory, size, first, token, BLOCK: tl.constexpr):
     """Write a tile inside one run; the run's row is loaded once."""
     zeros = tl.zeros((BLOCK,), tl.int32)
     offset = token - tl.load(row)
@@ -66,11 +70,11 @@ def _write_one_run(words, row, turn_returns, fields, first, token, BLOCK: tl.con
     sequence = tl.load(row + SEQUENCE) + zeros
     turn = tl.where(generated, run_turn, -1)
     version = tl.where(generated, tl.load(row + VERSION), -1)
-    _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated)
+    _store(memory, size, token, word, position, sequence, turn, logprob, version, earned, generated)
 
 
 @triton.jit
-def _write_many_runs(words, runs, turn_returns, fields, low, high, token, last):
+def _write_many_runs(words, runs, turn_returns, memory, size, low, high, token, last):
     """Write a tile over the runs from ``low`` to ``high``; each lane gathers from its own run."""
     inside = tl.minimum(token, last)  # memory behind the last token is not used
     row = runs + find_segments(runs, low, high, inside, ROW) * ROW
@@ -87,41 +91,41 @@ def _write_many_runs(words, runs, turn_returns, fields, low, high, token, last):
     sequence = tl.load(row + SEQUENCE)
     turn = tl.where(generated, run_turn, -1)
     version = tl.where(generated, tl.load(row + VERSION), -1)
-    _store(fields, token, word, position, sequence, turn, logprob, version, earned, generated)
+    _store(memory, size, token, word, position, sequence, turn, logprob, version, earned, generated)
 
 
 @triton.jit(do_not_specialize=["num_runs", "num_tokens"])
-def build_kernel(words, runs, turn_returns, fields, num_runs, num_tokens, BLOCK: tl.constexpr):
+def build_kernel(words, runs, turn_returns, memory, num_runs, num_tokens, BLOCK: tl.constexpr):
     first = tl.program_id(0) * BLOCK
     token = first + tl.arange(0, BLOCK)
+    size = tl.cdiv(num_tokens, WHOLE).to(tl.int64) * WHOLE
     low = find_segment(runs, num_runs, first, ROW)
     if tl.load(runs + (low + 1) * ROW) >= first + BLOCK:
-        _write_one_run(words, runs + low * ROW, turn_returns, fields, first, token, BLOCK)
+        _write_one_run(words, runs + low * ROW, turn_returns, memory, size, first, token, BLOCK)
     else:
         last = tl.minimum(first + BLOCK, num_tokens) - 1
         high = find_segment(runs, num_runs, last, ROW)
-        _write_many_runs(words, runs, turn_returns, fields, low, high, token, last)
+        _write_many_runs(words, runs, turn_returns, memory, size, low, high, token, last)
 
 
 def write_fields(
     words: torch.Tensor,
     runs: torch.Tensor,
     turn_returns: torch.Tensor,
+    *,
     num_tokens: int,
-    out: Sequence[torch.Tensor],
+    memory: torch.Tensor,
 ) -> None:
-    """Launch the kernel on fields in whole tiles, which it writes to the end."""
+    """Launch the kernel; it writes ``memory`` of `empty_memory` to the end."""
     if not num_tokens:
         return
-    # Triton takes a bool pointer for one bit; the masks are bytes
-    fields = tuple(f.view(torch.int8) if f.dtype == torch.bool else f for f in out)
     launch = launch_on("build_kernel", words.get_device())
     with torch.cuda.device_of(words):  # Triton launches on the current device
         build_kernel[(triton.cdiv(num_tokens, launch.block),)](
             words,
             runs,
             turn_returns,
-            fields,
+            memory,
             runs.shape[0] - 1,
             num_tokens,
             BLOCK=launch.block,

@@ -22,6 +22,22 @@ Scale: TypeAlias = Literal[
 Singleton: TypeAlias = Literal["raw", "zero"]
 
 
+class Members(NamedTuple):
+    """Members in an order that puts those of one group next to each other."""
+
+    group_ids: torch.Tensor
+    """int32 or int64: the group of each member, or of each owner."""
+    order: torch.Tensor | None
+    """int32 or int64 ``[members]``: a permutation of the members. Sums follow it. ``None`` for
+    ``impl="torch"``, which needs none."""
+    states: torch.Tensor | None = None
+    """int32 or int64 ``[members]``: divides groups further; a negative one is in no group."""
+    inner: torch.Tensor | None = None
+    """int64 ``[members]``: place in ``order`` of each place, if ``order`` is permuted once more."""
+    owners: torch.Tensor | None = None
+    """int32 ``[members]``: index in ``group_ids``, where several members share one entry."""
+
+
 class Rule(NamedTuple):
     """How a group's statistics make advantages: the arguments of `group_advantages`."""
 
@@ -118,10 +134,9 @@ def group_advantages(  # noqa: PLR0913
             go with the baseline, lengths are missing or not needed, or ``scores`` or ``lengths``
             requires grad.
 
-    Cost: one launch, no sort, no atomics, no copy, no host synchronisation. Each 16 groups (8
-    with ``"leave_one_out_std"``) read the ids of all members three times and the scores near their
-    own members: time grows with members · groups / 16, least where groups are contiguous. With
-    ``impl="torch"`` one pass for each statistic.
+    Cost: a stable sort of the ids and one launch, which reads each member four times; one launch
+    more with ``"nonzero"``. Linear in the members beside the sort. No copy, no host
+    synchronisation. With ``impl="torch"`` one pass for each statistic.
 
     Example:
         >>> scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0]), torch.tensor([0, 1, 0, 0])
@@ -137,46 +152,69 @@ def group_advantages(  # noqa: PLR0913
         ``Normalization`` of AReaL 1.0.4; mean of either sign: ``compute_maxrl_advantage`` of
         SkyRL. `trajpack.kernels.groups.group_recipes` has the usual ones by name.
     """
+    rule = Rule(baseline, scale, ddof, eps, singleton)
     check_tensor(OP, "scores", scores, dtypes=FLOATS, constant=True)
-    device, members = scores.device, scores.shape[0]
-    per_member: dict[str, Any] = {"device": device, "entries": members, "per": "member"}
-    check_tensor(OP, "group_ids", group_ids, dtypes=INTEGERS, **per_member)
+    per = {"device": scores.device, "entries": scores.shape[0], "per": "member"}
+    check_tensor(OP, "group_ids", group_ids, dtypes=INTEGERS, **per)  # type: ignore[arg-type]
     check_integer(OP, "num_groups", num_groups, most=MAX_COUNT)
-    check_integer(OP, "number of members", members, most=MAX_COUNT)
-    check_choice(OP, "baseline", baseline, get_args(Baseline))
-    check_choice(OP, "scale", scale, get_args(Scale))
-    check_choice(OP, "singleton", singleton, get_args(Singleton))
-    if scale == "leave_one_out_std" and baseline != "leave_one_out":
-        raise ValueError(
-            f"{OP}: scale='leave_one_out_std' needs baseline='leave_one_out', got {baseline!r}"
-        )
-    if baseline == "second_best" and scale in ("std_about_baseline", "signed_mean"):
-        raise ValueError(f"{OP}: scale={scale!r} has no meaning with baseline='second_best'")
-    check_integer(OP, "ddof", ddof, most=MAX_COUNT)
-    check_number(OP, "eps", eps, least=0, finite=True)
+    check_integer(OP, "number of members", scores.shape[0], most=MAX_COUNT)
+    _check_rule(rule)
     if valid is not None:
-        check_tensor(OP, "valid", valid, dtypes=(torch.bool,), **per_member)
-        valid = valid.contiguous()
+        check_tensor(OP, "valid", valid, dtypes=(torch.bool,), **per)  # type: ignore[arg-type]
     if baseline == "length_weighted" and lengths is None:
         raise ValueError(f"{OP}: baseline='length_weighted' needs lengths, got None")
     if lengths is not None:
         if baseline != "length_weighted":
             raise ValueError(f"{OP}: lengths are for baseline='length_weighted', got {baseline!r}")
         numbers = (*INTEGERS, *FLOATS)
-        check_tensor(OP, "lengths", lengths, dtypes=numbers, constant=True, **per_member)
-        lengths = lengths.contiguous()
+        check_tensor(OP, "lengths", lengths, dtypes=numbers, constant=True, **per)  # type: ignore[arg-type]
+    chosen = resolve_impl(OP, impl, scores)
+    order = torch.argsort(group_ids, stable=True) if chosen == "triton" else None
+    members = Members(group_ids.contiguous(), order)
+    return advantages_of(
+        scores, members, num_groups, rule, lengths=lengths, valid=valid, impl=chosen
+    )
+
+
+def _check_rule(rule: Rule) -> None:
+    baseline, scale = rule.baseline, rule.scale
+    check_choice(OP, "baseline", baseline, get_args(Baseline))
+    check_choice(OP, "scale", scale, get_args(Scale))
+    check_choice(OP, "singleton", rule.singleton, get_args(Singleton))
+    if scale == "leave_one_out_std" and baseline != "leave_one_out":
+        raise ValueError(
+            f"{OP}: scale='leave_one_out_std' needs baseline='leave_one_out', got {baseline!r}"
+        )
+    if baseline == "second_best" and scale in ("std_about_baseline", "signed_mean"):
+        raise ValueError(f"{OP}: scale={scale!r} has no meaning with baseline='second_best'")
+    check_integer(OP, "ddof", rule.ddof, most=MAX_COUNT)
+    check_number(OP, "eps", rule.eps, least=0, finite=True)
+
+
+def advantages_of(
+    scores: torch.Tensor,
+    members: Members,
+    num_groups: int,
+    rule: Rule,
+    *,
+    impl: str,
+    lengths: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute `group_advantages` of members whose order is known; arguments are checked.
+
+    Cost: one launch, with ``scale="nonzero"`` two; linear in the members.
+    """
     advantages: torch.Tensor = torch.ops.trajpack.group_advantages(
         scores.contiguous(),
-        group_ids.contiguous(),
+        *members,
         num_groups,
-        baseline,
-        scale,
-        ddof,
-        float(eps),
-        singleton,
-        lengths,
-        valid,
-        resolve_impl(OP, impl, scores),
+        *rule[:3],
+        float(rule.eps),
+        rule.singleton,
+        None if lengths is None else lengths.contiguous(),
+        None if valid is None else valid.contiguous(),
+        impl,
     )
     return advantages
 
@@ -316,20 +354,55 @@ def _center(
     return (zero, zero, no_floor) if rule.baseline == "none" else (sums.low, mean, no_floor)
 
 
-def _run(
-    scores: torch.Tensor, group_ids: torch.Tensor, num_groups: int, *settings: Any
-) -> torch.Tensor:
-    *rule, lengths, valid, impl = settings
-    run = group_advantages_reference
+def _run(scores: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    members, (num_groups, *rule, lengths, valid, impl) = Members(*inputs[:5]), inputs[5:]
     if impl == "triton":
-        from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward as run
-    return run(scores, group_ids, num_groups, Rule(*rule), lengths, valid)
+        from trajpack.kernels.groups.group_advantages_triton import (
+            group_advantages_forward,
+            members_by_nonzero,
+        )
+
+        share, given = None, {"lengths": lengths, "valid": valid}
+        if rule[1] == "nonzero":  # the scale
+            share = members_by_nonzero(scores, members.group_ids, num_groups, valid)
+        return group_advantages_forward(
+            scores, members, num_groups, Rule(*rule), **given, share=share
+        )
+    group_ids, owners, states = members.group_ids, members.owners, members.states
+    if owners is not None:
+        group_ids = group_ids[owners.long()]
+    if states is not None:
+        inside = (group_ids >= 0) & (group_ids < num_groups)
+        group_ids = number_pairs(group_ids, torch.where(inside, states, -1))
+        num_groups = scores.shape[0]
+    return group_advantages_reference(scores, group_ids, num_groups, Rule(*rule), lengths, valid)
+
+
+def number_pairs(group_ids: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
+    """Number the pairs of a group and a state from 0 on, in ascending order, as int64.
+
+    The same pair has the same number wherever it stands; -1 where the state is negative. Sorts
+    of integers alone: deterministic, and no value is read by the host.
+
+    Example:
+        >>> number_pairs(torch.tensor([5, 5, 2, 5]), torch.tensor([9, 1, 9, 9]))
+        tensor([2, 1, 0, 2])
+    """
+    if not group_ids.shape[0]:
+        return group_ids.long()
+    order = torch.argsort(state_ids, stable=True)
+    order = order[torch.argsort(group_ids[order], stable=True)]
+    groups, states = group_ids[order], state_ids[order]
+    is_new = (groups[1:] != groups[:-1]) | (states[1:] != states[:-1])
+    numbers = torch.nn.functional.pad(is_new.long(), (1, 0)).cumsum(0)
+    numbers = numbers.scatter(0, order, numbers)  # each place once
+    return torch.where(state_ids < 0, -1, numbers)
 
 
 register_op(
-    "group_advantages(Tensor scores, Tensor group_ids, SymInt num_groups, str baseline, "
-    "str scale, int ddof, float eps, str singleton, Tensor? lengths, Tensor? valid, str impl)"
-    " -> Tensor",
+    "group_advantages(Tensor scores, Tensor group_ids, Tensor? order, Tensor? states, "
+    "Tensor? inner, Tensor? owners, SymInt num_groups, str baseline, str scale, int ddof, "
+    "float eps, str singleton, Tensor? lengths, Tensor? valid, str impl) -> Tensor",
     _run,
     lambda scores, *_: torch.empty_like(scores, dtype=torch.float32),
 )

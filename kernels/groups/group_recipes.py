@@ -16,6 +16,7 @@ from trajpack.kernels.groups.group_advantages import (
     INTEGERS,
     Singleton,
     group_advantages,
+    number_pairs,
 )
 from trajpack.kernels.validation import check_choice, check_tensor
 
@@ -326,9 +327,8 @@ def step_advantages(
     Returns:
         ``[steps]`` float32. Errors are those of `group_advantages`.
 
-    Cost: two stable sorts and a dozen small launches of torch number the pairs; then one launch of
-    `group_advantages`, which reads ids steps² / 16 times where the steps of a task are not
-    contiguous: up to 32,768 steps. No host synchronisation.
+    Cost: two stable sorts and a dozen small launches of torch number the pairs; then that of
+    `group_advantages`. Linear in the steps beside the sorts. No host synchronisation.
 
     Example:
         >>> scores = torch.tensor([1.0, 0.0, 5.0, 4.0])
@@ -356,24 +356,3 @@ def step_advantages(
         valid=valid,
         impl=impl,
     )
-
-
-def number_pairs(task_ids: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
-    """Number the pairs of a task and a state from 0 on, in ascending order, as int64.
-
-    The same pair has the same number wherever it stands; -1 where the state is negative. Sorts
-    of integers alone: deterministic, and no value is read by the host.
-
-    Example:
-        >>> number_pairs(torch.tensor([5, 5, 2, 5]), torch.tensor([9, 1, 9, 9]))
-        tensor([2, 1, 0, 2])
-    """
-    if not task_ids.shape[0]:
-        return task_ids.long()
-    order = torch.argsort(state_ids, stable=True)
-    order = order[torch.argsort(task_ids[order], stable=True)]
-    tasks, states = task_ids[order], state_ids[order]
-    is_new = (tasks[1:] != tasks[:-1]) | (states[1:] != states[:-1])
-    numbers = torch.nn.functional.pad(is_new.long(), (1, 0)).cumsum(0)
-    numbers = numbers.scatter(0, order, numbers)  # each place once
-    return torch.where(state_ids < 0, -1, numbers)

@@ -108,16 +108,22 @@ def _reduce_chunk(
     longest = tl.max(left, 0)
     done = 0
     while done < longest:
-        for step in tl.static_range(STEPS):
+        entries = ()
+        marks = ()
+        for step in tl.static_range(STEPS):  # all loads come before the first sum
             place = done + step * LANES + lane
             counted = place[None, :] < left[:, None]
             offset = first[:, None] + place[None, :]
             entry = tl.load(x + offset, mask=counted, other=0)
+            entries = entries + (entry,)  # type: ignore[assignment]  # noqa: RUF005
             if HAS_MASK:
                 counted = tl.load(mask + offset, mask=counted, other=0) != 0
-            lanes = _join(lanes, tl.where(counted, _as_summand(entry, MAX), nothing), MAX)
+            marks = marks + (counted,)  # type: ignore[assignment]  # noqa: RUF005
+        for step in tl.static_range(STEPS):
+            summand = tl.where(marks[step], _as_summand(entries[step], MAX), nothing)
+            lanes = _join(lanes, summand, MAX)
             if COUNT:
-                counts += counted.to(tl.int32)
+                counts += marks[step].to(tl.int32)
         done += STEPS * LANES
     return lanes, counts
 

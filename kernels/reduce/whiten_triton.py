@@ -20,8 +20,9 @@ CHUNK = block_shape("whiten", DEFAULT).block
 """The same on every architecture: it decides the order of the sums, as PARTIALS does."""
 PARTIALS = 1024
 """Chunks whose moments are read at once."""
-MOST_PROGRAMS = 1024
-"""Largest number of programs that whiten; each reads the moments of all chunks."""
+MOST_PROGRAMS = 256
+"""Largest number of programs that whiten; each reads the moments of all chunks. All of them fit on
+an H200 at once: two blocks of 256 threads on each of 132 SMs."""
 ALIGNMENT = 16
 """Alignment of inputs in bytes, so that there is one layout and one order of sums."""
 

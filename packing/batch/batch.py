@@ -44,6 +44,17 @@ SequenceOf: TypeAlias = Literal["trajectory", "turn", "row"]
 UNALIGNED = Alignment()
 
 
+class GroupOrder(NamedTuple):
+    """Trajectories and turns in the order of their groups, int32 but for computed orders."""
+
+    trajectories: torch.Tensor
+    """``[trajectories]``: a permutation, stable within a group."""
+    turns: torch.Tensor
+    """``[turns]``: a permutation, stable within a group."""
+    owners: torch.Tensor
+    """``[turns]``: the trajectory of each turn."""
+
+
 class LayoutTokens(NamedTuple):
     """Tokens that the same turns take in each layout."""
 
@@ -140,8 +151,9 @@ class PackedBatch(LabelMethods):
 
     advantages: torch.Tensor | None = None
     """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first."""
-    metrics: torch.Tensor | None = None
-    """float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`."""
+    metrics: torch.Tensor | None = dataclasses.field(default_factory=type(None))
+    """float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`. Computed at
+    first access, if whitening did not need them."""
     metric_names: tuple[str, ...] = ()
     """Names of the metrics."""
 
@@ -154,7 +166,7 @@ class PackedBatch(LabelMethods):
         Making a batch then costs the host the same at any size.
         """
         batch = object.__new__(cls)
-        batch.__dict__.update(ready, _later=dict(later))
+        batch.__dict__.update({"metrics": None, **ready}, _later=dict(later))
         return batch
 
     if not TYPE_CHECKING:  # type checkers then find misspelled fields
@@ -238,9 +250,9 @@ class PackedBatch(LabelMethods):
         """Keep the memory of the batch from reuse while work of another stream reads it.
 
         PyTorch's caching allocator reuses memory on the stream of its allocation as soon as no
-        tensor holds it. This method records ``stream`` for all memory of the batch: per-token
-        fields, extra fields, returns, advantages, and the one allocation that holds all tables
-        and the token stream. ``record_stream`` on a single field covers that field alone.
+        tensor holds it. This method records ``stream`` for all memory of the batch: the one
+        allocation of the per-token fields, the one of all tables and the token stream, extra
+        fields, returns and advantages. ``record_stream`` on a tensor covers its allocation alone.
 
         Make the other stream wait for the packing before: ``stream.wait_stream(packing)``.
         ``docs/devices.md`` has an example.
@@ -248,12 +260,13 @@ class PackedBatch(LabelMethods):
         Args:
             stream: The `torch.cuda.Stream` that reads the batch.
 
-        Cost: one call of ``torch.Tensor.record_stream`` a storage, about a dozen. No copy, no
+        Cost: one call of ``torch.Tensor.record_stream`` a storage, three or more. No copy, no
             synchronisation. Does nothing on the host.
         """
-        # tables that were not accessed yet share the allocation of the boundaries
+        # tensors that were not made yet are in the memory of the boundaries or of the token ids
+        shared = [self.cu_seqlens, self.input_ids]
         made = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
-        record_storages([self.cu_seqlens, *made, *self.fields.values()], stream)
+        record_storages([*shared, *made, *self.fields.values()], stream)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
@@ -347,10 +360,13 @@ class PackedBatch(LabelMethods):
         Warns:
             UserWarning: If the estimator compares trajectories and every group has one member.
 
-        Cost: three or four launches, metrics included, and six with ``scores``; up to seven where
-        tokens between generated ones are steps, five or six more where cut-off trajectories are
-        masked, three or four more with ``all_reduce``, 26 for `GiGPO`, which numbers its states by
-        sorting, and one more where the batch was credited before. No copy, no synchronisation.
+        Cost: one or two launches over tokens, three where trajectories are compared, four for
+        `GPG`, six for `GiGPO`, which sorts its states; two more if the estimator whitens, or one
+        where trajectories are compared. Up to three more where tokens between generated ones are
+        steps, with ``scores``, and with ``all_reduce``; six where cut-off trajectories are masked
+        or the batch was not packed but copied. ``metrics`` of an estimator that does not whiten
+        are one or two launches at first access: read them before `advantages` are changed in
+        place, and before a `StaticBatch` runs again. No copy, no synchronisation.
 
         Reference:
             Each estimator names its own.
@@ -395,7 +411,8 @@ class PackedBatch(LabelMethods):
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: up to 45 small operations. No copy, no synchronisation.
+        Cost: that of `trajpack.kernels.loss_weights`, and a few small operations over turns and
+        tokens where a sequence is a trajectory. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.loss_weights`.
@@ -466,40 +483,21 @@ class PackedBatch(LabelMethods):
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
 
-        Cost: that of `trajpack.kernels.importance_weights`, and ten small launches where the
-        segments are trajectories. No copy, no synchronisation.
+        Cost: two launches for levels of tokens; three for segments that are turns, four for
+        trajectories; one more to normalize. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.importance_weights`.
         """
-        from trajpack.kernels.corrections.importance_weights import (
-            check_weighed,
-            importance_weights,
-        )
+        from trajpack.kernels.corrections.importance_weights import importance_of_groups
 
         if per not in ("trajectory", "turn"):
             raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
-        check_weighed(logprobs, self.rollout_logprobs, self.loss_mask, correction)
-        if per == "turn" or not correction.needs_segments:
-            return importance_weights(
-                logprobs, self.rollout_logprobs, self.loss_mask, correction,
-                segments=self.turn_spans, segment_ids=self.turn_ids, impl=impl,
-            )  # fmt: skip
-        # the generated tokens of a trajectory may lie in several sequences: gather them
-        num_positions = self.num_tokens if self.is_padded else self.num_generated
-        position = torch.arange(num_positions, device=self.device)
-        turn = torch.searchsorted(self.cu_generated[1:].long(), position, right=True)
-        exists = turn < self.num_turns
-        turn = turn.clamp(max=max(self.num_turns - 1, 0))
-        at = self.turn_spans[turn, 0].long() + position - self.cu_generated[turn]
-        at = torch.where(exists, at, 0)
-        bounds = self.cu_generated[self.cu_turns.long()]
-        weights, metrics = importance_weights(
-            logprobs[at], self.rollout_logprobs[at], self.loss_mask[at] & exists, correction,
-            segments=bounds, impl=impl,
+        return importance_of_groups(
+            logprobs, self.rollout_logprobs, self.loss_mask, correction,
+            segments=self.turn_spans, segment_ids=self.turn_ids,
+            groups=self.cu_turns if per == "trajectory" else None, impl=impl,
         )  # fmt: skip
-        out = torch.zeros(self.num_tokens + 1, device=self.device)
-        return out.index_copy_(0, torch.where(exists, at, self.num_tokens), weights)[:-1], metrics
 
     def _units(self, aggregation: str, per: str, truncated: str) -> dict[str, Any]:
         """Return the mask, the sequence of each token and the group of each trajectory."""
@@ -533,6 +531,20 @@ class PackedBatch(LabelMethods):
         if aggregation == "prompt_mean":
             units |= {"group_ids": self.group_ids, "num_groups": num_trajectories}
         return units
+
+    @cached_property
+    def group_order(self) -> GroupOrder:
+        """Orders that the host made when it packed; of any other batch, six launches of torch."""
+        later = self.__dict__.get("_later", {})
+        tables = ("order_of_trajectories", "order_of_turns", "turn_trajectory")
+        if "turn_trajectory" in later or "turn_trajectory" in self.__dict__:
+            return GroupOrder(*(getattr(self, name) for name in tables))
+        turn = torch.arange(self.num_turns, device=self.device)
+        last = max(self.cu_turns.shape[0] - 2, 0)
+        owners = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True).clamp(max=last)
+        order = torch.argsort(self.group_ids, stable=True)
+        turns = torch.argsort(self.group_ids[owners], stable=True)
+        return GroupOrder(order, turns, owners.int())
 
     @cached_property
     def host_lengths(self) -> Lengths:

@@ -11,9 +11,17 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.fields.build import HostMemory, build, build_into
+from trajpack.kernels.fields.build import (
+    FIELD_DTYPES,
+    HostMemory,
+    build_into,
+    empty_memory,
+    field_of,
+    write_without_kernel,
+)
 from trajpack.kernels.fields.gather_fields import gather_fields
-from trajpack.kernels.scan.credit_scan import credit_scan
+from trajpack.kernels.scan.credit_scan import credit_scan, run_scan
+from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.chains import (
     TrajectoryLabels,
@@ -252,12 +260,13 @@ class TrajectoryBuffer:
         counts, memory = state.counts, self._memory
         with self._staging.on_device():
             region = self._staging.send(state.num_words)
-            ready = write_batch(region, region.stream, counts, self.fields, chosen, memory)
+            stream = region.stream
+            ready, later = write_batch(region, stream, counts, self.fields, chosen, memory)
         ready |= {"layout": layout, "num_generated": state.num_generated}
         lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         if self.device.type == "cpu":  # later calls write to the memory of the tables
             ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
-        return PackedBatch.with_lazy_columns(ready, lazy)
+        return PackedBatch.with_lazy_columns(ready, lazy | later)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
@@ -314,16 +323,16 @@ class TrajectoryBuffer:
 
 def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.Tensor:
     """Discount the turns' rewards backward over their trajectories."""
-    returns, _ = credit_scan(
-        region.table("turn_rewards", counts.turns),
-        region.table("cu_turns", counts.trajectories + 1),
-        op="discounted_returns",
-        kind="returns",
-        impl=impl,
-        gammas=region.table("turn_discounts", counts.trajectories),
-        max_seqlen=counts.most_turns,
-    )
-    return returns
+    rewards = region.table("turn_rewards", counts.turns)
+    cu_turns = region.table("cu_turns", counts.trajectories + 1)
+    options: dict[str, Any] = {
+        "kind": "returns",
+        "gammas": region.table("turn_discounts", counts.trajectories),
+        "max_seqlen": counts.most_turns,
+    }
+    if impl == "triton":  # directly, because a registered op costs the host as much again
+        return run_scan(Scan(cu_turns, counts.turns, counts.turns, rewards, **options), impl)[0]
+    return credit_scan(rewards, cu_turns, op="discounted_returns", impl=impl, **options)[0]
 
 
 def write_batch(
@@ -333,30 +342,35 @@ def write_batch(
     fields: Sequence[TokenField],
     impl: Impl,
     memory: HostMemory | None = None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
     """Launch the kernels that write a batch from its tables and the stream ``words``.
 
-    Returns the per-token tensors, on the host in ``memory``, and the turns' returns.
+    Returns the per-token tensors and the turns' returns, and functions that make the tensors of
+    fields in memory that they share. On the host the fields lie in ``memory``.
     """
     returns = returns_of_turns(region, counts, impl)
-    runs = region.table("runs", counts.spans + 1)
+    runs, tokens = region.table("runs", counts.spans + 1), counts.tokens
+    built: dict[str, Any] = {}
+    later: dict[str, Callable[[], Any]] = {}
     if memory is not None and impl == "torch":
-        built = memory.fields(counts.tokens)
-        build_into(built, words, runs, returns, impl)
+        fields_on_host = memory.fields(tokens)
+        write_without_kernel(fields_on_host, words, runs, returns)
+        built = fields_on_host._asdict()
     else:
-        built = build(words, runs, returns, counts.tokens, impl)
+        if impl == "triton":  # directly, because a registered op costs the host as much again
+            block = empty_memory(tokens, words.device)
+            build_into(block, words, runs, turn_returns=returns, num_tokens=tokens, impl=impl)
+        else:
+            block = torch.ops.trajpack.build(words, runs, returns, tokens, impl)
+        later = {name: partial(field_of, block, tokens, name) for name in FIELD_DTYPES}
     extra = {}
     if fields:
         sources = region.table("field_sources", counts.spans + 1)
         layouts = [field.layout for field in fields]
         gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
-    return {
-        **built._asdict(),
-        "turn_returns": returns,
-        "fields": extra,
-        "token_fields": tuple(fields),
-    }
+    ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
+    return built | ready, later
 
 
 def lazy_columns(

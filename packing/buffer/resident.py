@@ -91,10 +91,10 @@ def pack_resident(
     with staging.on_device():
         arena = staging.send(table_words)
         words = _words(arena, pieces, num_words, chosen)
-        written = write_batch(arena, words, counts, (), chosen)
-    ready = written | {"layout": layout, "num_generated": intake.num_generated}
+        ready, later = write_batch(arena, words, counts, (), chosen)
+    ready |= {"layout": layout, "num_generated": intake.num_generated}
     lazy = lazy_columns(arena, intake.labels, tables, counts=counts)
-    return PackedBatch.with_lazy_columns(ready, lazy)
+    return PackedBatch.with_lazy_columns(ready, lazy | later)
 
 
 def _words(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, resolve_impl
-from trajpack.kernels.fields.build import build_into, empty_fields
+from trajpack.kernels.fields.build import build_into, empty_memory, fields_of
 from trajpack.kernels.fields.gather_fields import empty_rows, gather_fields_into
 from trajpack.kernels.runs import MAX_TOKENS, Run
 from trajpack.packing.batch.batch import PackedBatch
@@ -95,7 +95,8 @@ class StaticBatch:
             words = sent.words.clone()
             sent = sent._replace(words=words, stream=words[words.shape[0] - self._words :])
         self._arena = sent
-        self._tokens = empty_fields(capacity, self.device)
+        self._memory = empty_memory(capacity, self.device)
+        self._tokens = fields_of(self._memory, capacity)
         self._rows = empty_rows(self._layouts, capacity, self.device)
         self._counts = Counts(
             trajectories=max_turns,
@@ -184,7 +185,14 @@ class StaticBatch:
             arena, counts = self._arena, self._counts
             self._returns.copy_(returns_of_turns(arena, counts, chosen))
             runs = arena.table("runs", counts.spans + 1)
-            build_into(self._tokens, arena.stream, runs, self._returns, chosen)
+            build_into(
+                self._memory,
+                arena.stream,
+                runs,
+                turn_returns=self._returns,
+                num_tokens=counts.tokens,
+                impl=chosen,
+            )
             if self.fields:
                 sources = arena.table("field_sources", counts.spans + 1)
                 layouts = self._layouts
@@ -242,6 +250,12 @@ class StaticBatch:
         tables["turn_begin"][turns:] = counts.tokens
         tables["cu_generated"][turns + 1 :] = counts.generated
         tables["group_ids"][counts.trajectories :] = -1
+        tables["turn_trajectory"][turns:] = min(counts.trajectories, self.max_turns - 1)
+        for name, used in (
+            ("order_of_trajectories", counts.trajectories),
+            ("order_of_turns", turns),
+        ):
+            tables[name][used:] = np.arange(used, len(tables[name]))
         if self.fields:
             tables["field_sources"][spans:] = 0
 

@@ -30,6 +30,9 @@ COLUMNS = {
     "turn_begin": Column(I32),
     "cu_generated": Column(I32),
     "group_ids": Column(I32),
+    "order_of_trajectories": Column(I32),
+    "order_of_turns": Column(I32),
+    "turn_trajectory": Column(I32),
     **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
 """Tables that are sent with the stream. Each has one row more than entries."""
@@ -44,6 +47,9 @@ TABLE_ROWS = {
     "cu_turns": ("trajectories", 1),
     "cu_seqlens": ("sequences", 1),
     "group_ids": ("trajectories", 0),
+    "order_of_trajectories": ("trajectories", 0),
+    "order_of_turns": ("turns", 0),
+    "turn_trajectory": ("turns", 0),
 }
 """Tables that are tensors of a batch. Their numbers of rows: a number of `Counts` and an addend."""
 
@@ -139,6 +145,7 @@ class BatchTables:
         self._spans = GrowingArray(np.int64, len(Span))
         self._rows = GrowingArray(np.int64, len(fields))
         self._groups: dict[str, int] = {}
+        self._is_ordered = True
         self.seqlens = GrowingArray(np.int32)
         """Lengths of the sequences, of which batches have views."""
 
@@ -157,6 +164,8 @@ class BatchTables:
         discounts = [labels.turn_discount for labels in intake.labels]
         tables["turn_discounts"][counts.trajectories : trajectories] = discounts
         tables["group_ids"][counts.trajectories : trajectories] = group_ids
+        owners = np.repeat(np.arange(counts.trajectories, trajectories), num_turns)
+        tables["turn_trajectory"][counts.turns : turns] = owners
         ends = counts.turns + np.cumsum(num_turns)
         tables["cu_turns"][counts.trajectories + 1 : trajectories + 1] = ends
         generated = counts.generated + np.cumsum(intake.turn_size)
@@ -224,11 +233,13 @@ class BatchTables:
             sources[:, number] = rows + skipped * field.row_bytes
         if not before.spans:
             self.seqlens = GrowingArray(np.int32)
+            self._is_ordered = True
             tables["cu_turns"][0] = tables["cu_generated"][0] = 0
         cu_seqlens, sequences = tables["cu_seqlens"], before.sequences + int(opens.sum())
         cu_seqlens[before.sequences : sequences] = starts[opens]
         cu_seqlens[sequences] = num_tokens
         self.seqlens.write(before.sequences, np.diff(cu_seqlens[before.sequences : sequences + 1]))
+        self._order_groups(tables, counts, before)
         turn = spans[:, Span.TURN]
         first = turn[::-1]  # written in reverse, a turn's first span is written last
         tables["turn_sequence"][turn] = sequence
@@ -236,6 +247,35 @@ class BatchTables:
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
         return counts._replace(sequences=sequences, tokens=num_tokens)
+
+    def _order_groups(
+        self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts
+    ) -> None:
+        """Write trajectories and turns in the order of their groups, stable within a group.
+
+        Groups are numbered as they appear. While their members are contiguous, only new rows are
+        written.
+        """
+        group_ids = tables["group_ids"][: counts.trajectories]
+        known = max(before.trajectories - 1, 0)
+        self._is_ordered &= not (np.diff(group_ids[known:]) < 0).any()
+        first_trajectory, first_turn = before.trajectories, before.turns
+        order, turn_order = (
+            np.arange(first, end)
+            for first, end in (
+                (first_trajectory, counts.trajectories),
+                (first_turn, counts.turns),
+            )
+        )
+        if not self._is_ordered:
+            if counts.groups <= 1 << 16:
+                group_ids = group_ids.astype(np.uint16)  # sorted in linear time
+            first_trajectory = first_turn = 0
+            order = np.argsort(group_ids, kind="stable")
+            owners = tables["turn_trajectory"][: counts.turns]
+            turn_order = np.argsort(group_ids[owners], kind="stable")
+        tables["order_of_trajectories"][first_trajectory : counts.trajectories] = order
+        tables["order_of_turns"][first_turn : counts.turns] = turn_order
 
     def _spans_of(self, block: StoredTurns, counts: Counts) -> Ints:
         """Return the rows of `Span` of stored turns; write the positions of extra fields' rows."""

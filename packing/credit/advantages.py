@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +21,7 @@ from trajpack.kernels.credit.turns import (
     spread_of_turns,
 )
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.groups import group_recipes
-from trajpack.kernels.groups.group_advantages import group_advantages
+from trajpack.kernels.groups.group_advantages import Members, Rule, advantages_of
 from trajpack.kernels.reduce.whiten import moments_and_sums, whiten_with_moments
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
@@ -62,18 +60,18 @@ METRICS = (
 )
 """Names of `PackedBatch.metrics` after `with_advantages`: statistics of the counted tokens'
 advantages before whitening. The first three of several batches can be merged, by Chan's formula."""
-RECIPES: dict[type[GroupEstimator], tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
-    GRPO: (group_advantages, ("baseline", "scale", "ddof", "eps", "singleton")),
-    DrGRPO: (group_recipes.dr_grpo, ("singleton",)),
-    RLOO: (group_recipes.rloo, ("singleton",)),
-    OPO: (group_recipes.opo, ("singleton",)),
-    ReinforcePlusPlusBaseline: (group_recipes.reinforce_plus_plus_baseline, ("singleton",)),
-    MaxRL: (group_advantages, ("scale", "eps", "singleton")),
-    GPG: (group_recipes.gpg, ("singleton",)),
-    PassAtK: (group_recipes.grpo_pass_at_k, ("scale", "eps")),
-    GiGPO: (partial(group_advantages, singleton="zero"), ("scale", "eps")),
+RULES: dict[type[GroupEstimator], Rule] = {
+    GRPO: Rule("mean", "std", 1, 1e-6, "raw"),
+    DrGRPO: Rule("mean", "none", 1, 0.0, "raw"),
+    RLOO: Rule("leave_one_out", "none", 1, 0.0, "raw"),
+    OPO: Rule("length_weighted", "none", 1, 0.0, "raw"),
+    ReinforcePlusPlusBaseline: Rule("mean", "none", 1, 0.0, "raw"),
+    MaxRL: Rule("mean", "mean", 1, 1e-6, "zero"),
+    GPG: Rule("mean", "nonzero", 1, 0.0, "raw"),
+    PassAtK: Rule("second_best", "none", 1, 1e-6, "zero"),
+    GiGPO: Rule("mean", "std", 1, 1e-6, "zero"),
 }
-"""Kernel of each estimator that compares trajectories, and the fields it takes."""
+"""Rule of each estimator that compares trajectories; its fields of the same names replace it."""
 
 AllReduce = Callable[[torch.Tensor], object]
 
@@ -109,7 +107,7 @@ def with_advantages(
     impl: Impl,
 ) -> PackedBatch:
     """Implement `PackedBatch.with_advantages`."""
-    if not isinstance(estimator, (TokenEstimator, *RECIPES, TurnReturns)) or (
+    if not isinstance(estimator, (TokenEstimator, *RULES, TurnReturns)) or (
         type(estimator) is TokenEstimator
     ):
         raise TypeError(f"{OP}: estimator must be an Estimator, got {estimator!r}")
@@ -133,13 +131,19 @@ def with_advantages(
             returns = returns.clone()
         credit = Credit(advantages, returns, counted, spread)
     advantages, moments = _finish(batch, credit, estimator.whitening, all_reduce, chosen)
-    return dataclasses.replace(
+    credited = dataclasses.replace(
         batch,
         advantages=advantages,
         returns=credit.returns,
-        metrics=moments,
+        metrics=None,
         metric_names=METRICS,
     )
+    if isinstance(moments, torch.Tensor):
+        credited.__dict__["metrics"] = moments
+    else:  # computed at first access
+        del credited.__dict__["metrics"]
+        credited.__dict__["_later"] = {"metrics": moments}
+    return credited
 
 
 def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> None:
@@ -246,19 +250,35 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     if inputs.scores is not None:
         scores = inputs.scores.double().clamp(-clip, clip)
     valid = members.valid if estimator.truncated == "mask" else None
-    recipe, names = next(RECIPES[kind] for kind in type(estimator).__mro__ if kind in RECIPES)
-    rows = recipe(
+    rule = next(RULES[kind] for kind in type(estimator).__mro__ if kind in RULES)
+    own = {name: getattr(estimator, name) for name in Rule._fields if hasattr(estimator, name)}
+    if isinstance(estimator, ReinforcePlusPlusBaseline):
+        own.pop("ddof")  # of the whitening
+    rule, order, num_groups = rule._replace(**own), batch.group_order, num_groups_of(batch)
+    rows = advantages_of(
         scores,
-        batch.group_ids,
-        *((members.lengths,) if isinstance(estimator, OPO) else ()),
-        num_groups=num_groups_of(batch),
+        Members(batch.group_ids, order.trajectories),
+        num_groups,
+        rule,
+        lengths=members.lengths if isinstance(estimator, OPO) else None,
         valid=valid,
         impl=impl,
-        **{name: getattr(estimator, name) for name in names},
     )
     steps, weight = None, 0.0
     if isinstance(estimator, GiGPO):
-        steps = _step_advantages(batch, estimator, inputs, valid, impl)
+        assert inputs.state_ids is not None
+        inner = None
+        if impl == "triton":
+            inner = torch.argsort(inputs.state_ids[order.turns], stable=True)
+        by_state = Members(batch.group_ids, order.turns, inputs.state_ids, inner, order.owners)
+        steps = advantages_of(
+            batch.turn_returns,
+            by_state,
+            num_groups,
+            rule,
+            valid=None if valid is None else valid[order.owners],
+            impl=impl,
+        )
         weight = estimator.step_weight
     spread = spread_of_trajectories(_turns(batch), rows, steps, weight=weight, impl=impl)
     returns = batch.returns if batch.advantages is None else _turn_returns(batch, impl).rows
@@ -269,31 +289,6 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
 def num_groups_of(batch: PackedBatch) -> int:
     """Return an upper bound of the groups that is the same for all contents of a static batch."""
     return batch.cu_turns.shape[0] - 1 if batch.is_padded else batch.num_groups
-
-
-def _step_advantages(
-    batch: PackedBatch,
-    estimator: GiGPO,
-    inputs: Inputs,
-    valid: torch.Tensor | None,
-    impl: Any,
-) -> torch.Tensor:
-    """Return each turn's advantage among the turns from its state."""
-    assert inputs.state_ids is not None
-    turn = torch.arange(batch.num_turns, device=batch.device)
-    trajectory = torch.searchsorted(batch.cu_turns[1:].long(), turn, right=True)
-    groups = torch.cat([batch.group_ids, batch.group_ids.new_full((1,), -1)])[trajectory]
-    if valid is not None:
-        valid = torch.cat([valid, valid.new_zeros(1)])[trajectory]
-    return group_recipes.step_advantages(
-        batch.turn_returns,
-        groups,
-        inputs.state_ids,
-        scale=estimator.scale,
-        eps=estimator.eps,
-        valid=valid,
-        impl=impl,
-    )
 
 
 def _warn_of_singletons(batch: PackedBatch, estimator: GroupEstimator) -> None:
@@ -349,17 +344,23 @@ def _finish(
     whitening: int | None,
     all_reduce: AllReduce | None,
     impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return advantages, whitened over all ranks if asked for, and their moments before."""
+) -> tuple[torch.Tensor, torch.Tensor | Callable[[], torch.Tensor]]:
+    """Return advantages, whitened over all ranks if asked for, and their moments before.
+
+    Without whitening the moments are a function that computes them.
+    """
     advantages, mask = credit.advantages, batch.loss_mask
     if credit.counted is not None:
         mask = credit.counted
-    elif credit.spread is not None and (all_reduce is None or whitening is None):
-        return finish_spread(credit.spread, mask, whitening, impl)
-    if whitening is not None and all_reduce is None:
+    spread = credit.spread if credit.counted is None else None
+    if whitening is None:
+        if spread is not None:
+            return advantages, lambda: finish_spread(spread, mask, None, impl)[1]
+        return advantages, lambda: moments_and_sums(advantages, mask, impl=impl)[0]
+    if all_reduce is None:
+        if spread is not None:
+            return finish_spread(spread, mask, whitening, impl)
         return whiten_with_moments(advantages, mask, ddof=whitening, impl=impl)
     moments, sums = moments_and_sums(advantages, mask, impl=impl)
-    if whitening is None or all_reduce is None:
-        return advantages, moments
     all_reduce(sums)
     return whiten_with_moments(advantages, mask, sums=sums, ddof=whitening, impl=impl)[0], moments

@@ -53,6 +53,7 @@ def test_every_way_of_statistics_agrees(make, shape):
     assert all(entry.best for entry in race(*make("small", shape, rounds=1)))
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("lengths", [[3, 1, 8, 5], [1] * 40, [2, 0, 3]])
 def test_a_lane_for_each_sequence_makes_the_same_advantages(lengths):
     lengths = np.array(lengths)

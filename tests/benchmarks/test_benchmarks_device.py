@@ -18,6 +18,7 @@ from benchmarks.kernels import (
     logits_job,
     pad_job,
     returns_job,
+    weights_job,
 )
 from benchmarks.packing import bench_micro_batches, bench_micro_batches_gpu, bench_pack_gpu
 from benchmarks.promises import PACK_ONLY
@@ -43,6 +44,12 @@ DEVICE_CONTESTS = {
     "groups": lambda: bench_kernels_gpu.groups_contest("A", (3, 4), "cpu"),
     "segments": lambda: bench_kernels_gpu.segments_contest("A", LENGTHS, "cpu"),
     "whiten": lambda: bench_kernels_gpu.whiten_contest("A", LENGTHS, "cpu"),
+    "importance weights": lambda: bench_kernels_gpu.weights_contest(
+        weights_job.importance_contest, "A", LENGTHS, "cpu"
+    ),
+    "loss weights": lambda: bench_kernels_gpu.weights_contest(
+        weights_job.loss_contest, "A", LENGTHS, "cpu"
+    ),
     "pad": lambda: bench_kernels_gpu.padding_contest(pad_job.pad_contest, "A", LENGTHS, "cpu"),
     "gather fields": lambda: gather_job.gather_contest(
         "A: a", conversations(MULTI_TURN, SMALL), "cpu"
@@ -210,11 +217,30 @@ def test_launches_copies_and_waits_are_counted_by_name():
     assert timing.count([("cuLaunchKernelEx", False)]) == unseen
 
 
-@pytest.mark.parametrize("make", [timing.copy_of, timing.sending])
-def test_the_limit_moves_as_many_bytes_as_it_says(make):
-    copy, check = make(1600, "cpu")
+@pytest.mark.parametrize("writes", [1, 6])
+def test_the_limit_moves_as_many_bytes_as_it_says(writes):
+    copy, check = timing.copy_of(8 * 7 * 60, "cpu", writes)
     result = copy()
-    assert result.nbytes == (800 if make is timing.copy_of else 1600)
+    assert result.nbytes * (1 + writes) / writes == 8 * 7 * 60
+    check(result)
+    result[-1, 0] += 1
+    with pytest.raises(AssertionError):
+        check(result)
+
+
+@pytest.mark.usefixtures("executor")
+def test_the_kernel_that_writes_several_times_copies_to_all_rows():
+    from benchmarks.kernels.repeated_copy import BLOCK, copy_to_all
+
+    source = torch.arange(3 * BLOCK)
+    target = copy_to_all(source, torch.zeros(6, 3 * BLOCK, dtype=torch.int64))
+    assert (target == source).all()
+
+
+def test_sending_moves_as_many_bytes_as_it_says():
+    copy, check = timing.sending(1600, "cpu")
+    result = copy()
+    assert result.nbytes == 1600
     check(result)
     result[0] += 1
     with pytest.raises(AssertionError):

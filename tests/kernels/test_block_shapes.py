@@ -18,6 +18,11 @@ ROWS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _on_executor() -> None:
+    """No kernel runs here, and the executor would give the host an architecture."""
+
+
 @pytest.fixture
 def on_architecture(monkeypatch: pytest.MonkeyPatch):
     """Make every device one of some architecture."""
@@ -33,7 +38,7 @@ def on_architecture(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("kernel", "shape"), ROWS)
 def test_every_shape_can_be_launched_and_says_why(kernel: str, shape: BlockShape) -> None:
     assert shape.block & (shape.block - 1) == 0, "a power of 2"
-    assert shape.threads in (64, 128, 256, 512)
+    assert shape.threads in (32, 64, 128, 256, 512)
     assert len(shape.reason) > 40
     if kernel in ("build_kernel", "gather_fields_kernel", "select_tokens_kernel"):
         assert TILE % shape.block == 0, "outputs are allocated in tiles, and written to their end"
@@ -45,7 +50,7 @@ def test_every_kernel_has_a_shape_for_architectures_without_a_row(kernel: str) -
 
 
 def test_the_blocks_of_a_scan_are_the_same_everywhere() -> None:
-    """They settle the order of the sums, and the interpreter runs the default's."""
+    """They settle the order of the sums."""
     assert len({shape.block for shape in SHAPES["credit_scan"].values()}) == 1
 
 

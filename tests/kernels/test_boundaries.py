@@ -98,6 +98,26 @@ def test_wrong_tables_are_named(call, bounds, checked):
         call(torch.tensor(bounds, dtype=torch.int32))
 
 
+PLACES = {
+    "ids behind the stream": ((Run.SOURCE, 1), "SOURCE within 4, run 0 has 4 from 1"),
+    "log-probabilities behind the stream": ((Run.LOGPROB, 2), "LOGPROB within 4, run 0 has 4 from"),
+    "log-probabilities before it": ((Run.LOGPROB, -1), "LOGPROB within 4, run 0 has 4 from -1"),
+    "a turn that is not there": ((Run.TURN, 4), "TURN within 4, run 0 has 1 from 4"),
+}
+
+
+@pytest.mark.parametrize(("change", "match"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_places_outside_of_the_stream_are_named(impl, change, match, checked):
+    runs = runs_of(torch.tensor([0, TOKENS]))
+    kernels.build(IDS, runs, ROWS, TOKENS, impl)
+    runs[0, change[0]] = change[1]
+    with pytest.raises(ValueError, match=f"^build: runs must keep Run.{match}"):
+        kernels.build(IDS, runs, ROWS, TOKENS, impl)
+    runs[0, Run.SOURCE], runs[0, Run.GENERATED] = -1, TOKENS  # padding follows none of them
+    kernels.build(IDS, runs, ROWS, TOKENS, impl)
+
+
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 @pytest.mark.parametrize("op", ["segment_sum", "segment_mean", "segment_max"])
 def test_wrong_spans_are_named(op, spans, checked):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.conftest import INSTALLED, builds
 from trajpack import PackedBatch, Trajectory, TrajectoryBuffer, Turn
-from trajpack.kernels.fields.build import FIELD_DTYPES
+from trajpack.kernels.fields.build import TOKEN_BYTES
 from trajpack.kernels.runs import TILE
 from trajpack.packing.buffer import buffer as buffer_module
 
@@ -84,7 +84,7 @@ def test_fields_are_allocated_in_whole_tiles_for_the_unmasked_stores(
     for case in compiled["launches"]:
         if case["num_tokens"]:
             tiles = -(-case["num_tokens"] // TILE)
-            assert case["field_sizes"] == len(FIELD_DTYPES) * [tiles * TILE], case
+            assert case["field_bytes"] == [tiles * TILE * TOKEN_BYTES], case
 
 
 @builds("90")
@@ -139,12 +139,13 @@ def test_a_pack_needs_no_value_from_the_device(layout: Any) -> None:
 
 
 def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = buffer_module.build
+    returns_of_turns = buffer_module.returns_of_turns
 
-    def reading_build(words: Any, runs: torch.Tensor, *rest: Any) -> Any:
-        return build(words, runs[: int(runs[-1, 0].item()) + 1], *rest)
+    def reading_returns(region: Any, counts: Any, impl: Any) -> Any:
+        assert int(region.table("runs", counts.spans + 1)[-1, 0].item()) == counts.tokens
+        return returns_of_turns(region, counts, impl)
 
-    monkeypatch.setattr(buffer_module, "build", reading_build)
+    monkeypatch.setattr(buffer_module, "returns_of_turns", reading_returns)
     assert isinstance(filled_buffer("cpu").pack(), PackedBatch)
     with pytest.raises(RuntimeError, match="meta"):
         filled_buffer().pack()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[Any, Any], Any]
 NAMES = {"ld", "st", "atom", "red", "cp", "fence", "membar", "stmatrix", "createpolicy"}
+MATRIX = ["sync", "aligned", "m8n8", "shared", "b16"]
 SPACES = ("param", "global", "shared", "local")
 ATOMICS: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b, "exch": lambda a, b: b, "and": lambda a, b: a & b,
@@ -334,8 +335,8 @@ def _copy(p: Program, one: Instruction, guard: Step | None) -> Step:
 
 
 def _matrix(p: Program, one: Instruction) -> Step:
-    """``stmatrix`` of four 8 by 8 matrices of 16 bits, whose rows have an address each."""
-    if one.words[1:] != ["sync", "aligned", "m8n8", "x4", "shared", "b16"]:
+    """``stmatrix`` of 8 by 8 matrices of 16 bits, whose rows have an address each."""
+    if [w for w in one.words[1:] if w not in ("x1", "x2", "x4")] != MATRIX:
         raise NotImplementedError(str(one))
     where = _address(p, one.operands[0], "shared")
     sources = [p.source(name, "b32") for name in inside(one.operands[1])]

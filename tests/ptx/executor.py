@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class Executor:
         self.launched.append(source.fn.__name__)
         if not self.is_running:
             return
-        program = self._program(compiled)
+        program = program_of(self.rewrite(compiled.asm["ptx"]))
         pointers = [one for kind, one in _flat(source, arguments[9:]) if kind.startswith("*")]
         tensors = [one for one in pointers if hasattr(one, "data_ptr")]
         values = [
@@ -131,12 +132,11 @@ class Executor:
         if self.is_strict and machine.findings:
             raise PtxError("; ".join(f"{text} ({n})" for text, n in machine.findings.items()))
 
-    def _program(self, compiled: Any) -> Program:
-        text = self.rewrite(compiled.asm["ptx"])
-        if getattr(compiled, "executed", (None,))[0] != text:
-            compiled.executed = text, Program(parse(text))
-        program: Program = compiled.executed[1]
-        return program
+
+@lru_cache(maxsize=32)
+def program_of(text: str) -> Program:
+    """Return a kernel's functions; only of the last ones, which are millions of objects."""
+    return Program(parse(text))
 
 
 _loading: list[Any] = []

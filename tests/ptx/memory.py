@@ -202,7 +202,12 @@ class GlobalMemory:
     def _view(self, size: int) -> Any:
         """Return all memory from ``base`` on as words; only addresses that were found are read."""
         code = {16: "|V16"}.get(size, f"<u{size}")
-        interface = {"data": (self.base, False), "shape": (1 << 43,), "typestr": code, "version": 3}
+        interface = {
+            "data": (self.base, False),
+            "shape": ((1 << 47) // size,),
+            "typestr": code,
+            "version": 3,
+        }
         return np.asarray(type("Host", (), {"__array_interface__": interface})())
 
     def find(self, address: Any, size: int) -> Any:

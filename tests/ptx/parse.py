@@ -16,7 +16,7 @@ INSTRUCTION = re.compile(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTAL
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s{}\[\]|]+(?:\|[^,\s]+)?")
 
 
-@dataclass
+@dataclass(slots=True)
 class Instruction:
     opcode: str
     operands: list[str]

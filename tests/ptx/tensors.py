@@ -10,8 +10,8 @@ import torch
 
 from tests.ptx.memory import Allocation
 
-LEAST_POINTER = 1 << 32
-"""Smaller numbers are no addresses."""
+POINTERS = 1 << 32, 1 << 47
+"""Numbers below and above are no addresses of a process."""
 frozen_tensors: list[torch.Tensor] = []
 """Tensors that ``gc.freeze`` has hidden from the garbage collector."""
 
@@ -19,7 +19,7 @@ frozen_tensors: list[torch.Tensor] = []
 def allocations(given: list[torch.Tensor]) -> list[Allocation]:
     """Return the memory of tensors, and of those that tables of pointers among them name."""
     tables = [t.flatten() for t in given if t.dtype == torch.int64 and t.numel()]
-    named = [table[table > LEAST_POINTER].numpy() for table in tables]
+    named = [t[(t > POINTERS[0]) & (t < POINTERS[1])].numpy() for t in tables]
     pointers = np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
     found = dict(_extent(tensor) for tensor in given)
     if len(pointers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import hardware, machine
+from benchmarks import copy_rates, hardware, machine
 from benchmarks.hardware import Part, run_all
 
 HANGS = "import subprocess; subprocess.run(['sleep', '1000'])"
@@ -84,6 +85,27 @@ def test_its_parts_are_there() -> None:
         file, _, test = name.partition("::")
         assert f"def {test}(" in (machine.ROOT / "tests" / "gpu" / file).read_text()
     by_name = {part.name: part for part in hardware.parts()}
-    assert list(by_name) == ["tests", "memcheck", "racecheck", "benchmarks"]
-    assert "benchmarks/kernels/bench_kernels_gpu.py" in by_name["benchmarks"].command
-    assert all(part.limit_s > 0 for part in by_name.values())
+    sanitized = ["memcheck", "racecheck", "initcheck"]
+    assert list(by_name) == ["copies", "tests", *sanitized, *hardware.BENCHMARKS]
+    assert "benchmarks/kernels/bench_kernels_gpu.py" in by_name["build"].command
+    assert all(0 < part.limit_s <= 480 for part in by_name.values())
+
+
+def test_each_benchmark_of_a_device_belongs_to_one_part() -> None:
+    for file in (machine.ROOT / "benchmarks").glob("*/bench_*_gpu.py"):
+        for name in re.findall(r"^def (bench_\w+)", file.read_text(), re.MULTILINE):
+            chosen = [
+                part
+                for part, words in hardware.BENCHMARKS.items()
+                if any(word in name for word in words.split(" or "))
+            ]
+            assert len(chosen) == 1, name
+
+
+def test_copies_are_rehearsed_on_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(copy_rates, "NUM_BYTES", 8 * 7 * 60)
+    copy_rates.main(str(tmp_path / "hardware" / "copies.json"))
+    written = json.loads((tmp_path / "hardware" / "copies.json").read_text())
+    assert [row["writes"] for row in written["copies"]] == [1 / 2, 6 / 7]
+    assert all(row["gb_per_s"] > 0 for row in written["copies"])

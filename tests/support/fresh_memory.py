@@ -43,5 +43,6 @@ def _fill(fresh: torch.Tensor) -> None:
     if fresh.device.type == "meta" or not fresh.numel():
         return
     octets = fresh.as_strided((fresh.numel(),), (1,)).view(torch.uint8)
-    pattern = torch.tensor([int(SENTINEL)], dtype=torch.int32, device=fresh.device)
-    octets.copy_(pattern.view(torch.uint8).repeat(-(-len(octets) // 4))[: len(octets)])
+    words = len(octets) // 4
+    octets[: words * 4].view(torch.int32).fill_(int(SENTINEL))
+    octets[words * 4 :].fill_(int(SENTINEL) & 0xFF)

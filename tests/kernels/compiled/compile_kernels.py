@@ -100,10 +100,10 @@ def measure_launches() -> Iterator[dict[str, Any]]:
                     "num_trajectories": num_trajectories,
                     "num_tokens": batch.num_tokens,
                     "launches": [[done["kernel"], done["grid"]] for done in recorder.launches],
-                    "field_sizes": [
-                        field.untyped_storage().nbytes() // field.itemsize
+                    "field_bytes": [
+                        done["arguments"]["memory"].nbytes
                         for done in recorder.launches
-                        for field in done["arguments"].get("fields", ())
+                        if "memory" in done["arguments"]
                     ],
                     "variants": len(recorder.variants()),
                 }

@@ -13,15 +13,27 @@ from typing import Any
 import torch
 from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
+from trajpack.kernels.corrections.importance_weights import Correction
+from trajpack.kernels.corrections.importance_weights_triton import (
+    PARTIALS,
+    group_logarithms,
+    merge_partials,
+    segment_logarithms,
+    weigh,
+)
+from trajpack.kernels.corrections.loss_weights_triton import count_slots, share
 from trajpack.kernels.credit.turns import Turns
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
-from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
-from trajpack.kernels.groups.group_advantages import Rule
-from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
+from trajpack.kernels.groups.group_advantages import Members, Rule
+from trajpack.kernels.groups.group_advantages_triton import (
+    group_advantages_forward,
+    members_by_nonzero,
+)
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
@@ -59,7 +71,9 @@ DEMANDING = {
         "mean by std",
         "second_best by std",
         "leave_one_out by leave_one_out_std, valid",
+        "mean by std, steps, valid",
     },
+    "members_by_nonzero": {"valid"},
     "segment_rows": {"mean of float32, masked"},
     "chunk_partials": {"mean of float32, masked"},
     "chunk_fold": {"mean of float32, masked"},
@@ -67,6 +81,12 @@ DEMANDING = {
     "chunk_moments": {"float64"},
     "whiten_by_chunks": {"float64"},
     "whiten_by_sums_forward": {"float64"},
+    "segment_logarithms": {"float32", "float64, ids"},
+    "group_logarithms": {"groups"},
+    "weigh": {"float32", "float64, ids"},
+    "merge_partials": {"partials"},
+    "count_slots": {"int64 ids, owners"},
+    "share": {"int64 ids, owners"},
 }
 """By what launches: the variants that take most registers, shuffles and barriers, or stand beside
 those under another ceiling. Aligned inputs are where the compiler may widen an access."""
@@ -84,9 +104,9 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     words, cu_seqlens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (99, 9))
     runs = words[:24].view(3, 8)
     returns = torch.zeros(9, device=device)
-    fields = empty_fields(1500, words.device)
-    yield "aligned", partial(write_fields, words, runs, returns, 1500, fields)
-    yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], 1500, fields)
+    written = {"num_tokens": 1500, "memory": empty_memory(1500, words.device)}
+    yield "aligned", partial(write_fields, words, runs, returns, **written)
+    yield "unaligned", partial(write_fields, words[1:], runs, returns[1:], **written)
     table = torch.zeros((5, 4), dtype=torch.int64, device=device)
     yield "aligned", partial(gather_words_forward, table, 1500)
     yield "unaligned", partial(gather_words_forward, table.view(-1)[1:-3].view(4, 4), 1500)
@@ -98,6 +118,8 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_groups(returns)
     yield from launches_of_segments(cu_seqlens)
     yield from launches_of_whitening(returns)
+    yield from launches_of_importance(cu_seqlens)
+    yield from launches_of_loss_weights(cu_seqlens)
 
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
@@ -177,6 +199,40 @@ def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
             yield label, partial(chunk_partials, x, cu_seqlens, counted, reduction)
             inputs = x, cu_seqlens, counted, out, reduction
             yield label, partial(chunk_fold, *inputs, *partials)
+
+
+def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
+    """Importance weights of both dtypes, with and without segments."""
+    device, rule = cu_seqlens.device, Correction()
+    ids = torch.zeros(99, dtype=torch.int32, device=device)
+    mask = torch.zeros(99, dtype=torch.int8, device=device)
+    table = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
+    for dtype in (torch.float32, torch.float64):
+        x, name = torch.zeros(99, dtype=dtype, device=device), str(dtype).removeprefix("torch.")
+        given: torch.Tensor | None
+        for given, label in ((None, name), (ids, f"{name}, ids")):
+            rows = {"segment_ids": given, "finish": True}
+            yield label, partial(segment_logarithms, x, x, mask, rule, cu_seqlens, **rows)
+            known = None if given is None else table[:3]
+            yield label, partial(weigh, x, x, mask, rule, given, known)
+    yield "groups", partial(group_logarithms, table[:3], rule, cu_seqlens)
+    yield "partials", partial(merge_partials, table, normalize=False)
+
+
+def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
+    """Ids of sequences, with and without groups, or none."""
+    device = owners.device
+    mask = torch.zeros(99, dtype=torch.int8, device=device)
+    counts = torch.zeros(9, dtype=torch.int64, device=device)
+    rows = {"given": 0.0, "num_ids": 9, "num_slots": 8, "divides": True}
+    yield "no ids", partial(share, mask, None, None, mask, counts, **rows)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.zeros(99, dtype=dtype, device=device)
+        label = f"{dtype} ids".removeprefix("torch.")
+        yield label, partial(count_slots, mask, ids, None, counts, 9)
+        yield label, partial(share, mask, ids, None, counts, counts, **rows)
+    yield f"{label}, owners", partial(count_slots, mask, ids, owners, counts, 9)
+    yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
 
 
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
@@ -287,23 +343,25 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
 def launches_of_groups(scores: torch.Tensor) -> Launches:
     """What is summed in each way that a recipe asks for, with and without marks."""
     ids = torch.zeros_like(scores, dtype=torch.int64)
-    valid = ids.bool()
+    valid, small = ids.bool(), ids.int()
+    by_ids, by_order = Members(ids, ids), Members(small, small)
+    steps = Members(small, small, ids, ids, small)
 
-    def launch(
-        baseline: str, scale: str, *inputs: torch.Tensor, **marks: torch.Tensor
-    ) -> partial[Any]:
+    def launch(baseline: str, scale: str, members: Members, **more: torch.Tensor) -> partial[Any]:
         rule = Rule(baseline, scale, 1, 1e-6, "raw")
-        return partial(group_advantages_forward, *inputs, 40, rule, **marks)
+        kind = scores.double() if members is by_order else scores
+        return partial(group_advantages_forward, kind, members, 40, rule, **more)
 
-    yield "mean by std", launch("mean", "std", scores, ids.int())
-    shifted = scores.double()[1:], ids[1:]
-    yield "mean by std, valid", launch("mean", "std", *shifted, valid=valid[1:])
-    yield "length_weighted", launch("length_weighted", "none", scores, ids, lengths=ids)
-    yield "mean by nonzero, valid", launch("mean", "nonzero", scores, ids.int(), valid=valid)
-    yield "second_best by std", launch("second_best", "std", scores, ids)
-    others = launch("leave_one_out", "leave_one_out_std", scores, ids.int(), valid=valid)
+    yield "mean by std", launch("mean", "std", by_order)
+    yield "mean by std, steps, valid", launch("mean", "std", steps, valid=valid)
+    yield "length_weighted", launch("length_weighted", "none", by_ids, lengths=ids)
+    yield "second_best by std", launch("second_best", "std", by_ids)
+    others = launch("leave_one_out", "leave_one_out_std", by_order, valid=valid)
     yield "leave_one_out by leave_one_out_std, valid", others
-    yield "none by std_about_baseline", launch("none", "std_about_baseline", scores, ids)
+    yield "none by std_about_baseline", launch("none", "std_about_baseline", by_ids)
+    share = scores[:1].double()
+    yield "mean by nonzero, valid", launch("mean", "nonzero", by_order, valid=valid, share=share)
+    yield "valid", partial(members_by_nonzero, scores.double(), small, 40, valid)
 
 
 def launches_of_selections(words: torch.Tensor) -> Launches:

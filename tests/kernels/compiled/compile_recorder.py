@@ -17,11 +17,21 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from trajpack.kernels import block_shapes
+from trajpack.kernels.corrections.importance_weights_triton import (
+    group_logarithms_kernel,
+    merge_partials_kernel,
+    segment_logarithms_kernel,
+    weigh_kernel,
+)
+from trajpack.kernels.corrections.loss_weights_triton import count_slots_kernel, share_kernel
 from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.fields.gather_words_triton import gather_words_kernel
-from trajpack.kernels.groups.group_advantages_triton import group_advantages_kernel
+from trajpack.kernels.groups.group_advantages_triton import (
+    group_advantages_kernel,
+    members_by_nonzero_kernel,
+)
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
 from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
 from trajpack.kernels.reduce.segment_reduce_triton import (
@@ -49,6 +59,7 @@ KERNELS = (
     gather_fields_kernel,
     gather_words_kernel,
     group_advantages_kernel,
+    members_by_nonzero_kernel,
     pad_kernel,
     unpad_kernel,
     scores_kernel,
@@ -61,6 +72,12 @@ KERNELS = (
     merge_chunks_kernel,
     whiten_kernel,
     whiten_by_sums_kernel,
+    segment_logarithms_kernel,
+    group_logarithms_kernel,
+    weigh_kernel,
+    merge_partials_kernel,
+    count_slots_kernel,
+    share_kernel,
 )
 
 

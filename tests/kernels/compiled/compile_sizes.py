@@ -30,7 +30,8 @@ from trajpack import (
     kernels,
     pack_resident,
 )
-from trajpack.kernels.fields.build import empty_fields
+from trajpack.kernels.corrections.importance_weights import importance_of_groups
+from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
@@ -237,6 +238,21 @@ OPERATORS: Calls = {
         segments=boundaries_of(size), segment_ids=torch.zeros(size, dtype=torch.int32),
         impl="triton",
     ),
+    "importance_weights, of tokens": lambda size: kernels.importance_weights(
+        floats(size), floats(size), marks(size), kernels.Correction(normalize=True), impl="triton"
+    ),
+    "importance_weights, of trajectories": lambda size: importance_of_groups(
+        floats(size), floats(size), marks(size), kernels.Correction.mis(),
+        segments=boundaries_of(size), segment_ids=None,
+        groups=torch.tensor([0, 1], dtype=torch.int32), impl="triton",
+    ),
+    "loss_weights": lambda size: kernels.loss_weights(
+        "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),
+        num_sequences=size % 9 + 1, impl="triton",
+    ),
+    "loss_weights, constant": lambda size: kernels.loss_weights(
+        "constant", marks(size), denominator=float(size), impl="triton"
+    ),
     "masked_moments": lambda size: kernels.masked_moments(floats(size), marks(size), impl="triton"),
     "moment_sums": lambda size: kernels.moment_sums(floats(size), marks(size), impl="triton"),
 }  # fmt: skip
@@ -345,8 +361,8 @@ def scanned(size: int, longest: int | None, kind: str = "gae") -> Any:
 
 LAUNCHERS: Calls = {
     "build": lambda size: write_fields(
-        empty(size, dtype=torch.int32), empty(size % 100 + 1, 8, dtype=torch.int32), empty(9), size,
-        empty_fields(size, torch.device("meta")),
+        empty(size, dtype=torch.int32), empty(size % 100 + 1, 8, dtype=torch.int32), empty(9),
+        num_tokens=size, memory=empty_memory(size, torch.device("meta")),
     ),
     "discounted_returns": lambda size: scanned(size, None, "returns"),
     "discounted_returns, bounded": lambda size: scanned(size, 4096, "returns"),

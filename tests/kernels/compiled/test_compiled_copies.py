@@ -53,22 +53,26 @@ def assert_full_width(
     variant: dict[str, Any],
     dtypes: list[torch.dtype],
     element: int | None = None,
-    *,
-    branches: int = 1,
 ) -> None:
     """Assert that a thread writes its share of each field once, as wide as can be, unmasked."""
     stores: Counter[int] = Counter()
     for dtype in dtypes:
         share = dtype.itemsize * block_of(variant, element) // variant["threads"]
-        stores[min(share, WIDEST)] += branches * max(share // WIDEST, 1)
+        stores[min(share, WIDEST)] += max(share // WIDEST, 1)
     assert variant["stores"] == stores, variant
     assert variant["masked_stores"] in (0, None), variant
 
 
 def test_every_field_of_a_batch_is_stored_once_in_each_branch(compiled: Any) -> None:
-    """A tile inside one run is one branch, a tile over several runs the other."""
+    """A tile inside one run is one branch, a tile over several runs the other.
+
+    For gfx942 the compiler joins the stores that end both, those of the masks.
+    """
+    fields = list(FIELD_DTYPES.values())
+    joined = () if compiled.is_nvidia else (torch.bool,)
+    stored = fields + [dtype for dtype in fields if dtype not in joined]
     for variant in compiled.variants("build_kernel"):
-        assert_full_width(variant, list(FIELD_DTYPES.values()), branches=2)
+        assert_full_width(variant, stored)
         if compiled.is_nvidia:  # a run may begin at any word: a wider load would fault
             assert set(variant["loads"]) == {4}, variant
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.conftest import INSTALLED
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
-from trajpack.kernels.groups import group_advantages_triton
+from trajpack.kernels.corrections import importance_weights_triton
 from trajpack.kernels.reduce import segment_reduce_triton, whiten_triton
 
 MOMENTS = 5
@@ -24,31 +23,18 @@ def stored_bytes(variant: dict[str, Any]) -> int:
     return sum(width * count for width, count in variant["stores"].items())
 
 
-# --- groups: each pair of the tile stores behind its own mask, and then the members of no group
+# --- groups: a warp each
 
 
-def test_a_member_is_stored_by_the_row_of_its_group_or_by_none(compiled: Any) -> None:
-    block = block_shape("group_advantages_kernel", DEFAULT).block
+def test_a_member_is_stored_once_and_a_member_of_no_group_by_itself(compiled: Any) -> None:
+    members = block_shape("group_advantages_kernel", DEFAULT).block
     for variant in compiled.variants("group_advantages_kernel"):
-        groups = group_advantages_triton.GROUPS
-        if "leave_one_out_std" in variant["inputs"]:
-            groups = group_advantages_triton.GROUPS_OF_OTHERS
-        stores = groups * block // variant["threads"] + 1
-        assert variant["stores"] == {4: stores}, variant
-        assert variant["masked_stores"] in (stores, None), variant
+        assert variant["stores"] == {4: members // variant["threads"] + 1}, variant
 
 
-def test_warps_of_groups_wait_for_three_votes_and_the_sums_of_a_tile(compiled: Any) -> None:
-    shuffles, barriers = (260, 38) if compiled.is_nvidia else (330, 18)
+def test_the_warp_of_a_group_waits_for_no_other(compiled: Any) -> None:
     for variant in compiled.variants("group_advantages_kernel"):
-        assert variant["shuffles"] <= shuffles, variant
-        assert variant["barriers"] <= barriers, variant
-
-
-@pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
-def test_any_groups_are_one_launch(compiled: Any) -> None:
-    kernel = "group_advantages_kernel"
-    assert compiled["launches_on_meta"]["launches"][kernel] == len(compiled.variants(kernel))
+        assert variant["barriers"] == 0, variant
 
 
 # --- segments
@@ -167,3 +153,42 @@ def test_a_trajectory_is_stored_once(compiled: Any) -> None:
     """Its score, its length, and whether it counts."""
     for variant in compiled.variants("scores_kernel"):
         assert variant["stores"] == {8: 1, 4: 1, 1: 1}, variant
+
+
+# --- importance weights
+
+
+def test_weights_are_stored_at_full_width_and_a_chunk_leaves_its_sums(compiled: Any) -> None:
+    for variant in compiled.variants("weigh_kernel"):
+        partials = importance_weights_triton.PARTIALS
+        assert variant["stores"] == Counter({16: 1, 8: partials}), variant
+        assert (variant["masked_stores"] or 0) <= partials, variant
+
+
+def test_whole_tiles_are_weighed_by_loads_of_full_width(compiled: Any) -> None:
+    """Two of log-probabilities and one of ids; those of the last tile are in a branch."""
+    for variant in compiled.variants("weigh_kernel"):
+        size = 2 if variant["inputs"].startswith("float64") else 1
+        assert variant["loads"][16] == 2 * size + ("ids" in variant["inputs"]), variant
+        assert variant["loads"][1] == importance_weights_triton.EACH, variant  # the last mask
+
+
+def test_tokens_of_a_segment_are_loaded_eight_at_a_time(compiled: Any) -> None:
+    for variant in compiled.variants("segment_logarithms_kernel"):
+        tokens = importance_weights_triton.LANES // 32 * 128 // variant["threads"]
+        assert variant["loads"][1] == tokens, variant
+        assert variant["stores"][8] == 3, variant
+
+
+# --- loss weights
+
+
+def test_loss_weights_are_stored_at_full_width_and_unmasked(compiled: Any) -> None:
+    for variant in compiled.variants("share_kernel"):
+        assert variant["stores"] == {16: 1}, variant
+        assert not variant["masked_stores"], variant
+
+
+def test_counts_are_added_by_atomics_alone(compiled: Any) -> None:
+    for variant in compiled.variants("count_slots_kernel"):
+        assert not variant["stores"], variant

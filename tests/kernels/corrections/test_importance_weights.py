@@ -13,8 +13,10 @@ from trajpack.kernels.corrections.importance_weights import (
     IMPORTANCE_METRICS,
     Correction,
     Rejection,
+    importance_of_groups,
     importance_weights,
 )
+from trajpack.kernels.corrections.importance_weights_triton import CHUNK, TILE
 from trajpack.testing import assert_same_bits, boundaries
 
 LENGTHS = [5, 0, 1, 30, 7, 2, 64, 3]
@@ -193,11 +195,96 @@ def test_spans_in_any_order_may_leave_tokens_out(rule: Correction, given: bool) 
     torch.testing.assert_close(metrics.tolist(), loop.metrics(), rtol=1e-9, atol=1e-12)
 
 
-def test_the_interpreted_kernels_agree(impl: str) -> None:
+def assert_kernels_agree(case: Case, rule: Correction, **given: Any) -> None:
+    """Weights within two roundings of float32, metrics within those of float64 sums."""
+    given = {"segments": None, "segment_ids": None, "groups": None} | given
+    expected = importance_of_groups(*case.tokens(), rule, impl="torch", **given)
+    found = importance_of_groups(*case.tokens(), rule, impl="triton", **given)
+    torch.testing.assert_close(found[0], expected[0], rtol=3e-7, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-11, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_kernels_agree_with_the_reference(rule: Correction) -> None:
+    """By boundaries and by spans, with and without ids and groups; in more than one chunk."""
     case = Case()
-    for rule in (RULES[8], RULES[12]):
-        found = importance_weights(*case.tokens(), rule, segments=case.cu_seqlens, impl=impl)  # type: ignore[arg-type]
-        torch.testing.assert_close(found[0], torch.tensor(Loop(case, rule).expected()))
+    bounds = case.cu_seqlens
+    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), bounds.diff())
+    ids[::9] = -1
+    spans = torch.stack([bounds[:-1], bounds[1:]], 1)
+    groups = torch.tensor([0, 1, 3, len(LENGTHS)], dtype=torch.int32)
+    assert_kernels_agree(case, rule, segments=bounds)
+    assert_kernels_agree(case, rule, segments=spans, segment_ids=ids)
+    assert_kernels_agree(case, rule, segments=spans, segment_ids=ids.int(), groups=groups)
+    case.logprobs[3], case.rollout_logprobs[40], case.loss_mask[[3, 40]] = math.nan, -99.0, True
+    assert_kernels_agree(case, rule, segments=bounds, groups=groups)
+    case.loss_mask[:] = False
+    assert_kernels_agree(case, rule, segments=bounds)
+
+
+@pytest.mark.parametrize("num", [0, 1, TILE, CHUNK, CHUNK + 5])
+def test_kernels_agree_at_the_edges_of_tiles_and_chunks(num: int) -> None:
+    case = Case([num])
+    for rule in (Correction(normalize=True), Correction.mis(level="geometric")):
+        assert_kernels_agree(case, rule, segments=case.cu_seqlens)
+    case.logprobs, case.loss_mask = case.logprobs.double(), torch.ones(num + 1).bool()[1:]
+    assert_kernels_agree(case, Correction())
+
+
+@pytest.mark.parametrize("rule", [RULES[0], RULES[5], RULES[14]], ids=str)
+def test_kernels_weigh_a_segment_alike_in_any_company_and_run(rule: Correction) -> None:
+    case = Case()
+
+    def weigh(begin: int, end: int, bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = (one[begin:end] for one in case.tokens())
+        return importance_weights(*tokens, rule, segments=bounds, impl="triton")
+
+    together, metrics = weigh(0, sum(LENGTHS), case.cu_seqlens)
+    for begin, end in case.spans:
+        assert_same_bits(weigh(begin, end, boundaries([end - begin]))[0], together[begin:end])
+    for _ in range(20):
+        again = weigh(0, sum(LENGTHS), case.cu_seqlens)
+        assert_same_bits(again[0], together)
+        assert_same_bits(again[1], metrics)
+
+
+@pytest.mark.parametrize("rule", [RULES[0], RULES[12]], ids=str)
+def test_the_op_is_registered_as_torch_wants_it(rule: Correction) -> None:
+    case = Case([5, 3])
+    names = [rule.level, rule.outside, rule.rejection.level if rule.rejection else ""]
+    inputs = (*case.tokens(), [case.cu_seqlens, None, None], names, [0.5, 2.0, 0.9, 1.1])
+    torch.library.opcheck(torch.ops.trajpack.importance_weights, (*inputs, rule.normalize, "torch"))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_token_is_read_once_and_written_once(arch: int) -> None:
+    """9 bytes of each are read and 4 written, in whole sectors; and what launches there are."""
+    from tests.ptx.executor import on_executor
+
+    case = Case([3000] * 6)
+    num = len(case.loss_mask)
+    groups = torch.tensor([0, 2, 6], dtype=torch.int32)
+    ids = torch.arange(6, dtype=torch.int32).repeat_interleave(3000)
+    for rule, given, launched in (
+        (Correction.tis(), {}, ["weigh", "merge_partials"]),
+        (Correction.mis(), {"ids": ids}, ["segment_logarithms", "weigh", "merge_partials"]),
+        (
+            Correction.mis(),
+            {"ids": ids, "groups": groups},
+            ["segment_logarithms", "group_logarithms", "weigh", "merge_partials"],
+        ),
+    ):
+        with on_executor(arch, counts=True) as executor:
+            importance_of_groups(
+                *case.tokens(), rule, segments=case.cu_seqlens, segment_ids=given.get("ids"),
+                groups=given.get("groups"), impl="triton",
+            )  # fmt: skip
+        reports = executor.reports
+        assert list(reports) == [f"{name}_kernel" for name in launched]
+        assert [report.launches for report in reports.values()] == [1] * len(launched)
+        weighed = reports["weigh_kernel"].touched
+        assert 0 <= weighed["load"] / num - (13 if given else 9) < 0.05
+        assert 0 <= weighed["store"] / num - 4 < 0.2  # the last tile is a whole one
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -104,6 +104,52 @@ def test_each_weight_is_the_share_of_its_part() -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("num", [0, 1, 300, 1024, 2500])
+def test_kernels_give_the_bits_of_the_reference_in_every_run(aggregation: Any, num: int) -> None:
+    """With every kind of denominator; tokens of a sequence apart, and side by side."""
+    case = Case(num)
+    for denominator in (7.0, None, torch.tensor(5), torch.tensor(5.5)):
+        if denominator is None and aggregation == "constant":
+            continue
+        expected = case.weights(aggregation, denominator=denominator, impl="torch")
+        for _ in range(3):
+            found = case.weights(aggregation, denominator=denominator, impl="triton")
+            assert_same_bits(found, expected)
+        case.sequence_ids = case.sequence_ids.sort().values.long()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_ids_and_masks_are_read_twice_and_weights_written_once(arch: int) -> None:
+    """5 bytes of a token are read to count, 5 to write 4, in whole sectors."""
+    from tests.ptx.executor import on_executor
+
+    case = Case(4096)
+    expected = case.weights("sequence_mean_token_mean")
+    case.sequence_ids = case.sequence_ids.sort().values
+    with on_executor(arch, counts=True) as executor:
+        for _ in range(20):
+            found = case.weights("sequence_mean_token_mean", impl="triton")
+    assert_same_bits(found, case.weights("sequence_mean_token_mean"))
+    assert not torch.equal(found, expected)
+    reports = executor.reports
+    assert list(reports) == ["count_slots_kernel", "share_kernel"]
+    for name, stored in (("count_slots_kernel", 0), ("share_kernel", 4)):
+        assert reports[name].launches == 20
+        assert 0 <= reports[name].touched["load"] / 20 / 4096 - 5 < 0.1
+        assert reports[name].touched["store"] / 20 / 4096 == stored
+
+
+def test_the_op_is_registered_as_torch_wants_it() -> None:
+    ids = torch.zeros(4, dtype=torch.int32, device="meta")
+    inputs = ids.bool(), ids, None, None, 0.0, [3, 3], True
+    found = torch.ops.trajpack.loss_weights(*inputs)
+    assert (found.shape, found.dtype) == ((4,), torch.float32)
+    mask = torch.ones(4, dtype=torch.bool, device="meta")
+    weights = loss_weights("constant", mask, denominator=2.0, impl="triton")
+    assert (weights.shape, weights.dtype) == ((4,), torch.float32)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_weights_follow_their_tokens(aggregation: Any) -> None:
     case, expected = Case(), Case().weights(aggregation)
     order = torch.from_numpy(np.random.default_rng(1).permutation(len(case.losses)))

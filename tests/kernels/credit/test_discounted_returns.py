@@ -200,7 +200,7 @@ def test_small_batches_by_hand(
 
 @pytest.mark.parametrize("discount", [0.9, 0.99999, 1.0, -0.9999])
 def test_a_long_segment_loses_no_precision(impl: str, discount: float) -> None:
-    lengths = [300_000, 5, 70_000] if impl == "torch" else [1000]  # the interpreter is slow
+    lengths = [300_000, 5, 70_000] if impl == "torch" else [1000]  # the executor is slow
     rewards = random_rewards(sum(lengths))
     exact = returns_by_loop(rewards.numpy(), lengths, [discount] * len(lengths))
     actual = discounted_returns(rewards, boundaries(lengths), discount, impl)

@@ -173,7 +173,7 @@ def exact_walk(batch: Batch, gamma: float, lam: float) -> np.ndarray:
 @pytest.mark.parametrize("length", [131_072, 300])
 def test_a_long_sequence_loses_no_precision(length: int, lam: float, impl: Any) -> None:
     if impl == "triton" and length > 300:
-        pytest.skip("the interpreter takes a minute; the same sums are made of 300 tokens")
+        pytest.skip("it takes a minute on the executor; the same sums are made of 300 tokens")
     batch = batch_of(["g" * length])
     rows = gae(batch.rewards, batch.values, batch.cu_seqlens, gamma=0.9999, lam=lam, impl=impl)
     exact = exact_walk(batch, 0.9999, lam).astype(np.float64)

@@ -26,7 +26,7 @@ from trajpack.testing import assert_same_bits
 
 Estimate: TypeAlias = Callable[[Batch, Any, Any], tuple[torch.Tensor, ...]]
 MOST = {"torch": 40, "triton": 3}
-"""Examples of a law, by implementation: the interpreter takes its time."""
+"""Examples of a law, by implementation: the executor takes its time."""
 
 masks = st.text(sorted(FLAGS), max_size=20) | st.text(sorted(FLAGS), min_size=60, max_size=140)
 short_masks = st.text(sorted(FLAGS), max_size=20)

@@ -114,7 +114,7 @@ MASKS = (
 
 @contextmanager
 def small_blocks(block: int = 16) -> Iterator[None]:
-    """Let Triton's scans have blocks of a few entries: the interpreter takes them one by one."""
+    """Let Triton's scans have blocks of a few entries, so that short sequences have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(credit_scan_triton, "BLOCK", block)
         yield

@@ -46,8 +46,8 @@ def test_every_rule_equals_a_loop_over_groups(
     assert_near(group_advantages(**inputs, **rule, impl=impl), expected)
 
 
-@pytest.mark.parametrize("num_groups", [1, 16, 17])
-@pytest.mark.parametrize("members", [1, 63, 64, 65, 1024, 1025, 2100])
+@pytest.mark.parametrize("num_groups", [1, 3, 17])
+@pytest.mark.parametrize("members", [1, 127, 128, 129, 600])
 def test_members_and_groups_may_end_anywhere(impl: Any, members: int, num_groups: int) -> None:
     inputs = random_groups(members, num_groups, seed=members)
     rule = {"baseline": "length_weighted", "scale": "std"}
@@ -228,7 +228,6 @@ def test_a_singleton_keeps_the_bits_of_its_score(impl: Any, baseline: Any, scale
     assert_same_bits(found, torch.zeros(40))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     ("baseline", "scale"),
@@ -322,7 +321,10 @@ META = torch.empty(3, device="meta")
 def test_the_operator_is_registered_right(impl: str, dtype: torch.dtype) -> None:
     for lengths, valid in ((None, None), (IDS, IDS == 0)):
         arguments = ("mean", "std", 1, 1e-6, "raw", lengths, valid, impl)
-        torch.library.opcheck(OP, (SCORES.to(dtype), IDS, 2, *arguments))
+        places = torch.arange(3)
+        for more in ((None, None, None), (IDS, places, places)):
+            members = IDS, places, *more
+            torch.library.opcheck(OP, (SCORES.to(dtype), *members, 2, *arguments))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

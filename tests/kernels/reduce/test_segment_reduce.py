@@ -64,7 +64,7 @@ def mask_of(num: int) -> torch.Tensor:
 
 
 def masks_for(impl: Any, num: int, case: int) -> list[torch.Tensor | None]:
-    """Return no mask and one; in the interpreter, which takes its time, one of them by turns."""
+    """Return no mask and one; on the executor, which takes its time, one of them by turns."""
     masks = [None, mask_of(num)]
     return masks[case % 2 :][:1] if impl == "triton" else masks
 

@@ -21,6 +21,7 @@ from tests.packing.batch.batch_files import (
     some_trajectories,
     use,
 )
+from tests.ptx.executor import on_executor
 from trajpack import PackedBatch, pack
 from trajpack.testing import assert_batches_equal
 
@@ -38,9 +39,10 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """Files of a batch of every origin, in both layouts."""
     place = tmp_path_factory.mktemp("contents") / "batch.safetensors"
     found = []
-    for way, layout in [(way, layout) for way in WAYS for layout in ("merged", "turns")]:
-        WAYS[way](some_trajectories(), layout).save(place)
-        found.append(place.read_bytes())
+    with on_executor():
+        for way, layout in [(way, layout) for way in WAYS for layout in ("merged", "turns")]:
+            WAYS[way](some_trajectories(), layout).save(place)
+            found.append(place.read_bytes())
     return found
 
 

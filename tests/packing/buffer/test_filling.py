@@ -102,7 +102,7 @@ def test_batches_keep_what_they_were_packed_with_while_the_buffer_goes_on(layout
 def test_packs_of_the_same_are_the_same_bits(layout, impl):
     buffer = filled(30, "cpu")
     first = buffer.pack(layout, impl)
-    for _ in range(20 if impl == "torch" else 4):  # the interpreter runs one program at a time
+    for _ in range(20 if impl == "torch" else 4):  # the executor takes its time
         assert_batches_equal(buffer.pack(layout, impl), first)
 
 

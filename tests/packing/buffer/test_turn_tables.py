@@ -187,3 +187,17 @@ def test_padding_is_no_group_and_no_turn():
     assert batch.turn_begin.tolist() == [0, 2, 4, 6]
     assert static.unpadded().group_ids.tolist() == [0, 1, 0]
     assert static.unpadded().cu_generated.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("groups", ["aabbc", "aabba", "abcab", "aabcb"])
+def test_members_are_ordered_by_group_however_adds_and_packs_alternate(groups: str) -> None:
+    buffer = TrajectoryBuffer()
+    for index, group in enumerate(groups):
+        turns = [Turn([1], [2], [-0.5])] * (1 + index % 2)
+        buffer.add(Trajectory(str(index), turns, group=group))
+        order = buffer.pack().group_order
+    trajectories = torch.tensor([ord(group) for group in groups])
+    assert torch.equal(order.trajectories.long(), trajectories.argsort(stable=True))
+    owners = order.owners.long()
+    assert owners.tolist() == [0, 1, 1, 2, 3, 3, 4]
+    assert torch.equal(order.turns.long(), trajectories[owners].argsort(stable=True))

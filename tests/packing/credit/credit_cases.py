@@ -181,7 +181,7 @@ def generated(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def small_scans(longest: int = 8) -> Iterator[None]:
-    """Let Triton's scans be cut where segments pass ``longest`` entries: the interpreter is slow."""
+    """Let Triton's scans be cut where segments pass ``longest`` entries: the executor is slow."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in (("BLOCK", 16), ("LONGEST_WALK", longest)):
             patch.setattr(credit_scan_triton, name, size)

@@ -51,6 +51,20 @@ def test_batches_without_generated_tokens_get_zeros(name, layout, impl):
         assert batch.metrics.tolist() == none
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["GRPO", "GiGPO"])
+def test_the_order_of_groups_is_the_same_from_the_host_and_computed(name, impl):
+    trajectories = some_trajectories(9, 6)
+    batch = pack(trajectories, device="cpu")
+    other = dataclasses.replace(batch)
+    assert (batch.group_ids.diff() < 0).any()
+    for ours, theirs in zip(batch.group_order, other.group_order, strict=True):
+        assert ours.tolist() == theirs.tolist()
+    inputs = inputs_of(batch, EVERY[name], given_beside(trajectories))
+    pair = [b.with_advantages(EVERY[name], impl=impl, **inputs) for b in (batch, other)]
+    assert_same_bits(*(credited.advantages for credited in pair))
+
+
 @pytest.mark.parametrize("name", [*EVERY, *MORE])
 def test_a_single_token_has_a_value(name):
     batch = credited([Trajectory("a", [Turn([1], [2], [-0.5], 3.0)], "x")], named(name))

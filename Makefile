@@ -74,7 +74,7 @@ test: $(TEST_STAMP) ## Run every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 1000 -m "not gpu and not engines"
 
 .PHONY: attacks
-attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, ten times as many as `make test`
+attacks: $(TEST_STAMP) ## Run all kills, flips, fuzzing and escapes, twenty times as many as `make test`
 	$(BIN)/python -m pytest -q -n $(WORKERS) --timeout 7200 --full -m attack
 
 .PHONY: variants

@@ -39,7 +39,7 @@ MOST_KEPT = 1500
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="run attacks at full size, not at a tenth of it"
+        "--full", action="store_true", help="run attacks at full size, not at a twentieth of it"
     )
 
 
@@ -77,13 +77,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     frozen_tensors.extend(one for one in gc.get_objects() if type(one) is torch.Tensor)
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
 def tries(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Give the number of tries of an attack: all of them with ``--full``, else a tenth."""
+    """Give the number of tries of an attack: all of them with ``--full``, else a twentieth."""
     is_full = request.config.getoption("--full")
-    return lambda full: full if is_full else max(1, full // 10)
+    return lambda full: full if is_full else max(1, full // 20)
 
 
 @pytest.fixture

@@ -121,9 +121,10 @@ class Executor:
         ]
         values += [0] * (len(program.kernel.params) - len(values))  # scratch and profile
         threads = compiled.metadata.num_warps * 32
+        known = allocations(tensors, follow="tt.int_to_ptr" in compiled.asm["ttir"])
         machine = Machine(
             program, (grid[0], grid[1], grid[2]), threads, values,
-            shared=compiled.metadata.shared, memory=GlobalMemory(allocations(tensors), threads),
+            shared=compiled.metadata.shared, memory=GlobalMemory(known, threads),
             options=self.options,
         )  # fmt: skip
         machine.run()

@@ -16,9 +16,9 @@ frozen_tensors: list[torch.Tensor] = []
 """Tensors that ``gc.freeze`` has hidden from the garbage collector."""
 
 
-def allocations(given: list[torch.Tensor]) -> list[Allocation]:
-    """Return the memory of tensors, and of those that tables of pointers among them name."""
-    tables = [t.flatten() for t in given if t.dtype == torch.int64 and t.numel()]
+def allocations(given: list[torch.Tensor], *, follow: bool) -> list[Allocation]:
+    """Return the memory of tensors and, with ``follow``, of those that their numbers point to."""
+    tables = [t.flatten() for t in given if follow and t.dtype == torch.int64 and t.numel()]
     named = [t[(t > POINTERS[0]) & (t < POINTERS[1])].numpy() for t in tables]
     pointers = np.unique(np.concatenate(named)) if named else np.zeros(0, np.int64)
     found = dict(_extent(tensor) for tensor in given)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import torch
 
-import pytest
+from tests.ptx.executor import on_executor
+from trajpack.kernels import group_advantages
 
-ROOT = Path(__file__).parents[3]
+
+def instructions(members: int) -> int:
+    """Return the instructions of a warp for groups of 16 whose members are scattered."""
+    ids = torch.arange(members) % (members // 16)
+    scores = torch.linspace(0, 1, members).square()
+    options = {"num_groups": members // 16}
+    expected = group_advantages(scores, ids, **options, impl="torch")
+    with on_executor(counts=True) as executor:
+        found = group_advantages(scores, ids, **options, impl="triton")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    return executor.reports["group_advantages_kernel"].warp_instructions
 
 
 def test_twice_the_members_are_twice_the_instructions() -> None:
-    pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.groups.work_of_groups"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    few, more, most = json.loads(done.stdout)
-    assert few > 0
+    few, more, most = (instructions(members) for members in (256, 512, 1024))
     assert 1.9 < more / few < 2.1
     assert 1.9 < most / more < 2.1

@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_batch_is_saved_and_loaded_bit_for_bit(way: str, layout: Layout, path: Path) -> None:
-    @settings(max_examples=4 if "triton" in way else 10)
+    @settings(max_examples=2 if "triton" in way else 6)
     @given(trajectory_lists())
     def check(drawn: list[Trajectory]) -> None:
         batch = WAYS[way](drawn, layout)

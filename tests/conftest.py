@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ptx.tensors import frozen_tensors
+from tests.ptx.tensors import freeze_objects
 from tests.support import dealing
 from tests.support.fresh_memory import filled_fresh_memory
 from tests.support.warm_programs import WarmPrograms
@@ -33,6 +33,8 @@ else:
 torch.set_num_threads(1)  # tensors are small and workers many: more threads would wait in circles
 os.environ["OMP_NUM_THREADS"] = "1"  # for programs that tests start
 
+MOST_COLLECTED = 200_000
+"""Objects that the garbage collector looks through."""
 MOST_KEPT = 1500
 """Entries of a cache of Triton: what some sessions compile in which every kernel was changed."""
 
@@ -74,10 +76,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives until the end: torch and thousands of tests."""
-    gc.collect()
-    frozen_tensors.extend(one for one in gc.get_objects() if type(one) is torch.Tensor)
-    gc.freeze()
+    freeze_objects()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spared_collector() -> None:
+    """Spare the garbage collector what earlier modules have imported, compiled and cached.
+
+    Transformers and some tests collect garbage, which takes a second for a million objects.
+    """
+    if len(gc.get_objects()) > MOST_COLLECTED:
+        freeze_objects()
 
 
 @pytest.fixture(scope="session")

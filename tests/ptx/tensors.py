@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,8 +13,16 @@ from tests.ptx.memory import Allocation
 
 POINTERS = 1 << 32, 1 << 47
 """Numbers below and above are no addresses of a process."""
-frozen_tensors: list[torch.Tensor] = []
+TENSORS = torch.Tensor, torch.nn.Parameter
+_frozen: list[weakref.ref[torch.Tensor]] = []
 """Tensors that ``gc.freeze`` has hidden from the garbage collector."""
+
+
+def freeze_objects() -> None:
+    """Spare the garbage collector all objects of this process; tensors among them stay known."""
+    gc.collect()
+    _frozen.extend(weakref.ref(one) for one in gc.get_objects() if type(one) in TENSORS)
+    gc.freeze()
 
 
 def allocations(given: list[torch.Tensor], *, follow: bool) -> list[Allocation]:
@@ -35,7 +44,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _all_tensors() -> Iterator[torch.Tensor]:
-    for one in [*frozen_tensors, *gc.get_objects()]:
-        is_tensor = type(one) in (torch.Tensor, torch.nn.Parameter)
-        if is_tensor and one.device.type == "cpu" and one.layout == torch.strided:
+    for one in [*(known() for known in _frozen), *gc.get_objects()]:
+        if type(one) in TENSORS and one.device.type == "cpu" and one.layout == torch.strided:
             yield one

@@ -44,11 +44,18 @@ def test_no_bare_name_is_found_in_this_repository(layer):
     assert found is None or found.origin is None or not Path(found.origin).is_relative_to(ROOT)
 
 
-def test_the_top_level_holds_what_the_design_names():
-    for name in ["pyproject.toml", *LAYERS, "benchmarks", "tests", "docs", "examples", "src"]:
-        assert (ROOT / name).exists(), name
-    for name in ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", ".ci/run"]:
-        assert (ROOT / name).is_file(), name
+def test_the_top_level_holds_what_the_design_names_and_no_more():
+    folders = {*LAYERS, "benchmarks", "tests", "docs", "examples", "src"}
+    files = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", ".ci/run"}
+    assert all((ROOT / name).is_dir() for name in folders)
+    assert all((ROOT / name).is_file() for name in files)
+    files |= {"pyproject.toml", "setup.py", "constraints.txt"}
+    known = folders | {name.split("/")[0] for name in files}
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found = {name.split("/")[0] for name in listed.stdout.splitlines()}  # none in an archive
+    assert {name for name in found if not name.startswith(".")} <= known
 
 
 @pytest.fixture(scope="session")

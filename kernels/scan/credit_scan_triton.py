@@ -66,9 +66,9 @@ def add_carry(increment, decay, state):
 
 
 @triton.jit
-def spread_entry(lanes, place):
-    """Return the entry of ``lanes`` at ``place`` in every lane: one shuffle within a warp."""
-    return tl.gather(lanes, tl.zeros_like(tl.arange(0, lanes.shape[0])) + place, 0)
+def spread_entry(lanes, place, LANES: tl.constexpr):
+    """Return the entry of ``lanes`` at ``place`` in ``LANES`` lanes: one shuffle within a warp."""
+    return tl.gather(lanes, tl.full((LANES,), 0, tl.int32) + place, 0)
 
 
 @triton.jit
@@ -95,8 +95,8 @@ def scan_block(decay, increment, BLOCK: tl.constexpr):
     decays, increments = compose(decays, increments, decay2, increment2)
     decays, increments = compose(decays, increments, decay3, increment3)
     decays, increments = tl.associative_scan((decays, increments), 0, compose)
-    block_decay = spread_entry(decays, BLOCK // 4 - 1)
-    block_increment = spread_entry(increments, BLOCK // 4 - 1)
+    block_decay = spread_entry(decays, BLOCK // 4 - 1, BLOCK // 4)
+    block_increment = spread_entry(increments, BLOCK // 4 - 1, BLOCK // 4)
     before = tl.maximum(lane - 1, 0)
     decays = tl.where(lane == 0, 1.0, tl.gather(decays, before, 0))
     increments = tl.where(lane == 0, 0.0, tl.gather(increments, before, 0))
@@ -601,8 +601,8 @@ def fold_rows_kernel(
             here = lane == done
             behind_decay = tl.where(here, total_decay, behind_decay)
             behind = tl.where(here, total, behind)
-            decay = spread_entry(decays, done)
-            total = add_carry(spread_entry(increments, done), decay, total)
+            decay = spread_entry(decays, done, ROW)
+            total = add_carry(spread_entry(increments, done, ROW), decay, total)
             total_decay *= decay
         own = carries + 2 * (window - lane)
         tl.store(own, behind_decay, mask=lane < blocks)
@@ -636,7 +636,9 @@ def state_of_row(rows, window, row, state, ROW: tl.constexpr):
         increment = tl.load(own + 1, mask=known, other=0.0)
         decay = tl.where(done + lane == 0, 0.0, decay)
         decay, increment = tl.associative_scan((decay, increment), 0, carry_on)
-        state = add_carry(spread_entry(increment, ROW - 1), spread_entry(decay, ROW - 1), state)
+        increment = spread_entry(increment, ROW - 1, state.shape[0])
+        decay = spread_entry(decay, ROW - 1, state.shape[0])
+        state = add_carry(increment, decay, state)
         done += ROW
     return state
 

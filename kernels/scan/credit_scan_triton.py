@@ -367,13 +367,12 @@ def write_block(
 
 
 @triton.jit
-def span_of(source, cu_seqlens, segment):
+def span_of(chunks, cu_seqlens, segment):
     """Return a segment's first and past-last position, and its first and last chunk."""
     first = tl.load(cu_seqlens + segment)
     past = tl.load(cu_seqlens + segment + 1)
     begin = first
     end = past
-    chunks = source[3]
     if chunks is not None:
         begin = tl.load(chunks[0] + first)
         end = tl.load(chunks[0] + past)
@@ -392,11 +391,10 @@ def rates_of(rates, segment, gamma, lam):
 
 
 @triton.jit
-def state_behind(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
+def state_behind(chunks, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
     """Return the state behind a segment's last entry."""
     state = tl.zeros((), tl.float64)
     if bootstrap is not None and SCAN <= NEXT_VALUES:
-        chunks = source[3]
         goes_on = True
         if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
             if len(chunks[6]) > 0:
@@ -420,20 +418,19 @@ def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def block_of_window(source, cu_seqlens, num_segments, num_chunks, window, BLOCK: tl.constexpr):
+def block_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK: tl.constexpr):
     """Find the block that ends in a window and does not begin its segment.
 
     Window w is the positions [w * BLOCK, (w + 1) * BLOCK). The window's first position belongs to
     the segment of such a block, so there is at most one per window. Return its segment, the number
     of blocks behind it, and whether it exists.
     """
-    chunks = source[3]
     if chunks is None:
         segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
     else:
         chunk = find_segment(chunks[0], num_chunks, window * BLOCK, 1)
         segment = find_segment(cu_seqlens, num_segments, chunk, 1)
-    begin, end, _, _ = span_of(source, cu_seqlens, segment)
+    begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
     behind = (end - 1) // BLOCK - window
     exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
     return segment, behind, exists
@@ -467,12 +464,13 @@ def walk_kernel(
     """Walk one segment, block after block from its end; later programs fill a tile with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
+    chunks = source[3]
     segment = tl.program_id(0)
     if segment < num_segments:
         gamma, lam = rates_of(rates, segment, gamma, lam)
-        span = span_of(source, cu_seqlens, segment)
-        tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
-        state = state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
+        span = span_of(chunks, cu_seqlens, segment)
+        tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
+        state = state_behind(chunks, bootstrap, segment, span[3], gamma, SCAN)
         state += tl.zeros((BLOCK // 4,), tl.float64)
         top = span[1]
         while top > span[0]:
@@ -522,14 +520,15 @@ def block_steps_kernel(
     """Write the effect on the state of the block of one window, if it has one."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
+    chunks = source[3]
     window = tl.program_id(0)
     segment, behind, exists = block_of_window(
-        source, cu_seqlens, num_segments, num_chunks, window, BLOCK
+        chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
     )
     if exists:
         gamma, lam = rates_of(rates, segment, gamma, lam)
-        span = span_of(source, cu_seqlens, segment)
-        tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
+        span = span_of(chunks, cu_seqlens, segment)
+        tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
         top = span[1] - behind * BLOCK
         _, _, decay, increment = read_block(
             inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
@@ -543,7 +542,7 @@ def block_steps_kernel(
 
 @triton.jit
 def row_of(
-    source, cu_seqlens, num_segments, num_chunks, num_windows, ROW: tl.constexpr,
+    chunks, cu_seqlens, num_segments, num_chunks, num_windows, ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the row of a program: its segment, its number, the window of its last block, its blocks.
@@ -557,15 +556,15 @@ def row_of(
     if program < num_groups:
         window = program * ROW
         segment, behind, exists = block_of_window(
-            source, cu_seqlens, num_segments, num_chunks, window, BLOCK
+            chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
         )
-        begin, end, _, _ = span_of(source, cu_seqlens, segment)
+        begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
         row = behind // ROW
         is_whole = exists & ((row + 1) * ROW <= (end - begin - 1) // BLOCK)
         blocks = tl.where(is_whole, ROW, 0)
     else:
         segment = program - num_groups
-        begin, end, _, _ = span_of(source, cu_seqlens, segment)
+        begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
         blocks = tl.maximum(end - begin - 1, 0) // BLOCK
         row = blocks // ROW
         blocks -= row * ROW
@@ -574,15 +573,15 @@ def row_of(
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows"])
 def fold_rows_kernel(
-    source, steps, carries, rows, cu_seqlens, rates, bootstrap, num_segments, num_chunks,
-    num_windows, gamma: tl.float64, SCAN: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    chunks, steps, carries, rows, cu_seqlens, gammas, bootstrap, num_segments, num_chunks,
+    num_windows, gamma: tl.float64, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold the blocks of a row: write the effect of those behind each block, and of the whole row.
 
     In a segment's last row the state behind is known: there the increments are states.
     """
     segment, row, window, blocks = row_of(
-        source, cu_seqlens, num_segments, num_chunks, num_windows, ROW, BLOCK
+        chunks, cu_seqlens, num_segments, num_chunks, num_windows, ROW, BLOCK
     )
     if blocks > 0:
         lane = tl.arange(0, ROW)
@@ -592,9 +591,9 @@ def fold_rows_kernel(
         total_decay = tl.full((ROW,), 1.0, tl.float64)
         total = tl.zeros((ROW,), tl.float64)
         if row == 0:
-            gamma, _lam = rates_of(rates, segment, gamma, 0.0)
-            _begin, _end, _first, last = span_of(source, cu_seqlens, segment)
-            total += state_behind(source, bootstrap, segment, last, gamma, SCAN)
+            gamma, _lam = rates_of((gammas, None), segment, gamma, 0.0)
+            _begin, _end, _first, last = span_of(chunks, cu_seqlens, segment)
+            total += state_behind(chunks, bootstrap, segment, last, gamma, GAE)
         behind_decay = total_decay
         behind = total
         for done in range(blocks):
@@ -676,25 +675,26 @@ def block_states_kernel(
     """Write one block: of a window, then the first of each segment; later programs fill with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
+    chunks = source[3]
     program = tl.program_id(0)
     if program < num_windows + num_segments:
         if program < num_windows:
             segment, behind, exists = block_of_window(
-                source, cu_seqlens, num_segments, num_chunks, program, BLOCK
+                chunks, cu_seqlens, num_segments, num_chunks, program, BLOCK
             )
         else:
             segment = program - num_windows
-            begin, end, _, _ = span_of(source, cu_seqlens, segment)
+            begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
             behind = tl.maximum(end - begin - 1, 0) // BLOCK
             exists = end > begin
         if exists:
             gamma, lam = rates_of(rates, segment, gamma, lam)
-            span = span_of(source, cu_seqlens, segment)
-            tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
+            span = span_of(chunks, cu_seqlens, segment)
+            tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
             state = tl.zeros((BLOCK // 4,), tl.float64)
             row = behind // ROW
             if row == 0:
-                state += state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
+                state += state_behind(chunks, bootstrap, segment, span[3], gamma, SCAN)
             window = (span[1] - 1) // BLOCK
             state = state_of_row(rows, window, row, state, ROW)
             if behind > row * ROW:
@@ -746,7 +746,7 @@ def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
     if min(scan.num_positions, longest) <= LONGEST_WALK:
         walk_segments(scan, before, outputs)
     else:
-        write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
+        scan_blocks(scan, before, outputs)
 
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
@@ -762,6 +762,12 @@ def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> 
         )
 
 
+def scan_blocks(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
+    """Launch one program per block for its effect, one per row, and one per block to write."""
+    carries, rows = fold_rows(scan, steps_of_blocks(scan, before))
+    write_blocks(scan, before, outputs, carries=carries, rows=rows)
+
+
 def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     """Launch one program per window; return float64 ``[windows, 2]``, set where a block ends."""
     windows = triton.cdiv(scan.num_positions, BLOCK)
@@ -773,46 +779,54 @@ def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     return steps
 
 
-def write_blocks(
-    scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
-) -> None:
-    """Launch one program per row, then one per window and one per segment."""
-    fill_ids, tiles = _fill(scan)
-    windows, arguments = steps.shape[0], _arguments(scan)
+def fold_rows(scan: Scan, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch one program per row: return what is behind each block in its row, and whole rows."""
+    windows = steps.shape[0]
     groups = triton.cdiv(windows, ROW)
     carries, rows = (steps.new_empty((size, 2)) for size in (windows + scan.num_segments, groups))
-    shared = {
-        "carries": carries,
-        "rows": rows,
-        "num_chunks": scan.num_chunks,
-        "num_windows": windows,
-        "ROW": ROW,
-    }
-    in_fold = (
-        "source",
-        "cu_seqlens",
-        "rates",
-        "bootstrap",
-        "num_segments",
-        "gamma",
-        "SCAN",
-        "BLOCK",
-    )
-    options = launch_on("credit_scan", scan.cu_seqlens.get_device()).options
+    starts = scan.kind not in ("vtrace", "adjoint")  # whose state behind the last token is 0
     with torch.cuda.device_of(scan.cu_seqlens):
         fold_rows_kernel[(groups + scan.num_segments,)](
+            chunks=_chunks(scan),
             steps=steps,
-            **{name: arguments[name] for name in in_fold},
-            **shared,
-            **options,
+            carries=carries,
+            rows=rows,
+            cu_seqlens=scan.cu_seqlens,
+            gammas=scan.gammas if starts else None,
+            bootstrap=scan.bootstrap if starts else None,
+            num_segments=scan.num_segments,
+            num_chunks=scan.num_chunks,
+            num_windows=windows,
+            gamma=scan.gamma,
+            ROW=ROW,
+            BLOCK=BLOCK,
+            **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
         )
-        block_states_kernel[(windows + scan.num_segments + tiles,)](
+    return carries, rows
+
+
+def write_blocks(
+    scan: Scan,
+    before: torch.Tensor | None,
+    outputs: Outputs,
+    *,
+    carries: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Launch one program per window and one per segment."""
+    fill_ids, tiles = _fill(scan)
+    with torch.cuda.device_of(scan.cu_seqlens):
+        block_states_kernel[(carries.shape[0] + tiles,)](
             before=before,
             outputs=outputs,
+            carries=carries,
+            rows=rows,
             fill_ids=fill_ids,
+            num_chunks=scan.num_chunks,
+            num_windows=carries.shape[0] - scan.num_segments,
             num_tokens=scan.num_tokens,
-            **arguments,
-            **shared,
+            ROW=ROW,
+            **_arguments(scan),
         )
 
 
@@ -823,24 +837,28 @@ def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
     return scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
 
 
+def _chunks(scan: Scan) -> tuple[Any, ...] | None:
+    """Return the chunks as the kernels take them."""
+    if scan.chunks is None:
+        return None
+    begins, truncated = scan.chunks.begins, scan.chunks.truncated
+    # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+    return (
+        scan.chunks.cu_positions,
+        begins,
+        begins.stride(0),
+        scan.chunks.spans,
+        scan.chunks.rewards,
+        (1,) if scan.by_turn else (),
+        () if truncated is None else (truncated.view(torch.uint8),),
+    )
+
+
 def _arguments(scan: Scan) -> dict[str, Any]:
-    """Return the arguments that all kernels share, and the options of a launch."""
-    chunks = None
-    if scan.chunks is not None:
-        begins, truncated = scan.chunks.begins, scan.chunks.truncated
-        # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
-        chunks = (
-            scan.chunks.cu_positions,
-            begins,
-            begins.stride(0),
-            scan.chunks.spans,
-            scan.chunks.rewards,
-            (1,) if scan.by_turn else (),
-            () if truncated is None else (truncated.view(torch.uint8),),
-        )
+    """Return the arguments that the kernels over tokens share, and the options of a launch."""
     mask = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
     return {
-        "source": (scan.rewards, scan.values, mask, chunks, scan.kl),
+        "source": (scan.rewards, scan.values, mask, _chunks(scan), scan.kl),
         "weights": scan.weights,
         "cu_seqlens": scan.cu_seqlens,
         "rates": (scan.gammas, scan.lams),

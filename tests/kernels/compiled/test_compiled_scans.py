@@ -81,9 +81,10 @@ def test_every_kernel_reads(compiled: Any, kernel: str) -> None:
 @builds("90")
 def test_returns_take_one_launch_where_no_segment_is_long(compiled: Any) -> None:
     walk = [["walk_kernel", 3]]  # three segments
-    blocks = [["block_steps_kernel", 17], ["block_states_kernel", 20]]  # 17 windows
+    # 65 windows, three rows of them
+    blocks = [["block_steps_kernel", 65], ["fold_rows_kernel", 6], ["block_states_kernel", 68]]
     assert {(c["entries"], c["max_seqlen"]): c["launches"] for c in compiled["returns"]} == {
-        (8192, None): walk,
+        (4096, None): walk,
         (8193, None): blocks,
         (8193, 4096): walk,
         (8193, 4097): blocks,

@@ -24,7 +24,7 @@ from trajpack.packing.credit import advantages as credit
 from trajpack.packing.credit.estimators import KLPenalty
 
 SCAN = ["block_steps_kernel", "fold_rows_kernel", "block_states_kernel"]
-"""Of more than 8,192 tokens; else it is one launch."""
+"""Of more than 4,096 tokens; else it is one launch."""
 MEASURE = ["chunk_moments_kernel", "merge_chunks_kernel"]
 WHITEN = ["chunk_moments_kernel", "whiten_kernel"]
 GROUP = ["scores_kernel", "group_advantages_kernel", "spread_kernel"]
@@ -96,11 +96,11 @@ def launches_of(estimator: Any, layout: Any = "merged", **more: Any) -> list[str
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_an_estimator_is_four_launches_at_most(name: str, layout: str) -> None:
+def test_an_estimator_is_five_launches_at_most(name: str, layout: str) -> None:
     with small_scans():
         launched = launches_of(EVERY[name], layout)
     assert launched == LAUNCHES[name]
-    assert len(launched) <= 4
+    assert len(launched) <= 5
 
 
 def test_short_batches_are_scanned_in_one_launch() -> None:

@@ -69,6 +69,7 @@ DEMANDING = {
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
     "walk_segments": {"reset, float64, a rate each", "chunks, vtrace"},
     "steps_of_blocks": {"chunks, k3"},
+    "fold_rows": {"chunks, by turn"},
     "write_blocks": {"chunks, vtrace"},
     "scores_forward": {"turns"},
     "spread_forward": {"trajectories and steps"},

@@ -27,7 +27,9 @@ def test_no_size_asks_for_a_variant_of_its_own(compiled: Any) -> None:
         assert of_kernels, operator
         for kernel, variants in of_kernels.items():
             if operator != "planted":
-                parts = {1, PARTS.get(operator, 1)} if kernel in SHARED else {PARTS.get(operator, 1)}
+                parts = (
+                    {1, PARTS.get(operator, 1)} if kernel in SHARED else {PARTS.get(operator, 1)}
+                )
                 assert len(variants) in parts, (operator, kernel, variants)
 
 

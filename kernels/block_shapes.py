@@ -88,12 +88,12 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     },
     "credit_scan": {
         DEFAULT: BlockShape(
-            512,
             128,
-            "4 entries a thread, 36 bytes or more of loads. Limited to 96 registers, five blocks "
-            "fit an SM and request 23 KB; without the limit ptxas takes up to 128. Some walks of "
-            "V-trace then spill: tests/kernels/compiled/scan_spills.json lists them. Blocks of "
-            "1,024 idle a quarter of the lanes on sequences of 2,000 tokens.",
+            32,
+            "A warp with 4 entries a thread, 36 bytes or more of loads: scans and carries are "
+            "shuffles, nothing waits at a barrier, and a sequence of 32 tokens idles three "
+            "quarters of one warp, not of four. Without the limit some variants aim at 64 "
+            "registers and spill.",
             most_registers=96,
         )
     },

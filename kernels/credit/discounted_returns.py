@@ -40,8 +40,9 @@ def discounted_returns(
             were, or the entries are turns.
         observation: Convention for tokens that were not generated, see
             `trajpack.kernels.scan.observations.Observation`; unused without ``loss_mask``.
-        max_seqlen: Upper bound of a segment's length, if known. It decides how the work is cut,
-            never a result: a wrong bound costs time alone.
+        max_seqlen: Upper bound of a segment's length, if known. It decides how the work is cut.
+            A wrong bound costs time; results of segments beyond 4,096 entries may then differ by
+            rounding.
 
     Returns:
         ``[entries]`` float32, 0 where ``loss_mask`` is False; the sums are made in float64.
@@ -52,8 +53,8 @@ def discounted_returns(
         ValueError: If shapes or devices disagree, ``observation`` is unknown, or ``max_seqlen`` is
             negative. For tensors on the host also if boundaries do not go from 0 to ``entries``.
 
-    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 entries;
-    else two, and 16 bytes of scratch for 512 entries. No copy, no host synchronisation.
+    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 4,096 entries;
+    else three, and 33 bytes of scratch for 128 entries. No copy, no host synchronisation.
 
     Example:
         >>> rewards = torch.tensor([-1.0, -1.0, 1.0, 5.0])

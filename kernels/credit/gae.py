@@ -56,8 +56,9 @@ def gae(  # noqa: PLR0913 - a convention is an argument
         bootstrap: ``[sequences]``: value of the state behind the last token for sequences that
             were cut off; 0 for those that ended.
         impl: ``"auto"`` uses Triton for CUDA tensors and torch for all others.
-        max_seqlen: Upper bound of a sequence's length, if known. It decides how the work is cut,
-            never a result.
+        max_seqlen: Upper bound of a sequence's length, if known. It decides how the work is cut.
+            A wrong bound costs time; results of sequences beyond 4,096 tokens may then differ by
+            rounding.
 
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where ``loss_mask`` is False; the sums
@@ -69,8 +70,8 @@ def gae(  # noqa: PLR0913 - a convention is an argument
             ``rewards`` requires a gradient while gradients are recorded. For tensors on the host
             also if boundaries do not go from 0 to ``tokens``.
 
-    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 8,192 tokens;
-    else two, and 16 bytes of scratch for 512 tokens. No copy, no host synchronisation.
+    Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 4,096 tokens;
+    else three, and 33 bytes of scratch for 128 tokens. No copy, no host synchronisation.
 
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])

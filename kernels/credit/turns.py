@@ -92,7 +92,7 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where not generated.
 
-    Cost: one launch for up to 8,192 positions, else two. No copy, no host synchronisation.
+    Cost: one launch for up to 4,096 positions, else three. No copy, no host synchronisation.
     """
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_of_turns(
         turn_ids,

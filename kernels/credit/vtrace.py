@@ -67,7 +67,7 @@ def vtrace(  # noqa: PLR0913 - a convention is an argument
         ValueError: As `trajpack.kernels.gae`, if a clip is not positive, or if any input requires a
             gradient where gradients are recorded.
 
-    Cost: two launches where `trajpack.kernels.gae` takes one, four where that takes two, and 8
+    Cost: two launches where `trajpack.kernels.gae` takes one, six where that takes three, and 8
     bytes of scratch a token. No copy, no host synchronisation.
 
     Example:

@@ -1,12 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of the scan over tokens: blocks of a segment, folded from its end.
 
-A block is one associative scan at reversed addresses, so that the scan runs forward. Each entry's
-state then takes in the state behind the block, and the state before the block is carried on. So
-the order of sums depends on the segment alone. One program walks a whole segment in one launch;
-or a first launch finds the effect of each block on the state, and in a second launch each program
-folds the effects of the blocks behind its own: the same steps, hence the same bits. There are no
-atomic additions of floats.
+A block is one associative scan at reversed addresses, so that the scan runs forward, and one warp,
+so that no barrier is needed. Each entry's state then takes in the state behind the block, and the
+state before the block is carried on. So the order of sums depends on the segment alone. One program
+walks a whole segment in one launch. Segments longer than a row of ``ROW`` blocks take three
+launches: the first finds the effect of each block on the state; the second, with a program for each
+row, finds the effect of the blocks that are behind a block in its row; in the third each program
+folds the rows behind its own and writes a block. The blocks of a segment's last row take the same
+steps either way, hence the same bits. There are no atomic additions of floats.
 
 Positions count the scanned tokens, segment after segment. Without chunks a position is the
 token's own index; with chunks it is looked up among the chunks' first positions.
@@ -38,10 +40,10 @@ Outputs: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 BLOCK = block_shape("credit_scan", DEFAULT).block
 """Entries of a block. The same on every architecture, because it fixes the order of sums."""
-LONGEST_WALK = 4096
-"""Longest segment that one program walks; blocks would cost a second launch."""
-FEWEST_ENTRIES = 8192
-"""Entries up to which a second launch costs more than the steps that it saves."""
+ROW = 32
+"""Blocks of a row, counted from a segment's end."""
+LONGEST_WALK = ROW * BLOCK
+"""Longest segment that one program walks: more than one row takes three launches."""
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
@@ -53,19 +55,20 @@ GAE, RETURNS, NEXT_VALUES, VTRACE, ADJOINT = (tl.constexpr(number) for number in
 
 @triton.jit
 def compose(first_decay, first_increment, second_decay, second_increment):
-    return first_decay * second_decay, second_decay * first_increment + second_increment
+    decay = first_decay * second_decay
+    return decay, tl.fma(second_decay, first_increment, second_increment)
 
 
 @triton.jit
 def add_carry(increment, decay, state):
     """Return ``increment + decay * state``; a state of 0 adds 0 where ``decay`` has overflowed."""
-    return tl.where(state == 0, 0.0, decay * state) + increment
+    return tl.fma(tl.where(state == 0, 0.0, decay), state, increment)
 
 
 @triton.jit
-def entry_of(lanes, place):
-    """Return the entry of ``lanes`` [BLOCK] at ``place``."""
-    return tl.sum(tl.where(tl.arange(0, lanes.shape[0]) == place, lanes, 0.0), 0)
+def spread_entry(lanes, place, LANES: tl.constexpr):
+    """Return the entry of ``lanes`` at ``place`` in ``LANES`` lanes: one shuffle within a warp."""
+    return tl.gather(lanes, tl.full((LANES,), 0, tl.int32) + place, 0)
 
 
 @triton.jit
@@ -82,8 +85,8 @@ def scan_block(decay, increment, BLOCK: tl.constexpr):
     """Compose the steps of a block, last token first, in lanes of four.
 
     Return the effect of all lanes before each lane; decays and increments of each lane's first
-    three entries; decay and increment of the whole block. Lanes of four take a quarter of the
-    shuffles that lanes of one would.
+    three entries; decay and increment of the whole block, in every lane. Lanes of four take a
+    quarter of the shuffles that lanes of one would.
     """
     lane = tl.arange(0, BLOCK // 4)
     decay0, decay1, decay2, decay3 = split_in_four(decay, BLOCK)
@@ -92,8 +95,8 @@ def scan_block(decay, increment, BLOCK: tl.constexpr):
     decays, increments = compose(decays, increments, decay2, increment2)
     decays, increments = compose(decays, increments, decay3, increment3)
     decays, increments = tl.associative_scan((decays, increments), 0, compose)
-    block_decay = entry_of(decays, BLOCK // 4 - 1)
-    block_increment = entry_of(increments, BLOCK // 4 - 1)
+    block_decay = spread_entry(decays, BLOCK // 4 - 1, BLOCK // 4)
+    block_increment = spread_entry(increments, BLOCK // 4 - 1, BLOCK // 4)
     before = tl.maximum(lane - 1, 0)
     decays = tl.where(lane == 0, 1.0, tl.gather(decays, before, 0))
     increments = tl.where(lane == 0, 0.0, tl.gather(increments, before, 0))
@@ -108,7 +111,7 @@ def scan_block(decay, increment, BLOCK: tl.constexpr):
 
 @triton.jit
 def states_of_block(lanes, decays, increments, state, BLOCK: tl.constexpr):
-    """Return the state behind each entry of a block; ``state`` is that behind the first."""
+    """Return the state behind each entry of a block; ``state`` is that behind it, in every lane."""
     state0 = add_carry(lanes[1], lanes[0], state)
     state1 = add_carry(increments[0], decays[0], state0)
     state2 = add_carry(increments[1], decays[1], state1)
@@ -318,9 +321,9 @@ def write_block(
     ESTIMATOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the outputs of the tokens before ``top``; ``state`` is that behind them.
+    """Write the outputs of the tokens before ``top``; ``state`` [BLOCK / 4] is that behind them.
 
-    Return the effect of the block on the state.
+    Return the effect of the block on the state, in every lane.
     """
     token, behind, decay, increment = read_block(
         inputs, span, rates, tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
@@ -364,13 +367,12 @@ def write_block(
 
 
 @triton.jit
-def span_of(source, cu_seqlens, segment):
+def span_of(chunks, cu_seqlens, segment):
     """Return a segment's first and past-last position, and its first and last chunk."""
     first = tl.load(cu_seqlens + segment)
     past = tl.load(cu_seqlens + segment + 1)
     begin = first
     end = past
-    chunks = source[3]
     if chunks is not None:
         begin = tl.load(chunks[0] + first)
         end = tl.load(chunks[0] + past)
@@ -389,11 +391,10 @@ def rates_of(rates, segment, gamma, lam):
 
 
 @triton.jit
-def state_behind(source, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
+def state_behind(chunks, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
     """Return the state behind a segment's last entry."""
     state = tl.zeros((), tl.float64)
     if bootstrap is not None and SCAN <= NEXT_VALUES:
-        chunks = source[3]
         goes_on = True
         if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
             if len(chunks[6]) > 0:
@@ -417,20 +418,19 @@ def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def block_of_window(source, cu_seqlens, num_segments, num_chunks, window, BLOCK: tl.constexpr):
+def block_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK: tl.constexpr):
     """Find the block that ends in a window and does not begin its segment.
 
     Window w is the positions [w * BLOCK, (w + 1) * BLOCK). The window's first position belongs to
     the segment of such a block, so there is at most one per window. Return its segment, the number
     of blocks behind it, and whether it exists.
     """
-    chunks = source[3]
     if chunks is None:
         segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
     else:
         chunk = find_segment(chunks[0], num_chunks, window * BLOCK, 1)
         segment = find_segment(cu_seqlens, num_segments, chunk, 1)
-    begin, end, _, _ = span_of(source, cu_seqlens, segment)
+    begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
     behind = (end - 1) // BLOCK - window
     exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
     return segment, behind, exists
@@ -464,12 +464,14 @@ def walk_kernel(
     """Walk one segment, block after block from its end; later programs fill a tile with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
+    chunks = source[3]
     segment = tl.program_id(0)
     if segment < num_segments:
         gamma, lam = rates_of(rates, segment, gamma, lam)
-        span = span_of(source, cu_seqlens, segment)
-        tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
-        state = state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
+        span = span_of(chunks, cu_seqlens, segment)
+        tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
+        state = state_behind(chunks, bootstrap, segment, span[3], gamma, SCAN)
+        state += tl.zeros((BLOCK // 4,), tl.float64)
         top = span[1]
         while top > span[0]:
             block_decay, block_increment = write_block(
@@ -518,21 +520,126 @@ def block_steps_kernel(
     """Write the effect on the state of the block of one window, if it has one."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
+    chunks = source[3]
     window = tl.program_id(0)
     segment, behind, exists = block_of_window(
-        source, cu_seqlens, num_segments, num_chunks, window, BLOCK
+        chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
     )
     if exists:
         gamma, lam = rates_of(rates, segment, gamma, lam)
-        span = span_of(source, cu_seqlens, segment)
-        tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
+        span = span_of(chunks, cu_seqlens, segment)
+        tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
         top = span[1] - behind * BLOCK
         _, _, decay, increment = read_block(
             inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
         )
         _, _, _, block_decay, block_increment = scan_block(decay, increment, BLOCK)
-        tl.store(steps + 2 * window, block_decay)
-        tl.store(steps + 2 * window + 1, block_increment)
+        lane = tl.arange(0, BLOCK // 4)
+        own = steps + 2 * window + tl.zeros_like(lane)
+        tl.store(own, block_decay, mask=lane == 0)
+        tl.store(own + 1, block_increment, mask=lane == 0)
+
+
+@triton.jit
+def row_of(
+    chunks, cu_seqlens, num_segments, num_chunks, num_windows, ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the row of a program: its segment, its number, the window of its last block, its blocks.
+
+    Rows are counted from the segment's end. The first programs have the whole row that holds the
+    block of window ``ROW`` times their number, if it does not begin its segment; the others have
+    the first row of a segment. The block that begins a segment is not counted.
+    """
+    program = tl.program_id(0)
+    num_groups = tl.cdiv(num_windows, ROW)
+    if program < num_groups:
+        window = program * ROW
+        segment, behind, exists = block_of_window(
+            chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
+        )
+        begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+        row = behind // ROW
+        is_whole = exists & ((row + 1) * ROW <= (end - begin - 1) // BLOCK)
+        blocks = tl.where(is_whole, ROW, 0)
+    else:
+        segment = program - num_groups
+        begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+        blocks = tl.maximum(end - begin - 1, 0) // BLOCK
+        row = blocks // ROW
+        blocks -= row * ROW
+    return segment, row, (end - 1) // BLOCK - row * ROW, blocks
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows"])
+def fold_rows_kernel(
+    chunks, steps, carries, rows, cu_seqlens, gammas, bootstrap, num_segments, num_chunks,
+    num_windows, gamma: tl.float64, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fold the blocks of a row: write the effect of those behind each block, and of the whole row.
+
+    In a segment's last row the state behind is known: there the increments are states.
+    """
+    segment, row, window, blocks = row_of(
+        chunks, cu_seqlens, num_segments, num_chunks, num_windows, ROW, BLOCK
+    )
+    if blocks > 0:
+        lane = tl.arange(0, ROW)
+        own = steps + 2 * (window - lane)
+        decays = tl.load(own, mask=lane < blocks, other=1.0)
+        increments = tl.load(own + 1, mask=lane < blocks, other=0.0)
+        total_decay = tl.full((ROW,), 1.0, tl.float64)
+        total = tl.zeros((ROW,), tl.float64)
+        if row == 0:
+            gamma, _lam = rates_of((gammas, None), segment, gamma, 0.0)
+            _begin, _end, _first, last = span_of(chunks, cu_seqlens, segment)
+            total += state_behind(chunks, bootstrap, segment, last, gamma, GAE)
+        behind_decay = total_decay
+        behind = total
+        for done in range(blocks):
+            here = lane == done
+            behind_decay = tl.where(here, total_decay, behind_decay)
+            behind = tl.where(here, total, behind)
+            decay = spread_entry(decays, done, ROW)
+            total = add_carry(spread_entry(increments, done, ROW), decay, total)
+            total_decay *= decay
+        own = carries + 2 * (window - lane)
+        tl.store(own, behind_decay, mask=lane < blocks)
+        tl.store(own + 1, behind, mask=lane < blocks)
+        # the segment's first block has no window of its own
+        own = carries + 2 * (num_windows + segment) + tl.zeros_like(lane)
+        is_first = (lane == 0) & (blocks < ROW)
+        tl.store(own, total_decay, mask=is_first)
+        tl.store(own + 1, total, mask=is_first)
+        whole = rows + 2 * (window // ROW) + tl.zeros_like(lane)
+        is_whole = (lane == 0) & (blocks == ROW)
+        tl.store(whole, total_decay, mask=is_whole)
+        tl.store(whole + 1, total, mask=is_whole)
+
+
+@triton.jit
+def carry_on(first_decay, first_increment, second_decay, second_increment):
+    increment = add_carry(second_increment, second_decay, first_increment)
+    return first_decay * second_decay, increment
+
+
+@triton.jit
+def state_of_row(rows, window, row, state, ROW: tl.constexpr):
+    """Return the state behind a row, from those of the rows behind it: the last has a state."""
+    lane = tl.arange(0, ROW)
+    done = 0
+    while done < row:
+        known = done + lane < row
+        own = rows + 2 * (window // ROW - done - lane)
+        decay = tl.load(own, mask=known, other=1.0)
+        increment = tl.load(own + 1, mask=known, other=0.0)
+        decay = tl.where(done + lane == 0, 0.0, decay)
+        decay, increment = tl.associative_scan((decay, increment), 0, carry_on)
+        increment = spread_entry(increment, ROW - 1, state.shape[0])
+        decay = spread_entry(decay, ROW - 1, state.shape[0])
+        state = add_carry(increment, decay, state)
+        done += ROW
+    return state
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows", "num_tokens"])
@@ -541,7 +648,8 @@ def block_states_kernel(
     weights,
     before,
     outputs,
-    steps,
+    carries,
+    rows,
     cu_seqlens,
     rates,
     bootstrap,
@@ -561,32 +669,41 @@ def block_states_kernel(
     SCAN: tl.constexpr,
     OBSERVATION: tl.constexpr,
     ESTIMATOR: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write one block: of a window, then the first of each segment; later programs fill with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
+    chunks = source[3]
     program = tl.program_id(0)
     if program < num_windows + num_segments:
         if program < num_windows:
             segment, behind, exists = block_of_window(
-                source, cu_seqlens, num_segments, num_chunks, program, BLOCK
+                chunks, cu_seqlens, num_segments, num_chunks, program, BLOCK
             )
         else:
             segment = program - num_windows
-            begin, end, _, _ = span_of(source, cu_seqlens, segment)
+            begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
             behind = tl.maximum(end - begin - 1, 0) // BLOCK
             exists = end > begin
         if exists:
             gamma, lam = rates_of(rates, segment, gamma, lam)
-            span = span_of(source, cu_seqlens, segment)
-            tail = state_behind(source, bootstrap, segment, span[3], gamma, GAE)
-            state = state_behind(source, bootstrap, segment, span[3], gamma, SCAN)
+            span = span_of(chunks, cu_seqlens, segment)
+            tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
+            state = tl.zeros((BLOCK // 4,), tl.float64)
+            row = behind // ROW
+            if row == 0:
+                state += state_behind(chunks, bootstrap, segment, span[3], gamma, SCAN)
             window = (span[1] - 1) // BLOCK
-            for done in tl.range(0, behind, loop_unroll_factor=8):
-                decay = tl.load(steps + 2 * (window - done))
-                increment = tl.load(steps + 2 * (window - done) + 1)
-                state = add_carry(increment, decay, state)
+            state = state_of_row(rows, window, row, state, ROW)
+            if behind > row * ROW:
+                own = carries + 2 * program
+                carried = tl.load(own + 1)
+                if row == 0:
+                    state = tl.zeros_like(state) + carried
+                else:
+                    state = add_carry(carried, tl.load(own), state)
             top = span[1] - behind * BLOCK
             write_block(
                 inputs,
@@ -622,14 +739,14 @@ def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Launch one kernel or two, by the sizes that the host knows."""
+    """Launch one kernel or three, by the sizes that the host knows."""
     if not scan.num_tokens:
         return
     longest = scan.num_positions if scan.max_seqlen is None else scan.max_seqlen
-    if scan.num_positions <= FEWEST_ENTRIES or longest <= LONGEST_WALK:
+    if min(scan.num_positions, longest) <= LONGEST_WALK:
         walk_segments(scan, before, outputs)
     else:
-        write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
+        scan_blocks(scan, before, outputs)
 
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
@@ -645,6 +762,12 @@ def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> 
         )
 
 
+def scan_blocks(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
+    """Launch one program per block for its effect, one per row, and one per block to write."""
+    carries, rows = fold_rows(scan, steps_of_blocks(scan, before))
+    write_blocks(scan, before, outputs, carries=carries, rows=rows)
+
+
 def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     """Launch one program per window; return float64 ``[windows, 2]``, set where a block ends."""
     windows = triton.cdiv(scan.num_positions, BLOCK)
@@ -656,21 +779,53 @@ def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     return steps
 
 
-def write_blocks(
-    scan: Scan, before: torch.Tensor | None, outputs: Outputs, steps: torch.Tensor
-) -> None:
-    """Launch one program per window and one per segment, given the windows' ``steps``."""
-    fill_ids, tiles = _fill(scan)
+def fold_rows(scan: Scan, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch one program per row: return what is behind each block in its row, and whole rows."""
     windows = steps.shape[0]
+    groups = triton.cdiv(windows, ROW)
+    carries, rows = (steps.new_empty((size, 2)) for size in (windows + scan.num_segments, groups))
+    starts = scan.kind not in ("vtrace", "adjoint")  # whose state behind the last token is 0
     with torch.cuda.device_of(scan.cu_seqlens):
-        block_states_kernel[(windows + scan.num_segments + tiles,)](
-            before=before,
-            outputs=outputs,
+        fold_rows_kernel[(groups + scan.num_segments,)](
+            chunks=_chunks(scan),
             steps=steps,
-            fill_ids=fill_ids,
+            carries=carries,
+            rows=rows,
+            cu_seqlens=scan.cu_seqlens,
+            gammas=scan.gammas if starts else None,
+            bootstrap=scan.bootstrap if starts else None,
+            num_segments=scan.num_segments,
             num_chunks=scan.num_chunks,
             num_windows=windows,
+            gamma=scan.gamma,
+            ROW=ROW,
+            BLOCK=BLOCK,
+            **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
+        )
+    return carries, rows
+
+
+def write_blocks(
+    scan: Scan,
+    before: torch.Tensor | None,
+    outputs: Outputs,
+    *,
+    carries: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Launch one program per window and one per segment."""
+    fill_ids, tiles = _fill(scan)
+    with torch.cuda.device_of(scan.cu_seqlens):
+        block_states_kernel[(carries.shape[0] + tiles,)](
+            before=before,
+            outputs=outputs,
+            carries=carries,
+            rows=rows,
+            fill_ids=fill_ids,
+            num_chunks=scan.num_chunks,
+            num_windows=carries.shape[0] - scan.num_segments,
             num_tokens=scan.num_tokens,
+            ROW=ROW,
             **_arguments(scan),
         )
 
@@ -682,24 +837,28 @@ def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
     return scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
 
 
+def _chunks(scan: Scan) -> tuple[Any, ...] | None:
+    """Return the chunks as the kernels take them."""
+    if scan.chunks is None:
+        return None
+    begins, truncated = scan.chunks.begins, scan.chunks.truncated
+    # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+    return (
+        scan.chunks.cu_positions,
+        begins,
+        begins.stride(0),
+        scan.chunks.spans,
+        scan.chunks.rewards,
+        (1,) if scan.by_turn else (),
+        () if truncated is None else (truncated.view(torch.uint8),),
+    )
+
+
 def _arguments(scan: Scan) -> dict[str, Any]:
-    """Return the arguments that all kernels share, and the options of a launch."""
-    chunks = None
-    if scan.chunks is not None:
-        begins, truncated = scan.chunks.begins, scan.chunks.truncated
-        # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
-        chunks = (
-            scan.chunks.cu_positions,
-            begins,
-            begins.stride(0),
-            scan.chunks.spans,
-            scan.chunks.rewards,
-            (1,) if scan.by_turn else (),
-            () if truncated is None else (truncated.view(torch.uint8),),
-        )
+    """Return the arguments that the kernels over tokens share, and the options of a launch."""
     mask = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
     return {
-        "source": (scan.rewards, scan.values, mask, chunks, scan.kl),
+        "source": (scan.rewards, scan.values, mask, _chunks(scan), scan.kl),
         "weights": scan.weights,
         "cu_seqlens": scan.cu_seqlens,
         "rates": (scan.gammas, scan.lams),

@@ -32,8 +32,8 @@ MORE: dict[str, Any] = {
     "GRPO, mask": GRPO(truncated="mask", reward_clip=0.75),
 }
 ESTIMATORS = EVERY | MORE
-SIZES = {"short": (40, 12), "of two launches": (300, 160)}
-"""Trajectories, and tokens of a turn's parts: up to 8,192 generated tokens, and more."""
+SIZES = {"short": (40, 12), "of three launches": (300, 160)}
+"""Trajectories, and tokens of a turn's parts: up to 4,096 generated tokens, and more."""
 
 
 def on_host_and_device(

@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.conftest import capture, no_waiting, replay
 from trajpack.kernels.credit.discounted_returns import discounted_returns
-from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.scan.credit_scan_triton import scan_blocks, walk_segments
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
@@ -44,7 +44,7 @@ def by_regime(
     scan = Scan(cu_seqlens, num, num, rewards, gammas=discounts, kind="returns")
     walked, in_blocks = torch.empty(2, num, device=rewards.device)
     walk_segments(scan, None, (walked, None))
-    write_blocks(scan, None, (in_blocks, None), steps_of_blocks(scan, None))
+    scan_blocks(scan, None, (in_blocks, None))
     return [walked, in_blocks]
 
 

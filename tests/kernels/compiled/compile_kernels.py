@@ -113,7 +113,7 @@ def measure_returns() -> Iterator[dict[str, Any]]:
     """Return what is launched for entries in segments under a bound, and with which options."""
     with recording(GPUTarget("cuda", 90, 32), len(TARGETS) + 2) as recorder:
         cu_seqlens = torch.zeros(4, dtype=torch.int32)
-        for entries, bound in ((8192, None), (8193, None), (8193, 4096), (8193, 4097), (0, None)):
+        for entries, bound in ((4096, None), (8193, None), (8193, 4096), (8193, 4097), (0, None)):
             recorder.launches.clear()
             rewards = torch.zeros(entries)
             scan = Scan(cu_seqlens, entries, entries, rewards, kind="returns", max_seqlen=bound)

@@ -45,7 +45,12 @@ from trajpack.kernels.reduce.whiten_triton import (
     whiten_by_chunks,
     whiten_by_sums_forward,
 )
-from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.scan.credit_scan_triton import (
+    fold_rows,
+    steps_of_blocks,
+    walk_segments,
+    write_blocks,
+)
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan, ScanChunks
 
@@ -64,6 +69,7 @@ DEMANDING = {
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
     "walk_segments": {"reset, float64, a rate each", "chunks, vtrace"},
     "steps_of_blocks": {"chunks, k3"},
+    "fold_rows": {"chunks, by turn"},
     "write_blocks": {"chunks, vtrace"},
     "scores_forward": {"turns"},
     "spread_forward": {"trajectories and steps"},
@@ -235,10 +241,17 @@ def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
     yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
 
 
+FOLDED = ("carry", "reset, float64, a rate each", "chunks, k3", "chunks, by turn")
+"""Scans whose rows are folded by a variant of their own."""
+
+
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
     """Every kind of scan, with and without what it may do without, by both regimes."""
     for label, scan in scans(cu_seqlens).items():
         yield from _launches_of_scan(label, scan)
+        if label in FOLDED:
+            steps = torch.zeros((2, 2), dtype=torch.float64, device=cu_seqlens.device)
+            yield label, partial(fold_rows, scan, steps)
 
 
 def _launches_of_scan(label: str, scan: Scan) -> Launches:
@@ -249,10 +262,10 @@ def _launches_of_scan(label: str, scan: Scan) -> Launches:
     dtype = torch.float64 if scan.kind == "next_values" else torch.float32
     main = torch.zeros(99, dtype=dtype, device=scan.device)
     outputs = main, None if alone else torch.zeros_like(main)
-    steps = torch.zeros((2, 2), dtype=torch.float64, device=scan.device)
+    pairs = torch.zeros((9, 2), dtype=torch.float64, device=scan.device)
     yield label, partial(walk_segments, scan, before, outputs)
     yield label, partial(steps_of_blocks, scan, before)
-    yield label, partial(write_blocks, scan, before, outputs, steps)
+    yield label, partial(write_blocks, scan, before, outputs, carries=pairs, rows=pairs)
 
 
 def launches_of_every_scan(device: str = "cpu") -> Launches:

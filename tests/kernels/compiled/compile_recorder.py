@@ -48,6 +48,7 @@ from trajpack.kernels.reduce.whiten_triton import (
 from trajpack.kernels.scan.credit_scan_triton import (
     block_states_kernel,
     block_steps_kernel,
+    fold_rows_kernel,
     walk_kernel,
 )
 
@@ -55,6 +56,7 @@ KERNELS = (
     build_kernel,
     walk_kernel,
     block_steps_kernel,
+    fold_rows_kernel,
     block_states_kernel,
     gather_fields_kernel,
     gather_words_kernel,

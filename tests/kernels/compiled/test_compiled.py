@@ -34,9 +34,10 @@ KERNELS = {
     "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
     "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
     "unpad_kernel": Bounds(15, 128, 168),  # four blocks; three waves
-    "walk_kernel": Bounds(10, 96, 128),  # five blocks of 128 threads, limited; four waves
-    "block_steps_kernel": Bounds(10, 80, 96),  # six blocks
-    "block_states_kernel": Bounds(10, 96, 112),
+    "walk_kernel": Bounds(10, 96, 128),  # 21 blocks of 32 threads; four waves
+    "block_steps_kernel": Bounds(10, 80, 128),
+    "fold_rows_kernel": Bounds(4, 40, 64),
+    "block_states_kernel": Bounds(10, 96, 128),
     "group_advantages_kernel": Bounds(7, 96, 96),  # a block of 32 threads each
     "members_by_nonzero_kernel": Bounds(1, 40, 64),  # one block in all
     "segment_reduce_kernel": Bounds(6, 48, 64),  # ten blocks of 128 threads; eight waves

@@ -35,7 +35,7 @@ def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     name, *blocks = request.param.split(", ")
     with small_blocks(), pytest.MonkeyPatch.context() as patch:
         if blocks:
-            patch.setattr(credit_scan_triton, "FEWEST_ENTRIES", 0)
+            patch.setattr(credit_scan_triton, "LONGEST_WALK", 0)
         yield name
 
 

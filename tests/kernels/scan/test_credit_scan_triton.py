@@ -13,13 +13,12 @@ from hypothesis import given, settings, strategies as st
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
 from trajpack.kernels.scan import credit_scan_triton
+from trajpack.kernels.scan.credit_scan import credit_scan_reference
 from trajpack.kernels.scan.credit_scan_triton import (
-    FEWEST_ENTRIES,
     LONGEST_WALK,
     launch,
-    steps_of_blocks,
+    scan_blocks,
     walk_segments,
-    write_blocks,
 )
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan
 from trajpack.testing import assert_same_bits, boundaries
@@ -56,10 +55,6 @@ def scan_of(batch: Batch, kind: str, observation: str, slack: int = 0) -> Scan:
     return scan._replace(values=None, bootstrap=None) if kind in ("returns", "adjoint") else scan
 
 
-def by_blocks(scan: Scan, before: torch.Tensor | None, outputs: Any) -> None:
-    write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
-
-
 def results_of(scan: Scan, regime: Any) -> list[torch.Tensor]:
     """Return the outputs of a scan; V-trace first runs the scan of next values."""
     before = None
@@ -79,7 +74,7 @@ def results_of(scan: Scan, regime: Any) -> list[torch.Tensor]:
 
 def assert_regimes_agree(scan: Scan) -> None:
     for actual, expected in zip(
-        results_of(scan, by_blocks), results_of(scan, walk_segments), strict=True
+        results_of(scan, scan_blocks), results_of(scan, walk_segments), strict=True
     ):
         assert_same_bits(actual, expected)
 
@@ -123,13 +118,32 @@ def test_both_regimes_give_the_same_bits_beside_any_segments(kind: str) -> None:
             )
         ]
         together = Batch([shift, 19, 11], *parts)
-        for regime in (walk_segments, by_blocks):
+        for regime in (walk_segments, scan_blocks):
             rows = results_of(scan_of(together, kind, "carry"), regime)
             for actual, wanted in zip(rows, expected, strict=True):
                 assert_same_bits(actual[shift : shift + 19], wanted)
 
 
-@pytest.mark.parametrize("regime", [walk_segments, by_blocks])
+def test_segments_of_many_rows_equal_the_reference_beside_any_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of 4 blocks of 8: lengths around a row, and of more rows than are folded at once."""
+    monkeypatch.setattr(credit_scan_triton, "ROW", 4)
+    lengths = [32, 33, 64, 65, 72, 73, 201]
+    scan = scan_of(batch_of(random_masks(lengths)), "gae", "carry")
+    together = results_of(scan, scan_blocks)
+    for actual, expected in zip(together, credit_scan_reference(scan), strict=True):
+        torch.testing.assert_close(actual, expected)
+    begin = sum(lengths[:-1])
+    last = {name: getattr(scan, name)[begin:] for name in ("rewards", "values", "loss_mask")} | {
+        name: getattr(scan, name)[-1:] for name in ("gammas", "lams", "bootstrap")
+    }
+    alone = scan._replace(cu_seqlens=boundaries([201]), num_tokens=201, num_positions=201, **last)
+    for actual, expected in zip(together, results_of(alone, scan_blocks), strict=True):
+        assert_same_bits(actual[begin:], expected)
+
+
+@pytest.mark.parametrize("regime", [walk_segments, scan_blocks])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_a_state_of_zero_stays_zero_though_decays_overflow(regime: Any) -> None:
     batch = batch_of(["g" * 33])
@@ -145,36 +159,30 @@ def test_a_state_of_zero_stays_zero_though_decays_overflow(regime: Any) -> None:
 @pytest.mark.parametrize(
     ("entries", "max_seqlen", "launched"),
     [
-        (FEWEST_ENTRIES, None, "walk"),
-        (FEWEST_ENTRIES + 1, None, "blocks"),
-        (FEWEST_ENTRIES + 1, LONGEST_WALK, "walk"),
-        (FEWEST_ENTRIES + 1, LONGEST_WALK + 1, "blocks"),
-        (FEWEST_ENTRIES, LONGEST_WALK + 1, "walk"),
-        (0, None, "nothing"),
+        (LONGEST_WALK, None, ["walk_segments"]),
+        (LONGEST_WALK + 1, None, ["scan_blocks"]),
+        (LONGEST_WALK + 1, LONGEST_WALK, ["walk_segments"]),
+        (LONGEST_WALK + 1, LONGEST_WALK + 1, ["scan_blocks"]),
+        (LONGEST_WALK, LONGEST_WALK + 1, ["walk_segments"]),
+        (0, None, []),
     ],
 )
 def test_the_bound_decides_what_is_launched(
-    monkeypatch: pytest.MonkeyPatch, entries: int, max_seqlen: int | None, launched: str
+    monkeypatch: pytest.MonkeyPatch, entries: int, max_seqlen: int | None, launched: list[str]
 ) -> None:
-    calls = []
-    for name in ("walk_segments", "steps_of_blocks", "write_blocks"):
-        monkeypatch.setattr(credit_scan_triton, name, lambda *_, n=name: calls.append(n))
+    called: list[str] = []
+    for name in ("walk_segments", "scan_blocks"):
+        monkeypatch.setattr(credit_scan_triton, name, lambda *_, n=name: called.append(n))
     tokens = torch.zeros(entries)
     scan = Scan(boundaries([entries]), entries, entries, tokens, tokens, None, 1.0, 1.0, "carry")
     launch(scan._replace(max_seqlen=max_seqlen), None, (tokens, tokens))
-    expected = {
-        "walk": ["walk_segments"],
-        "blocks": ["steps_of_blocks", "write_blocks"],
-        "nothing": [],
-    }
-    assert calls == expected[launched]
+    assert called == launched
 
 
 def test_a_wrong_bound_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of bound is right for the op as a whole, gradients too."""
+    """The bits are the same within a row; gradients take the bound too."""
     from trajpack.kernels.credit.gae import gae
 
-    monkeypatch.setattr(credit_scan_triton, "FEWEST_ENTRIES", 10)
     monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", 12)
     batch = batch_of(random_masks([30, 3, 9]))
     results = []

@@ -23,7 +23,7 @@ from tests.kernels.credit.token_loops import (
     vtrace_by_loop,
 )
 from trajpack.kernels.scan.credit_scan import run_scan
-from trajpack.kernels.scan.credit_scan_triton import steps_of_blocks, walk_segments, write_blocks
+from trajpack.kernels.scan.credit_scan_triton import scan_blocks, walk_segments
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
 from trajpack.testing import assert_same_bits, boundaries
@@ -207,7 +207,7 @@ def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
         if regime == "walk":
             walk_segments(scan, before, outputs)
         else:
-            write_blocks(scan, before, outputs, steps_of_blocks(scan, before))
+            scan_blocks(scan, before, outputs)
         results.append([rows for rows in outputs if rows is not None])
     for actual, expected in zip(*results, strict=True):
         assert_same_bits(actual, expected)

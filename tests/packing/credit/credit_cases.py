@@ -180,9 +180,9 @@ def generated(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def small_scans(fewest: int = 16) -> Iterator[None]:
-    """Let Triton's scans be cut where they pass ``fewest`` entries: the executor is slow."""
+def small_scans(longest: int = 8) -> Iterator[None]:
+    """Let Triton's scans be cut where segments pass ``longest`` entries: the executor is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in (("BLOCK", 16), ("LONGEST_WALK", 8), ("FEWEST_ENTRIES", fewest)):
+        for name, size in (("BLOCK", 16), ("LONGEST_WALK", longest)):
             patch.setattr(credit_scan_triton, name, size)
         yield

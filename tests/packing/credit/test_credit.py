@@ -55,7 +55,7 @@ def test_the_kernels_equal_a_loop(name, layout):
 
 @pytest.mark.parametrize("name", ["GAE", "TurnGAE", "VTrace, carry"])
 def test_the_kernels_equal_a_loop_in_one_launch(name):
-    with small_scans(fewest=1000):
+    with small_scans(longest=1000):
         check(some_trajectories(8, 6), EVERY[name], "triton")
 
 

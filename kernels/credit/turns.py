@@ -264,10 +264,10 @@ def _run_spread(
     num_turns = spans.shape[0]
     check_boundaries("spread", cu_turns, num_turns, name="cu_turns", end="turns")
     check_segments_within("spread", "spans", spans, turn_ids.shape[0])
-    check_indices("spread", "turn_ids", turn_ids, num_turns, least=-1)
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import spread_forward
 
+        check_indices("spread", "turn_ids", turn_ids, num_turns, least=-1)
         turns = Turns(turn_ids, cu_turns, spans)
         return spread_forward(turns, rows, steps, others=others, weight=weight)
     if others is not None:

@@ -15,9 +15,9 @@ LIBRARY = torch.library.Library("trajpack", "DEF")
 
 
 try:
-    _HAS_TRITON = find_spec("triton") is not None
+    HAS_TRITON = find_spec("triton") is not None
 except ModuleNotFoundError:  # raised by a finder that hides it
-    _HAS_TRITON = False
+    HAS_TRITON = False
 
 
 def register_op(
@@ -58,12 +58,12 @@ def resolve_impl(op: str, impl: Impl, tensor: torch.Tensor) -> Literal["torch", 
         RuntimeError: If ``"triton"`` is asked for where Triton cannot run.
     """
     if impl == "auto":
-        return "triton" if tensor.is_cuda and _HAS_TRITON else "torch"
+        return "triton" if tensor.is_cuda and HAS_TRITON else "torch"
     if impl == "torch":
         return "torch"
     if impl != "triton":
         raise ValueError(f"{op}: impl must be 'auto', 'torch' or 'triton', got {impl!r}")
-    if not _HAS_TRITON:
+    if not HAS_TRITON:
         raise RuntimeError(f"{op}: impl='triton' needs the triton package: trajpack[triton]")
     if not tensor.is_cuda and tensor.device.type != "meta":
         _check_triton_serves(op, tensor.device)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 READS_DEVICE = os.environ.get("TRAJPACK_CHECK", "0") not in ("", "0")
-"""Whether boundaries on a device are checked too: set ``TRAJPACK_CHECK=1`` before ``trajpack``
-is imported. Each call then waits for the device."""
+"""Whether tables on a device are checked too: set ``TRAJPACK_CHECK=1`` before ``trajpack`` is
+imported. Each call then waits for the device."""
 HOSTS = ("cpu",)
 """Device types whose tensors are read without synchronisation."""
 
@@ -37,11 +37,18 @@ def values_to_check(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def check_boundaries(
-    op: str, cu_seqlens: torch.Tensor, num_tokens: int, max_seqlen: int | None = None
+    op: str,
+    cu_seqlens: torch.Tensor,
+    num_tokens: int,
+    max_seqlen: int | None = None,
+    *,
+    name: str = "cu_seqlens",
+    end: str = "num_tokens",
 ) -> None:
     """Raise if the values of ``cu_seqlens`` can be read and do not bound ``num_tokens``.
 
-    Implementations of ops call it: their tensors have values.
+    Implementations of ops call it: their tensors have values. ``name`` is that of the argument,
+    ``end`` that of the number at which it must end.
     """
     readable = values_to_check(cu_seqlens)
     if readable is None:
@@ -50,7 +57,7 @@ def check_boundaries(
     lengths = np.diff(ends)
     if ends[0] != 0 or ends[-1] != num_tokens or (lengths < 0).any():
         raise ValueError(
-            f"{op}: cu_seqlens must go from 0 to num_tokens {num_tokens} and never back, it goes "
+            f"{op}: {name} must go from 0 to {end} {num_tokens} and never back, it goes "
             f"from {ends[0]} to {ends[-1]}, in steps of {lengths.min(initial=num_tokens)} or more"
         )
     if max_seqlen is not None and lengths.max(initial=0) > max_seqlen:
@@ -58,6 +65,31 @@ def check_boundaries(
             f"{op}: no sequence may be longer than max_seqlen {max_seqlen}, sequence "
             f"{lengths.argmax()} has {lengths.max()} tokens"
         )
+
+
+def check_segments_within(op: str, name: str, segments: torch.Tensor, num_entries: int) -> None:
+    """Raise if the values of boundaries or spans can be read and leave ``num_entries`` entries."""
+    readable = values_to_check(segments)
+    if readable is None:
+        return
+    begin, end = readable.unbind(1) if readable.ndim == 2 else (readable[:-1], readable[1:])
+    wrong = (begin < 0) | (end < begin) | (end > num_entries)
+    if wrong.any():
+        first = int(wrong.int().argmax())
+        raise ValueError(
+            f"{op}: {name} must lie within {num_entries} entries and not end before they begin, "
+            f"segment {first} goes from {int(begin[first])} to {int(end[first])}"
+        )
+
+
+def check_indices(op: str, name: str, indices: torch.Tensor, size: int, least: int = 0) -> None:
+    """Raise if the values of ``indices`` can be read and are not in ``[least, size)``."""
+    readable = values_to_check(indices)
+    if readable is None or not readable.numel():
+        return
+    low, high = (int(bound) for bound in readable.aminmax())
+    if low < least or high >= size:
+        raise ValueError(f"{op}: {name} must be in [{least}, {size}), they go from {low} to {high}")
 
 
 def check_tensor(  # noqa: PLR0913 - all but three are keywords

@@ -14,7 +14,13 @@ from trajpack.kernels.reduce.segment_reduce import (
     owners_of_entries,
     segment_sum,
 )
-from trajpack.kernels.validation import check_choice, check_number, check_tensor
+from trajpack.kernels.validation import (
+    check_boundaries,
+    check_choice,
+    check_number,
+    check_segments_within,
+    check_tensor,
+)
 
 Level: TypeAlias = Literal["token", "segment", "geometric", "none"]
 Outside: TypeAlias = Literal["truncate", "mask", "keep"]
@@ -455,6 +461,12 @@ def _run(
     rejection = Rejection(reject_low, reject_high, rejected) if rejected else None
     correction = Correction(level, outside, low, high, normalize, rejection)
     tensors = logprobs, rollout_logprobs, loss_mask
+    segments, _, groups = segmented
+    if segments is not None:
+        check_segments_within(OP, "segments", segments, loss_mask.shape[0])
+    if segments is not None and groups is not None:
+        num_segments = segments.shape[0] - (segments.ndim == 1)
+        check_boundaries(OP, groups, num_segments, name="groups", end="segments")
     if impl == "torch":
         return importance_weights_reference(*tensors, correction, *segmented)
     from trajpack.kernels.corrections.importance_weights_triton import importance_weights_forward

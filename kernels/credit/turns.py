@@ -15,6 +15,12 @@ from trajpack.kernels.reduce.whiten import (
 )
 from trajpack.kernels.scan.credit_scan import run_scan
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
+from trajpack.kernels.validation import (
+    check_boundaries,
+    check_indices,
+    check_segments_within,
+    values_to_check,
+)
 
 
 class Turns(NamedTuple):
@@ -183,8 +189,9 @@ def finish_spread(
 
 
 def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) -> tuple[Any, Any]:
-    chunks, (values, bootstrap, weights, kl) = inputs[:5], inputs[5:9]
+    chunks, (values, bootstrap, weights, kl) = ScanChunks(*inputs[:5]), inputs[5:9]
     gamma, lam, observation, limits, estimator, by_turn, impl, num_positions = inputs[9:]
+    _check_chunks(chunks, cu_turns, turn_ids.shape[0], num_positions)
     scan = Scan(
         cu_turns,
         turn_ids.shape[0],
@@ -197,13 +204,28 @@ def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) ->
         weights=tuple(weights) or None,
         kl=tuple(kl) or None,
         estimator=estimator,
-        chunks=ScanChunks(*chunks),
+        chunks=chunks,
         turn_ids=turn_ids,
         by_turn=by_turn,
         limits=Limits(*limits),
         kind="vtrace" if weights else "gae",
     )
     return run_scan(scan, impl)
+
+
+def _check_chunks(
+    chunks: ScanChunks, cu_turns: torch.Tensor, num_tokens: int, num_positions: int
+) -> None:
+    """Raise if the values of the tables can be read and lead out of the tokens."""
+    op, num_chunks = "credit_of_turns", chunks.rewards.shape[0]
+    check_boundaries(op, cu_turns, num_chunks, name="cu_turns", end="turns")
+    check_segments_within(op, "spans", chunks.spans, num_tokens)
+    check_segments_within(op, "cu_positions", chunks.cu_positions, num_positions)
+    readable = values_to_check(chunks.cu_positions)
+    if readable is not None:
+        begins = chunks.begins.cpu()
+        scanned = torch.stack([begins, begins + readable.diff()], 1)
+        check_segments_within(op, "chunks from begins", scanned, num_tokens)
 
 
 def _run_scores(
@@ -214,6 +236,8 @@ def _run_scores(
     clip: float,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_turns = turn_rewards.shape[0]
+    check_boundaries("scores_of_trajectories", cu_turns, num_turns, name="cu_turns", end="turns")
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
@@ -237,9 +261,13 @@ def _run_spread(
     weight: float,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_turns = spans.shape[0]
+    check_boundaries("spread", cu_turns, num_turns, name="cu_turns", end="turns")
+    check_segments_within("spread", "spans", spans, turn_ids.shape[0])
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import spread_forward
 
+        check_indices("spread", "turn_ids", turn_ids, num_turns, least=-1)
         turns = Turns(turn_ids, cu_turns, spans)
         return spread_forward(turns, rows, steps, others=others, weight=weight)
     if others is not None:

@@ -173,14 +173,16 @@ def check_places(runs: torch.Tensor, num_words: int, num_turns: int) -> None:
         (Run.LOGPROB, generated, num_words),
         (Run.TURN, generated.clip(max=1), num_turns),
     ):
-        begins = table[:, column]
-        wrong = (counts > 0) & ((begins < 0) | (begins + counts > size))
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise ValueError(
-                f"{OP}: runs must keep Run.{column.name} within {size}, run {at} has "
-                f"{counts[at]} from {begins[at]}"
-            )
+        check_stretches(OP, f"runs must keep Run.{column.name}", table[:, column], counts, size)
+
+
+def check_stretches(op: str, rule: str, begins: Ints, counts: Ints, size: int) -> None:
+    """Raise if a run has entries outside of ``[0, size)``, with the rule that it breaks."""
+    wrong = (counts > 0) & ((begins < 0) | (begins + counts > size))
+    if wrong.any():
+        at = int(wrong.argmax())
+        found = f"run {at} has {counts[at]} from {begins[at]}"
+        raise ValueError(f"{op}: {rule} within {size}, {found}")
 
 
 def empty_memory(num_tokens: int, device: torch.device) -> torch.Tensor:

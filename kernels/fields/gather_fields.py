@@ -10,9 +10,14 @@ import numpy as np
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.fields.build import check_run_table, check_runs, copy_stretches
+from trajpack.kernels.fields.build import (
+    check_run_table,
+    check_runs,
+    check_stretches,
+    copy_stretches,
+)
 from trajpack.kernels.runs import MAX_TOKENS, TILE, Run
-from trajpack.kernels.validation import check_integer, check_tensor
+from trajpack.kernels.validation import check_integer, check_tensor, values_to_check
 
 OP = "gather_fields"
 UNITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -180,6 +185,7 @@ def _write(
 ) -> None:
     """Write units that `empty_units` made."""
     check_runs(OP, runs, num_tokens)
+    _check_sources(words, runs, sources, layouts)
     if impl == "triton":
         from trajpack.kernels.fields.gather_fields_triton import write_rows
 
@@ -190,6 +196,23 @@ def _write(
         reference = _gather_reference(words, runs, sources, num_tokens, layouts)
         for units, gathered in zip(out, reference, strict=True):
             units.copy_(gathered)
+
+
+def _check_sources(
+    words: torch.Tensor, runs: torch.Tensor, sources: torch.Tensor, layouts: Sequence[RowLayout]
+) -> None:
+    """Raise if the tables can be read and rows lie outside of the stream; after `check_runs`."""
+    table, begins = values_to_check(runs), values_to_check(sources)
+    if table is None or begins is None:
+        return
+    rows = table.numpy().astype(np.int64)
+    lengths, rows = np.diff(rows[:, Run.START]), rows[:-1]
+    given = np.where(rows[:, Run.SOURCE] >= 0, lengths, 0)
+    generated = (given - rows[:, Run.GENERATED]).clip(min=0)
+    for number, (width, unit, _, generated_only) in enumerate(layouts):
+        counts = (generated if generated_only else given) * width * unit
+        rule, num_bytes = f"sources must keep bytes of field {number}", 4 * words.shape[0]
+        check_stretches(OP, rule, begins.numpy()[:-1, number], counts, num_bytes)
 
 
 def _gather_reference(

@@ -10,7 +10,7 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, check_not_captured, register_op, resolve_impl
 from trajpack.kernels.fields.pieces import PIECE_WIDTH, Kind, Piece
-from trajpack.kernels.validation import check_tensor
+from trajpack.kernels.validation import check_boundaries, check_tensor
 
 OP = "gather_words"
 KINDS = {
@@ -153,6 +153,7 @@ def _gather_on_host(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _run(table: torch.Tensor, num_words: int) -> torch.Tensor:
     resolve_impl(OP, "triton", table)
+    check_boundaries(OP, table[:, Piece.START], num_words, name="pieces", end="num_words")
     from trajpack.kernels.fields.gather_words_triton import gather_words_forward
 
     return gather_words_forward(table, num_words)

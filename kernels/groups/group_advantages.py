@@ -7,7 +7,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.validation import check_choice, check_integer, check_number, check_tensor
+from trajpack.kernels.validation import (
+    check_choice,
+    check_indices,
+    check_integer,
+    check_number,
+    check_tensor,
+)
 
 OP = "group_advantages"
 MAX_COUNT = 2**31 - 4096
@@ -356,6 +362,13 @@ def _center(
 
 def _run(scores: torch.Tensor, *inputs: Any) -> torch.Tensor:
     members, (num_groups, *rule, lengths, valid, impl) = Members(*inputs[:5]), inputs[5:]
+    for name, size in (
+        ("order", scores.shape[0]),
+        ("inner", scores.shape[0]),
+        ("owners", members.group_ids.shape[0]),
+    ):
+        if (indices := getattr(members, name)) is not None:
+            check_indices(OP, name, indices, size)
     if impl == "triton":
         from trajpack.kernels.groups.group_advantages_triton import (
             group_advantages_forward,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.validation import check_max_seqlen, check_tensor, values_to_check
+from trajpack.kernels.validation import check_max_seqlen, check_segments_within, check_tensor
 
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -314,20 +314,6 @@ def _dtype_of(x: torch.Tensor, reduction: str) -> torch.dtype:
     return torch.float32 if reduction == "mean" else torch.int64
 
 
-def _check_bounds(op: str, segments: torch.Tensor, num_entries: int) -> None:
-    readable = values_to_check(segments)
-    if readable is None:
-        return
-    begin, end = readable.unbind(1) if readable.ndim == 2 else (readable[:-1], readable[1:])
-    wrong = (begin < 0) | (end < begin) | (end > num_entries)
-    if wrong.any():
-        first = int(wrong.int().argmax())
-        raise ValueError(
-            f"{op}: segments must lie within {num_entries} entries and not end before they begin, "
-            f"segment {first} goes from {int(begin[first])} to {int(end[first])}"
-        )
-
-
 def _run(
     x: torch.Tensor,
     segments: torch.Tensor,
@@ -336,7 +322,7 @@ def _run(
     impl: str,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    _check_bounds(f"segment_{reduction}", segments, x.shape[0])
+    check_segments_within(f"segment_{reduction}", "segments", segments, x.shape[0])
     if impl == "torch":
         return segment_reduce_torch(x, segments, mask, reduction)
     from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward

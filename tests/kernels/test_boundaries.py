@@ -1,14 +1,28 @@
 """Boundaries, spans and tables that are wrong: refused on the host, and on a device if asked."""
 
 import importlib
+import re
+import sys
+from functools import partial
 
 import pytest
 import torch
+from torch.autograd.profiler import profile
 
 from trajpack import kernels
 from trajpack.kernels import validation
+from trajpack.kernels.corrections.importance_weights import importance_of_groups
+from trajpack.kernels.credit.turns import (
+    Turns,
+    credit_of_turns,
+    scores_of_trajectories,
+    spread_of_trajectories,
+)
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
+from trajpack.kernels.fields.pieces import PIECE_WIDTH, Piece
+from trajpack.kernels.groups.group_advantages import Members, Rule, advantages_of
 from trajpack.kernels.runs import Run
+from trajpack.kernels.scan.scan_inputs import ScanChunks
 from trajpack.kernels.validation import values_to_check
 
 TOKENS = 4
@@ -123,6 +137,150 @@ def test_places_outside_of_the_stream_are_named(impl, change, match, checked):
 def test_wrong_spans_are_named(op, spans, checked):
     with pytest.raises(ValueError, match=f"^{op}: segments must lie within 4 entries"):
         getattr(kernels, op)(ROWS, torch.tensor(spans, dtype=torch.int32))
+
+
+CU_TURNS, TURNS = torch.tensor([0, 1, 2]).int(), torch.tensor([[0, 2], [2, 4]]).int()
+TURN_IDS = torch.tensor([0, 0, 1, 1]).int()
+ORDER = torch.arange(TOKENS)
+WORDS = torch.zeros(8, dtype=torch.int32)
+
+
+def spread(ids=TURN_IDS, cu_turns=CU_TURNS, spans=TURNS):
+    return spread_of_trajectories(
+        Turns(ids, cu_turns, spans), torch.zeros(2), None, weight=0.0, impl="triton"
+    )
+
+
+def scanned(cu_turns=CU_TURNS, begins=TURNS[:, 0], spans=TURNS, cu_positions=CU_TURNS * 2):
+    chunks = ScanChunks(cu_positions, begins.contiguous(), spans, torch.zeros(2).double())
+    return credit_of_turns(
+        chunks, cu_turns, TURN_IDS, num_positions=TOKENS, gamma=1.0, lam=1.0,
+        observation="carry", impl="triton",
+    )  # fmt: skip
+
+
+def compared(order=ORDER, **tables):
+    members = Members(IDS[:1] if "owners" in tables else IDS, order, **tables)
+    return advantages_of(ROWS, members, 1, Rule("mean", "std", 1, 0.0, "raw"), impl="triton")
+
+
+def weighed(segments=TURNS, groups=None):
+    return importance_of_groups(
+        ROWS, ROWS, GIVEN, kernels.Correction.mis(), segments=segments, segment_ids=TURN_IDS,
+        groups=groups, impl="triton",
+    )  # fmt: skip
+
+
+def gathered(byte=0):
+    sources = torch.tensor([[byte], [0]])
+    return gather_fields(WORDS, runs_of(torch.tensor([0, 4])), sources, [FIELD], TOKENS, "triton")
+
+
+def words_of(*start):
+    table = torch.zeros(len(start), PIECE_WIDTH, dtype=torch.int64)
+    table[:, Piece.START], table[:, Piece.ADDRESS] = torch.tensor(start), WORDS.data_ptr()
+    assert kernels.gather_words  # its module registers the op
+    return torch.ops.trajpack.gather_words(table, TOKENS)
+
+
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+FOLLOWED = {
+    "turns of tokens": (spread, ints(0, 0, 1, 2), "spread: turn_ids must be in [-1, 2)"),
+    "trajectories of turns": (
+        lambda table=CU_TURNS: spread(cu_turns=table), ints(0, 3, 2), "spread: cu_turns must go",
+    ),
+    "spans": (
+        lambda table=TURNS: spread(spans=table), ints([0, 2], [2, 5]),
+        "spread: spans must lie within 4 entries and not end before they begin, segment 1",
+    ),
+    "turns that are scanned": (scanned, ints(0, 1, 3), "credit_of_turns: cu_turns must go from 0"),
+    "begins of chunks": (
+        lambda table=TURNS[:, 0]: scanned(begins=table), ints(0, 3),
+        "credit_of_turns: chunks from begins must lie within 4 entries",
+    ),
+    "spans of chunks": (
+        lambda table=TURNS: scanned(spans=table), ints([0, 2], [3, 2]),
+        "credit_of_turns: spans must lie within 4 entries",
+    ),
+    "lengths of chunks": (
+        lambda table=CU_TURNS * 2: scanned(cu_positions=table), ints(0, 2, 9),
+        "credit_of_turns: cu_positions must lie within 4 entries",
+    ),
+    "scores": (
+        lambda table=CU_TURNS: scores_of_trajectories(
+            torch.zeros(2).double(), GIVEN[:2], CU_TURNS, table, clip=1.0, impl="triton"
+        ),
+        ints(0, 2, 9), "scores_of_trajectories: cu_turns must go from 0 to turns 2",
+    ),
+    "order": (compared, ints(0, 1, 2, 4), "group_advantages: order must be in [0, 4)"),
+    "inner order": (
+        lambda table=ORDER: compared(states=IDS, inner=table), ints(0, 1, -1, 3),
+        "group_advantages: inner must be in [0, 4), they go from -1 to 3",
+    ),
+    "owners": (
+        lambda table=IDS: compared(owners=table), ints(0, 1, 0, 0),
+        "group_advantages: owners must be in [0, 1)",
+    ),
+    "weighed segments": (weighed, ints([0, 2], [2, 5]), "importance_weights: segments must lie"),
+    "weighed groups": (
+        lambda table=CU_TURNS: weighed(groups=table), ints(0, 1, 3),
+        "importance_weights: groups must go from 0 to segments 2",
+    ),
+    "rows": (gathered, 17, "gather_fields: sources must keep bytes of field 0 within 32, run 0"),
+    "pieces": (
+        lambda table=(0, 4): words_of(*table), (0, 9), "gather_words: pieces must go from 0 to num",
+    ),
+}  # fmt: skip
+"""Calls with tables that are right, one that is wrong, and the error."""
+
+
+@pytest.mark.parametrize(("call", "wrong", "message"), FOLLOWED.values(), ids=FOLLOWED)
+def test_tables_that_lead_elsewhere_are_named(call, wrong, message, checked):
+    call()
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        call(wrong)
+
+
+CALLS = {
+    **{op: partial(call, ints(0, 1, 4)) for op, call in (OF_SEQUENCES | OF_TABLES).items()},
+    **{op: call for op, (call, _, _) in FOLLOWED.items()},
+    "segment_sum": lambda: kernels.segment_sum(ROWS, TURNS, impl="triton"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_device_that_is_not_checked_has_no_more_to_do(call, executor, monkeypatch):
+    def operations(call):
+        executor.launched.clear()
+        with profile() as profiled:
+            call()
+        return executor.launched.copy(), [event.name for event in profiled.function_events]
+
+    read, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (read.append(tensor), cpu(tensor))[1])
+    monkeypatch.setattr(validation, "HOSTS", ())
+    call()  # compiles
+    unchecked = operations(call)
+    assert not read
+    with monkeypatch.context() as patch:
+        for module in [module for name, module in sys.modules.items() if "trajpack.ker" in name]:
+            for name in vars(module).keys() & CHECKS:
+                patch.setattr(module, name, lambda *_, **__: None)
+        assert operations(call) == unchecked
+    monkeypatch.setattr(validation, "READS_DEVICE", True)
+    launched, _ = operations(call)
+    assert launched == unchecked[0]
+    assert read
+
+
+CHECKS = {
+    "check_boundaries", "check_indices", "check_places", "check_runs", "check_segments_within",
+    "values_to_check", "_check_chunks", "_check_sources",
+}  # fmt: skip
+"""Functions that read tables."""
 
 
 def test_a_device_is_not_read_unless_asked_for(monkeypatch):

@@ -1,0 +1,210 @@
+"""After `prewarm` no batch and no estimator asks Triton for another variant.
+
+Nothing is compiled for the estimators: Triton asks a hook before it compiles a variant, and the
+hook answers that nothing is to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+from tests.packing.credit.credit_cases import EVERY
+from trajpack import (
+    Alignment,
+    PackedBatch,
+    StaticBatch,
+    Trajectory,
+    TrajectoryBuffer,
+    Turn,
+    plan_micro_batches,
+)
+from trajpack.kernels import (
+    Correction,
+    Rejection,
+    gae,
+    loss_weights,
+    prewarm,
+    segment_sum,
+    whiten,
+)
+from trajpack.packing.credit.estimators import GAE, GRPO, GiGPO, KLPenalty, VTrace
+
+RAGGED = ((1,), (2, 3), (15, 16, 17), (8192,), (8193,), (4097, 1, 8191), (17,) * 300, (16_400, 48))
+"""Generated tokens of each trajectory of a batch."""
+
+
+Step = Callable[[TrajectoryBuffer], object]
+
+
+@cache
+def buffer_of(sizes: tuple[int, ...]) -> TrajectoryBuffer:
+    buffer = TrajectoryBuffer(device="cpu")
+    for index, size in enumerate(sizes):
+        ids = np.ones(size, np.int32)
+        turns = [Turn([1] * (index % 5 + 1), ids, ids.astype(np.float32), 1.0)]
+        if index % 3 == 1:
+            turns.append(Turn([*turns[0].prompt_ids, *ids, 7], ids[: size // 2], -ids[: size // 2]))
+        buffer.add(Trajectory(str(index), turns, group=str(index // 4)))
+    return buffer
+
+
+@cache
+def batch_of(buffer: TrajectoryBuffer) -> PackedBatch:
+    return buffer.pack(impl="torch")
+
+
+@pytest.fixture
+def asked(executor: Any) -> Iterator[list[tuple[str, str]]]:
+    """Variants that are asked for; none is compiled, and none that a test compiled is known."""
+    found: list[tuple[str, str]] = []
+
+    def note(*, key: Any, fn: Any, **_: Any) -> bool:
+        found.append((fn.name, str(key)))
+        return True
+
+    executor.device = 7_000_000  # Triton keeps variants apart by device
+    triton.knobs.runtime.jit_cache_hook = note
+    yield found
+    triton.knobs.runtime.jit_cache_hook = None
+
+
+def assert_prewarmed(step: Step, asked: list[tuple[str, str]]) -> None:
+    """Prewarm a step, and run it with ragged batches."""
+    prewarm(lambda size: step(buffer_of((size,))))
+    known = set(asked)
+    assert known
+    for sizes in RAGGED:
+        asked.clear()
+        step(buffer_of(sizes))
+        assert set(asked) <= known, sizes
+
+
+def credited(batch: PackedBatch, estimator: Any) -> PackedBatch:
+    inputs = {}
+    if hasattr(estimator, "lam"):
+        inputs["values"] = torch.zeros(batch.num_tokens)
+    if isinstance(estimator, VTrace):
+        inputs["logprobs"] = batch.rollout_logprobs
+    if getattr(estimator, "kl", None) is not None:
+        inputs["ref_logprobs"] = batch.rollout_logprobs
+    if estimator.truncated == "bootstrap":
+        inputs["bootstrap"] = torch.zeros(len(batch.ids))
+    if isinstance(estimator, GiGPO):
+        inputs["state_ids"] = torch.zeros(batch.num_turns, dtype=torch.int64)
+    return batch.with_advantages(estimator, **inputs, impl="triton")
+
+
+OTHERS = {
+    "GAE, bootstrap and KL": GAE(truncated="bootstrap", kl=KLPenalty(0.1, "k3")),
+    "GRPO, mask": GRPO(truncated="mask"),
+    "VTrace, mask": VTrace(truncated="mask", whiten=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:with_advantages. every group has one member")
+@pytest.mark.parametrize("estimator", (EVERY | OTHERS).values(), ids=EVERY | OTHERS)
+def test_no_batch_asks_for_a_variant_of_an_estimator(estimator: Any, asked: Any) -> None:
+    assert_prewarmed(lambda buffer: credited(batch_of(buffer), estimator), asked)
+
+
+def static(buffer: TrajectoryBuffer) -> None:
+    batch = batch_of(buffer)
+    memory = StaticBatch(batch.num_tokens + 3, batch.num_turns + 2, device="cpu")
+    memory.fill(buffer)
+    memory.run("triton")
+
+
+def split_and_merged(buffer: TrajectoryBuffer) -> None:
+    batch, aligned = batch_of(buffer), Alignment(sequence_multiple=8)
+    plan = plan_micro_batches(batch.seqlens, 20_000, align=8)
+    outputs = [one.rollout_logprobs for one in batch.split(plan, aligned, impl="triton")]
+    merged = batch.merge(plan, [row.requires_grad_() for row in outputs], aligned, impl="triton")
+    merged.sum().backward()
+
+
+def gradient(buffer: TrajectoryBuffer) -> None:
+    rewards, batch = torch.zeros(batch_of(buffer).num_tokens), batch_of(buffer)
+    gae(
+        rewards.requires_grad_(), batch.rollout_logprobs, batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen, impl="triton",
+    )[0].sum().backward()  # fmt: skip
+
+
+def weighed(correction: Correction, buffer: TrajectoryBuffer) -> None:
+    batch = batch_of(buffer)
+    for per in ("trajectory", "turn"):
+        batch.importance_weights(batch.rollout_logprobs, correction, per=per, impl="triton")
+
+
+def unaligned(buffer: TrajectoryBuffer) -> None:
+    batch = batch_of(buffer)
+    values = torch.zeros(batch.num_tokens + 1)[1:]
+    batch.with_advantages(GAE(), values=values, impl="triton")
+
+
+STEPS: dict[str, Step] = {
+    "pack, turns": lambda buffer: buffer.pack("turns", impl="triton"),
+    "pack, merged": lambda buffer: buffer.pack("merged", impl="triton"),
+    "StaticBatch": static,
+    "split and merge": split_and_merged,
+    "gradient of GAE": gradient,
+    "values at any address": unaligned,
+    "weights of tokens": partial(weighed, Correction.tis()),
+    "weights of segments": partial(weighed, Correction.mis(level="geometric")),
+    "weights, rejection": partial(weighed, Correction(normalize=True, rejection=Rejection(0.5))),
+    "loss weights": lambda buffer: loss_weights(
+        "sequence_mean_token_mean", batch_of(buffer).loss_mask, batch_of(buffer).sequence_ids,
+        num_sequences=len(batch_of(buffer).seqlens), impl="triton",
+    ),
+    "whiten": lambda buffer: whiten(
+        batch_of(buffer).returns, batch_of(buffer).loss_mask, impl="triton"
+    ),
+    "segments": lambda buffer: segment_sum(
+        batch_of(buffer).returns, batch_of(buffer).cu_seqlens, impl="triton"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_no_batch_asks_for_another_variant(step: Step, asked: Any) -> None:
+    assert_prewarmed(step, asked)
+
+
+def test_variants_that_are_missed_would_be_noticed(asked: Any) -> None:
+    def step(size: int) -> None:
+        credited(batch_of(buffer_of((size,))), GAE())
+
+    prewarm(step, sizes=[1, 48])
+    known = set(asked)
+    step(9_001)
+    assert set(asked) - known, "a long segment is cut"
+
+
+def test_what_was_compiled_is_counted(executor: Any) -> None:
+    def step(size: int) -> None:
+        segment_sum(torch.ones(size), torch.tensor([0, size], dtype=torch.int32), impl="triton")
+
+    hook = triton.knobs.runtime.jit_post_compile_hook
+    executor.device = 7_000_001
+    compiled = prewarm(step)
+    assert sum(compiled.values()) == len(set(executor.launched))
+    assert compiled.keys() == set(executor.launched)
+    assert prewarm(step, sizes=(3, 16, 9_008)) == {}
+    assert triton.knobs.runtime.jit_post_compile_hook is hook
+
+
+def test_a_capture_is_too_late(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"^prewarm: cannot be captured.*before the capture"):
+        prewarm(lambda _: pytest.fail("no step"))

@@ -244,7 +244,7 @@ OPERATORS: Calls = {
     "importance_weights, of trajectories": lambda size: importance_of_groups(
         floats(size), floats(size), marks(size), kernels.Correction.mis(),
         segments=boundaries_of(size), segment_ids=None,
-        groups=torch.tensor([0, 1], dtype=torch.int32), impl="triton",
+        groups=torch.tensor([0, len(boundaries_of(size)) - 1]).int(), impl="triton",
     ),
     "loss_weights": lambda size: kernels.loss_weights(
         "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),

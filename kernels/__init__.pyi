@@ -39,7 +39,7 @@ from trajpack.kernels.groups.group_recipes import (
     rloo as rloo,
     step_advantages as step_advantages,
 )
-from trajpack.kernels.prewarm import prewarm as prewarm
+from trajpack.kernels.compilation import prewarm as prewarm
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
     context_parallel_order as context_parallel_order,

@@ -22,8 +22,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Logits(NamedTuple):
-    """Logits of some rows of ``hidden``: ``softcap * tanh((hidden @ weight.T + bias) / softcap)``,
-    divided by the temperature of the row."""
+    """Logits of some rows of hidden states, by an LM head.
+
+    They are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``, divided by the temperature of
+    the row.
+    """
 
     hidden: torch.Tensor
     """``[tokens, H]``"""
@@ -39,6 +42,7 @@ class Logits(NamedTuple):
     """0 for none."""
 
     def temperature_of(self, tile: Tile) -> torch.Tensor | None:
+        """Return the temperatures of a tile's rows, ``[rows, 1]``."""
         return None if self.temperature is None else self.temperature[tile.rows, None]
 
     @property
@@ -146,7 +150,7 @@ def transformed(
         capped = (z / softcap).tanh()
         z, slope = capped * softcap, 1 - capped * capped
     if temperature is not None:
-        z, slope = z / temperature, slope / temperature
+        z, slope = z / temperature, slope / temperature.to(z.dtype)
     return z, slope
 
 
@@ -163,9 +167,7 @@ def fold_reference(logits: Logits, tile: Tile, running: torch.Tensor, *, with_me
     most.copy_(new_most)
 
 
-def slope_reference(
-    logits: Logits, tile: Tile, rates: torch.Tensor, *, with_mean: bool
-) -> None:
+def slope_reference(logits: Logits, tile: Tile, rates: torch.Tensor, *, with_mean: bool) -> None:
     """Overwrite a tile by the gradient of the statistics with respect to it.
 
     The mean has a gradient only if ``with_mean``.
@@ -205,10 +207,15 @@ def gradients(
     occurs more than once is added in the order of ``logits.rows``.
     """
     hidden = logits.hidden.index_select(0, logits.rows)
-    sums, (num_rows, width) = logits.sums, hidden.shape
-    of_hidden = hidden.new_zeros(num_rows, width, dtype=sums) if needs[0] else None
+    sums, num_rows = logits.sums, hidden.shape[0]
+    of_hidden = torch.zeros_like(hidden, dtype=sums)
     of_weight = torch.zeros_like(logits.weight) if needs[1] else None
-    of_bias = logits.weight.new_zeros(logits.weight.shape[0]) if needs[2] else None
+    of_bias = torch.zeros_like(logits.weight[:, :1]) if needs[2] else None
+    by_column = [
+        (total, right, hidden.new_empty(0, dtype=sums))
+        for total, right in ((of_weight, hidden), (of_bias, hidden.new_ones(num_rows, 1)))
+        if total is not None
+    ]
     temperature = None if logits.temperature is None else logits.temperature[pairs.rows]
     exact = slope_of(picked, rates[:, pairs.rows], logits.softcap, temperature) + of_picked
     rates = rates.to(sums)
@@ -217,28 +224,23 @@ def gradients(
         from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, slope_forward
 
         change, multiple = slope_forward, BLOCK
-    part_of_weight = part_of_bias = None
     for tile in tiles_of(logits, hidden, multiple):
         change(logits, tile, rates, with_mean=with_mean)
         some, _, place = places_in(tile, pairs)
         tile.memory[place] = exact[some].to(hidden.dtype)
-        if of_hidden is not None:
+        if needs[0]:
             add_product(of_hidden[tile.rows], tile.logits, logits.weight[tile.columns])
-        if of_weight is not None:
+        for total, right, part in by_column:
             if not tile.rows.start:
-                part_of_weight = hidden.new_zeros(tile.logits.shape[1], width, dtype=sums)
-            add_product(part_of_weight, tile.logits.T, hidden[tile.rows])
+                part.resize_(tile.logits.shape[1], right.shape[1]).zero_()
+            add_product(part, tile.logits.T, right[tile.rows])
             if tile.rows.stop == num_rows:
-                of_weight[tile.columns] = part_of_weight.to(of_weight.dtype)
-        if of_bias is not None:
-            if not tile.rows.start:
-                part_of_bias = hidden.new_zeros(tile.logits.shape[1], dtype=sums)
-            part_of_bias += tile.logits.sum(0, dtype=sums)
-            if tile.rows.stop == num_rows:
-                of_bias[tile.columns] = part_of_bias.to(of_bias.dtype)
-    if of_hidden is not None:
-        of_hidden = scattered(of_hidden, logits.rows, logits.hidden)
-    return [of_hidden, of_weight, of_bias]
+                total[tile.columns] = part
+    return [
+        scattered(of_hidden, logits.rows, logits.hidden) if needs[0] else None,
+        of_weight,
+        None if of_bias is None else of_bias[:, 0],
+    ]
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

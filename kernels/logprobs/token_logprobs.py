@@ -66,8 +66,8 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
 
     Args:
         hidden: ``[tokens, H]`` bfloat16, float16, float32 or float64: the last hidden states.
-        weight: ``[V, H]`` of the same dtype: the LM head. A ``DTensor`` is gathered, or with
-            ``group`` taken as the shard that it holds.
+        weight: ``[V, H]`` of the same dtype: the LM head. With ``group`` the part of this rank, or
+            a ``DTensor`` that is sharded over it by tokens.
         rows: ``[R]`` int32 or int64 indices into ``hidden``. A row may occur more than once.
         targets: ``[R]`` int32 or int64 tokens in ``[0, V)``.
         bias: ``[V]`` of the same dtype.
@@ -238,7 +238,7 @@ class _Head:
     ) -> None:  # fmt: skip
         check_tensor(op, "hidden", hidden, dtypes=FLOATS, ndim=2)
         check_tensor(op, "rows", rows, dtypes=INTEGERS, device=hidden.device)
-        own, self.first, self.vocabulary = shard_of(op, weight, group)
+        own, self.first, self.vocabulary = shard_of(op, "weight", weight, group)
         device = hidden.device
         check_tensor(op, "weight", own, dtypes=(hidden.dtype,), ndim=2, device=device)
         if own.shape[1] != hidden.shape[1] or not own.shape[0]:
@@ -247,7 +247,7 @@ class _Head:
                 f"got {list(own.shape)}"
             )
         if bias is not None:
-            bias = shard_of(op, bias, group)[0]
+            bias = shard_of(op, "bias", bias, group)[0]
             check_tensor(
                 op, "bias", bias, dtypes=(hidden.dtype,), device=device, entries=own.shape[0]
             )

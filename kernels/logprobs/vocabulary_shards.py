@@ -11,38 +11,34 @@ Statistics: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Log-sum-exp and mean logit of rows, and the logits of pairs; float64."""
 
 
-def shard_of(op: str, weight: torch.Tensor, group: Any) -> tuple[torch.Tensor, int, int]:
-    """Return the part of ``weight`` that this rank holds, its first token, and the vocabulary.
+def shard_of(op: str, name: str, head: torch.Tensor, group: Any) -> tuple[torch.Tensor, int, int]:
+    """Return this rank's part of a weight or bias, its first token, and the vocabulary.
 
-    Without a group a ``DTensor`` is gathered; with one it must be sharded by tokens over the group.
+    A ``DTensor`` must be sharded by tokens over the group, and over no other dimension of its mesh.
     """
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError(f"{op}: weight must be a tensor, got {type(weight).__name__}")
-    full_tensor = getattr(weight, "full_tensor", None)
+    if not isinstance(head, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(head).__name__}")
+    if hasattr(head, "device_mesh"):
+        return _local_part(op, name, head, group)
     if group is None:
-        whole: torch.Tensor = weight if full_tensor is None else full_tensor()
-        return whole, 0, whole.shape[0]
-    rank, size = group.rank(), group.size()
-    if full_tensor is not None:
-        vocabulary = weight.shape[0]
-        return _local(op, weight, group), rank * -(-vocabulary // size), vocabulary
-    return weight, rank * weight.shape[0], size * weight.shape[0]
+        return head, 0, head.shape[0]
+    return head, group.rank() * head.shape[0], group.size() * head.shape[0]
 
 
-def _local(op: str, weight: Any, group: Any) -> torch.Tensor:
-    """Return the shard of a ``DTensor`` over ``group``, gathered over all other dimensions."""
+def _local_part(op: str, name: str, head: Any, group: Any) -> tuple[torch.Tensor, int, int]:
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = weight.device_mesh
+    mesh, vocabulary = head.device_mesh, head.shape[0]
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    if group not in groups or weight.placements[groups.index(group)] != Shard(0):
+    expected = tuple(Shard(0) if one == group else Replicate() for one in groups)
+    if group not in groups or head.placements != expected:
         raise ValueError(
-            f"{op}: weight must be sharded by tokens, Shard(0), over group, "
-            f"got {weight.placements} over groups of {[one.size() for one in groups]} ranks"
+            f"{op}: {name} must be a tensor, or a DTensor that is Shard(0) over group and "
+            f"Replicate() else, got {head.placements} "
+            f"{'without' if group is None else 'with'} group; gather one that is sharded over data "
+            "by full_tensor(), with the grad_placements of its gradient"
         )
-    wanted = [Shard(0) if one == group else Replicate() for one in groups]
-    local: torch.Tensor = weight.redistribute(placements=wanted).to_local()
-    return local
+    return head.to_local(), group.rank() * -(-vocabulary // group.size()), vocabulary
 
 
 def with_summed_gradient(hidden: torch.Tensor, group: Any) -> torch.Tensor:

@@ -21,20 +21,24 @@ BLOCK = block_shape("logit_statistics", DEFAULT).block
 
 
 @triton.jit
-def _transformed(z, softcap, inverse):
+def _transformed(z, cap, inverse):
     """Return logits after soft-cap and temperature, and their derivative."""
     slope = inverse + tl.zeros_like(z)
-    if softcap > 0:
+    if cap > 0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        capped = 1.0 - 2.0 / (tl.exp(2.0 * (z / softcap)) + 1.0)
-        z = capped * softcap
+        capped = 1.0 - 2.0 / (tl.exp(2.0 * (z / cap)) + 1.0)
+        z = capped * cap
         slope = slope * (1.0 - capped * capped)
     return z * inverse, slope
 
 
-@triton.jit(do_not_specialize=["stride", "width", "softcap"])
+@triton.jit(
+    do_not_specialize=["stride", "width", "softcap"],
+    do_not_specialize_on_alignment=["temperature", "most", "total", "weighted"],
+)
 def fold_kernel(
-    tile, temperature, most, total, weighted, stride: tl.int64, width: tl.int32, softcap,
+    tile, temperature, most, total, weighted, stride: tl.int64, width: tl.int32,
+    softcap: tl.float64,
     HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold a row into its maximum, sum of exponentials and sum of logits weighted by them.
@@ -44,6 +48,7 @@ def fold_kernel(
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     kind = most.dtype.element_ty
+    cap = softcap.to(kind)
     inverse = tl.full((), 1.0, kind)
     if HAS_TEMPERATURE:
         inverse = 1.0 / tl.load(temperature + row).to(kind)
@@ -52,7 +57,7 @@ def fold_kernel(
     own_weighted = tl.zeros((BLOCK,), kind)
     begin = tile + row.to(tl.int64) * stride
     for first in range(0, width, BLOCK):
-        z, _ = _transformed(tl.load(begin + first + lane).to(kind), softcap, inverse)
+        z, _ = _transformed(tl.load(begin + first + lane).to(kind), cap, inverse)
         z = tl.where(first + lane < width, z, float("-inf"))
         new_most = tl.maximum(own_most, z)
         shift = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -74,15 +79,20 @@ def fold_kernel(
         tl.store(weighted + row, tl.load(weighted + row) * old + tl.sum(own_weighted * own, 0))
 
 
-@triton.jit(do_not_specialize=["stride", "width", "softcap"])
+@triton.jit(
+    do_not_specialize=["stride", "width", "softcap"],
+    do_not_specialize_on_alignment=["temperature", "of_logsumexp", "of_mean", "logsumexp", "mean"],
+)
 def slope_kernel(
     tile, temperature, of_logsumexp, of_mean, logsumexp, mean, stride: tl.int64, width: tl.int32,
-    softcap, HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    softcap: tl.float64,
+    HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Overwrite a row by the gradient of its log-sum-exp and its mean."""
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     kind = logsumexp.dtype.element_ty
+    cap = softcap.to(kind)
     inverse = tl.full((), 1.0, kind)
     if HAS_TEMPERATURE:
         inverse = 1.0 / tl.load(temperature + row).to(kind)
@@ -90,7 +100,7 @@ def slope_kernel(
     rate = tl.load(of_logsumexp + row)
     begin = tile + row.to(tl.int64) * stride
     for first in range(0, width, BLOCK):
-        z, slope = _transformed(tl.load(begin + first + lane).to(kind), softcap, inverse)
+        z, slope = _transformed(tl.load(begin + first + lane).to(kind), cap, inverse)
         probability = tl.exp(z - shift)
         change = tl.zeros_like(z) + rate
         if WITH_MEAN:

@@ -145,11 +145,11 @@ def every_call(given: Drawn) -> Iterator[tuple[str, Call]]:
 
 
 def with_gradients(given: Drawn, impl: Any) -> Any:
-    """Return log-probabilities of one row in eight, and their gradients."""
-    rows, targets = (one[::8].contiguous() for one in (torch.arange(given.tokens), given.ids))
+    """Return log-probabilities of one token in eight, and their gradients."""
+    rows = torch.arange(0, given.tokens, 8, device=given.device)
     hidden = torch.stack((given.rewards, given.values), 1).requires_grad_()
-    weight = given.values[:2048].view(1024, 2).clone().requires_grad_()
-    found = k.token_logprobs(hidden, weight, rows.to(hidden.device), targets % 1024, impl=impl)
+    weight = torch.linspace(-1, 1, 2048, device=given.device).view(1024, 2).requires_grad_()
+    found = k.token_logprobs(hidden, weight, rows, given.ids[::8] % 1024, impl=impl)
     return [found.detach(), *torch.autograd.grad(found.sum(), (hidden, weight))]
 
 

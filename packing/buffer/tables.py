@@ -239,11 +239,9 @@ class BatchTables:
             tables["cu_turns"][0] = tables["cu_generated"][0] = 0
         sizes = spans[:, Span.END] - spans[:, Span.BEGIN]
         sequences = before.sequences + int(opens.sum())
-        cu_seqlens = tables["cu_seqlens"][before.sequences : sequences + 1]
-        cu_seqlens[:] = np.append(starts[opens], num_tokens)
-        self.seqlens.write(before.sequences, np.diff(cu_seqlens))
-        generated = np.append(0, np.cumsum(sizes))[np.append(np.flatnonzero(opens), len(sizes))]
-        self.generated_lens.write(before.sequences, np.diff(generated))
+        bounds = tables["cu_seqlens"][before.sequences : sequences + 1]
+        bounds[:] = np.append(starts[opens], num_tokens)
+        self._write_lengths(before.sequences, bounds, np.add.accumulate(sizes), opens)
         self._order_groups(tables, counts, before)
         turn = spans[:, Span.TURN]
         first = turn[::-1]  # written in reverse, a turn's first span is written last
@@ -252,6 +250,18 @@ class BatchTables:
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
         return counts._replace(sequences=sequences, tokens=num_tokens)
+
+    def _write_lengths(
+        self, sequences: int, bounds: Ints, generated: Ints, opens: npt.NDArray[np.bool_]
+    ) -> None:
+        """Write lengths after those of ``sequences``.
+
+        ``generated`` has the generated tokens up to the end of each span, ``opens`` the spans that
+        begin a sequence.
+        """
+        self.seqlens.write(sequences, np.diff(bounds))
+        ends = np.append(0, generated)[np.append(np.flatnonzero(opens), len(generated))]
+        self.generated_lens.write(sequences, np.diff(ends))
 
     def arrange_tree(
         self, counts: Counts, stream: npt.NDArray[np.int32], reserve: ReserveRows

@@ -116,11 +116,11 @@ class LabelMethods:
 
         A token's place is the one before it in its sequence, so ``rows + 1`` are the places of the
         tokens themselves: ``batch.advantages[rows + 1]``. Tokens are in the order of the batch.
-        A generated token that begins its sequence has no place: its row is -1.
 
         Args:
             most: Length of the result, for shapes that must not change; `num_generated` if None.
-                Rows that are left over are -1, with token 0.
+                Rows that are left over are -1, with token 0, as those of a micro-batch are whose
+                sequence was cut off.
 
         Returns:
             ``rows`` and ``targets``, int64 ``[num_generated]``: arguments of
@@ -150,9 +150,8 @@ class LabelMethods:
         wanted = torch.arange(1, num_rows + 1, device=batch.input_ids.device)
         place = torch.searchsorted(batch.loss_mask.cumsum(0), wanted)
         is_place = place < batch.num_tokens
-        place = place.clamp(max=batch.num_tokens - 1)
-        has_row = is_place & (batch.position_ids[place] > 0)
-        return torch.where(has_row, place - 1, -1), batch.input_ids[place].where(is_place, 0)
+        targets = batch.input_ids[place.clamp(max=batch.num_tokens - 1)]
+        return torch.where(is_place, place - 1, -1), targets.where(is_place, 0)
 
     def logprobs(
         self,
@@ -180,7 +179,7 @@ class LabelMethods:
 
         Returns:
             ``[num_generated]``, with ``entropy`` a pair of such, in the order of `logprob_rows`.
-            Tokens without a row have log-probability and entropy 0, without a gradient.
+            Rows that are left over have log-probability and entropy 0, without a gradient.
 
         Raises:
             TypeError, ValueError: As `trajpack.kernels.token_logprobs`; also if ``hidden`` has not

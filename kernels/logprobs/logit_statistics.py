@@ -248,7 +248,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
     if left.dtype not in HALVES:
         total.addmm_(left, right)
     elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 

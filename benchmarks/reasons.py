@@ -98,7 +98,8 @@ OTHERS = {
     "aten jagged": COMPILED,
     "fbgemm jagged": COMPILED,
     "all logits of the rows at once": (
-        "it keeps the softmax of all logits; ours computes the logits again, a fourth matrix product"
+        "it keeps the softmax of all logits; ours computes the logits again, which is a fourth "
+        "matrix product"
     ),
     "the matrix products alone": "it folds no logits and computes none again",
     "index, made before": "where each row lies was worked out before",

@@ -40,6 +40,10 @@ from trajpack.kernels.groups.group_recipes import (
     rloo as rloo,
     step_advantages as step_advantages,
 )
+from trajpack.kernels.logprobs.token_logprobs import (
+    token_logprobs as token_logprobs,
+    topk_kl as topk_kl,
+)
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
     context_parallel_order as context_parallel_order,

@@ -411,6 +411,7 @@ def lazy_columns(
         },
         "seqlens": lambda: tuple(seqlens.tolist()),
         "num_groups": lambda: counts.groups,
+        "longest": lambda: counts.longest,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),
         "ids": lambda: tuple(label.id for label in labels[:count]),
         "groups": lambda: tuple(label.group for label in labels[:count]),

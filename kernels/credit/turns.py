@@ -62,6 +62,7 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
     turn_ids: torch.Tensor,
     *,
     num_positions: int,
+    max_seqlen: int | None = None,
     gamma: float,
     lam: float,
     observation: str,
@@ -80,7 +81,10 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
         chunks: Scanned tokens of each turn; turns in order, trajectory after trajectory.
         cu_turns: ``[trajectories + 1]`` int32 boundaries of the trajectories' turns.
         turn_ids: ``[tokens]`` int32: turn that generated each token, or -1.
-        num_positions: Upper bound of the chunks' tokens; decides how the work is cut.
+        num_positions: Upper bound of the chunks' tokens.
+        max_seqlen: Upper bound of a trajectory's scanned tokens, if known. It decides how the work
+            is cut. A wrong bound costs time; results of trajectories beyond 4,096 scanned tokens
+            may then differ by rounding.
         gamma: Discount from one token to the next.
         lam: λ of GAE.
         observation: Convention for tokens that were not generated.
@@ -98,7 +102,8 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where not generated.
 
-    Cost: one launch for up to 4,096 positions, else three. No copy, no host synchronisation.
+    Cost: one launch where ``max_seqlen`` or ``num_positions`` is at most 4,096, else three. No
+        copy, no host synchronisation.
     """
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_of_turns(
         turn_ids,
@@ -116,6 +121,7 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
         by_turn,
         impl,
         num_positions,
+        max_seqlen,
     )
     return results
 
@@ -190,7 +196,7 @@ def finish_spread(
 
 def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) -> tuple[Any, Any]:
     chunks, (values, bootstrap, weights, kl) = ScanChunks(*inputs[:5]), inputs[5:9]
-    gamma, lam, observation, limits, estimator, by_turn, impl, num_positions = inputs[9:]
+    gamma, lam, observation, limits, estimator, by_turn, impl, num_positions, longest = inputs[9:]
     _check_chunks(chunks, cu_turns, turn_ids.shape[0], num_positions)
     scan = Scan(
         cu_turns,
@@ -209,6 +215,7 @@ def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) ->
         by_turn=by_turn,
         limits=Limits(*limits),
         kind="vtrace" if weights else "gae",
+        max_seqlen=longest,
     )
     return run_scan(scan, impl)
 
@@ -347,7 +354,8 @@ register_op(
     "credit_of_turns(Tensor turn_ids, Tensor cu_turns, Tensor cu_positions, Tensor begins, "
     "Tensor spans, Tensor rewards, Tensor? truncated, Tensor? values, Tensor? bootstrap, "
     "Tensor[] weights, Tensor[] kl, float gamma, float lam, str observation, float[] limits, "
-    "str? estimator, bool by_turn, str impl, SymInt num_positions) -> (Tensor, Tensor)",
+    "str? estimator, bool by_turn, str impl, SymInt num_positions, "
+    "SymInt? max_seqlen) -> (Tensor, Tensor)",
     _run_credit,
     _fake_credit,
 )

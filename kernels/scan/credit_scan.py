@@ -118,63 +118,46 @@ def scan_tokens(  # noqa: PLR0913 - all but three are keywords
     )
     gamma, gammas = split_rate(op, gamma_name, gamma, cu_seqlens)
     lam, lams = split_rate(op, "lam", lam, cu_seqlens)
-    return credit_scan(
-        rewards,
+    weighted = logprobs is not None and rollout_logprobs is not None
+    scan = Scan(
         cu_seqlens,
-        op=op,
+        rewards.shape[0],
+        rewards.shape[0],
+        rewards,
+        values,
+        loss_mask,
+        gamma,
+        lam,
+        observation,
+        gammas,
+        lams,
+        bootstrap,
+        (logprobs, rollout_logprobs) if weighted else None,  # type: ignore[arg-type]
+        limits=Limits()._replace(**dict(zip(Limits._fields[3:], clips, strict=False))),
         kind=kind,
-        impl=resolve_impl(op, impl, rewards),
-        values=values,
-        loss_mask=loss_mask,
-        bootstrap=bootstrap,
-        logprobs=logprobs,
-        rollout_logprobs=rollout_logprobs,
-        gamma=gamma,
-        gammas=gammas,
-        lam=lam,
-        lams=lams,
-        clips=clips,
-        observation=observation,
         max_seqlen=max_seqlen,
     )
+    return credit_scan(scan, op, resolve_impl(op, impl, rewards))
 
 
-def credit_scan(  # noqa: PLR0913 - all but two are keywords
-    rewards: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    op: str,
-    kind: str,
-    impl: str,
-    values: torch.Tensor | None = None,
-    loss_mask: torch.Tensor | None = None,
-    bootstrap: torch.Tensor | None = None,
-    logprobs: torch.Tensor | None = None,
-    rollout_logprobs: torch.Tensor | None = None,
-    gamma: float = 1.0,
-    gammas: torch.Tensor | None = None,
-    lam: float = 1.0,
-    lams: torch.Tensor | None = None,
-    clips: Sequence[float] = (),
-    observation: str = "carry",
-    max_seqlen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the op ``trajpack::credit_scan``; the arguments, see `Scan`, are not checked."""
-    optional = (values, loss_mask, bootstrap, logprobs, rollout_logprobs)
+def credit_scan(scan: Scan, op: str, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the op ``trajpack::credit_scan`` for a scan without chunks, which is not checked."""
+    rows = (scan.values, scan.loss_mask, scan.bootstrap, *(scan.weights or (None, None)))
+    assert scan.rewards is not None
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_scan(
-        rewards.contiguous(),
-        cu_seqlens.contiguous(),
-        *(None if tensor is None else tensor.contiguous() for tensor in optional),
-        gamma,
-        gammas,
-        lam,
-        lams,
-        [float(clip) for clip in clips],
-        observation,
-        kind,
+        scan.rewards.contiguous(),
+        scan.cu_seqlens.contiguous(),
+        *(None if tensor is None else tensor.contiguous() for tensor in rows),
+        scan.gamma,
+        scan.gammas,
+        scan.lam,
+        scan.lams,
+        list(scan.limits),
+        scan.observation,
+        scan.kind,
         op,
         impl,
-        max_seqlen,
+        scan.max_seqlen,
     )
     return results
 
@@ -493,48 +476,36 @@ def _advance(state: Floats, decay: Floats, increment: Floats, out: Floats, overf
     np.add(out, increment, out=out)
 
 
-def _run(  # noqa: PLR0913, PLR0917 - the schema of the op
-    rewards: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    values: torch.Tensor | None,
-    loss_mask: torch.Tensor | None,
-    bootstrap: torch.Tensor | None,
-    logprobs: torch.Tensor | None,
-    rollout_logprobs: torch.Tensor | None,
-    gamma: float,
-    gammas: torch.Tensor | None,
-    lam: float,
-    lams: torch.Tensor | None,
-    clips: list[float],
-    observation: str,
-    kind: str,
-    op: str,
-    impl: str,
-    max_seqlen: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens = rewards.shape[0]
-    check_boundaries(op, cu_seqlens, num_tokens)
-    weights = None
-    if logprobs is not None and rollout_logprobs is not None:
-        weights = logprobs, rollout_logprobs
+def _scan_of(
+    rewards: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: Any
+) -> tuple[Scan, str, str]:
+    """Return the scan that arguments of the op describe, the name of its caller and the `impl`."""
+    values, loss_mask, bootstrap, logprobs, rollout_logprobs, gamma, gammas, lam, lams = inputs[:9]
+    limits, observation, kind, op, impl, max_seqlen = inputs[9:]
     scan = Scan(
         cu_seqlens,
-        num_tokens,
-        num_tokens,
-        rewards=rewards,
-        values=values,
-        loss_mask=loss_mask,
-        gamma=gamma,
-        lam=lam,
-        observation=observation,
-        gammas=gammas,
-        lams=lams,
-        bootstrap=bootstrap,
-        weights=weights,
-        limits=Limits()._replace(**dict(zip(Limits._fields[3:], clips, strict=False))),
+        rewards.shape[0],
+        rewards.shape[0],
+        rewards,
+        values,
+        loss_mask,
+        gamma,
+        lam,
+        observation,
+        gammas,
+        lams,
+        bootstrap,
+        None if logprobs is None else (logprobs, rollout_logprobs),
+        limits=Limits(*limits),
         kind=kind,
         max_seqlen=max_seqlen,
     )
+    return scan, op, impl
+
+
+def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    scan, op, impl = _scan_of(*inputs)
+    check_boundaries(op, scan.cu_seqlens, scan.num_tokens)
     return run_scan(scan, impl)
 
 
@@ -545,44 +516,47 @@ def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rewards, cu_seqlens, _, loss_mask, _, _, _, gamma, gammas, lam, lams, *rest = inputs
-    ctx.dtype, ctx.rates, ctx.rest = rewards.dtype, (gamma, lam), rest
-    ctx.save_for_backward(cu_seqlens, loss_mask, gammas, lams)
+    scan, *ctx.names = _scan_of(*inputs)
+    ctx.dtype, ctx.kind, ctx.gamma, ctx.lam = inputs[0].dtype, scan.kind, scan.gamma, scan.lam
+    ctx.observation, ctx.max_seqlen = scan.observation, scan.max_seqlen
+    ctx.save_for_backward(scan.cu_seqlens, scan.loss_mask, scan.gammas, scan.lams)
 
 
 def _backward(ctx: Any, of_first: torch.Tensor, of_second: torch.Tensor) -> tuple[Any, ...]:
     # the transpose of a scan from the right is the scan from the left: mirror, scan, mirror
-    clips, observation, kind, op, impl, max_seqlen = ctx.rest
-    if kind not in ("gae", "returns"):
-        raise NotImplementedError(f"{op}: no gradient flows through a scan of kind {kind!r}")
+    if ctx.kind not in ("gae", "returns"):
+        raise NotImplementedError(
+            f"{ctx.names[0]}: no gradient flows through a scan of kind {ctx.kind!r}"
+        )
     cu_seqlens, *optional = ctx.saved_tensors
     loss_mask, gammas, lams = (None if rows is None else rows.flip(0) for rows in optional)
-    gamma, lam = ctx.rates
     given = of_first.double()
-    if kind == "gae":
+    if ctx.kind == "gae":
         given = given + of_second.double()
-    gradient, _ = credit_scan(
+    num, mirrored = given.shape[0], (given.shape[0] - cu_seqlens).flip(0)
+    scan = Scan(
+        mirrored,
+        num,
+        num,
         given.flip(0),
-        (given.shape[0] - cu_seqlens).flip(0),
-        op=op,
+        None,
+        loss_mask,
+        ctx.gamma,
+        ctx.lam,
+        ctx.observation,
+        gammas,
+        lams,
         kind="adjoint",
-        impl=impl,
-        loss_mask=loss_mask,
-        gamma=gamma,
-        gammas=gammas,
-        lam=lam,
-        lams=lams,
-        clips=clips,
-        observation=observation,
-        max_seqlen=max_seqlen,
+        max_seqlen=ctx.max_seqlen,
     )
+    gradient, _ = credit_scan(scan, *ctx.names)
     return gradient.flip(0).to(ctx.dtype), *[None] * 16
 
 
 register_op(
     "credit_scan(Tensor rewards, Tensor cu_seqlens, Tensor? values, Tensor? loss_mask, "
     "Tensor? bootstrap, Tensor? logprobs, Tensor? rollout_logprobs, float gamma, Tensor? gammas, "
-    "float lam, Tensor? lams, float[] clips, str observation, str kind, str op, str impl, "
+    "float lam, Tensor? lams, float[] limits, str observation, str kind, str op, str impl, "
     "SymInt? max_seqlen) -> (Tensor, Tensor)",
     _run,
     _fake,

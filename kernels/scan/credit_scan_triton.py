@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of the scan over tokens: blocks of a segment, folded from its end.
 
-A block is one associative scan at reversed addresses, so that the scan runs forward, and one warp,
-so that no barrier is needed. Each entry's state then takes in the state behind the block, and the
-state before the block is carried on. So the order of sums depends on the segment alone. One program
-walks a whole segment in one launch. Segments longer than a row of ``ROW`` blocks take three
-launches: the first finds the effect of each block on the state; the second, with a program for each
-row, finds the effect of the blocks that are behind a block in its row; in the third each program
-folds the rows behind its own and writes a block. The blocks of a segment's last row take the same
-steps either way, hence the same bits. There are no atomic additions of floats.
+A block is one associative scan at reversed addresses, so that the scan runs forward, and one warp:
+the compiled code has two barriers at most. Each entry's state then takes in the state behind the
+block, and the state before the block is carried on. So the order of sums depends on the segment
+alone. One program walks a whole segment in one launch. Segments longer than a row of ``ROW`` blocks
+take three launches: the first finds the effect of each block on the state; the second, with a
+program for each row, finds the effect of the blocks that are behind a block in its row; in the
+third each program folds the rows behind its own and writes a block. The blocks of a segment's last
+row take the same steps either way, hence the same bits. There are no atomic additions of floats.
 
 Positions count the scanned tokens, segment after segment. Without chunks a position is the
 token's own index; with chunks it is looked up among the chunks' first positions.
@@ -19,7 +19,11 @@ The kernels pass these tuples on, in which an input that is not given is ``None`
 - ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
   is one action, ``(truncated,)``;
 - ``inputs``: source, limits, log-probabilities of the importance ratios, discounted next values;
-- ``span``: first and past-last position of a segment, its first and last chunk.
+- ``span``: first and past-last position of a segment, its first and last chunk;
+- ``segment``: span, γ and λ, the state behind the last entry.
+
+``FORM`` holds the numbers of the kind of scan, of the observation and of the KL penalty's
+estimator.
 """
 
 from __future__ import annotations
@@ -162,13 +166,7 @@ def read_chunk(chunks, position, exists, first, last, clip):
     A chunk's reward is on its last generated token, with the rewards of the chunks behind it that
     generated nothing.
     """
-    cu_positions, addresses, stride, spans, rewards = (
-        chunks[0],
-        chunks[1],
-        chunks[2],
-        chunks[3],
-        chunks[4],
-    )
+    cu_positions, addresses, stride, spans, rewards, _by_turn, _truncated = chunks
     chunk = find_segments(cu_positions, first, last, position, 1)
     begins = tl.load(cu_positions + chunk, mask=exists, other=0)
     at = tl.load(addresses + chunk * stride, mask=exists, other=0) + position - begins
@@ -191,7 +189,7 @@ def read_chunk(chunks, position, exists, first, last, clip):
 
 
 @triton.jit
-def read_token(inputs, span, position, exists, OBSERVATION: tl.constexpr, ESTIMATOR: tl.constexpr):
+def read_token(inputs, span, position, exists, FORM: tl.constexpr):
     """Return token, whether it was generated, reward and value; 0 where it does not exist."""
     rewards, values, loss_mask, chunks, kl = inputs[0]
     limits = inputs[1]
@@ -205,38 +203,27 @@ def read_token(inputs, span, position, exists, OBSERVATION: tl.constexpr, ESTIMA
         at, begin, reward = read_chunk(chunks, position, exists, span[2], span[3], limits[2])
         generated = exists & (at >= begin)
     if kl is not None:
-        reward -= kl_penalty(kl, limits, at, generated, ESTIMATOR)
+        reward -= kl_penalty(kl, limits, at, generated, FORM[2])
     if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
         if len(chunks[5]) > 0:
             generated = exists & (at == begin)
     value = tl.zeros_like(reward)
     if values is not None:
         value = tl.load(values + at, mask=exists, other=0.0).to(tl.float64)
-    if OBSERVATION == MULTIPLY:
+    if FORM[1] == MULTIPLY:
         reward = tl.where(generated, reward, 0.0)
         value = tl.where(generated, value, 0.0)
     return at, generated, reward, value
 
 
 @triton.jit
-def passed_reward(reward, is_last, SCAN: tl.constexpr, OBSERVATION: tl.constexpr):
-    """Return the rewards that skipped tokens pass to the last generated token before them."""
-    passed = tl.zeros_like(reward)
-    if SCAN <= NEXT_VALUES:
-        if OBSERVATION == CARRY:
-            passed = reward
-        elif OBSERVATION == COMPACT:
-            passed = tl.where(is_last, reward, 0.0)
-    return passed
-
-
-@triton.jit
-def next_value(inputs, span, position, exists, gamma, tail, OBSERVATION: tl.constexpr):
+def next_value(inputs, segment, position, exists, OBSERVATION: tl.constexpr):
     """Return the discounted value behind tokens, with the rewards of skipped tokens in between.
 
     Chunks of V-trace hold no skipped tokens: there it is the value of the next position.
     """
     values, chunks = inputs[0][1], inputs[0][3]
+    span, rates, tail = segment
     if chunks is None:
         behind = tl.load(inputs[3] + position, mask=exists, other=0.0)
     else:
@@ -248,16 +235,19 @@ def next_value(inputs, span, position, exists, gamma, tail, OBSERVATION: tl.cons
         if OBSERVATION == MULTIPLY:
             begin = tl.load(chunks[3] + chunk * 2, mask=follows, other=0)
             value = tl.where(at >= begin, value, 0.0)
-        behind = tl.where(follows, gamma * value, tail)
+        behind = tl.where(follows, rates[0] * value, tail)
     return behind
 
 
 @triton.jit
-def step_of(
-    inputs, token, behind, exists, is_last, rates, SCAN: tl.constexpr, OBSERVATION: tl.constexpr
-):
-    """Return decay and increment of tokens."""
+def step_of(inputs, token, behind, exists, is_last, rates, FORM: tl.constexpr):
+    """Return decay and increment of tokens.
+
+    Rewards that skipped tokens pass on belong to the last generated token before them.
+    """
     at, generated, reward, value = token
+    SCAN: tl.constexpr = FORM[0]
+    OBSERVATION: tl.constexpr = FORM[1]
     gamma, lam = rates
     limits, weights = inputs[1], inputs[2]
     decay = tl.zeros_like(reward) + gamma * lam
@@ -278,58 +268,41 @@ def step_of(
         decay = tl.where(generated, decay, 0.0)
     elif OBSERVATION <= COMPACT:
         decay = tl.where(generated, decay, 1.0)
-        passed = passed_reward(reward, is_last, SCAN, OBSERVATION)
+        passed = tl.zeros_like(reward)
+        if OBSERVATION == CARRY and SCAN <= NEXT_VALUES:
+            passed = reward
+        elif OBSERVATION == COMPACT and SCAN <= NEXT_VALUES:
+            passed = tl.where(is_last, reward, 0.0)
         increment = tl.where(generated, increment, passed)
     return tl.where(exists, decay, 1.0), tl.where(exists, increment, 0.0)
 
 
 @triton.jit
-def read_block(
-    inputs,
-    span,
-    rates,
-    tail,
-    top,
-    SCAN: tl.constexpr,
-    OBSERVATION: tl.constexpr,
-    ESTIMATOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def read_block(inputs, segment, top, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """Return the tokens before ``top``, last one first, their next values and their steps."""
+    span, rates, _tail = segment
     position = top - 1 - tl.arange(0, BLOCK)
     exists = position >= span[0]
-    token = read_token(inputs, span, position, exists, OBSERVATION, ESTIMATOR)
+    token = read_token(inputs, span, position, exists, FORM)
     behind = tl.zeros((BLOCK,), tl.float64)
-    if SCAN == VTRACE:
-        behind = next_value(inputs, span, position, exists, rates[0], tail, OBSERVATION)
+    if FORM[0] == VTRACE:
+        behind = next_value(inputs, segment, position, exists, FORM[1])
     is_last = position == span[1] - 1
-    decay, increment = step_of(inputs, token, behind, exists, is_last, rates, SCAN, OBSERVATION)
+    decay, increment = step_of(inputs, token, behind, exists, is_last, rates, FORM)
     return token, behind, decay, increment
 
 
 @triton.jit
-def write_block(
-    inputs,
-    outputs,
-    span,
-    rates,
-    tail,
-    top,
-    state,
-    SCAN: tl.constexpr,
-    OBSERVATION: tl.constexpr,
-    ESTIMATOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def write_block(inputs, outputs, segment, top, state, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """Write the outputs of the tokens before ``top``; ``state`` [BLOCK / 4] is that behind them.
 
     Return the effect of the block on the state, in every lane.
     """
-    token, behind, decay, increment = read_block(
-        inputs, span, rates, tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
-    )
+    token, behind, decay, increment = read_block(inputs, segment, top, FORM, BLOCK)
     lanes, decays, increments, block_decay, block_increment = scan_block(decay, increment, BLOCK)
     states = states_of_block(lanes, decays, increments, state, BLOCK)
+    SCAN: tl.constexpr = FORM[0]
+    span, rates, _tail = segment
     position = top - 1 - tl.arange(0, BLOCK)
     exists = position >= span[0]
     at, generated, reward, value = token
@@ -339,15 +312,8 @@ def write_block(
     if SCAN == NEXT_VALUES:
         tl.store(main + position, states, mask=exists)
     elif SCAN == ADJOINT:
-        rate = tl.zeros_like(reward) + gamma * lam
-        if OBSERVATION == CARRY:
-            rate = tl.where(generated, rate, 1.0)
-        elif OBSERVATION == COMPACT:  # mirrored: the sequence's last token comes first
-            rate = tl.where(generated, rate, tl.where(position == span[0], 1.0, 0.0))
-        elif OBSERVATION != IGNORE and OBSERVATION != RESET:  # noqa: PLR1714
-            rate = tl.where(generated, rate, 0.0)
-        own = tl.where(generated, reward, 0.0)
-        tl.store(main + at, (own + rate * states).to(tl.float32), mask=exists)
+        gradient = adjoint_of(generated, reward, states, gamma * lam, position == span[0], FORM[1])
+        tl.store(main + at, gradient.to(tl.float32), mask=exists)
     else:
         written = exists
         if inputs[0][3] is not None:
@@ -367,6 +333,19 @@ def write_block(
 
 
 @triton.jit
+def adjoint_of(generated, reward, states, rate, is_first, OBSERVATION: tl.constexpr):
+    """Return the gradient of rewards; mirrored, a sequence's last token comes first."""
+    rate += tl.zeros_like(reward)
+    if OBSERVATION == CARRY:
+        rate = tl.where(generated, rate, 1.0)
+    elif OBSERVATION == COMPACT:
+        rate = tl.where(generated, rate, tl.where(is_first, 1.0, 0.0))
+    elif OBSERVATION != IGNORE and OBSERVATION != RESET:  # noqa: PLR1714
+        rate = tl.where(generated, rate, 0.0)
+    return tl.where(generated, reward, 0.0) + rate * states
+
+
+@triton.jit
 def span_of(chunks, cu_seqlens, segment):
     """Return a segment's first and past-last position, and its first and last chunk."""
     first = tl.load(cu_seqlens + segment)
@@ -380,28 +359,23 @@ def span_of(chunks, cu_seqlens, segment):
 
 
 @triton.jit
-def rates_of(rates, segment, gamma, lam):
-    """Return γ and λ of a segment."""
+def segment_of(chunks, cu_seqlens, rates, bootstrap, segment, gamma, lam):
+    """Return a segment's span, its γ and λ, and the state behind its last entry."""
+    span = span_of(chunks, cu_seqlens, segment)
     gammas, lams = rates
     if gammas is not None:
         gamma = tl.load(gammas + segment)
     if lams is not None:
         lam = tl.load(lams + segment)
-    return gamma + tl.zeros((), tl.float64), lam + tl.zeros((), tl.float64)
-
-
-@triton.jit
-def state_behind(chunks, bootstrap, segment, last, gamma, SCAN: tl.constexpr):
-    """Return the state behind a segment's last entry."""
-    state = tl.zeros((), tl.float64)
-    if bootstrap is not None and SCAN <= NEXT_VALUES:
+    tail = tl.zeros((), tl.float64)
+    if bootstrap is not None:
         goes_on = True
         if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
             if len(chunks[6]) > 0:
-                goes_on = tl.load(chunks[6][0] + last) != 0
+                goes_on = tl.load(chunks[6][0] + span[3]) != 0
         value = tl.load(bootstrap + segment, mask=goes_on, other=0.0)
-        state += gamma * value.to(tl.float64)
-    return state
+        tail += gamma * value.to(tl.float64)
+    return span, (gamma + tl.zeros((), tl.float64), lam + tl.zeros((), tl.float64)), tail
 
 
 @triton.jit
@@ -438,101 +412,50 @@ def block_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK:
 
 @triton.jit(do_not_specialize=["num_segments", "num_tokens"])
 def walk_kernel(
-    source,
-    weights,
-    before,
-    outputs,
-    cu_seqlens,
-    rates,
-    bootstrap,
-    fill_ids,
-    num_segments,
-    num_tokens,
-    gamma: tl.float64,
-    lam: tl.float64,
-    kl_coefficient: tl.float64,
-    kl_clamp: tl.float64,
-    reward_clip: tl.float64,
-    rho_clip: tl.float64,
-    c_clip: tl.float64,
-    advantage_rho_clip: tl.float64,
-    SCAN: tl.constexpr,
-    OBSERVATION: tl.constexpr,
-    ESTIMATOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_ids, num_segments,
+    num_tokens, gamma: tl.float64, lam: tl.float64, kl_coefficient: tl.float64,
+    kl_clamp: tl.float64, reward_clip: tl.float64, rho_clip: tl.float64, c_clip: tl.float64,
+    advantage_rho_clip: tl.float64, FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Walk one segment, block after block from its end; later programs fill a tile with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
-    chunks = source[3]
-    segment = tl.program_id(0)
-    if segment < num_segments:
-        gamma, lam = rates_of(rates, segment, gamma, lam)
-        span = span_of(chunks, cu_seqlens, segment)
-        tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
-        state = state_behind(chunks, bootstrap, segment, span[3], gamma, SCAN)
-        state += tl.zeros((BLOCK // 4,), tl.float64)
-        top = span[1]
-        while top > span[0]:
+    number = tl.program_id(0)
+    if number < num_segments:
+        segment = segment_of(source[3], cu_seqlens, rates, bootstrap, number, gamma, lam)
+        state = tl.zeros((BLOCK // 4,), tl.float64)
+        if FORM[0] <= NEXT_VALUES:
+            state += segment[2]
+        top = segment[0][1]
+        while top > segment[0][0]:
             block_decay, block_increment = write_block(
-                inputs,
-                outputs,
-                span,
-                (gamma, lam),
-                tail,
-                top,
-                state,
-                SCAN,
-                OBSERVATION,
-                ESTIMATOR,
-                BLOCK,
+                inputs, outputs, segment, top, state, FORM, BLOCK
             )
             state = add_carry(block_increment, block_decay, state)
             top -= BLOCK
     elif fill_ids is not None:
-        fill_with_zeros(outputs, fill_ids, segment - num_segments, num_tokens, BLOCK)
+        fill_with_zeros(outputs, fill_ids, number - num_segments, num_tokens, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks"])
 def block_steps_kernel(
-    source,
-    weights,
-    before,
-    steps,
-    cu_seqlens,
-    rates,
-    bootstrap,
-    num_segments,
-    num_chunks,
-    gamma: tl.float64,
-    lam: tl.float64,
-    kl_coefficient: tl.float64,
-    kl_clamp: tl.float64,
-    reward_clip: tl.float64,
-    rho_clip: tl.float64,
-    c_clip: tl.float64,
-    advantage_rho_clip: tl.float64,
-    SCAN: tl.constexpr,
-    OBSERVATION: tl.constexpr,
-    ESTIMATOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, weights, before, steps, cu_seqlens, rates, bootstrap, num_segments, num_chunks,
+    gamma: tl.float64, lam: tl.float64, kl_coefficient: tl.float64, kl_clamp: tl.float64,
+    reward_clip: tl.float64, rho_clip: tl.float64, c_clip: tl.float64,
+    advantage_rho_clip: tl.float64, FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the effect on the state of the block of one window, if it has one."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
     chunks = source[3]
     window = tl.program_id(0)
-    segment, behind, exists = block_of_window(
+    number, behind, exists = block_of_window(
         chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
     )
     if exists:
-        gamma, lam = rates_of(rates, segment, gamma, lam)
-        span = span_of(chunks, cu_seqlens, segment)
-        tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
-        top = span[1] - behind * BLOCK
-        _, _, decay, increment = read_block(
-            inputs, span, (gamma, lam), tail, top, SCAN, OBSERVATION, ESTIMATOR, BLOCK
-        )
+        segment = segment_of(chunks, cu_seqlens, rates, bootstrap, number, gamma, lam)
+        top = segment[0][1] - behind * BLOCK
+        _, _, decay, increment = read_block(inputs, segment, top, FORM, BLOCK)
         _, _, _, block_decay, block_increment = scan_block(decay, increment, BLOCK)
         lane = tl.arange(0, BLOCK // 4)
         own = steps + 2 * window + tl.zeros_like(lane)
@@ -591,9 +514,10 @@ def fold_rows_kernel(
         total_decay = tl.full((ROW,), 1.0, tl.float64)
         total = tl.zeros((ROW,), tl.float64)
         if row == 0:
-            gamma, _lam = rates_of((gammas, None), segment, gamma, 0.0)
-            _begin, _end, _first, last = span_of(chunks, cu_seqlens, segment)
-            total += state_behind(chunks, bootstrap, segment, last, gamma, GAE)
+            _span, _rates, tail = segment_of(
+                chunks, cu_seqlens, (gammas, None), bootstrap, segment, gamma, 0.0
+            )
+            total += tail
         behind_decay = total_decay
         behind = total
         for done in range(blocks):
@@ -644,34 +568,12 @@ def state_of_row(rows, window, row, state, ROW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows", "num_tokens"])
 def block_states_kernel(
-    source,
-    weights,
-    before,
-    outputs,
-    carries,
-    rows,
-    cu_seqlens,
-    rates,
-    bootstrap,
-    fill_ids,
-    num_segments,
-    num_chunks,
-    num_windows,
-    num_tokens,
-    gamma: tl.float64,
-    lam: tl.float64,
-    kl_coefficient: tl.float64,
-    kl_clamp: tl.float64,
-    reward_clip: tl.float64,
-    rho_clip: tl.float64,
-    c_clip: tl.float64,
-    advantage_rho_clip: tl.float64,
-    SCAN: tl.constexpr,
-    OBSERVATION: tl.constexpr,
-    ESTIMATOR: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    source, weights, before, outputs, carries, rows, cu_seqlens, rates, bootstrap, fill_ids,
+    num_segments, num_chunks, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
+    kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
+    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
+    FORM: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write one block: of a window, then the first of each segment; later programs fill with 0."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
@@ -679,24 +581,22 @@ def block_states_kernel(
     program = tl.program_id(0)
     if program < num_windows + num_segments:
         if program < num_windows:
-            segment, behind, exists = block_of_window(
+            number, behind, exists = block_of_window(
                 chunks, cu_seqlens, num_segments, num_chunks, program, BLOCK
             )
         else:
-            segment = program - num_windows
-            begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+            number = program - num_windows
+            begin, end, _, _ = span_of(chunks, cu_seqlens, number)
             behind = tl.maximum(end - begin - 1, 0) // BLOCK
             exists = end > begin
         if exists:
-            gamma, lam = rates_of(rates, segment, gamma, lam)
-            span = span_of(chunks, cu_seqlens, segment)
-            tail = state_behind(chunks, bootstrap, segment, span[3], gamma, GAE)
+            segment = segment_of(chunks, cu_seqlens, rates, bootstrap, number, gamma, lam)
+            end = segment[0][1]
             state = tl.zeros((BLOCK // 4,), tl.float64)
             row = behind // ROW
-            if row == 0:
-                state += state_behind(chunks, bootstrap, segment, span[3], gamma, SCAN)
-            window = (span[1] - 1) // BLOCK
-            state = state_of_row(rows, window, row, state, ROW)
+            if FORM[0] <= NEXT_VALUES:
+                state += tl.where(row == 0, segment[2], 0.0)
+            state = state_of_row(rows, (end - 1) // BLOCK, row, state, ROW)
             if behind > row * ROW:
                 own = carries + 2 * program
                 carried = tl.load(own + 1)
@@ -704,20 +604,7 @@ def block_states_kernel(
                     state = tl.zeros_like(state) + carried
                 else:
                     state = add_carry(carried, tl.load(own), state)
-            top = span[1] - behind * BLOCK
-            write_block(
-                inputs,
-                outputs,
-                span,
-                (gamma, lam),
-                tail,
-                top,
-                state,
-                SCAN,
-                OBSERVATION,
-                ESTIMATOR,
-                BLOCK,
-            )
+            write_block(inputs, outputs, segment, end - behind * BLOCK, state, FORM, BLOCK)
     elif fill_ids is not None:
         tile = program - num_windows - num_segments
         fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
@@ -751,15 +638,7 @@ def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
     """Launch one program per segment."""
-    fill_ids, tiles = _fill(scan)
-    with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
-        walk_kernel[(scan.num_segments + tiles,)](
-            before=before,
-            outputs=outputs,
-            fill_ids=fill_ids,
-            num_tokens=scan.num_tokens,
-            **_arguments(scan),
-        )
+    _launch_writing(walk_kernel, scan.num_segments, scan, before=before, outputs=outputs)
 
 
 def scan_blocks(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
@@ -772,7 +651,7 @@ def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
     """Launch one program per window; return float64 ``[windows, 2]``, set where a block ends."""
     windows = triton.cdiv(scan.num_positions, BLOCK)
     steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
-    with torch.cuda.device_of(scan.cu_seqlens):
+    with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
         block_steps_kernel[(windows,)](
             before=before, steps=steps, num_chunks=scan.num_chunks, **_arguments(scan)
         )
@@ -814,27 +693,21 @@ def write_blocks(
     rows: torch.Tensor,
 ) -> None:
     """Launch one program per window and one per segment."""
-    fill_ids, tiles = _fill(scan)
+    programs = carries.shape[0]
+    own = {"carries": carries, "rows": rows, "num_windows": programs - scan.num_segments}
+    own |= {"num_chunks": scan.num_chunks, "ROW": ROW}
+    _launch_writing(block_states_kernel, programs, scan, before=before, outputs=outputs, **own)
+
+
+def _launch_writing(kernel: Any, programs: int, scan: Scan, **own: Any) -> None:
+    """Launch a kernel that writes outputs: tiles of 0 are added where no chunk writes."""
+    fill_ids, tiles = scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
+    if fill_ids is None or scan.by_turn or scan.kind == "next_values":
+        fill_ids, tiles = None, 0
     with torch.cuda.device_of(scan.cu_seqlens):
-        block_states_kernel[(carries.shape[0] + tiles,)](
-            before=before,
-            outputs=outputs,
-            carries=carries,
-            rows=rows,
-            fill_ids=fill_ids,
-            num_chunks=scan.num_chunks,
-            num_windows=carries.shape[0] - scan.num_segments,
-            num_tokens=scan.num_tokens,
-            ROW=ROW,
-            **_arguments(scan),
+        kernel[(programs + tiles,)](
+            fill_ids=fill_ids, num_tokens=scan.num_tokens, **own, **_arguments(scan)
         )
-
-
-def _fill(scan: Scan) -> tuple[torch.Tensor | None, int]:
-    """Return the turn ids, and the number of tiles that write 0 where no chunk writes."""
-    if scan.turn_ids is None or scan.by_turn or scan.kind == "next_values":
-        return None, 0
-    return scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
 
 
 def _chunks(scan: Scan) -> tuple[Any, ...] | None:
@@ -867,9 +740,11 @@ def _arguments(scan: Scan) -> dict[str, Any]:
         "gamma": scan.gamma,
         "lam": scan.lam,
         **scan.limits._asdict(),
-        "SCAN": KINDS.index(scan.kind),
-        "OBSERVATION": OBSERVATIONS.index(scan.observation),
-        "ESTIMATOR": 0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
+        "FORM": (
+            KINDS.index(scan.kind),
+            OBSERVATIONS.index(scan.observation),
+            0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
+        ),
         "BLOCK": BLOCK,
         **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
     }

@@ -360,13 +360,15 @@ class PackedBatch(LabelMethods):
         Warns:
             UserWarning: If the estimator compares trajectories and every group has one member.
 
-        Cost: one or two launches over tokens, three where trajectories are compared, four for
-        `GPG`, six for `GiGPO`, which sorts its states; two more if the estimator whitens, or one
-        where trajectories are compared. Up to three more where tokens between generated ones are
-        steps, with ``scores``, and with ``all_reduce``; six where cut-off trajectories are masked
-        or the batch was not packed but copied. ``metrics`` of an estimator that does not whiten
-        are one or two launches at first access: read them before `advantages` are changed in
-        place, and before a `StaticBatch` runs again. No copy, no synchronisation.
+        Cost: one or two launches over tokens, two more for trajectories of more than 4,096 of
+        them, three where trajectories are compared, four for `GPG`, six for `GiGPO`, which sorts
+        its states; two more if the estimator whitens, or one where trajectories are compared. Up
+        to three more with ``scores`` and with ``all_reduce``; six where cut-off trajectories are
+        masked. Of a batch that was not packed but copied or loaded, the host knows less: up to
+        six more, and trajectories of several sequences count as one of all their tokens.
+        ``metrics`` of an estimator that does not whiten are one or two launches at first access:
+        read them before `advantages` are changed in place, and before a `StaticBatch` runs again.
+        No copy, no synchronisation.
 
         Reference:
             Each estimator names its own.

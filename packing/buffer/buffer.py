@@ -347,14 +347,19 @@ def returns_of_turns(region: DeviceRegion, counts: Counts, impl: Impl) -> torch.
     """Discount the turns' rewards backward over their trajectories."""
     rewards = region.table("turn_rewards", counts.turns)
     cu_turns = region.table("cu_turns", counts.trajectories + 1)
-    options: dict[str, Any] = {
-        "kind": "returns",
-        "gammas": region.table("turn_discounts", counts.trajectories),
-        "max_seqlen": counts.most_turns,
-    }
+    discounts = region.table("turn_discounts", counts.trajectories)
+    scan = Scan(
+        cu_turns,
+        counts.turns,
+        counts.turns,
+        rewards,
+        kind="returns",
+        gammas=discounts,
+        max_seqlen=counts.most_turns,
+    )
     if impl == "triton":  # directly, because a registered op costs the host as much again
-        return run_scan(Scan(cu_turns, counts.turns, counts.turns, rewards, **options), impl)[0]
-    return credit_scan(rewards, cu_turns, op="discounted_returns", impl=impl, **options)[0]
+        return run_scan(scan, impl)[0]
+    return credit_scan(scan, "discounted_returns", impl)[0]
 
 
 def write_batch(
@@ -413,6 +418,7 @@ def lazy_columns(
         "seqlens": lambda: tuple(seqlens.tolist()),
         "generated_lens": lambda: tuple(generated.tolist()),
         "num_groups": lambda: counts.groups,
+        "longest": lambda: counts.longest,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),
         "ids": lambda: tuple(label.id for label in labels[:count]),
         "groups": lambda: tuple(label.group for label in labels[:count]),

@@ -249,6 +249,7 @@ class StaticBatch:
         tables["turn_spans"][turns:] = counts.tokens
         tables["turn_begin"][turns:] = counts.tokens
         tables["cu_generated"][turns + 1 :] = counts.generated
+        tables["cu_new"][turns + 1 :] = tables["cu_new"][turns]
         tables["group_ids"][counts.trajectories :] = -1
         tables["turn_trajectory"][turns:] = min(counts.trajectories, self.max_turns - 1)
         for name, used in (

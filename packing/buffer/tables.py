@@ -31,6 +31,7 @@ COLUMNS = {
     "turn_sequence": Column(I32),
     "turn_begin": Column(I32),
     "cu_generated": Column(I32),
+    "cu_new": Column(I32),
     "group_ids": Column(I32),
     "order_of_trajectories": Column(I32),
     "order_of_turns": Column(I32),
@@ -46,6 +47,7 @@ TABLE_ROWS = {
     "turn_spans": ("turns", 0),
     "turn_begin": ("turns", 0),
     "cu_generated": ("turns", 1),
+    "cu_new": ("turns", 1),
     "cu_turns": ("trajectories", 1),
     "cu_seqlens": ("sequences", 1),
     "group_ids": ("trajectories", 0),
@@ -100,6 +102,15 @@ class Span(IntEnum):
     """Position of its chain's first token in the word stream."""
 
 
+class Longest(NamedTuple):
+    """Maxima over the trajectories."""
+
+    generated: int = 0
+    """Generated tokens of a trajectory."""
+    new: int = 0
+    """Tokens that are new with the turns of a trajectory, from `PackedBatch.turn_begin` on."""
+
+
 class Counts(NamedTuple):
     """Number of entries in the tables."""
 
@@ -115,6 +126,7 @@ class Counts(NamedTuple):
     generated: int = 0
     groups: int = 0
     """Distinct groups; a trajectory without a group counts as one."""
+    longest: Longest = Longest()
 
 
 class GrowingArray:
@@ -236,7 +248,7 @@ class BatchTables:
         if not before.spans:
             self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
             self._is_ordered = True
-            tables["cu_turns"][0] = tables["cu_generated"][0] = 0
+            tables["cu_turns"][0] = tables["cu_generated"][0] = tables["cu_new"][0] = 0
         sizes = spans[:, Span.END] - spans[:, Span.BEGIN]
         sequences = before.sequences + int(opens.sum())
         bounds = tables["cu_seqlens"][before.sequences : sequences + 1]
@@ -249,7 +261,8 @@ class BatchTables:
         tables["turn_spans"][first, 0] = (ends - sizes)[::-1]
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
-        return counts._replace(sequences=sequences, tokens=num_tokens)
+        longest = _count_new(tables, counts, before)
+        return counts._replace(sequences=sequences, tokens=num_tokens, longest=longest)
 
     def _write_lengths(
         self, sequences: int, bounds: Ints, generated: Ints, opens: npt.NDArray[np.bool_]
@@ -388,6 +401,18 @@ def _context(spans: Ints, unit: Span) -> tuple[npt.NDArray[np.bool_], Ints]:
     """
     opens = np.diff(spans[:, unit], prepend=-1) != 0
     return opens, np.where(opens, 0, np.roll(spans[:, Span.END], 1))
+
+
+def _count_new(tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts) -> Longest:
+    """Write the numbers of tokens that are new with turns; return the maxima of trajectories."""
+    turns, cu_new = slice(before.turns, counts.turns), tables["cu_new"]
+    new = tables["turn_spans"][turns, 1] - tables["turn_begin"][turns]
+    cu_new[before.turns + 1 : counts.turns + 1] = cu_new[before.turns] + np.cumsum(new)
+    bounds = tables["cu_turns"][before.trajectories : counts.trajectories + 1]
+    sizes = (np.diff(tables[name][bounds]) for name in ("cu_generated", "cu_new"))
+    return Longest(
+        *(int(of.max(initial=most)) for of, most in zip(sizes, before.longest, strict=True))
+    )
 
 
 def check_layout(layout: str) -> None:

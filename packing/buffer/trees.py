@@ -19,7 +19,7 @@ from trajpack.packing.buffer.buffer import (
     write_batch,
 )
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import TABLE_ROWS, Counts
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Longest
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.assemble import NODE_FIELDS, assemble
 from trajpack.packing.tree.plan import TreePlan
@@ -92,6 +92,8 @@ def tree_of_buffer(buffer: TrajectoryBuffer, share: Share, impl: Impl) -> TreeBa
     given |= {
         "turn_returns": returns,
         "turn_begin": bounds[:-1].clone(),
+        "cu_new": bounds,
+        "longest": Longest(counts.longest.generated, counts.longest.generated),
         "cu_seqlens": bounds.clone(),
         "seqlens": tuple(np.diff(on_host).tolist()),
         "num_generated": state.num_generated,

@@ -187,20 +187,45 @@ def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> N
             )
 
 
-def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> tuple[ScanChunks, int]:
-    """Return the scanned tokens of each turn, and an upper bound of their number.
+class Scanned(NamedTuple):
+    """Tokens that an estimator scans."""
 
-    Where tokens that were not generated are steps, those that are new with a turn belong to it;
-    three small launches then sum up their numbers.
+    chunks: ScanChunks
+    num_positions: int
+    """Upper bound of their number."""
+    longest: int | None
+    """Upper bound of the number of a trajectory, if the host knows one."""
+
+
+def chunks_of(batch: PackedBatch, estimator: TokenEstimator) -> Scanned:
+    """Return the scanned tokens of each turn: those that it generated.
+
+    Where tokens that were not generated are steps, all tokens that are new with a turn belong to
+    it. The host summed up their numbers when it packed; for any other batch three small launches
+    do.
     """
     spans, begins, cu_positions = batch.turn_spans, batch.turn_spans[:, 0], batch.cu_generated
     num_positions = batch.num_tokens if batch.is_padded else batch.num_generated
-    if getattr(estimator, "observation", "carry") not in PASSING:
+    are_steps = getattr(estimator, "observation", "carry") not in PASSING
+    if are_steps:
         begins, num_positions = batch.turn_begin, batch.num_tokens
-        cu_positions = torch.zeros_like(batch.cu_generated)
-        torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
+        known: torch.Tensor | None = getattr(batch, "cu_new", None)
+        cu_positions = torch.zeros_like(batch.cu_generated) if known is None else known
+        if known is None:
+            torch.cumsum(spans[:, 1] - begins, 0, dtype=torch.int32, out=cu_positions[1:])
     truncated = batch.turn_truncated if estimator.truncated == "bootstrap" else None
-    return ScanChunks(cu_positions, begins, spans, batch.turn_rewards, truncated), num_positions
+    chunks = ScanChunks(cu_positions, begins, spans, batch.turn_rewards, truncated)
+    return Scanned(chunks, num_positions, _longest(batch, are_steps))
+
+
+def _longest(batch: PackedBatch, are_steps: bool) -> int | None:
+    """Return an upper bound of a trajectory's scanned tokens, ``None`` where the host has none."""
+    if batch.is_padded:  # a replay has other trajectories
+        return None
+    longest = getattr(batch, "longest", None)  # of a batch as it was packed
+    if longest is not None:
+        return int(longest.new if are_steps else longest.generated)
+    return batch.max_seqlen if len(batch.seqlens) == len(batch.ids) else None
 
 
 def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, impl: str) -> Credit:
@@ -216,13 +241,14 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         kl = sampled, inputs.ref_logprobs
         clamp = inf if estimator.kl.clamp is None else float(estimator.kl.clamp)
         options |= {"kl_coefficient": float(estimator.kl.coefficient), "kl_clamp": clamp}
-    chunks, num_positions = chunks_of(batch, estimator)
+    scanned = chunks_of(batch, estimator)
     by_turn = isinstance(estimator, TurnGAE)
     advantages, returns = credit_of_turns(
-        chunks,
+        scanned.chunks,
         batch.cu_turns,
         batch.turn_ids,
-        num_positions=num_positions,
+        num_positions=scanned.num_positions,
+        max_seqlen=scanned.longest,
         gamma=float(estimator.gamma),  # type: ignore[attr-defined]
         lam=float(getattr(estimator, "lam", 1.0)),
         observation=getattr(estimator, "observation", "carry"),

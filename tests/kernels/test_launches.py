@@ -154,9 +154,9 @@ def test_a_value_read_from_the_device_would_be_noticed(monkeypatch: pytest.Monke
 def test_a_second_copy_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     credit_scan = buffer_module.credit_scan
 
-    def copying_scan(*inputs: Any, gammas: torch.Tensor, **options: Any) -> Any:
-        ones = torch.ones(gammas.shape, dtype=torch.float64).to(gammas.device)
-        return credit_scan(*inputs, gammas=ones, **options)
+    def copying_scan(scan: Any, *names: str) -> Any:
+        ones = torch.ones(scan.gammas.shape, dtype=torch.float64).to(scan.gammas.device)
+        return credit_scan(scan._replace(gammas=ones), *names)
 
     monkeypatch.setattr(buffer_module, "credit_scan", copying_scan)
     assert ops_of_pack(filled_buffer(), "merged")["aten._to_copy.default"] == 2

@@ -14,27 +14,31 @@ from torch.profiler import ProfilerActivity, profile
 from tests.kernels.test_launches import RecordedOps
 from tests.packing.credit.credit_cases import (
     EVERY,
+    OBSERVATIONS,
     given_beside,
     inputs_of,
     small_scans,
     some_trajectories,
 )
-from trajpack import GAE, GRPO, TurnGAE, TurnReturns, pack
+from trajpack import GAE, GRPO, Trajectory, Turn, TurnGAE, TurnReturns, pack
 from trajpack.kernels import validation
 from trajpack.packing.credit import advantages as credit
+from trajpack.packing.credit.advantages import chunks_of
 from trajpack.packing.credit.estimators import KLPenalty
 
 SCAN = ["block_steps_kernel", "fold_rows_kernel", "block_states_kernel"]
-"""Of more than 4,096 tokens; else it is one launch."""
+"""Of trajectories of more than 4,096 tokens; else it is one launch."""
+WALK = ["walk_kernel"]
 MEASURE = ["chunk_moments_kernel", "merge_chunks_kernel"]
 WHITEN = ["chunk_moments_kernel", "whiten_kernel"]
 GROUP = ["scores_kernel", "group_advantages_kernel", "spread_kernel"]
 LAUNCHES = {
     "GAE": SCAN,
+    **{f"GAE, {observation}": SCAN for observation in OBSERVATIONS[1:]},
     "GAE, whitened": SCAN + WHITEN,
     "TurnGAE": [*SCAN, "spread_kernel"],
     "TurnGAE, whitened": [*SCAN, "spread_kernel", "whiten_kernel"],
-    "VTrace, carry": SCAN,
+    **{f"VTrace, {observation}": SCAN for observation in OBSERVATIONS},
     "ReinforcePlusPlus": SCAN + WHITEN,
     "TurnReturns": ["spread_kernel", "aten::clone"],
     "TurnReturns, whitened": ["spread_kernel", "whiten_kernel"],
@@ -105,9 +109,31 @@ def test_an_estimator_is_five_launches_at_most(name: str, layout: str) -> None:
     assert len(launched) <= 5
 
 
-def test_short_batches_are_scanned_in_one_launch() -> None:
-    assert launches_of(EVERY["GAE"]) == ["walk_kernel"]
-    assert launches_of(EVERY["VTrace, carry"]) == ["walk_kernel"]
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if LAUNCHES[name][:3] == SCAN])
+def test_short_trajectories_are_scanned_in_one_launch(name: str) -> None:
+    """The batch may be longer: the host knows the longest trajectory, also of a loaded batch."""
+    estimator, trajectories = EVERY[name], some_trajectories(8)
+    scanned = chunks_of(pack(trajectories, device="cpu"), estimator)
+    bound = scanned.longest
+    assert bound is not None
+    assert bound < scanned.num_positions
+    with small_scans(bound):
+        launched = launches_of(estimator)
+    assert launched == [*WALK, *LAUNCHES[name][3:]]
+    assert len(launched) <= 3
+    with small_scans(bound - 1):
+        assert launches_of(estimator) == LAUNCHES[name]
+
+
+def test_one_sequence_a_trajectory_bounds_the_scan_of_a_batch_that_was_loaded() -> None:
+    trajectories = [Trajectory(str(n), [Turn([1], [2] * 7, [0.0] * 7)]) for n in range(3)]
+    packed = pack(trajectories, device="cpu")
+    for layout, bound in (("merged", 8), ("turns", 8)):
+        batch = dataclasses.replace(pack(trajectories, layout, device="cpu"))
+        assert chunks_of(batch, EVERY["GAE"]).longest == bound
+    assert chunks_of(packed, EVERY["GAE"]).longest == 7
+    several = dataclasses.replace(pack(some_trajectories(8), "turns", device="cpu"))
+    assert chunks_of(several, EVERY["GAE"]).longest is None
 
 
 def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:
@@ -118,8 +144,6 @@ def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:
 
 
 MORE = {
-    "tokens between turns that are steps": (EVERY["GAE, ignore"], 7),
-    "such steps of V-trace": (EVERY["VTrace, reset"], 7),
     "groups, cut-off masked": (GRPO(truncated="mask"), 8),
     "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 9),
     "a scan, cut-off masked": (GAE(truncated="mask"), 9),
@@ -173,8 +197,9 @@ def test_with_advantages_on_meta_runs_only_own_ops() -> None:
         host = pack(trajectories, device="cpu")
         inputs = inputs_of(host, EVERY[name], given_beside(trajectories))
         on_meta = {key: tensor.to("meta") for key, tensor in inputs.items()}
-        assert batch.tensors()  # made at first access, like the next
+        assert batch.tensors()  # made at first access, like the next two
         assert batch.group_order
+        assert batch.cu_new is not None  # type: ignore[attr-defined]
         with RecordedOps("meta") as recorded:
             batch.with_advantages(EVERY[name], impl="triton", **on_meta)
         launching = {op for op in recorded.counts if op.startswith("trajpack.")}

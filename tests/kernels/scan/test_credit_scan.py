@@ -20,6 +20,7 @@ from trajpack.kernels.scan.credit_scan import (
     exclusive_scan_on_host,
     exclusive_scan_reference,
 )
+from trajpack.kernels.scan.scan_inputs import Limits
 from trajpack.testing import assert_same_bits, boundaries
 
 OP = torch.ops.trajpack.credit_scan.default
@@ -157,12 +158,13 @@ def test_the_operator_is_registered_right(kind: str, dtype: torch.dtype, impl: s
     leaves = [batch.rewards]
     if kind in ("gae", "returns"):
         leaves.append(batch.rewards.clone().requires_grad_())
-    values, bootstrap, weights, clips = None, None, (None, None), []
+    values, bootstrap, weights, limits = None, None, (None, None), Limits()
     if kind in ("gae", "vtrace"):
         values, bootstrap = batch.values, batch.bootstrap
     if kind == "vtrace":
-        weights, clips = (batch.logprobs, batch.rollout_logprobs), [0.875, 0.75, 1.25]
+        weights = batch.logprobs, batch.rollout_logprobs
+        limits = Limits(rho_clip=0.875, c_clip=0.75, advantage_rho_clip=1.25)
     for leaf, (mask, bound) in product(leaves, ((batch.loss_mask, 4), (None, None))):
         inputs = leaf, batch.cu_seqlens, values, mask, bootstrap, *weights
         rates = 1.0, batch.gammas, 0.5, None
-        torch.library.opcheck(OP, (*inputs, *rates, clips, "reset", kind, "op", impl, bound))
+        torch.library.opcheck(OP, (*inputs, *rates, [*limits], "reset", kind, "op", impl, bound))

@@ -90,6 +90,22 @@ def test_generated_tokens_are_counted_in_the_order_of_turns(given_trajectories, 
     assert int(batch.cu_generated[-1]) == batch.num_generated
 
 
+@given(trajectory_lists(), trajectory_lists(), layouts)
+def test_new_tokens_are_counted_and_the_longest_trajectory_is_known(first, second, layout):
+    """In a buffer that grows, and in the entries of its tree, where generated tokens are new."""
+    buffer = TrajectoryBuffer(device="cpu")
+    for part in (first, second):
+        buffer.extend(part)
+        batch = buffer.pack(layout)
+        cu_new, bounds = batch.cu_new, batch.cu_turns.long()
+        assert torch.equal(cu_new.diff(), batch.turn_spans[:, 1] - batch.turn_begin)
+        for most, table in zip(batch.longest, (batch.cu_generated, cu_new), strict=True):
+            assert most == max(table[bounds].diff().tolist(), default=0)
+    entries = buffer.pack_tree().entries
+    assert torch.equal(entries.cu_new, batch.cu_generated)
+    assert entries.longest == (batch.longest.generated, batch.longest.generated)
+
+
 def one_turn(group):
     return Trajectory("a", [Turn([1], [2], [0.0])], group=group)
 

@@ -179,9 +179,9 @@ def test_a_full_static_batch_is_still_one_of_fixed_size():
     buffer.extend(turns)
     for capacity in (9, 12):
         static = buffer.pack_into(StaticBatch(capacity, 3, device="cpu"))
-        assert chunks_of(static, GAE())[1] == static.num_tokens == capacity
+        assert chunks_of(static, GAE()).num_positions == static.num_tokens == capacity
         assert num_groups_of(static) == 3
-        assert chunks_of(pack(turns, device="cpu"), GAE())[1] == 6
+        assert chunks_of(pack(turns, device="cpu"), GAE()).num_positions == 6
 
 
 """Advantages and metrics: what a batch may lack, and carries wherever it goes once it has them."""

@@ -1,258 +1,312 @@
-"""Attention over trees for Hugging Face models: by an explicit mask, or along root paths."""
+"""Attention over trees: `TreeAttention` computes it by one of three backends."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn import functional as F
 
-from trajpack.packing.optional import require
-
-NAME = "trajpack_tree"
-"""Name under which `register_tree_attention` registers the attention."""
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
-STATES = ("mamba", "ssm", "linear_", "conv", "rwkv", "lru", "xlstm")
-"""Parts of the names of settings that only layers with a state have."""
-MESSAGE = f"{NAME} attention"
-Backend: TypeAlias = Literal["auto", "mask", "path"]
-"""How scores are computed, see `register_tree_attention`."""
+Backend: TypeAlias = Literal["auto", "mask", "path", "flex"]
+"""How attention is computed, see `TreeAttention`."""
+MOST_QUERIES = 512
+"""Queries of one call of the path backend, if it has a mask."""
 PAIRS_OF_CALL = 1024
-"""Pairs of a query and a key that cost about as much as a call for one more stretch."""
+"""Pairs of a query and a key that cost about as much as one call."""
+PAIRS_OF_ROW = 32
+"""Pairs of a query and a key that cost about as much as gathering one node's key and value."""
 
 
-class Stretch(NamedTuple):
-    """Consecutive nodes, each the parent of the next, and the path to them."""
+class QueryBlock(NamedTuple):
+    """Consecutive nodes that the path backend computes with one gather of keys."""
 
     begin: int
     end: int
-    path: tuple[tuple[int, int], ...]
-    """Stretches of nodes from the root to the parent of the first node."""
     depth: int
-    """Depth of the first node: nodes of the path."""
+    """Ancestors of the first node. They and the block hold all ancestors of its nodes."""
+    is_run: bool
+    """Whether each node is the parent of the next."""
 
     @property
-    def pairs(self) -> int:
-        """Pairs of a query of the stretch and a key of its path."""
-        return (self.end - self.begin) * (self.depth + self.end - self.begin)
+    def num_keys(self) -> int:
+        """Nodes from the root to the first node, and those of the block."""
+        return self.depth + self.end - self.begin
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query attends to all keys up to its own: the block begins at a root."""
+        return self.is_run and not self.depth
+
+    def pairs(self, causal: bool = True) -> int:
+        """Pairs of a query and a key that are computed; with or without calls without a mask."""
+        size = self.end - self.begin
+        if causal and self.is_causal:
+            return size * (size + 1) // 2
+        ends = range(MOST_QUERIES, size, MOST_QUERIES)
+        return size * self.num_keys - MOST_QUERIES * sum(size - end for end in ends)
+
+    @property
+    def cost(self) -> int:
+        """Work of the block, in pairs."""
+        calls = 1 if self.is_causal else -(-(self.end - self.begin) // MOST_QUERIES)
+        return self.pairs() + PAIRS_OF_ROW * self.num_keys + PAIRS_OF_CALL * calls
+
+
+def query_blocks(depths: npt.NDArray[np.integer[Any]]) -> list[QueryBlock]:
+    """Return the blocks of trees with these depths: runs, the small ones joined where that is less.
+
+    Example:
+        >>> query_blocks(np.array([0, 1, 2, 1]))
+        [QueryBlock(begin=0, end=4, depth=0, is_run=False)]
+    """
+    begins = np.flatnonzero(np.diff(depths, prepend=-2) != 1)
+    ends = np.append(begins[1:], len(depths))[: begins.size]
+    found: list[QueryBlock] = []
+    for begin, end, depth in zip(
+        begins.tolist(), ends.tolist(), depths[begins].tolist(), strict=True
+    ):
+        run = QueryBlock(begin, end, depth, is_run=True)
+        if found:  # the run's parent lies in the block before it, or on the path to that block
+            last = found[-1]
+            joined = QueryBlock(last.begin, end, last.depth, is_run=False)
+            if end - last.begin <= MOST_QUERIES and joined.cost <= last.cost + run.cost:
+                found[-1] = joined
+                continue
+        found.append(run)
+    return found
 
 
 def visible(
-    tree_end: torch.Tensor, position_ids: torch.Tensor, window: int | None = None
+    tree_end: torch.Tensor,
+    position_ids: torch.Tensor,
+    window: int | None = None,
+    *,
+    queries: slice = slice(None),
+    keys: torch.Tensor | slice = slice(None),
 ) -> torch.Tensor:
-    """Return bool ``[nodes, nodes]``: True where a query, the row, attends to a key, the column.
+    """Return bool ``[queries, keys]``: True where a query, the row, attends to a key, the column.
 
     Args:
         tree_end: ``[nodes]``: first node behind each subtree.
         position_ids: ``[nodes]``: depths.
         window: Depths that a query attends to, its own included; all if ``None``.
+        queries: Nodes of the rows; all by default.
+        keys: Nodes of the columns; all by default.
 
-    Cost: five small operations over ``nodes²`` bools.
+    Cost: five small operations over a bool for each pair.
     """
     node = torch.arange(tree_end.shape[0], device=tree_end.device)
-    mask = (node <= node[:, None]) & (node[:, None] < tree_end)
+    query, key = node[queries, None], node[keys]
+    mask = (key <= query) & (query < tree_end[keys])
     if window is not None:
-        mask &= position_ids[:, None] - position_ids < window
+        mask &= position_ids[queries, None] - position_ids[keys] < window
     return mask
 
 
-def stretches_of(position_ids: torch.Tensor) -> list[Stretch]:
-    """Return the stretches of a tree with these depths, which must be on the host.
+class TreeAttention:
+    """Attention of one batch of trees: a node attends to its ancestors and itself.
 
-    Example:
-        >>> stretches_of(torch.tensor([0, 1, 2, 1]))[1]
-        Stretch(begin=3, end=4, path=((0, 1),), depth=1)
-    """
-    depths = position_ids.numpy()
-    begins = np.flatnonzero(np.diff(depths, prepend=-2) != 1)
-    ends = np.append(begins[1:], len(depths))[: begins.size]
-    found, stack = list[Stretch](), list[tuple[int, int]]()  # first nodes on the path, and depths
-    for begin, end, depth in zip(
-        begins.tolist(), ends.tolist(), depths[begins].tolist(), strict=True
-    ):
-        while stack and stack[-1][1] >= depth:
-            stack.pop()
-        leaves = [*(below for _, below in stack[1:]), depth]
-        path = tuple(
-            (node, node + left - first) for (node, first), left in zip(stack, leaves, strict=False)
-        )
-        found.append(Stretch(begin, end, path, depth))
-        stack.append((begin, depth))
-    return found
+    A key k is visible to a query q where ``k <= q < tree_end[k]``. Backends:
 
+    - ``"mask"``: one call of torch's scaled dot product attention with a mask of ``nodes²``
+      numbers; scores of all pairs of nodes are computed.
+    - ``"path"``: calls of at most 512 queries; keys and values are gathered along the path from the
+      root, `path_rows` of them. A root's run is one causal call without a mask.
+    - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
+      128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
+      computes the scores of all pairs and no gradients.
+    - ``"auto"``: ``"flex"`` on a device; on the host the one of the two others with less counted
+      work: pairs of a query and a key, a gathered row as 32 of them and a call as 1,024.
 
-def register_tree_attention(backend: Backend = "auto") -> None:
-    """Register the attention ``"trajpack_tree"`` with transformers, for `TreeBatch.model_inputs`.
-
-    Choose it with ``model.set_attn_implementation("trajpack_tree")``. Each layer calls torch's
-    scaled dot product attention:
-
-    - ``"mask"``: once, with a mask of ``nodes²`` bools made from `TreeBatch.tree_end`; scores of
-      all pairs of nodes are computed. For trees of a few thousand nodes.
-    - ``"path"``: for each stretch of nodes without a branch, with the keys from the root to it;
-      only pairs on one path are computed. For trees with few branches, on the host: on a device
-      it synchronises in each layer.
-    - ``"auto"``: ``"path"`` on the host where it computes fewer pairs, a call counted as 1,024 of
-      them; else ``"mask"``.
-
-    In a forward pass a layer raises a `ValueError` for what a tree cannot have, or what this
-    attention does not compute: input that is not of `TreeBatch.model_inputs`, a cache, dropout,
-    soft-caps, attention sinks, and models with layers that have a recurrent state or a convolution,
-    as their settings tell. A model without any attention never calls it; find such a model by
-    `trajpack.packing.adapters.huggingface.check_tree_attention`.
+    Masks are made once for each window and dtype, and kept with the object.
 
     Args:
-        backend: How scores are computed.
+        tree_end: int32 ``[nodes]``: first node behind each subtree; nodes numbered depth first.
+        position_ids: ``[nodes]`` integers: depths.
+        backend: As above.
 
     Raises:
-        ModuleNotFoundError: If transformers is missing.
-        ValueError: If ``backend`` is unknown.
+        ValueError: If the backend is unknown.
 
-    Cost: none but the import of transformers. A layer: with ``"mask"`` about ``nodes²`` bytes, with
-        ``"path"`` a copy of the keys and values of each stretch's path.
-
-    Example:
-        >>> import torch, trajpack
-        >>> from trajpack.agent import build_tiny_model
-        >>> register_tree_attention()
-        >>> model, _ = build_tiny_model(seed=0)
-        >>> model.set_attn_implementation("trajpack_tree")
-        >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-0.5])]
-        >>> tree = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-        >>> alone = trajpack.pack_tree([trajpack.Trajectory("a", turns[1:])])
-        >>> logits, other = (model(**batch.model_inputs()).logits[0] for batch in (tree, alone))
-        >>> torch.allclose(logits[[0, 1, 3]], other, atol=1e-5)
-        True
+    Cost: the path backend, and the choice on the host, read the depths on the host once
+        (synchronises on a device). Nothing else synchronises.
     """
+
+    def __init__(
+        self, tree_end: torch.Tensor, position_ids: torch.Tensor, backend: Backend = "auto"
+    ) -> None:
+        check_backend(backend)
+        self.tree_end, self.position_ids = tree_end, position_ids
+        self.backend: Backend = self._least_work() if backend == "auto" else backend
+        self._masks: dict[Any, Any] = {}
+
+    def _least_work(self) -> Backend:
+        if self.tree_end.device.type != "cpu":
+            return "flex"
+        of_mask = len(self.tree_end) ** 2 + PAIRS_OF_CALL
+        return "path" if sum(block.cost for block in self.blocks) < of_mask else "mask"
+
+    @cached_property
+    def blocks(self) -> list[QueryBlock]:
+        """Blocks of queries of the path backend."""
+        return query_blocks(self.position_ids.cpu().numpy())
+
+    @property
+    def path_rows(self) -> int:
+        """Keys, and values, that the path backend gathers in a layer."""
+        rows = sum(block.num_keys for block in self.blocks)
+        return 0 if rows == len(self.tree_end) else rows
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of all nodes, ``[1, heads, nodes, value size]``.
+
+        Args:
+            query: ``[1, heads, nodes, size]``.
+            key: ``[1, key heads, nodes, size]``; ``heads`` is a multiple of ``key heads``.
+            value: ``[1, key heads, nodes, value size]``.
+            scaling: Factor of the scores, by default one by the root of ``size``.
+            window: Depths that a query attends to, its own included; all if ``None``.
+            softcap: Scores become ``softcap * tanh(score / softcap)``.
+            sinks: ``[heads]``: a score of each head that takes part in the softmax without a value.
+        """
+        plain = softcap is None and sinks is None
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        if self.backend == "flex":
+            from trajpack.packing.tree.flex import attend_by_blocks, block_mask  # imports Dynamo
+
+            mask = self._kept(window, lambda: block_mask(self.tree_end, self.position_ids, window))
+            return attend_by_blocks(query, key, value, mask, **options)
+        if self.backend == "mask" or not len(self.tree_end):
+            mask = self._kept((window, query.dtype), lambda: self._mask(window, query.dtype))
+            return _attend(query, key, value, mask, **options)
+        causal = plain and window is None
+        rows, calls = self._kept(
+            (window, query.dtype, causal), lambda: self._calls(window, query.dtype, causal=causal)
+        )
+        if rows is not None:
+            key, value = key.index_select(2, rows), value.index_select(2, rows)
+        sizes = [block.num_keys for block in self.blocks]
+        keys, values = key.split(sizes, 2), value.split(sizes, 2)
+        parts = [
+            _attend(
+                part,
+                keys[call.block][:, :, : call.num_keys],
+                values[call.block][:, :, : call.num_keys],
+                call.mask,
+                **options,
+            )
+            for call, part in zip(
+                calls, query.split([call.num_queries for call in calls], 2), strict=True
+            )
+        ]
+        return torch.cat(parts, 2)
+
+    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]
+
+    def _mask(
+        self,
+        window: int | None,
+        dtype: torch.dtype,
+        queries: slice = slice(None),
+        keys: torch.Tensor | slice = slice(None),
+    ) -> torch.Tensor:
+        """Return what is added to scores: 0 where a query attends to a key, else -infinity.
+
+        Torch makes this of a bool mask in each layer, and keeps it for the backward pass.
+        """
+        seen = visible(self.tree_end, self.position_ids, window, queries=queries, keys=keys)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+    def _calls(
+        self, window: int | None, dtype: torch.dtype, *, causal: bool
+    ) -> tuple[torch.Tensor | None, list[_Call]]:
+        """Return the nodes of the keys of all blocks, ``None`` if they are all nodes; the calls."""
+        calls, gathered = list[_Call](), list[npt.NDArray[np.int64]]()
+        for block, nodes in zip(self.blocks, self._nodes_of_blocks(), strict=True):
+            number, size = len(gathered), block.end - block.begin
+            gathered.append(nodes)
+            if causal and block.is_causal:
+                calls.append(_Call(number, size, size, None))
+                continue
+            for begin in range(0, size, MOST_QUERIES):
+                end = min(begin + MOST_QUERIES, size)
+                keys = torch.from_numpy(nodes[: block.depth + end]).to(self.tree_end.device)
+                queries = slice(block.begin + begin, block.begin + end)
+                mask = self._mask(window, dtype, queries, keys)
+                calls.append(_Call(number, end - begin, block.depth + end, mask))
+        rows = torch.from_numpy(np.concatenate(gathered)).to(self.tree_end.device)
+        return (rows if self.path_rows else None), calls
+
+    def _nodes_of_blocks(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield the nodes of the keys of each block: the path to its first node, and its own."""
+        depths = self.position_ids.cpu().numpy()
+        latest = np.empty(len(depths), np.int64)  # last node so far of each depth
+        for begin, end, depth, _ in self.blocks:
+            own = np.arange(begin, end)
+            yield np.concatenate([latest[:depth], own])
+            latest[depths[begin:end]] = own
+
+
+class _Call(NamedTuple):
+    """One call of the path backend."""
+
+    block: int
+    num_queries: int
+    num_keys: int
+    """Keys of the block that the queries may attend to; they come first."""
+    mask: torch.Tensor | None
+    """What is added to scores ``[queries, keys]``; causal if ``None``."""
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless a backend is known."""
     if backend not in get_args(Backend):
         known = ", ".join(map(repr, get_args(Backend)))
         raise ValueError(f"backend must be one of {known}, got {backend!r}")
-    require("transformers")
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, partial(tree_attention, backend=backend))
 
 
-def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
-    module: Any,
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
     *,
-    backend: Backend = "auto",
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Return the attention of one layer, as transformers' interface of attention asks for.
-
-    Args:
-        module: The layer.
-        query: ``[1, heads, nodes, size]``.
-        key: ``[1, key heads, nodes, size]``.
-        value: ``[1, key heads, nodes, size]``.
-        attention_mask: Table of `tree_table`.
-        backend: See `register_tree_attention`.
-        scaling: Factor of the scores.
-        dropout: Must be 0.
-        sliding_window: As the window of `visible`.
-        options: Further arguments of the model.
-
-    Raises:
-        ValueError: See `register_tree_attention`.
-    """
-    table = _checked_table(query, key, attention_mask)
-    if dropout:
-        raise ValueError(f"{MESSAGE} takes no dropout, which is not the same on a tree")
-    for name in ("softcap", "s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise ValueError(f"{MESSAGE} does not compute {name}")
-    check_layers(getattr(module, "config", None))
-    tree_end, position_ids = table
-    attend = partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
-    by_path = backend == "path" or (backend == "auto" and query.device.type == "cpu")
-    stretches = stretches_of(position_ids.cpu()) if by_path else []
-    pairs = sum(one.pairs + PAIRS_OF_CALL for one in stretches)
-    if backend == "mask" or not stretches or (backend == "auto" and pairs > query.shape[2] ** 2):
-        mask = visible(tree_end, position_ids, sliding_window)
-        attended: torch.Tensor = attend(query, key, value, attn_mask=mask)
-    else:
-        parts = [
-            attend(
-                query[:, :, one.begin : one.end],
-                _along(key, one),
-                _along(value, one),
-                attn_mask=_path_mask(one, sliding_window, query.device),
-            )
-            for one in stretches
-        ]
-        attended = torch.cat(parts, 2)
-    return attended.transpose(1, 2).contiguous(), None
-
-
-def _checked_table(
-    query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return ends and depths, ``[2, nodes]``, of a mask that is a `tree_table`."""
-    num_nodes = query.shape[2]
-    if (
-        attention_mask is None
-        or attention_mask.dtype != torch.int32
-        or attention_mask.shape != (2, 2, 1, num_nodes)
-        or key.shape[2] != num_nodes
-        or query.shape[0] != 1
-    ):
-        raise ValueError(
-            f"{MESSAGE} takes TreeBatch.model_inputs() and no cache, got "
-            f"{key.shape[2]} keys for {num_nodes} queries and the mask "
-            f"{None if attention_mask is None else list(attention_mask.shape)}"
+    """Return attention with a mask that is added to scores; causal if it is ``None``."""
+    groups = query.shape[1] // key.shape[1]
+    if mask is None or (softcap is None and sinks is None):
+        attended: torch.Tensor = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
         )
-    return attention_mask[:, 0, 0]
-
-
-def _along(rows: torch.Tensor, stretch: Stretch) -> torch.Tensor:
-    """Return the rows of the nodes from the root to the end of a stretch."""
-    places = (*stretch.path, (stretch.begin, stretch.end))
-    return torch.cat([rows[:, :, begin:end] for begin, end in places], 2)
-
-
-def _path_mask(stretch: Stretch, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return which keys of its path each query of a stretch attends to."""
-    size = stretch.end - stretch.begin
-    mask = torch.ones(size, stretch.depth + size, dtype=torch.bool, device=device)
-    mask = mask.tril_(stretch.depth)
-    return mask if window is None else mask.triu_(stretch.depth - window + 1)
-
-
-def tree_table(tree_end: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Return what a tree needs of a mask, int32 ``[2, 2, 1, nodes]``: ends and depths, repeated.
-
-    Transformers hands a mask of four dimensions to every layer as it is. A layer of another kind
-    fails on this one: it is neither bool nor float, and has the shape of two rows with two heads.
-    """
-    table = torch.stack([tree_end, position_ids.int()])
-    return table[:, None, None].expand(2, 2, 1, -1)
-
-
-def check_layers(config: Any) -> None:
-    """Raise if the settings of a model tell of layers with a state.
-
-    Raises:
-        ValueError: Names the layers or the setting.
-    """
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = sorted(set(kinds) - ATTENTION_LAYERS)
-    settings = vars(config) if hasattr(config, "__dict__") else {}
-    found = others or [name for name in settings if name.startswith(STATES)]
-    if found:
-        raise ValueError(
-            f"{MESSAGE} serves models of attention layers alone; "
-            f"{type(config).__name__} has {', '.join(found)}"
-        )
+        return attended
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(1, -1, scores.shape[2], 1)
+        scores = torch.cat([scores, sink], 3)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.softmax(3, exact).to(scores.dtype)
+    return weights[..., : key.shape[2]] @ value

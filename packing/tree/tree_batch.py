@@ -14,7 +14,8 @@ import torch
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import PackedBatch, SequenceOf
 from trajpack.packing.micro_batches.micro_batch import record_storages
-from trajpack.packing.tree.attention import tree_table, visible
+from trajpack.packing.tree.attention import visible
+from trajpack.packing.tree.huggingface import tree_table
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction

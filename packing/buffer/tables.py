@@ -246,7 +246,6 @@ class BatchTables:
             sources = tables["field_sources"][before.spans : counts.spans]
             sources[:, number] = rows + skipped * field.row_bytes
         if not before.spans:
-            self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
             self._is_ordered = True
             tables["cu_turns"][0] = tables["cu_generated"][0] = tables["cu_new"][0] = 0
         sizes = spans[:, Span.END] - spans[:, Span.BEGIN]
@@ -272,6 +271,8 @@ class BatchTables:
         ``generated`` has the generated tokens up to the end of each span, ``opens`` the spans that
         begin a sequence.
         """
+        if not sequences:  # batches still have views of the old memory
+            self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
         self.seqlens.write(sequences, np.diff(bounds))
         ends = np.append(0, generated)[np.append(np.flatnonzero(opens), len(generated))]
         self.generated_lens.write(sequences, np.diff(ends))

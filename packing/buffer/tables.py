@@ -260,8 +260,9 @@ class BatchTables:
         tables["turn_spans"][first, 0] = (ends - sizes)[::-1]
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
-        longest = _count_new(tables, counts, before)
-        return counts._replace(sequences=sequences, tokens=num_tokens, longest=longest)
+        return counts._replace(
+            sequences=sequences, tokens=num_tokens, longest=_count_new(tables, counts, before)
+        )
 
     def _write_lengths(
         self, sequences: int, bounds: Ints, generated: Ints, opens: npt.NDArray[np.bool_]

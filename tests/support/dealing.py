@@ -17,7 +17,7 @@ LONGEST = (
     "tests/kernels/compiled/test_compiled.py",
     ON_THE_CLUSTER,
     "tests/commands/test_cli.py",
-    "tests/kernels/compiled/test_scan_spills.py",
+    "tests/kernels/compiled/test_compiled_scans.py",
     "tests/agent/chaos/test_chaos.py",
     "tests/agent/training/test_grpo.py",
     "tests/packing/isolation/test_families.py",

@@ -1,18 +1,13 @@
-"""Compiled code of the scans over tokens, and a table of their spills.
+"""Compiled code of the scans over tokens.
 
-A spill makes a scan slower and not wrong. Most variants have none; `scan_spills.json` names those
-that have, by version of Triton, target, kernel and scan: bytes of stack, and instructions that
-store to it or load from it (on gfx942 registers that are kept there). Every kind of scan with
-every observation, with the least and the most inputs, makes 216 variants. `make variants` compiles
-all of them, with every Triton and for every target; without `--full` the installed Triton compiles
-for sm_90 those of the table and a twelfth.
+Every kind of scan with every observation, with the least and the most inputs, makes 216 variants,
+and none spills. `make variants` compiles all of them, with every Triton and for every target;
+without `--full` the installed Triton compiles a twelfth for sm_90.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +19,6 @@ from trajpack.kernels.scan import credit_scan_triton
 KERNELS = ("walk_kernel", "block_steps_kernel", "block_states_kernel")
 ONE_OUTPUT = {"returns", "returns of turns, float64, a rate each", "gradient", "next values"}
 """Scans with one output; the others have two."""
-SPILLS = Path(__file__).with_name("scan_spills.json")
 NUM_VARIANTS = 216
 MOST_SCALARS = 64
 """Scalars that do not fit go to lanes of vector registers on gfx942, and not to memory."""
@@ -106,27 +100,27 @@ def memory_of(variant: dict[str, Any]) -> list[int]:
     return [memory["private_segment_fixed_size"], memory["vgpr_spill_count"]]
 
 
-def assert_known_spills(measured: list[dict[str, Any]], version: str, target: str) -> None:
+def spilled(measured: list[dict[str, Any]]) -> dict[str, list[int]]:
     found = {
         f"{variant['kernel']}: {variant['inputs']}": memory_of(variant) for variant in measured
     }
-    known = json.loads(SPILLS.read_text())[version][target]
-    assert {name: memory for name, memory in found.items() if any(memory)} == known
+    return {name: memory for name, memory in found.items() if any(memory)}
 
 
 @pytest.mark.parametrize("compiled", [(INSTALLED, "90")], indirect=True, ids="-".join)
-def test_some_scans_spill_as_the_table_says(compiled: Any) -> None:
-    assert_known_spills(compiled["scans"], INSTALLED, "90")
+def test_some_scans_do_not_spill(compiled: Any) -> None:
+    assert compiled["scans"]
+    assert spilled(compiled["scans"]) == {}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_all_scans_spill_as_the_table_says(
+def test_no_scan_spills(
     request: pytest.FixtureRequest, compile_scans: Callable[..., Any], version: str, target: str
 ) -> None:
     if not request.config.getoption("--full"):
-        pytest.skip("takes half an hour; `make variants` runs it")
+        pytest.skip("takes a quarter of an hour; `make variants` runs it")
     measured = compile_scans(version, target)
     near = [variant for variant in measured if not variant["inputs"].endswith(", past 2 GiB")]
     assert len(near) == NUM_VARIANTS
-    assert_known_spills(measured, version, target)
+    assert spilled(measured) == {}

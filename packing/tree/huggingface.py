@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -74,7 +75,10 @@ def register_tree_attention(backend: Backend = "auto") -> None:
     require("transformers")
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, partial(tree_attention, backend=backend))
+    outside: Any = torch.compiler.disable(_attention_of)  # imports Dynamo
+    AttentionInterface.register(
+        NAME, partial(tree_attention, attention_of=partial(outside, backend=backend))
+    )
 
 
 def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
@@ -84,7 +88,7 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    backend: Backend = "auto",
+    attention_of: Callable[[torch.Tensor], TreeAttention],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -100,7 +104,7 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
         key: ``[1, key heads, nodes, size]``.
         value: ``[1, key heads, nodes, size]``.
         attention_mask: Table of `tree_table`.
-        backend: See `register_tree_attention`.
+        attention_of: Makes the attention of a table, once.
         scaling: Factor of the scores.
         dropout: Must be 0.
         sliding_window: Depths that a query attends to.
@@ -119,8 +123,8 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"{MESSAGE} is causal, {type(module).__name__} asks for another")
     check_settings(module, sliding_window)
-    attend: TreeAttention = _attention_of(attention_mask, backend)
-    attended = attend(
+    assert attention_mask is not None
+    attended = attention_of(attention_mask)(
         query,
         key,
         value,
@@ -151,7 +155,6 @@ def _check_table(
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention_of(table: Any, backend: Backend) -> TreeAttention:
     """Return the attention of a table, the same for all layers."""
     made: dict[Backend, TreeAttention] = _MADE.setdefault(table, {})

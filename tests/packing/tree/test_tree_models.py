@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
 from trajpack.packing.adapters.huggingface import check_tree_attention, register_tree_attention
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flex_attention called without", "ignore:The .grad attribute of a Tensor"
+)
 
 OTHERS = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "olmo2", "deepseek_v3"]
 LONGER = 20
@@ -15,8 +20,10 @@ LONGER = 20
 
 
 @pytest.fixture(autouse=True)
-def registered():
+def registered(monkeypatch):
     register_tree_attention()
+    # torch refuses gradients of FlexAttention on the host, and computes them right uncompiled
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
 def branching(seed=0):
@@ -144,9 +151,11 @@ def assert_near(got, want, tolerance):
     [
         (torch.float64, 1e-10, "trajpack_tree, mask"),
         (torch.float64, 1e-10, "trajpack_tree, path"),
+        (torch.float64, 1e-10, "trajpack_tree, flex"),
         (torch.float64, 1e-10, "sdpa"),
         (torch.float32, 1e-6, "trajpack_tree, mask"),
         (torch.float32, 1e-6, "trajpack_tree, path"),
+        (torch.float32, 1e-6, "trajpack_tree, flex"),
         (torch.float32, 1e-6, "eager"),  # its softmax is float32 in every model
     ],
 )
@@ -168,7 +177,7 @@ def test_log_probabilities_and_gradients_are_those_of_separate_rows(
         assert_near(gradients(model, loss(tree, batch)), want, tolerance)
 
 
-@pytest.mark.parametrize("backend", ["mask", "path"])
+@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_models_of_attention_layers_agree(family, backend):
     trajectories = branching(1)

@@ -55,6 +55,7 @@ BENCHMARKS = {
     "pack": "bench_pack_on_the_device",
     "enqueue": "bench_size_on_the_device",
     "sums": "bench_group or bench_reductions",
+    "logprobs": "bench_logprobs",
     "moves": "bench_pad or bench_gather or bench_unpad or bench_micro",
 }
 """Benchmarks of each part, as an expression of pytest."""

@@ -97,6 +97,11 @@ OTHERS = {
     "pad_sequence": COMPILED,
     "aten jagged": COMPILED,
     "fbgemm jagged": COMPILED,
+    "all logits of the rows at once": (
+        "it keeps the softmax of all logits; ours computes the logits again, which is a fourth "
+        "matrix product"
+    ),
+    "the matrix products alone": "it folds no logits and computes none again",
     "index, made before": "where each row lies was worked out before",
     "index_select, made before": "where each row lies was worked out before",
     "torch.cat of slices, lengths on the host": "its lengths are on the host, and read there",

@@ -31,6 +31,7 @@ from trajpack.agent.training.arithmetic import (
     lazy_demonstrations,
 )
 from trajpack.agent.training.policy_trainer import clipped_policy_loss, token_logprobs, warm_up
+from trajpack.packing.adapters.huggingface import LMHead
 from trajpack.packing.plan.plan import plan_micro_batches
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 25
@@ -46,10 +47,11 @@ def train(model, optimizer, batch, version):
         "loss_weights": batch.loss_weights("token_mean"),
         "is_on_policy": batch.loss_mask & began_now,
     }
+    head = LMHead(model)
     for epoch in range(EPOCHS):
         optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=extra):
-            logprobs = token_logprobs(model, piece)
+            logprobs = token_logprobs(head, piece)
             if epoch == 0:  # both compute the same where the weights are the same
                 gap = (logprobs - piece.rollout_logprobs)[piece.fields["is_on_policy"]].abs()
                 assert (gap < 1e-5).all(), f"trainer and engine differ by {gap.max()}"

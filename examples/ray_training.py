@@ -31,7 +31,7 @@ from trajpack.agent.ray import (
     WorkerOptions,
     local_cluster,
 )
-from trajpack.agent.training.policy_trainer import clipped_policy_loss, token_logprobs
+from trajpack.agent.training.policy_trainer import clipped_policy_loss
 from trajpack.packing.plan.ranks import plan_ranks
 
 NUM_TOKENS = 12
@@ -159,7 +159,9 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=False)
         total = torch.zeros(())
         for piece in batch.split(plan, tensors={"loss_weights": batch.loss_weights("token_mean")}):
-            loss, _ = clipped_policy_loss(token_logprobs(self.model, piece), piece)
+            logits = self.model(piece.input_ids).logits
+            chosen = logits.log_softmax(-1).gather(1, piece.labels(ignore=0)[:, None])
+            loss, _ = clipped_policy_loss(piece.shift(chosen[:, 0], "right"), piece)
             loss.backward()
             total += loss.detach()
         for tensor in [total, *(weights.grad for weights in self.model.parameters())]:

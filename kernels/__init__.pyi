@@ -1,5 +1,6 @@
 """Names that `trajpack.kernels` exports. The runtime reads this list too."""
 
+from trajpack.kernels.compilation import prewarm as prewarm
 from trajpack.kernels.corrections.importance_weights import (
     Correction as Correction,
     Rejection as Rejection,
@@ -39,7 +40,10 @@ from trajpack.kernels.groups.group_recipes import (
     rloo as rloo,
     step_advantages as step_advantages,
 )
-from trajpack.kernels.prewarm import prewarm as prewarm
+from trajpack.kernels.logprobs.token_logprobs import (
+    token_logprobs as token_logprobs,
+    topk_kl as topk_kl,
+)
 from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_index as context_parallel_index,
     context_parallel_order as context_parallel_order,

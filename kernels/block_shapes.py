@@ -133,6 +133,14 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             most_registers=128,
         )
     },
+    "logit_statistics": {
+        DEFAULT: BlockShape(
+            1024,
+            128,
+            "8 logits a thread: one load of 16 bytes where they have two bytes each. A row of "
+            "16,384 is 16 rounds.",
+        )
+    },
     "segment_reduce": {
         DEFAULT: BlockShape(
             32,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trajpack.packing.adapters.huggingface import check_isolation
+from trajpack.packing.adapters.huggingface import LMHead, check_isolation
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
@@ -41,23 +41,23 @@ class StepOutcome:
     """Largest absolute difference of their log-probabilities between trainer and engine, nats."""
 
 
-def token_logprobs(model: Any, piece: PackedBatch | MicroBatch) -> torch.Tensor:
-    """Return the log-probability of each token given those before it in its sequence.
+def token_logprobs(head: LMHead, piece: PackedBatch | MicroBatch) -> torch.Tensor:
+    """Return the log-probability of each generated token given those before it in its sequence.
 
     Args:
-        model: A Hugging Face causal language model that keeps packed sequences apart; see
+        head: Of a model that keeps packed sequences apart; see
             `trajpack.packing.adapters.huggingface.check_isolation`.
         piece: A batch, or a micro-batch of one.
 
     Returns:
-        float32 ``[tokens]``, at each token's own index, as `PackedBatch.rollout_logprobs`. The
-        value at the first token of a sequence has no meaning.
+        float32 ``[tokens]``, at each token's own index, as `PackedBatch.rollout_logprobs`; 0 where
+        not generated.
 
-    Cost: one forward pass.
+    Cost: one forward pass of the decoder; the LM head runs on the rows of generated tokens alone.
     """
-    logits = model(**piece.model_inputs()).logits[0, :-1].float()
-    chosen = torch.log_softmax(logits, -1).gather(1, piece.input_ids[1:, None])[:, 0]
-    return torch.nn.functional.pad(chosen, (1, 0))
+    rows, _ = piece.logprob_rows()
+    found: torch.Tensor = head.logprobs(piece)
+    return found.new_zeros(piece.num_tokens).index_add(0, rows + 1, found)
 
 
 def clipped_policy_loss(
@@ -103,9 +103,11 @@ class PolicyTrainer:
         max_gradient_norm: Gradients with a larger norm are scaled down to it.
 
     Raises:
-        ValueError: If the model does not keep the sequences of a packed batch apart.
+        ValueError: If the model does not keep the sequences of a packed batch apart, or makes its
+            logits in a way that `trajpack.packing.adapters.huggingface.LMHead` does not know.
 
-    Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation`.
+    Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation` and of
+    ``LMHead``.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class PolicyTrainer:
     ) -> None:
         check_isolation(model)
         self.model = model.eval()
+        self._head = LMHead(model)
         self.version = 0
         """Number of batches trained."""
         self._num_epochs = num_epochs
@@ -177,7 +180,7 @@ class PolicyTrainer:
         self._optimizer.zero_grad()  # gradients of a step that failed halfway
         rows = []
         for piece in pieces:
-            logprobs = token_logprobs(self.model, piece)
+            logprobs = token_logprobs(self._head, piece)
             loss, is_clipped = clipped_policy_loss(logprobs, piece, clip=self._clip)
             loss.backward()
             is_on_policy = piece.fields["is_on_policy"]
@@ -206,7 +209,7 @@ def warm_up(
     Raises:
         ValueError: If there are fewer trajectories than steps.
     """
-    size = len(trajectories) // num_steps
+    head, size = LMHead(model), len(trajectories) // num_steps
     if not size:
         raise ValueError(
             f"warm_up: {num_steps} steps need as many trajectories, got {len(trajectories)}"
@@ -221,7 +224,7 @@ def warm_up(
         total = 0.0
         optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=weights):
-            loss = -(token_logprobs(model, piece) * piece.fields["loss_weights"]).sum()
+            loss = -(token_logprobs(head, piece) * piece.fields["loss_weights"]).sum()
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -7,7 +7,14 @@ import pytest
 
 from benchmarks.contest import OURS, Contender
 from benchmarks.device_contest import hold_on_device
-from benchmarks.kernels import gae_job, groups_job, logits_job, returns_job, weights_job
+from benchmarks.kernels import (
+    gae_job,
+    groups_job,
+    logits_job,
+    logprobs_job,
+    returns_job,
+    weights_job,
+)
 from benchmarks.kernels.build_job import build_contest
 from benchmarks.kernels.gather_job import gather_contest
 from benchmarks.kernels.pad_job import pad_contest, unpad_contest
@@ -65,6 +72,18 @@ def padding_contest(make, workload, lengths, device="cuda"):
     contest, entrants = make(workload, lengths, device)
     written = len(lengths) * int(lengths.max()) if make is pad_contest else contest.tokens
     return contest, entrants, (4 * contest.tokens, 4 * written), device
+
+
+def logprobs_contest(which, shape, device="cuda"):
+    contest, entrants = logprobs_job.contest(which, shape, device)
+    width = 2 * (shape[0] + shape[2]) * shape[1]  # hidden states and head, and their gradients
+    return contest, entrants, (width, width), device
+
+
+@pytest.mark.parametrize("rows", logprobs_job.ROWS)
+def bench_logprobs_on_the_device(keep, size, rows):
+    shape = tuple(size.scaled(number) for number in logprobs_job.PUBLISHED)
+    keep(hold_on_device(*logprobs_contest(rows, shape, size.device)))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -403,13 +403,15 @@ def lazy_columns(
     counts: Counts,
 ) -> dict[str, Callable[[], Any]]:
     """Return functions that make the tables and host values of a batch at first access."""
-    count, seqlens = counts.trajectories, tables.seqlens.rows[: counts.sequences]
+    count, sequences = counts.trajectories, slice(counts.sequences)
+    seqlens, generated = tables.seqlens.rows[sequences], tables.generated_lens.rows[sequences]
     return {
         **{
             name: partial(region.table, name, getattr(counts, number) + addend)
             for name, (number, addend) in TABLE_ROWS.items()
         },
         "seqlens": lambda: tuple(seqlens.tolist()),
+        "generated_lens": lambda: tuple(generated.tolist()),
         "num_groups": lambda: counts.groups,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),
         "ids": lambda: tuple(label.id for label in labels[:count]),

@@ -148,8 +148,8 @@ class BatchTables:
         self._rows = GrowingArray(np.int64, len(fields))
         self._groups: dict[str, int] = {}
         self._is_ordered = True
-        self.seqlens = GrowingArray(np.int32)
-        """Lengths of the sequences, of which batches have views."""
+        self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
+        """Tokens and generated tokens of the sequences, of which batches have views."""
 
     def append_rows(self, block: StoredTurns, counts: Counts, reserve: ReserveRows) -> Counts:
         """Append the rows of stored turns and return the new counts."""
@@ -234,21 +234,34 @@ class BatchTables:
             sources = tables["field_sources"][before.spans : counts.spans]
             sources[:, number] = rows + skipped * field.row_bytes
         if not before.spans:
-            self.seqlens = GrowingArray(np.int32)
+            self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
             self._is_ordered = True
             tables["cu_turns"][0] = tables["cu_generated"][0] = 0
-        cu_seqlens, sequences = tables["cu_seqlens"], before.sequences + int(opens.sum())
-        cu_seqlens[before.sequences : sequences] = starts[opens]
-        cu_seqlens[sequences] = num_tokens
-        self.seqlens.write(before.sequences, np.diff(cu_seqlens[before.sequences : sequences + 1]))
+        sizes = spans[:, Span.END] - spans[:, Span.BEGIN]
+        sequences = before.sequences + int(opens.sum())
+        bounds = tables["cu_seqlens"][before.sequences : sequences + 1]
+        bounds[:] = np.append(starts[opens], num_tokens)
+        self._write_lengths(before.sequences, bounds, np.add.accumulate(sizes), opens)
         self._order_groups(tables, counts, before)
         turn = spans[:, Span.TURN]
         first = turn[::-1]  # written in reverse, a turn's first span is written last
         tables["turn_sequence"][turn] = sequence
-        tables["turn_spans"][first, 0] = (ends - (spans[:, Span.END] - spans[:, Span.BEGIN]))[::-1]
+        tables["turn_spans"][first, 0] = (ends - sizes)[::-1]
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
         return counts._replace(sequences=sequences, tokens=num_tokens)
+
+    def _write_lengths(
+        self, sequences: int, bounds: Ints, generated: Ints, opens: npt.NDArray[np.bool_]
+    ) -> None:
+        """Write lengths after those of ``sequences``.
+
+        ``generated`` has the generated tokens up to the end of each span, ``opens`` the spans that
+        begin a sequence.
+        """
+        self.seqlens.write(sequences, np.diff(bounds))
+        ends = np.append(0, generated)[np.append(np.flatnonzero(opens), len(generated))]
+        self.generated_lens.write(sequences, np.diff(ends))
 
     def arrange_tree(
         self, counts: Counts, stream: npt.NDArray[np.int32], reserve: ReserveRows

@@ -199,6 +199,7 @@ def cut(
             sequences=tuple(one.sequences.tolist()),
             num_kept=tuple(one.kept.tolist()),
             max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
+            num_generated=sum(batch.generated_lens[index] for index in one.sequences),
         )
 
     return map(select, placed, tables)

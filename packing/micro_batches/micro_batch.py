@@ -116,6 +116,9 @@ class MicroBatch(LabelMethods):
     off. Padding follows them."""
     max_seqlen: int
     """Tokens of the longest sequence in memory, or `Alignment.total` where shapes are fixed."""
+    num_generated: int
+    """Generated tokens of `sequences`: those that `loss_mask` selects, or more where a sequence was
+    cut off."""
 
     @property
     def num_tokens(self) -> int:

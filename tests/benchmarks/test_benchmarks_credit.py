@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.contest import OURS, race
 from benchmarks.goals import goals, lines
-from benchmarks.kernels import gae_job, gae_ways, groups_job
+from benchmarks.kernels import gae_job, gae_ways, groups_job, logprobs_job
 from benchmarks.kernels.gae_one_lane import one_lane
 from benchmarks.kernels.gae_ways import GAMMA, LAM
 from benchmarks.promises import GAE, ONE_LANE
@@ -51,6 +51,16 @@ def test_the_mask_of_gae_leaves_no_reward_where_systems_disagree():
 )
 def test_every_way_of_statistics_agrees(make, shape):
     assert all(entry.best for entry in race(*make("small", shape, rounds=1)))
+
+
+@pytest.mark.parametrize("rows", logprobs_job.ROWS)
+def test_every_way_of_log_probabilities_agrees(rows):
+    contest, entrants = logprobs_job.contest(rows, (30, 8, 300))
+    assert all(entry.best or "not installed" in entry.note for entry in race(contest, entrants))
+    found = [one.clone() for one in entrants[0].work()]
+    found[1][0] += 0.1
+    with pytest.raises(AssertionError):
+        contest.check(found)
 
 
 @pytest.mark.usefixtures("executor")

@@ -72,11 +72,11 @@ def test_waves_are_wider_than_warps_and_have_no_limit_of_registers(on_architectu
     options = {}
     for name in ("sm_80", "gfx942", "gfx1100"):
         on_architecture(name)
-        options[name] = launch_on("credit_scan", 0).options
+        options[name] = launch_on("build_kernel", 0).options
     assert options == {
-        "sm_80": {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 96},
-        "gfx942": {"num_warps": 2, "enable_fp_fusion": False},
-        "gfx1100": {"num_warps": 4, "enable_fp_fusion": False},
+        "sm_80": {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 48},
+        "gfx942": {"num_warps": 4, "enable_fp_fusion": False},
+        "gfx1100": {"num_warps": 8, "enable_fp_fusion": False},
     }
 
 

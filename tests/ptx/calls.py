@@ -89,6 +89,7 @@ def counted_calls(given: Drawn) -> Iterator[tuple[str, Call]]:
         "loss_weights",
         lambda impl: k.loss_weights("sequence_mean_token_mean", mask, **of, impl=impl),
     )
+    yield "token_logprobs", lambda impl: with_gradients(given, impl)
     yield "pack", lambda impl: given.buffer.pack(layout="turns", impl=impl)
     batch = given.buffer.pack(layout="turns", impl="torch")
     yield "GRPO", lambda impl: batch.with_advantages(GRPO(), impl=impl)
@@ -141,6 +142,15 @@ def every_call(given: Drawn) -> Iterator[tuple[str, Call]]:
     """Yield all calls."""
     yield from counted_calls(given)
     yield from other_calls(given)
+
+
+def with_gradients(given: Drawn, impl: Any) -> Any:
+    """Return log-probabilities of one token in eight, and their gradients."""
+    rows = torch.arange(0, given.tokens, 8, device=given.device)
+    hidden = torch.stack((given.rewards, given.values), 1).requires_grad_()
+    weight = torch.linspace(-1, 1, 2048, device=given.device).view(1024, 2).requires_grad_()
+    found = k.token_logprobs(hidden, weight, rows, given.ids[::8] % 1024, impl=impl)
+    return [found.detach(), *torch.autograd.grad(found.sum(), (hidden, weight))]
 
 
 def credited(batch: Any, estimator: Any, inputs: dict[str, Any]) -> Call:

@@ -105,7 +105,7 @@ def test_the_cheapest_evidence_comes_first() -> None:
     names = [part.name for part in hardware.parts()]
     assert names == [
         "copies", "kernels", "memcheck", "racecheck", "initcheck", "sync", "graphs", "build",
-        "scans", "shapes", "weights", "pack", "enqueue", "sums", "moves", "tests",
+        "scans", "shapes", "weights", "pack", "enqueue", "sums", "logprobs", "moves", "tests",
     ]  # fmt: skip
     assert all(0 < part.limit_s <= 480 for part in hardware.parts())
 

@@ -164,6 +164,7 @@ BEHIND = {
 """Files that are reached through another alone, which asks for the package."""
 ELSEWHERE = {
     ("kernels/dispatch.py", "triton"): "an explicit impl, which says so itself",
+    ("kernels/compilation.py", "triton"): "imported only where it is installed",
     ("src/trajpack/commands/terminal.py", "transformers"): "explained by the command",
 }
 

@@ -52,6 +52,13 @@ def test_every_name_of_a_layer_can_be_imported_and_is_documented(layer):
         assert inspect.getdoc(exported), name
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_module_hides_an_exported_name(layer):
+    """The import of a submodule sets its name on the package."""
+    modules = {path.stem for path in (ROOT / layer).iterdir()}
+    assert not modules & set(importlib.import_module(f"trajpack.{layer}").__all__)
+
+
 @pytest.mark.parametrize("layer", ["src/trajpack", *LAYERS])
 def test_a_stub_exports_each_name_that_it_imports(layer):
     # PEP 484: an import in a stub is exported if it repeats the name after `as`, or is a star

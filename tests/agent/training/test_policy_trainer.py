@@ -14,6 +14,7 @@ from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.training.arithmetic import lazy_demonstrations
 from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs, warm_up
+from trajpack.packing.adapters.huggingface import LMHead
 
 torch.set_num_threads(1)
 MODEL, TOKENIZER = build_arithmetic_model()
@@ -39,7 +40,7 @@ def sampled(version: int = 0, age: int = 0) -> PackedBatch:
     }  # fmt: skip
     batch = packed([Trajectory(str(key), [turn]) for key, turn in turns.items()])
     with torch.no_grad():
-        logprobs = token_logprobs(MODEL, batch)
+        logprobs = token_logprobs(LMHead(MODEL), batch)
     trajectories = []
     for index, (key, turn) in enumerate(turns.items()):
         begin, end = batch.turn_spans[index].tolist()
@@ -54,7 +55,7 @@ def sampled(version: int = 0, age: int = 0) -> PackedBatch:
 
 def completions(model: Any, batch: PackedBatch) -> torch.Tensor:
     with torch.no_grad():
-        logprobs = token_logprobs(model, batch) * batch.loss_mask
+        logprobs = token_logprobs(LMHead(model), batch)
     return torch.zeros(len(batch)).index_add_(0, batch.sequence_ids.long(), logprobs)
 
 
@@ -78,11 +79,12 @@ def test_gradients_from_before_are_not_used(is_warm_up: bool) -> None:
 def test_log_probabilities_are_those_of_each_sequence_by_itself() -> None:
     batch = packed(lazy_demonstrations(12, TOKENIZER, num_turns=3))
     with torch.no_grad():
-        together = token_logprobs(MODEL, batch)
+        together = token_logprobs(LMHead(MODEL), batch)
         for start, end in pairwise(batch.cu_seqlens.tolist()):
             ids = batch.input_ids[start:end]
             scores = MODEL(ids[None], use_cache=False).logits[0].log_softmax(-1)
             alone = scores[:-1].gather(1, ids[1:, None])[:, 0]
+            alone = torch.where(batch.loss_mask[start + 1 : end], alone, 0.0)
             torch.testing.assert_close(together[start + 1 : end], alone, atol=1e-5, rtol=0)
 
 

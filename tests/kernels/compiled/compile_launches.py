@@ -34,6 +34,8 @@ from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_forward,
     members_by_nonzero,
 )
+from trajpack.kernels.logprobs.logit_statistics import Logits, Tile
+from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
@@ -93,6 +95,8 @@ DEMANDING = {
     "merge_partials": {"partials"},
     "count_slots": {"int64 ids, owners"},
     "share": {"int64 ids, owners"},
+    "fold_forward": {"bfloat16, all", "float64, all"},
+    "slope_forward": {"bfloat16, all", "float64, all"},
 }
 """By what launches: the variants that take most registers, shuffles and barriers, or stand beside
 those under another ceiling. Aligned inputs are where the compiler may widen an access."""
@@ -126,6 +130,7 @@ def launches_of_every_variant(device: str = "cpu") -> Launches:
     yield from launches_of_whitening(returns)
     yield from launches_of_importance(cu_seqlens)
     yield from launches_of_loss_weights(cu_seqlens)
+    yield from launches_of_logits(cu_seqlens)
 
 
 def launches_of_every_field(words: torch.Tensor, runs: torch.Tensor) -> Launches:
@@ -239,6 +244,23 @@ def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
         yield label, partial(share, mask, ids, None, counts, counts, **rows)
     yield f"{label}, owners", partial(count_slots, mask, ids, owners, counts, 9)
     yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
+
+
+def launches_of_logits(rows: torch.Tensor) -> Launches:
+    """Tiles of logits of every dtype, with all that a head may have and without."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        memory = torch.zeros(9 * BLOCK, dtype=dtype, device=rows.device)
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        vectors = torch.zeros((4, 16), dtype=sums, device=rows.device)
+        tile = Tile(
+            slice(0, 9), slice(0, 99), memory.view(9, -1)[:, :99], memory.view(9, -1), memory
+        )
+        name = str(dtype).removeprefix("torch.")
+        for label, temperature in ((name, None), (f"{name}, all", vectors[0].float())):
+            logits = Logits(memory, memory, None, rows, temperature, 0.0)
+            mean = {"with_mean": temperature is not None}
+            yield label, partial(fold_forward, logits, tile, vectors[:3], **mean)
+            yield label, partial(slope_forward, logits, tile, vectors, **mean)
 
 
 FOLDED = ("carry", "reset, float64, a rate each", "chunks, k3", "chunks, by turn")

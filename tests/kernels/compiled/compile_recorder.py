@@ -32,6 +32,7 @@ from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_kernel,
     members_by_nonzero_kernel,
 )
+from trajpack.kernels.logprobs.logit_statistics_triton import fold_kernel, slope_kernel
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
 from trajpack.kernels.rearrange.select_tokens_triton import select_tokens_kernel
 from trajpack.kernels.reduce.segment_reduce_triton import (
@@ -80,6 +81,8 @@ KERNELS = (
     merge_partials_kernel,
     count_slots_kernel,
     share_kernel,
+    fold_kernel,
+    slope_kernel,
 )
 
 

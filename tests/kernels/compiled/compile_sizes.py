@@ -110,6 +110,12 @@ def marks(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.bool)
 
 
+def head_of(size: int) -> tuple[torch.Tensor, ...]:
+    """Return hidden states, an LM head, and some rows and targets."""
+    hidden, weight = (torch.zeros(n, 2, requires_grad=True) for n in (9, size % 3000 + 3))
+    return hidden, weight, *(torch.zeros(size % 9, dtype=torch.int64) for _ in range(2))
+
+
 def scan(op: Callable[..., Any], size: int, **more: Any) -> Any:
     return op(floats(size), floats(size), boundaries_of(size), impl="triton", **more)
 
@@ -244,7 +250,7 @@ OPERATORS: Calls = {
     "importance_weights, of trajectories": lambda size: importance_of_groups(
         floats(size), floats(size), marks(size), kernels.Correction.mis(),
         segments=boundaries_of(size), segment_ids=None,
-        groups=torch.tensor([0, 1], dtype=torch.int32), impl="triton",
+        groups=torch.tensor([0, len(boundaries_of(size)) - 1]).int(), impl="triton",
     ),
     "loss_weights": lambda size: kernels.loss_weights(
         "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),
@@ -253,6 +259,13 @@ OPERATORS: Calls = {
     "loss_weights, constant": lambda size: kernels.loss_weights(
         "constant", marks(size), denominator=float(size), impl="triton"
     ),
+    "token_logprobs": lambda size: kernels.token_logprobs(
+        *head_of(size), entropy=True, impl="triton"
+    )[0].sum().backward(),
+    "topk_kl": lambda size: kernels.topk_kl(
+        *head_of(size)[:3], torch.tensor([[1, 2]] * (size % 9)).view(-1, 2),
+        torch.full((size % 9, 2), -2.0), impl="triton",
+    ).sum().backward(),
     "masked_moments": lambda size: kernels.masked_moments(floats(size), marks(size), impl="triton"),
     "moment_sums": lambda size: kernels.moment_sums(floats(size), marks(size), impl="triton"),
 }  # fmt: skip

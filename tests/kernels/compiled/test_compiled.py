@@ -55,6 +55,8 @@ KERNELS = {
     "share_kernel": Bounds(4, 64, 72),
     "spread_kernel": Bounds(3, 128, 128),  # two blocks of 256 threads
     "scores_kernel": Bounds(1, 40, 40),  # an SM is full
+    "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
+    "slope_kernel": Bounds(8, 128, 128),
 }
 """An SM has 65,536 registers; a SIMD of gfx942 has 512 per lane."""
 MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}

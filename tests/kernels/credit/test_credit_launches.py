@@ -20,6 +20,7 @@ from tests.packing.credit.credit_cases import (
     some_trajectories,
 )
 from trajpack import GAE, GRPO, TurnGAE, TurnReturns, pack
+from trajpack.kernels import validation
 from trajpack.packing.credit import advantages as credit
 from trajpack.packing.credit.estimators import KLPenalty
 
@@ -67,6 +68,7 @@ def unexecuted() -> Iterator[list[str]]:
     executor.launched.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "is_running", False)
+        patch.setattr(validation, "HOSTS", ())  # tensors are taken for those of a device
         yield executor.launched
 
 

@@ -17,11 +17,12 @@ import torch
 class PretendedEvent:
     def __init__(self, device, external):
         self.device, self.external = device, external
-        self.pending = 0
+        self.pending, self.queue = 0, device.queue
 
     def record(self, stream):
         assert stream is self.device, "events are recorded on the current stream"
         if self.device.graph is None:
+            self.queue = self.device.queue
             self.device.launch([self])
         else:
             assert self.external, "an internal event of a capture cannot be waited for outside"
@@ -33,7 +34,7 @@ class PretendedEvent:
     def synchronize(self):
         assert self.device.graph is None, "a wait would end the capture"
         while self.pending:
-            self.device.advance()
+            self.device.advance(queue=self.queue)
 
 
 class PretendedGraph:
@@ -45,10 +46,10 @@ class PretendedGraph:
 
 
 class PretendedDevice:
-    """One stream of a device; patches the parts of torch that enqueue work or wait for it."""
+    """Two streams of a device; patches the parts of torch that enqueue work or wait for it."""
 
     def __init__(self, patch):
-        self.queue = deque()
+        self.queue, self.side = deque(), deque()
         self.graph = None
         self.copy, self.empty = torch.Tensor.copy_, torch.empty
 
@@ -80,6 +81,15 @@ class PretendedDevice:
         finally:
             self.graph = None
 
+    @contextmanager
+    def beside(self):
+        """Make the other stream the current one."""
+        self.queue, self.side = self.side, self.queue
+        try:
+            yield
+        finally:
+            self.queue, self.side = self.side, self.queue
+
     def sent(self, target, source, non_blocking):
         if not non_blocking:
             return self.copy(target, source)
@@ -100,10 +110,10 @@ class PretendedDevice:
                 step.pending += 1
             self.queue.append(step)
 
-    def advance(self, num_steps=1):
-        """Do the next pieces of work."""
+    def advance(self, num_steps=1, queue=None):
+        """Do the next pieces of work of a stream, the current one without."""
         for _ in range(num_steps):
-            step = self.queue.popleft()
+            step = (self.queue if queue is None else queue).popleft()
             if isinstance(step, PretendedEvent):
                 step.pending -= 1
             else:
@@ -111,3 +121,4 @@ class PretendedDevice:
 
     def finish(self):
         self.advance(len(self.queue))
+        self.advance(len(self.side), self.side)

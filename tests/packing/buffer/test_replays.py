@@ -210,6 +210,26 @@ def test_a_captured_pack_keeps_its_words(device):
         assert sent.stream.tolist() == [value] * 5
 
 
+@pytest.mark.parametrize("done_beside", [0, 1, 3])
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_a_buffer_is_packed_on_two_streams(done, done_beside, device):
+    staging = Staging(torch.device("cpu"), columns_for(()))
+    staging.device, sent = CUDA, []
+    for value in (3, 4, 5):
+        staging.reserve(5, 1, words_used=0)  # waits for the copies of both streams
+        staging.region.stream[:5] = value
+        sent.append((value, staging.send(5)))
+        with device.beside():
+            sent.append((value, staging.send(5)))
+            device.advance(min(done_beside, len(device.queue)))
+        device.advance(min(done, len(device.queue)))
+        if value == 4:
+            staging.clear(1)
+    device.finish()
+    for value, region in sent:
+        assert region.stream.tolist() == [value] * 5
+
+
 def test_what_copies_from_memory_of_one_call_is_not_captured(static, device, monkeypatch):
     batch = pack(conversations(1), device="cpu")
     plan = plan_micro_batches(batch.seqlens, 10_000)

@@ -1,0 +1,134 @@
+"""Log-probabilities from hidden states, forward and backward: the same job done other ways.
+
+Each takes hidden states, an LM head, the rows to compute and their targets, and returns the
+log-probabilities and the gradients of hidden states and head. The last column has the most bytes
+that are allocated at once beside the inputs; gradients are among them. The bare products are the
+three matrix products that every way needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.contest import OURS, Contender, Contest
+from benchmarks.rivals import find, quietly
+from trajpack.kernels import token_logprobs
+
+JOB = "log-probabilities of tokens and their gradients"
+SHAPE = (1024, 256, 32_000)
+"""Tokens, width of hidden states, vocabulary."""
+PUBLISHED = (8192, 4096, 151_936)
+"""The shape that TRL publishes times of."""
+TRL_CHUNK = 8192
+"""Columns of a tile, TRL's default."""
+BARE = "the matrix products alone"
+ROWS = {"all rows": 1, "a third of the rows": 3}
+"""Every how many-th row is computed."""
+
+
+class Given(NamedTuple):
+    """What all contenders get."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    rows: torch.Tensor
+    targets: torch.Tensor
+
+
+def inputs(every: int, shape: tuple[int, int, int] = SHAPE, device: str = "cpu") -> Given:
+    """Return seeded inputs; one row in ``every`` is computed."""
+    tokens, width, vocabulary = shape
+    generator = torch.Generator(device).manual_seed(13)
+    hidden, weight = (
+        torch.randn(size, width, generator=generator, device=device)
+        for size in (tokens, vocabulary)
+    )
+    rows = torch.arange(0, tokens, every, device=device)
+    targets = torch.randint(vocabulary, rows.shape, generator=generator, device=device)
+    return Given(hidden.requires_grad_(), (weight / width).requires_grad_(), rows, targets)
+
+
+def with_gradients(given: Given, logprobs: Callable[[], torch.Tensor]) -> Callable[[], Any]:
+    """Return the work: log-probabilities, and the gradients of their sum."""
+
+    def work() -> Any:
+        found = logprobs()
+        return found.detach(), *torch.autograd.grad(found.sum(), (given.hidden, given.weight))
+
+    return work
+
+
+def dense(given: Given) -> torch.Tensor:
+    """Make the logits of the rows at once."""
+    logits = given.hidden[given.rows] @ given.weight.T
+    return logits.log_softmax(-1).gather(1, given.targets[:, None])[:, 0]
+
+
+def of_trl(given: Given, module: Any) -> torch.Tensor:
+    """Call TRL's chunked log-probabilities on the rows."""
+    options = (None, given.targets, 1.0, TRL_CHUNK, None, 1.0, ())
+    found: torch.Tensor = module.ChunkedLogProbFunction.apply(
+        given.hidden[given.rows], given.weight, *options
+    )[0]
+    return found
+
+
+def products(given: Given) -> None:
+    """Compute the product of the forward pass and the two of the backward pass, and keep none."""
+    rows, weight = given.hidden.detach()[given.rows], given.weight.detach()
+    for first in range(0, len(weight), TRL_CHUNK):
+        part = weight[first : first + TRL_CHUNK]
+        logits = rows @ part.T
+        logits @ part
+        logits.T @ rows
+
+
+def most_bytes(work: Callable[[], Any], device: str) -> int:
+    """Return the most bytes that torch held at once beyond those before."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = work()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    del kept
+    return most
+
+
+def contest(
+    which: str, shape: tuple[int, int, int] = SHAPE, device: str = "cpu"
+) -> tuple[Contest, list[Contender]]:
+    """Return the contest of all rows or a third of them."""
+    given = inputs(ROWS[which], shape, device)
+    expected = with_gradients(given, lambda: dense(given))()
+    apart = 1e-4 if given.hidden.dtype == torch.float32 else 5e-2
+
+    def check(found: Any) -> None:
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=apart, atol=apart)
+
+    def made(logprobs: Callable[[], torch.Tensor]) -> dict[str, Any]:
+        work = with_gradients(given, logprobs)
+        most = f"{most_bytes(quietly(work), device) / 1e6:,.0f} MB at most"
+        return {"work": work, "wrote": most, "tunes_threads": True}
+
+    entrants = [
+        Contender(OURS, **made(lambda: token_logprobs(*given))),
+        Contender("all logits of the rows at once", **made(lambda: dense(given))),
+        Contender(BARE, lambda: products(given), "", lambda _: None, tunes_threads=True),
+    ]
+    trl, why = find("trl.kernels.chunked_logprob")
+    name = "trl chunked log-probabilities"
+    missing = Contender(name, None, "", missing=why)
+    entrants.append(missing if trl is None else Contender(name, **made(lambda: of_trl(given, trl))))
+    return Contest(JOB, which, len(given.rows), check), entrants

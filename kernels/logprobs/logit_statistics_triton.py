@@ -1,0 +1,132 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Triton kernels of a tile of logits: one folds it into sums, one overwrites it by its gradient.
+
+A program takes one row of the tile. The row is padded to whole blocks, so no access is masked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+
+if TYPE_CHECKING:
+    from trajpack.kernels.logprobs.logit_statistics import Logits, Tile
+
+BLOCK = block_shape("logit_statistics", DEFAULT).block
+
+
+@triton.jit
+def _transformed(z, cap, inverse):
+    """Return logits after soft-cap and temperature, and their derivative."""
+    slope = inverse + tl.zeros_like(z)
+    if cap > 0:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        capped = 1.0 - 2.0 / (tl.exp(2.0 * (z / cap)) + 1.0)
+        z = capped * cap
+        slope = slope * (1.0 - capped * capped)
+    return z * inverse, slope
+
+
+@triton.jit(
+    do_not_specialize=["stride", "width", "softcap"],
+    do_not_specialize_on_alignment=["temperature", "most", "total", "weighted"],
+)
+def fold_kernel(
+    tile, temperature, most, total, weighted, stride: tl.int64, width: tl.int32,
+    softcap: tl.float64,
+    HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fold a row into its maximum, sum of exponentials and sum of logits weighted by them.
+
+    Every lane keeps sums of its own, relative to its own maximum.
+    """
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    kind = most.dtype.element_ty
+    cap = softcap.to(kind)
+    inverse = tl.full((), 1.0, kind)
+    if HAS_TEMPERATURE:
+        inverse = 1.0 / tl.load(temperature + row).to(kind)
+    own_most = tl.full((BLOCK,), float("-inf"), kind)
+    own_total = tl.zeros((BLOCK,), kind)
+    own_weighted = tl.zeros((BLOCK,), kind)
+    begin = tile + row.to(tl.int64) * stride
+    for first in range(0, width, BLOCK):
+        z, _ = _transformed(tl.load(begin + first + lane).to(kind), cap, inverse)
+        z = tl.where(first + lane < width, z, float("-inf"))
+        new_most = tl.maximum(own_most, z)
+        shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+        old = tl.exp(own_most - shift)
+        exponential = tl.exp(z - shift)
+        own_total = own_total * old + exponential
+        if WITH_MEAN:
+            term = tl.where(exponential == 0.0, 0.0, exponential * z)
+            own_weighted = own_weighted * old + term
+        own_most = new_most
+    before = tl.load(most + row)
+    new_most = tl.maximum(before, tl.max(own_most, 0))
+    shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+    old = tl.exp(before - shift)
+    own = tl.exp(own_most - shift)
+    tl.store(most + row, new_most)
+    tl.store(total + row, tl.load(total + row) * old + tl.sum(own_total * own, 0))
+    if WITH_MEAN:
+        tl.store(weighted + row, tl.load(weighted + row) * old + tl.sum(own_weighted * own, 0))
+
+
+@triton.jit(
+    do_not_specialize=["stride", "width", "softcap"],
+    do_not_specialize_on_alignment=["temperature", "of_logsumexp", "of_mean", "logsumexp", "mean"],
+)
+def slope_kernel(
+    tile, temperature, of_logsumexp, of_mean, logsumexp, mean, stride: tl.int64, width: tl.int32,
+    softcap: tl.float64,
+    HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Overwrite a row by the gradient of its log-sum-exp and its mean."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    kind = logsumexp.dtype.element_ty
+    cap = softcap.to(kind)
+    inverse = tl.full((), 1.0, kind)
+    if HAS_TEMPERATURE:
+        inverse = 1.0 / tl.load(temperature + row).to(kind)
+    shift = tl.load(logsumexp + row)
+    rate = tl.load(of_logsumexp + row)
+    begin = tile + row.to(tl.int64) * stride
+    for first in range(0, width, BLOCK):
+        z, slope = _transformed(tl.load(begin + first + lane).to(kind), cap, inverse)
+        probability = tl.exp(z - shift)
+        change = tl.zeros_like(z) + rate
+        if WITH_MEAN:
+            change += tl.load(of_mean + row) * (1.0 + z - tl.load(mean + row))
+        gradient = tl.where(probability == 0.0, 0.0, probability * change * slope)
+        tl.store(begin + first + lane, gradient.to(tile.dtype.element_ty))
+
+
+def fold_forward(logits: Logits, tile: Tile, running: torch.Tensor, *, with_mean: bool) -> None:
+    """Launch a program for each row; arguments as for ``fold_reference``."""
+    most, total, weighted = (one[tile.rows] for one in running)
+    _launch(fold_kernel, logits, tile, most, total, weighted, with_mean=with_mean)
+
+
+def slope_forward(logits: Logits, tile: Tile, rates: torch.Tensor, *, with_mean: bool) -> None:
+    """Launch a program for each row; arguments as for ``slope_reference``."""
+    _launch(slope_kernel, logits, tile, *(one[tile.rows] for one in rates), with_mean=with_mean)
+
+
+def _launch(kernel, logits: Logits, tile: Tile, *vectors: torch.Tensor, with_mean: bool) -> None:
+    num_rows, width = tile.logits.shape
+    temperature = logits.temperature_of(tile)
+    with torch.cuda.device_of(tile.padded):  # Triton launches on the current device
+        kernel[(num_rows,)](
+            tile.padded, tile.padded if temperature is None else temperature, *vectors,
+            tile.padded.stride(0), width, logits.softcap, HAS_TEMPERATURE=temperature is not None,
+            WITH_MEAN=with_mean, BLOCK=BLOCK,
+            **launch_on("logit_statistics", tile.padded.get_device()).options,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""`logit_statistics`: tiles against all logits at once, and the kernels against their reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from trajpack.kernels.logprobs import logit_statistics as module
+from trajpack.kernels.logprobs.logit_statistics import Logits, Pairs, gradients, statistics
+
+
+class Case(NamedTuple):
+    """Rows of logits and pairs of them, of any dtype."""
+
+    logits: Logits
+    pairs: Pairs
+
+    def run(self, impl: str = "torch", *, with_mean: bool = True) -> list[torch.Tensor]:
+        """Return statistics, and gradients of a random sum of them."""
+        found = statistics(*self, with_mean=with_mean, impl=impl)
+        random = torch.Generator().manual_seed(1)
+        rates = [torch.randn(one.shape, generator=random, dtype=one.dtype) for one in found]
+        if not with_mean:
+            rates[1].zero_()
+        needs = [True, True, self.logits.bias is not None]
+        grads = gradients(
+            *self, torch.stack((*rates[:2], *found[:2])), found[2], rates[2],
+            needs=needs, with_mean=with_mean, impl=impl,
+        )  # fmt: skip
+        return [*found, *(grad for grad in grads if grad is not None)]
+
+
+def case(
+    num_rows: int = 9, vocabulary: int = 50, *, dtype: torch.dtype = torch.float32, seed: int = 0,
+    width: int = 8, softcap: float = 0.0, temperature: bool = False, bias: bool = False,
+) -> Case:  # fmt: skip
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
+
+    temperatures = torch.rand(num_rows, generator=random) + 0.5 if temperature else None
+    logits = Logits(
+        normal(11, width), normal(vocabulary, width), normal(vocabulary) if bias else None,
+        torch.randint(0, 11, (num_rows,), generator=random), temperatures, softcap,
+    )  # fmt: skip
+    tokens = torch.randint(0, vocabulary, (num_rows,), generator=random)
+    return Case(logits, Pairs(torch.arange(num_rows), tokens, 1))
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"bias": True, "temperature": True}, {"softcap": 2.0}]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_ROWS", {"cpu": 4})
+    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 16})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_kernels_equal_the_reference(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    one = case(5, 1100, dtype=dtype, **options)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float64: 1e-12}[dtype]
+    if options.get("softcap"):
+        tolerance *= 3
+    for found, expected in zip(one.run("triton"), one.run("torch"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trajpack.packing.buffer.trees import pack_tree
-from trajpack.packing.isolation.isolation import TF32_SPACING, restoring, vocabulary_of
+from trajpack.packing.isolation.isolation import DROPOUTS, TF32_SPACING, restoring, vocabulary_of
 from trajpack.packing.tree.tree_batch import TreeBatch
 from trajpack.packing.types import Trajectory, Turn
 
@@ -35,8 +35,8 @@ def check_tree_attention(model: Any) -> None:
 
     Raises:
         TypeError: If the model is no torch module, or has no known vocabulary.
-        ValueError: If the model refuses the tree, with its own error as the cause, or if logits
-            differ.
+        ValueError: If a module is dropout of more than 0; if the model refuses the tree, with its
+            own error as the cause; or if logits differ.
 
     Cost: 6 forward passes of up to 132 tokens, without gradients; synchronises.
 
@@ -51,6 +51,9 @@ def check_tree_attention(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     name, ids, longest = vocabulary_of(model)
+    for place, module in model.named_modules():
+        if isinstance(module, DROPOUTS) and module.p:
+            raise ValueError(f"{name} must have no dropout with trees, {place} drops {module.p}")
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     trial = _trial(ids, min(LENGTH, longest))
     batch = pack_tree(trial, device=device)

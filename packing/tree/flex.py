@@ -47,7 +47,8 @@ def block_mask(
         visited &= least[:, None] - greatest < window
         full &= greatest[:, None] - least < window
 
-    limit = nodes if window is None else window
+    # Numbers in a function that is compiled are tensors: torch would compile each value anew
+    limit = tree_end.new_full((), nodes if window is None else window)
 
     def ancestor(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < tree_end[key])
@@ -83,7 +84,8 @@ def attend_by_blocks(
     options: dict[str, Any] = {"block_mask": mask, "scale": scaling}
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     if softcap is not None:
-        options["score_mod"] = lambda score, *_: softcap * torch.tanh(score / softcap)
+        cap = torch.full((), softcap, dtype=query.dtype, device=query.device)
+        options["score_mod"] = lambda score, *_: cap * torch.tanh(score / cap)
     on_host = query.device.type == "cpu"
     attend: Any = flex_attention if on_host else compiled_flex()
     if sinks is None:

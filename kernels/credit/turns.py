@@ -9,6 +9,7 @@ import torch
 
 from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
+from trajpack.kernels.reduce.whiten import run_moments
 from trajpack.kernels.scan.credit_scan import run_scan
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
 from trajpack.kernels.validation import (

@@ -136,8 +136,8 @@ def whiten(
         ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``shift`` or
             ``eps`` is not finite, ``eps`` is negative, or ``ddof`` is neither 0 nor 1.
 
-    Cost: `masked_moments`, and one launch, which reads ``x`` again; with ``sums`` that one alone. No copy of contiguous tensors that begin at a multiple of 16 bytes, no host
-    synchronisation.
+    Cost: `masked_moments`, and one launch, which reads ``x`` again; with ``sums`` that one alone.
+    No copy of contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0, 3.0]), torch.tensor([True, True, False, True])

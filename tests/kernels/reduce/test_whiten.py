@@ -370,8 +370,8 @@ def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> No
     x, mask = torch.arange(9, dtype=dtype), torch.arange(9) % 3 > 0
     moments = moments_and_sums(x, mask, impl=impl)
     torch.library.opcheck(OPS.masked_moments.default, (x, mask, 0.5, impl))
-    for given in (moments, moments[5:].clone()):
-        torch.library.opcheck(OPS.whiten.default, (x, mask, given, 0.5, 1, 0.0, True, impl))
+    for known in (moments, moments[5:].clone()):
+        torch.library.opcheck(OPS.whiten.default, (x, mask, known, 0.5, 1, 0.0, True, impl))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -20,7 +20,7 @@ from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 
 CHUNK = block_shape("whiten", DEFAULT).block
 """The same on every architecture: it decides the order of the sums, as PARTIALS does."""
-PARTIALS = 1024
+PARTIALS = 512
 """Chunks whose moments are read at once."""
 RESULTS = 8
 """Count, mean, squared deviations, minimum, maximum; count, sum, sum of squares."""

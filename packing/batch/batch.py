@@ -363,10 +363,10 @@ class PackedBatch(LabelMethods):
         Cost: one or two launches over tokens, three where trajectories are compared, four for
         `GPG`, six for `GiGPO`, which sorts its states; two more if the estimator whitens, or one
         where trajectories are compared. Up to three more where tokens between generated ones are
-        steps, with ``scores``, and with ``all_reduce``; six where cut-off trajectories are masked
-        or the batch was not packed but copied. ``metrics`` of an estimator that does not whiten
-        are one or two launches at first access: read them before `advantages` are changed in
-        place, and before a `StaticBatch` runs again. No copy, no synchronisation.
+        steps, and with ``scores``; six where cut-off trajectories are masked or the batch was not
+        packed but copied. ``metrics`` of an estimator that does not whiten are one launch at most,
+        at first access: read them before `advantages` are changed in place, and before a
+        `StaticBatch` runs again. No copy, no synchronisation.
 
         Reference:
             Each estimator names its own.

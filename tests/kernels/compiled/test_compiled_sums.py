@@ -12,7 +12,6 @@ from trajpack.kernels.corrections import importance_weights_triton
 from trajpack.kernels.reduce import segment_reduce_triton, whiten_triton
 
 MOMENTS = 5
-SUMS = 3
 
 
 def label_of(variant: dict[str, Any]) -> str:
@@ -71,8 +70,8 @@ OF_ENTRIES = ("moments_kernel", "whiten_kernel")
 OF_A_THREAD = whiten_triton.CHUNK // block_shape("whiten", DEFAULT).threads
 STORED = MOMENTS + whiten_triton.RESULTS
 """Moments of a chunk, then the results of all chunks, one by one."""
-MERGED = (MOMENTS + 3) * whiten_triton.PARTIALS // block_shape("whiten", DEFAULT).threads
-"""Loads of the last program: three moments are read twice."""
+MERGED = (MOMENTS + 2) * whiten_triton.PARTIALS // block_shape("whiten", DEFAULT).threads
+"""Loads of the last program: count and sum of a chunk are read twice."""
 
 
 def test_whitened_entries_are_stored_at_full_width_once_and_unmasked(compiled: Any) -> None:
@@ -97,7 +96,7 @@ def test_sums_shuffle_and_wait_within_their_bounds(compiled: Any) -> None:
     """Five sums of a chunk and five of all, each within a warp, then between warps."""
     for variant in compiled.variants("moments_kernel"):
         assert 0 < variant["shuffles"] <= 152, variant
-        assert variant["barriers"] <= 29, variant
+        assert variant["barriers"] <= 31, variant
     for variant in compiled.variants("whiten_kernel"):
         assert (variant["shuffles"], variant["barriers"]) == (0, 0), variant
 
@@ -121,7 +120,8 @@ def test_spread_tokens_are_stored_at_full_width_and_a_chunk_leaves_its_moments(
     """Memory is allocated in whole chunks, so no store of tokens is masked."""
     for variant in compiled.variants("spread_kernel"):
         outputs = 2 if label_of(variant) == "turns" else 1
-        assert variant["stores"] == Counter({16: outputs * TOKENS // 4, 8: STORED, 4: 1}), variant
+        assert stored_bytes(variant) == 4 * outputs * TOKENS + 8 * STORED + 4, variant
+        assert variant["stores"][16] >= outputs * TOKENS // 4, variant
         assert (variant["masked_stores"] or 0) <= STORED + 1, variant
 
 
@@ -132,7 +132,7 @@ def test_a_token_is_read_once_and_a_search_reads_little(compiled: Any) -> None:
         searched = 0 if kind == "turns" else TOKENS + 2
         assert variant["loads"] == Counter({4: READS[kind] * TOKENS + searched, 8: MERGED}), variant
         assert 0 < variant["shuffles"] <= (140 if compiled.is_nvidia else 164), variant
-        assert variant["barriers"] <= (29 if kind == "turns" else 41), variant
+        assert variant["barriers"] <= (31 if kind == "turns" else 43), variant
 
 
 def test_a_trajectory_is_stored_once(compiled: Any) -> None:

@@ -21,6 +21,7 @@ from tests.packing.credit.credit_cases import (
 )
 from trajpack import GAE, GRPO, TurnGAE, TurnReturns, pack
 from trajpack.kernels import validation
+from trajpack.kernels.reduce.whiten_triton import empty_results
 from trajpack.packing.credit import advantages as credit
 from trajpack.packing.credit.estimators import KLPenalty
 
@@ -88,8 +89,9 @@ def launches_of(estimator: Any, layout: Any = "merged", **more: Any) -> list[str
     trajectories = some_trajectories(8)
     batch = pack(trajectories, layout, device="cpu")
     inputs = inputs_of(batch, estimator, given_beside(trajectories))
-    assert batch.tensors()  # made at first access, like the next
+    assert batch.tensors()  # made at first access, like the next two
     assert batch.group_order
+    empty_results(1, batch.device)
     with unexecuted() as launched, profile(activities=[ProfilerActivity.CPU]) as profiled:
         batch.with_advantages(estimator, impl="triton", **inputs, **more)
     assert launched, estimator

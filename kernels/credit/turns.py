@@ -9,10 +9,7 @@ import torch
 
 from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
-from trajpack.kernels.reduce.whiten import (
-    masked_moments_torch,
-    whiten_reference,
-)
+from trajpack.kernels.reduce.whiten import run_moments
 from trajpack.kernels.scan.credit_scan import run_scan
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
 from trajpack.kernels.validation import (
@@ -52,8 +49,8 @@ class TokenSpread(NamedTuple):
     """float32 ``[tokens]``, 0 where not generated."""
     others: torch.Tensor
     """float32 ``[tokens]``: the second of two values; else empty."""
-    partials: torch.Tensor
-    """float64 ``[5, chunks]``: moments of chunks of ``rows``, for `finish_spread`."""
+    moments: torch.Tensor
+    """float64 ``[8]``: `masked_moments`, then `moment_sums`, of the generated tokens' ``rows``."""
 
 
 def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
@@ -179,21 +176,6 @@ def spread_of_turns(
     return TokenSpread(*torch.ops.trajpack.spread(*turns, rows, None, others, 0.0, impl))
 
 
-def finish_spread(
-    spread: TokenSpread, loss_mask: torch.Tensor, whitening: int | None, impl: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows, whitened with ``ddof=whitening`` unless ``None``, and their moments before.
-
-    ``loss_mask`` is bool ``[tokens]``: tokens that count.
-
-    Cost: one launch. No copy, no host synchronisation.
-    """
-    rows, moments = torch.ops.trajpack.finish_spread(
-        spread.rows, loss_mask, spread.partials, whitening, impl
-    )
-    return (spread.rows if whitening is None else rows), moments
-
-
 def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) -> tuple[Any, Any]:
     chunks, (values, bootstrap, weights, kl) = ScanChunks(*inputs[:5]), inputs[5:9]
     gamma, lam, observation, limits, estimator, by_turn, impl, num_positions, longest = inputs[9:]
@@ -289,8 +271,7 @@ def _run_spread(
         if steps is not None:
             of_turns = of_turns + weight * steps
         spread, other = _take(of_turns, turn_ids.long()), of_turns.new_empty(0)
-    moments = masked_moments_torch(spread, turn_ids >= 0)
-    return spread, other, moments[:, None]
+    return spread, other, run_moments(spread, turn_ids >= 0, 0.0, "torch")
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -298,29 +279,6 @@ def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     exists = (index >= 0) & (index < rows.shape[0])
     rows = torch.cat([rows, rows.new_zeros(1)])
     return rows[torch.where(exists, index, rows.shape[0] - 1)]
-
-
-def _run_finish(
-    rows: torch.Tensor,
-    loss_mask: torch.Tensor,
-    partials: torch.Tensor,
-    whitening: int | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if impl == "triton":
-        from trajpack.kernels.reduce.whiten_triton import merge_chunks, whiten_by_chunks
-
-        if whitening is None:
-            return rows.new_empty(0), merge_chunks(partials, 0.0)[0]
-        return whiten_by_chunks(rows, loss_mask.view(torch.int8), partials, ddof=whitening)
-    if whitening is None:
-        return rows.new_empty(0), partials[:, 0].clone()
-    moments = masked_moments_torch(rows, loss_mask)
-    count, mean, squares = moments[:3].unbind()
-    whitened = whiten_reference(
-        rows, loss_mask, (count, mean, squares), ddof=whitening, eps=0.0, center=True
-    )
-    return whitened, moments
 
 
 def _fake_credit(turn_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -341,13 +299,7 @@ def _fake_spread(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     spread = turn_ids.new_empty(turn_ids.shape[0], dtype=torch.float32)
     other = spread.new_empty(0) if inputs[4] is None else torch.empty_like(spread)
-    return spread, other, spread.new_empty((5, 1), dtype=torch.float64)
-
-
-def _fake_finish(
-    rows: torch.Tensor, mask: torch.Tensor, partials: torch.Tensor, whitening: int | None, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows[:0] if whitening is None else rows), partials.new_empty(5)
+    return spread, other, spread.new_empty(8, dtype=torch.float64)
 
 
 register_op(
@@ -370,10 +322,4 @@ register_op(
     "Tensor? others, float weight, str impl) -> (Tensor, Tensor, Tensor)",
     _run_spread,
     _fake_spread,
-)
-register_op(
-    "finish_spread(Tensor rows, Tensor loss_mask, Tensor partials, int? whitening, str impl) "
-    "-> (Tensor, Tensor)",
-    _run_finish,
-    _fake_finish,
 )

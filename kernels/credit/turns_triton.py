@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.reduce.whiten_triton import CHUNK, store_chunk_moments
+from trajpack.kernels.reduce.whiten_triton import (
+    CHUNK,
+    PARTIALS,
+    RESULTS,
+    empty_results,
+    store_moments,
+)
 from trajpack.kernels.search_triton import find_segment, find_segments
 
 if TYPE_CHECKING:
@@ -92,13 +98,15 @@ def spread_kernel(
     others,
     spread,
     second,
-    partials,
+    results,
+    counter,
     num_tokens,
     num_segments,
     weight: tl.float64,
     CHUNK: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
-    """Write a chunk of tokens, and the moments that whitening would have to read it again for.
+    """Write a chunk of tokens, and the moments of all chunks.
 
     Memory is allocated for a whole last chunk.
     """
@@ -125,7 +133,7 @@ def spread_kernel(
         other = tl.load(others + first, mask=generated, other=0.0)
         tl.store(second + at, other)
     tl.store(spread + at, value)
-    store_chunk_moments(value, generated, partials, chunk, tl.num_programs(0).to(tl.int64))
+    store_moments(value, generated, results, counter, 0.0, PARTIALS)
 
 
 def spread_forward(
@@ -136,29 +144,30 @@ def spread_forward(
     others: torch.Tensor | None,
     weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch one program per chunk; return rows, others and the chunks' moments."""
+    """Launch one program per chunk; return rows, others and the moments of `store_moments`."""
     turn_ids, cu_turns, spans = turns
     num_tokens, device = turn_ids.shape[0], turn_ids.device
-    chunks = triton.cdiv(num_tokens, CHUNK)
+    chunks = max(triton.cdiv(num_tokens, CHUNK), 1)
     memory = torch.empty(chunks * CHUNK, dtype=torch.float32, device=device)
     second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
-    partials = torch.empty((5, chunks), dtype=torch.float64, device=device)
-    if chunks:
-        with torch.cuda.device_of(turn_ids):  # Triton launches on the current device
-            spread_kernel[(chunks,)](
-                turn_ids,
-                cu_turns,
-                spans,
-                rows,
-                steps,
-                others,
-                memory,
-                second,
-                partials,
-                num_tokens,
-                cu_turns.shape[0] - 1,
-                weight,
-                CHUNK=CHUNK,
-                **launch_on("spread_kernel", turn_ids.get_device()).options,
-            )
-    return memory[:num_tokens], second[:num_tokens], partials
+    results, counter = empty_results(chunks, device)
+    with torch.cuda.device_of(turn_ids):  # Triton launches on the current device
+        spread_kernel[(chunks,)](
+            turn_ids,
+            cu_turns,
+            spans,
+            rows,
+            steps,
+            others,
+            memory,
+            second,
+            results,
+            counter,
+            num_tokens,
+            cu_turns.shape[0] - 1,
+            weight,
+            CHUNK=CHUNK,
+            PARTIALS=PARTIALS,
+            **launch_on("spread_kernel", turn_ids.get_device()).options,
+        )
+    return memory[:num_tokens], second[:num_tokens], results[:RESULTS]

@@ -38,8 +38,8 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or ``x`` requires a gradient.
 
-    Cost: two launches, and 40 bytes of scratch for 4,096 entries. No copy of contiguous tensors
-    that begin at a multiple of 16 bytes, no host synchronisation.
+    Cost: one launch, two in a captured graph, and 40 bytes of scratch for 4,096 entries. No copy of
+    contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0, 6.0, float("nan")])
@@ -51,7 +51,7 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         variances, 1979.
     """
     _check_counted("masked_moments", x, mask)
-    return moments_and_sums(x, mask, impl=resolve_impl("masked_moments", impl, x))[0]
+    return moments_and_sums(x, mask, impl=resolve_impl("masked_moments", impl, x))[:5]
 
 
 def moment_sums(
@@ -78,17 +78,17 @@ def moment_sums(
     _check_counted("moment_sums", x, mask)
     check_number("moment_sums", "shift", shift, finite=True)
     impl = resolve_impl("moment_sums", impl, x)
-    return moments_and_sums(x, mask, shift=float(shift), impl=impl)[1]
+    return moments_and_sums(x, mask, shift=float(shift), impl=impl)[5:]
 
 
 def moments_and_sums(
     x: torch.Tensor, mask: torch.Tensor, *, shift: float = 0.0, impl: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `masked_moments` and `moment_sums`; arguments are checked."""
-    moments, sums = torch.ops.trajpack.masked_moments(
+) -> torch.Tensor:
+    """Return ``[8]``: `masked_moments`, then `moment_sums`; arguments are checked."""
+    found: torch.Tensor = torch.ops.trajpack.masked_moments(
         x.contiguous(), mask.contiguous(), shift, impl
     )
-    return moments, sums
+    return found
 
 
 def whiten(
@@ -136,9 +136,8 @@ def whiten(
         ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``shift`` or
             ``eps`` is not finite, ``eps`` is negative, or ``ddof`` is neither 0 nor 1.
 
-    Cost: two launches, which read ``x`` twice, and 40 bytes of scratch for 4,096 entries; with
-    ``sums`` one. No copy of contiguous tensors that begin at a multiple of 16 bytes, no host
-    synchronisation.
+    Cost: `masked_moments`, and one launch, which reads ``x`` again; with ``sums`` that one alone.
+    No copy of contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0, 3.0]), torch.tensor([True, True, False, True])
@@ -163,32 +162,30 @@ def whiten(
         check_tensor(OP, "sums", sums, dtypes=(torch.float64,), device=x.device)
         if sums.shape[0] != 3:
             raise ValueError(f"{OP}: sums must have 3 entries, got shape {list(sums.shape)}")
-        sums = sums.detach().contiguous()
     impl = resolve_impl(OP, impl, x)
-    return whiten_with_moments(
-        x, mask, sums=sums, shift=shift, ddof=ddof, eps=eps, center=center, impl=impl
-    )[0]
+    given = moments_and_sums(x, mask, impl=impl) if sums is None else sums.detach().contiguous()
+    return whiten_by(x, mask, given, shift=shift, ddof=ddof, eps=eps, center=center, impl=impl)
 
 
-def whiten_with_moments(
+def whiten_by(
     x: torch.Tensor,
     mask: torch.Tensor,
+    given: torch.Tensor,
     *,
     ddof: int,
     impl: str,
-    sums: torch.Tensor | None = None,
     shift: float = 0.0,
     eps: float = 0.0,
     center: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `whiten` and `masked_moments`, which is empty with ``sums``.
+) -> torch.Tensor:
+    """Whiten by ``given``: 3 entries of `moment_sums`, or the 8 of `moments_and_sums`.
 
-    Arguments are checked. Cost: two launches.
+    Arguments are checked. Cost: one launch.
     """
-    whitened, moments = torch.ops.trajpack.whiten(
-        x.contiguous(), mask.contiguous(), sums, float(shift), ddof, float(eps), center, impl
+    whitened: torch.Tensor = torch.ops.trajpack.whiten(
+        x.contiguous(), mask.contiguous(), given, float(shift), ddof, float(eps), center, impl
     )
-    return whitened, moments
+    return whitened
 
 
 def masked_moments_reference(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -284,9 +281,8 @@ def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
     )
 
 
-def _run_moments(
-    x: torch.Tensor, mask: torch.Tensor, shift: float, impl: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_moments(x: torch.Tensor, mask: torch.Tensor, shift: float, impl: str) -> torch.Tensor:
+    """Return `moments_and_sums` of contiguous tensors."""
     if impl == "triton":
         from trajpack.kernels.reduce.whiten_triton import moments_forward
 
@@ -294,54 +290,41 @@ def _run_moments(
     moments = masked_moments_torch(x, mask)
     count, mean, squares = moments[:3].unbind()
     away = torch.where(count > 0, mean - shift, 0.0)
-    return moments, torch.stack([count, count * away, squares + count * away * away])
+    sums = torch.stack([count, count * away, squares + count * away * away])
+    return torch.cat([moments, sums])
 
 
 def _run_whiten(
     x: torch.Tensor,
     mask: torch.Tensor,
-    sums: torch.Tensor | None,
+    given: torch.Tensor,
     shift: float,
     ddof: int,
     eps: float,
     center: bool,
     impl: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    no_moments = x.new_empty(0, dtype=torch.float64)
+) -> torch.Tensor:
     if impl == "triton":
-        from trajpack.kernels.reduce.whiten_triton import whiten_by_sums_forward, whiten_forward
+        from trajpack.kernels.reduce.whiten_triton import whiten_forward
 
-        if sums is None:
-            return whiten_forward(x, mask, ddof=ddof, eps=eps, center=center)
-        whitened = whiten_by_sums_forward(
-            x, mask, sums, shift=shift, noise=NOISE, ddof=ddof, eps=eps, center=center
+        return whiten_forward(
+            x, mask, given, shift=shift, noise=NOISE, ddof=ddof, eps=eps, center=center
         )
-        return whitened, no_moments
-    if sums is None:
-        moments = masked_moments_torch(x, mask)
-        count, mean, squares = moments[:3].unbind()
+    if given.shape[0] == 3:
+        count, mean, squares = moments_of_sums(given, shift)
     else:
-        moments = no_moments
-        count, mean, squares = moments_of_sums(sums, shift)
-    whitened = whiten_reference(x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center)
-    return whitened, moments
-
-
-def _fake_whiten(
-    x: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor | None, *_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    moments = x.new_empty(0 if sums is not None else 5, dtype=torch.float64)
-    return x.new_empty(x.shape, dtype=torch.float32), moments
+        count, mean, squares = given[:3].unbind()
+    return whiten_reference(x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center)
 
 
 register_op(
-    "masked_moments(Tensor x, Tensor mask, float shift, str impl) -> (Tensor, Tensor)",
-    _run_moments,
-    lambda x, *_: (x.new_empty(5, dtype=torch.float64), x.new_empty(3, dtype=torch.float64)),
+    "masked_moments(Tensor x, Tensor mask, float shift, str impl) -> Tensor",
+    run_moments,
+    lambda x, *_: x.new_empty(8, dtype=torch.float64),
 )
 register_op(
-    "whiten(Tensor x, Tensor mask, Tensor? sums, float shift, int ddof, float eps, bool center, "
-    "str impl) -> (Tensor, Tensor)",
+    "whiten(Tensor x, Tensor mask, Tensor given, float shift, int ddof, float eps, bool center, "
+    "str impl) -> Tensor",
     _run_whiten,
-    _fake_whiten,
+    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
 )

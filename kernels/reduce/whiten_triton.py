@@ -1,14 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of moments and whitening.
 
-The first launch stores the moments of every chunk of ``CHUNK`` entries: mean, then squared
-deviations, of entries held in registers. In the second each program merges the moments of all
-chunks, in an order that depends on their number alone, and whitens its own entries: no third launch
-and no atomics. Chunks without a counted entry change no bit. Stores are whole chunks, unmasked and
-full width, as are the loads of all chunks but the last.
+`moments_kernel` stores the moments of every chunk of ``CHUNK`` entries: mean, then squared
+deviations, of entries held in registers. The last program, which an integer counter finds, merges
+the chunks in an order that depends on their number alone. Chunks without a counted entry change no
+bit. `whiten_kernel` stores whole chunks, unmasked and full width; the loads of all chunks but the
+last are unmasked too.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -18,11 +20,10 @@ from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 
 CHUNK = block_shape("whiten", DEFAULT).block
 """The same on every architecture: it decides the order of the sums, as PARTIALS does."""
-PARTIALS = 1024
+PARTIALS = 512
 """Chunks whose moments are read at once."""
-MOST_PROGRAMS = 256
-"""Largest number of programs that whiten; each reads the moments of all chunks. All of them fit on
-an H200 at once: two blocks of 256 threads on each of 132 SMs."""
+RESULTS = 8
+"""Count, mean, squared deviations, minimum, maximum; count, sum, sum of squares."""
 ALIGNMENT = 16
 """Alignment of inputs in bytes, so that there is one layout and one order of sums."""
 
@@ -42,36 +43,6 @@ def _load_chunk(x, mask, first, entries, CHUNK: tl.constexpr):
         byte = tl.load(place, mask=inside, other=0)
     counted = byte != 0
     return tl.where(counted, value, 0.0), counted
-
-
-@triton.jit
-def store_chunk_moments(value, counted, partials, chunk, num_chunks):
-    """Write count, sum, squared deviations, minimum and maximum of a chunk to its column.
-
-    ``value`` is 0 where it does not count.
-    """
-    low = tl.min(tl.where(counted, value, float("inf")), 0)
-    high = tl.max(tl.where(counted, value, float("-inf")), 0)
-    count = tl.sum(counted.to(tl.int32), 0).to(tl.float64)
-    total = tl.sum(value.to(tl.float64), 0)
-    deviation = tl.where(counted, value.to(tl.float64) - total / tl.maximum(count, 1.0), 0.0)
-    squares = tl.sum(deviation * deviation, 0)
-    column = partials + chunk
-    tl.store(column, count)
-    tl.store(column + num_chunks, total)
-    tl.store(column + 2 * num_chunks, squares)
-    tl.store(column + 3 * num_chunks, low.to(tl.float64))
-    tl.store(column + 4 * num_chunks, high.to(tl.float64))
-
-
-@triton.jit(do_not_specialize=["entries", "num_chunks"])
-def chunk_moments_kernel(
-    x, mask, partials, entries: tl.int64, num_chunks: tl.int64, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Write the moments of a chunk to its column."""
-    chunk = tl.program_id(0)
-    value, counted = _load_chunk(x, mask, chunk.to(tl.int64) * CHUNK, entries, CHUNK)
-    store_chunk_moments(value, counted, partials, chunk, num_chunks)
 
 
 @triton.jit
@@ -117,147 +88,98 @@ def _merge_chunks(partials, num_chunks, PARTIALS: tl.constexpr):
 
 
 @triton.jit
-def _store_moments(moments, count, mean, squares, low, high):
-    tl.store(moments, count)
-    tl.store(moments + 1, mean)
-    tl.store(moments + 2, squares)
-    tl.store(moments + 3, low)
-    tl.store(moments + 4, high)
+def store_moments(value, counted, results, counter, shift, PARTIALS: tl.constexpr):
+    """Store the moments of this program's chunk; the last program merges those of all.
+
+    ``value`` is 0 where it does not count. ``results`` has 8 entries for moments and sums, then 5
+    for each chunk. ``counter`` is 0 before the launch and after it.
+    """
+    low = tl.min(tl.where(counted, value, float("inf")), 0)
+    high = tl.max(tl.where(counted, value, float("-inf")), 0)
+    count = tl.sum(counted.to(tl.int32), 0).to(tl.float64)
+    total = tl.sum(value.to(tl.float64), 0)
+    deviation = tl.where(counted, value.to(tl.float64) - total / tl.maximum(count, 1.0), 0.0)
+    squares = tl.sum(deviation * deviation, 0)
+    num_chunks = tl.num_programs(0).to(tl.int64)
+    column = results + 8 + tl.program_id(0)
+    tl.store(column, count)
+    tl.store(column + num_chunks, total)
+    tl.store(column + 2 * num_chunks, squares)
+    tl.store(column + 3 * num_chunks, low.to(tl.float64))
+    tl.store(column + 4 * num_chunks, high.to(tl.float64))
+    if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        counts, mean, deviations, lowest, highest = _merge_chunks(results + 8, num_chunks, PARTIALS)
+        tl.store(results, counts)
+        tl.store(results + 1, mean)
+        tl.store(results + 2, deviations)
+        tl.store(results + 3, lowest)
+        tl.store(results + 4, highest)
+        away = tl.where(counts > 0, mean - shift, 0.0)
+        tl.store(results + 5, counts)
+        tl.store(results + 6, counts * away)
+        tl.store(results + 7, deviations + counts * away * away)
+        tl.store(counter, 0)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
-def merge_chunks_kernel(
-    partials, moments, sums, shift: tl.float64, num_chunks: tl.int64, PARTIALS: tl.constexpr
-):
-    """Write the moments of all chunks, and the sums that they amount to."""
-    count, mean, squares, low, high = _merge_chunks(partials, num_chunks, PARTIALS)
-    _store_moments(moments, count, mean, squares, low, high)
-    away = tl.where(count > 0, mean - shift, 0.0)
-    tl.store(sums, count)
-    tl.store(sums + 1, count * away)
-    tl.store(sums + 2, squares + count * away * away)
-
-
-@triton.jit
-def _write_whitened(
-    x, mask, whitened, entries, chunks_each, count, mean, squares, ddof, eps, center,
-    CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=["entries"])
+def moments_kernel(
+    x, mask, results, counter, entries: tl.int64, shift: tl.float64,
+    CHUNK: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Whiten the chunks of this program; see `trajpack.kernels.reduce.whiten.whiten_reference`."""
+    """Write the moments of all entries, and the sums that they amount to."""
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    value, counted = _load_chunk(x, mask, first, entries, CHUNK)
+    store_moments(value, counted, results, counter, shift, PARTIALS)
+
+
+@triton.jit(
+    do_not_specialize=["entries", "is_sums", "ddof", "center"],
+    do_not_specialize_on_alignment=["given"],
+)
+def whiten_kernel(
+    x, mask, given, whitened, entries: tl.int64, is_sums, shift: tl.float64, noise: tl.float64,
+    ddof, eps: tl.float64, center, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Whiten a chunk by moments, or by sums that were added up.
+
+    The definitions are `trajpack.kernels.reduce.whiten.moments_of_sums` and `whiten_reference`.
+    """
+    count = tl.load(given)
+    first = tl.load(given + 1)
+    second = tl.load(given + 2)
+    away = first / tl.maximum(count, 1.0)
+    squares = second - first * away
+    squares = tl.where(squares <= second * noise, 0.0, squares)
+    squares = tl.where(is_sums != 0, squares, second)
+    mean = tl.where(is_sums != 0, shift + away, first)
     varies = (count > ddof) & (squares != 0.0)
     std = tl.sqrt(squares) / tl.sqrt(tl.maximum(count - ddof, 1.0))
     scale = tl.where(varies, 1.0 / tl.where(varies, std + eps, 1.0), 0.0)
     kept = tl.where(center != 0, 0.0, mean)
-    lane = tl.arange(0, CHUNK)
-    first = tl.program_id(0).to(tl.int64) * chunks_each * CHUNK
-    end = tl.minimum(first + chunks_each * CHUNK, entries)
-    while first < end:
-        value, counted = _load_chunk(x, mask, first, entries, CHUNK)
-        result = tl.where(varies, (value.to(tl.float64) - mean) * scale, 0.0) + kept
-        result = tl.where(counted, result, 0.0)
-        tl.store(whitened + first + lane, result.to(tl.float32))
-        first += CHUNK
+    begin = tl.program_id(0).to(tl.int64) * CHUNK
+    value, counted = _load_chunk(x, mask, begin, entries, CHUNK)
+    result = tl.where(varies, (value.to(tl.float64) - mean) * scale, 0.0) + kept
+    result = tl.where(counted, result, 0.0)
+    tl.store(whitened + begin + tl.arange(0, CHUNK), result.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["entries", "num_chunks", "chunks_each", "ddof", "center"])
-def whiten_kernel(
-    x, mask, partials, whitened, moments, entries: tl.int64, num_chunks: tl.int64, chunks_each,
-    ddof, eps: tl.float64, center, CHUNK: tl.constexpr, PARTIALS: tl.constexpr,
-):  # fmt: skip
-    """Merge the moments of all chunks and whiten by them; the first program stores them."""
-    count, mean, squares, low, high = _merge_chunks(partials, num_chunks, PARTIALS)
-    if tl.program_id(0) == 0:
-        _store_moments(moments, count, mean, squares, low, high)
-    _write_whitened(
-        x, mask, whitened, entries, chunks_each, count, mean, squares, ddof, eps, center, CHUNK
-    )
-
-
-@triton.jit(
-    do_not_specialize=["entries", "chunks_each", "ddof", "center"],
-    do_not_specialize_on_alignment=["sums"],
-)
-def whiten_by_sums_kernel(
-    x, mask, sums, whitened, entries: tl.int64, chunks_each, shift: tl.float64,
-    ddof, eps: tl.float64, center, NOISE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Whiten by sums that were added up; see `trajpack.kernels.reduce.whiten.moments_of_sums`."""
-    count = tl.load(sums)
-    first = tl.load(sums + 1)
-    second = tl.load(sums + 2)
-    away = first / tl.maximum(count, 1.0)
-    squares = second - first * away
-    squares = tl.where(squares <= second * NOISE, 0.0, squares)
-    _write_whitened(
-        x, mask, whitened, entries, chunks_each, count, shift + away, squares, ddof, eps, center,
-        CHUNK,
-    )  # fmt: skip
-
-
-def chunk_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Launch a program for each chunk; return float64 ``[5, chunks]``."""
+def moments_forward(x: torch.Tensor, mask: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return moments and sums [8] of contiguous tensors, in one launch."""
     x, mask = _aligned(x), _aligned(mask)
-    num_chunks = triton.cdiv(x.shape[0], CHUNK)
-    partials = torch.empty((5, num_chunks), dtype=torch.float64, device=x.device)
-    if num_chunks:
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            chunk_moments_kernel[(num_chunks,)](
-                x, mask, partials, x.shape[0], num_chunks, CHUNK=CHUNK, **_options(x)
-            )
-    return partials
-
-
-def merge_chunks(partials: torch.Tensor, shift: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch one program for float64 ``[5, chunks]``; return moments [5] and sums [3]."""
-    moments = torch.empty(5, dtype=torch.float64, device=partials.device)
-    sums = torch.empty(3, dtype=torch.float64, device=partials.device)
-    with torch.cuda.device_of(partials):
-        merge_chunks_kernel[(1,)](
-            partials, moments, sums, shift, partials.shape[1], PARTIALS=PARTIALS,
-            **_options(partials),
+    programs = max(triton.cdiv(x.shape[0], CHUNK), 1)
+    results, counter = empty_results(programs, x.device)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        moments_kernel[(programs,)](
+            x, mask, results, counter, x.shape[0], shift, CHUNK=CHUNK, PARTIALS=PARTIALS,
+            **launch_on("whiten", x.get_device()).options,
         )  # fmt: skip
-    return moments, sums
-
-
-def moments_forward(
-    x: torch.Tensor, mask: torch.Tensor, shift: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return moments [5] and sums [3] of contiguous tensors, in two launches."""
-    return merge_chunks(chunk_moments(x, mask), shift)
+    return results[:RESULTS]
 
 
 def whiten_forward(
-    x: torch.Tensor, mask: torch.Tensor, *, ddof: int, eps: float, center: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whitened entries and moments [5] of contiguous tensors, in two launches."""
-    x, mask = _aligned(x), _aligned(mask)
-    return whiten_by_chunks(x, mask, chunk_moments(x, mask), ddof=ddof, eps=eps, center=center)
-
-
-def whiten_by_chunks(
     x: torch.Tensor,
     mask: torch.Tensor,
-    partials: torch.Tensor,
-    *,
-    ddof: int,
-    eps: float = 0.0,
-    center: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whiten by the moments of chunks; return the moments [5] of all chunks too."""
-    whitened, chunks_each, programs = _cut(x)
-    moments = torch.empty(5, dtype=torch.float64, device=x.device)
-    with torch.cuda.device_of(x):
-        whiten_kernel[(max(programs, 1),)](
-            x, mask, partials, whitened, moments, x.shape[0], partials.shape[1], chunks_each,
-            ddof, eps, int(center), CHUNK=CHUNK, PARTIALS=PARTIALS, **_options(x),
-        )  # fmt: skip
-    return whitened[: x.shape[0]], moments
-
-
-def whiten_by_sums_forward(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    sums: torch.Tensor,
+    given: torch.Tensor,
     *,
     shift: float,
     noise: float,
@@ -265,24 +187,38 @@ def whiten_by_sums_forward(
     eps: float,
     center: bool,
 ) -> torch.Tensor:
-    """Return whitened entries of contiguous tensors, in one launch."""
+    """Return whitened entries of contiguous tensors, in one launch; 3 of ``given`` are sums."""
     x, mask = _aligned(x), _aligned(mask)
-    whitened, chunks_each, programs = _cut(x)
+    programs = triton.cdiv(x.shape[0], CHUNK)
+    whitened = torch.empty(programs * CHUNK, dtype=torch.float32, device=x.device)
     if programs:
         with torch.cuda.device_of(x):
-            whiten_by_sums_kernel[(programs,)](
-                x, mask, sums, whitened, x.shape[0], chunks_each, shift, ddof, eps, int(center),
-                NOISE=noise, CHUNK=CHUNK, **_options(x),
+            whiten_kernel[(programs,)](
+                x, mask, given, whitened, x.shape[0], int(given.shape[0] == 3), shift, noise,
+                ddof, eps, int(center), CHUNK=CHUNK,
+                **launch_on("whiten", x.get_device()).options,
             )  # fmt: skip
     return whitened[: x.shape[0]]
 
 
-def _cut(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return memory in whole chunks, chunks of a program, and number of programs."""
-    num_chunks = triton.cdiv(x.shape[0], CHUNK)
-    chunks_each = max(triton.cdiv(num_chunks, MOST_PROGRAMS), 1)
-    memory = torch.empty(num_chunks * CHUNK, dtype=torch.float32, device=x.device)
-    return memory, chunks_each, triton.cdiv(num_chunks, chunks_each)
+def empty_results(programs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``results`` and the ``counter`` of `store_moments`.
+
+    Launches of a stream follow each other, so they share a counter, which each leaves at 0. A
+    graph may be replayed on any stream: it sets a counter of its own to 0.
+    """
+    results = torch.empty(RESULTS + 5 * programs, dtype=torch.float64, device=device)
+    if device.type != "cuda":
+        return results, _counter_of(device, 0)
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return results, torch.zeros(1, dtype=torch.int32, device=device)
+        return results, _counter_of(device, torch.cuda.current_stream().cuda_stream)
+
+
+@cache
+def _counter_of(device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +226,3 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.int8)  # Triton takes a bool pointer for one bit
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
-
-
-def _options(tensor: torch.Tensor) -> dict[str, int | bool]:
-    return launch_on("whiten", tensor.get_device()).options

@@ -363,10 +363,10 @@ class PackedBatch(LabelMethods):
         Cost: one or two launches over tokens, two more for trajectories of more than 4,096 of
         them, three where trajectories are compared, four for `GPG`, six for `GiGPO`, which sorts
         its states; two more if the estimator whitens, or one where trajectories are compared. Up
-        to three more with ``scores`` and with ``all_reduce``; six where cut-off trajectories are
+        to three more with ``scores``; six where cut-off trajectories are
         masked. Of a batch that was not packed but copied or loaded, the host knows less: up to
         six more, and trajectories of several sequences count as one of all their tokens.
-        ``metrics`` of an estimator that does not whiten are one or two launches at first access:
+        ``metrics`` of an estimator that does not whiten are one launch at most, at first access:
         read them before `advantages` are changed in place, and before a `StaticBatch` runs again.
         No copy, no synchronisation.
 

@@ -15,14 +15,13 @@ from trajpack.kernels.credit.turns import (
     TokenSpread,
     Turns,
     credit_of_turns,
-    finish_spread,
     scores_of_trajectories,
     spread_of_trajectories,
     spread_of_turns,
 )
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups.group_advantages import Members, Rule, advantages_of
-from trajpack.kernels.reduce.whiten import moments_and_sums, whiten_with_moments
+from trajpack.kernels.reduce.whiten import moments_and_sums, whiten_by
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
 from trajpack.kernels.validation import check_tensor
@@ -379,17 +378,17 @@ def _finish(
     Without whitening the moments are a function that computes them.
     """
     advantages, mask = credit.advantages, batch.loss_mask
+    moments = None if credit.spread is None else credit.spread.moments
     if credit.counted is not None:
-        mask = credit.counted
-    spread = credit.spread if credit.counted is None else None
+        mask, moments = credit.counted, None
     if whitening is None:
-        if spread is not None:
-            return advantages, lambda: finish_spread(spread, mask, None, impl)[1]
-        return advantages, lambda: moments_and_sums(advantages, mask, impl=impl)[0]
-    if all_reduce is None:
-        if spread is not None:
-            return finish_spread(spread, mask, whitening, impl)
-        return whiten_with_moments(advantages, mask, ddof=whitening, impl=impl)
-    moments, sums = moments_and_sums(advantages, mask, impl=impl)
-    all_reduce(sums)
-    return whiten_with_moments(advantages, mask, sums=sums, ddof=whitening, impl=impl)[0], moments
+        if moments is not None:
+            return advantages, moments[:5]
+        return advantages, lambda: moments_and_sums(advantages, mask, impl=impl)[:5]
+    if moments is None:
+        moments = moments_and_sums(advantages, mask, impl=impl)
+    given = moments
+    if all_reduce is not None:
+        given = moments[5:]
+        all_reduce(given)
+    return whiten_by(advantages, mask, given, ddof=whitening, impl=impl), moments[:5]

@@ -42,10 +42,8 @@ from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
 from trajpack.kernels.reduce.whiten import NOISE
 from trajpack.kernels.reduce.whiten_triton import (
-    chunk_moments,
-    merge_chunks,
-    whiten_by_chunks,
-    whiten_by_sums_forward,
+    moments_forward,
+    whiten_forward,
 )
 from trajpack.kernels.scan.credit_scan_triton import (
     fold_rows,
@@ -85,10 +83,8 @@ DEMANDING = {
     "segment_rows": {"mean of float32, masked"},
     "chunk_partials": {"mean of float32, masked"},
     "chunk_fold": {"mean of float32, masked"},
-    "merge_chunks": {"partials"},
-    "chunk_moments": {"float64"},
-    "whiten_by_chunks": {"float64"},
-    "whiten_by_sums_forward": {"float64"},
+    "moments_forward": {"float64"},
+    "whiten_forward": {"float64"},
     "segment_logarithms": {"float32", "float64, ids"},
     "group_logarithms": {"groups"},
     "weigh": {"float32", "float64, ids"},
@@ -167,29 +163,14 @@ def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
 
 def launches_of_whitening(returns: torch.Tensor) -> Launches:
     """Moments and whitening of both dtypes; inputs that are not aligned are moved first."""
-    partials = torch.zeros((5, 3), dtype=torch.float64, device=returns.device)
-    sums = partials.view(-1)[1:4]
-    yield "partials", partial(merge_chunks, partials, 0.5)
+    given = torch.zeros(4, dtype=torch.float64, device=returns.device)[1:]
+    options = {"shift": 0.5, "noise": NOISE, "ddof": 1, "eps": 0.0, "center": True}
     for dtype in (torch.float32, torch.float64):
         x = returns.to(dtype)
         mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
         label = str(dtype).removeprefix("torch.")
-        yield label, partial(chunk_moments, x, mask)
-        yield label, partial(whiten_by_chunks, x, mask.view(torch.int8), partials, ddof=1)
-        yield (
-            label,
-            partial(
-                whiten_by_sums_forward,
-                x,
-                mask,
-                sums,
-                shift=0.5,
-                noise=NOISE,
-                ddof=1,
-                eps=0.0,
-                center=True,
-            ),
-        )
+        yield label, partial(moments_forward, x, mask, 0.5)
+        yield label, partial(whiten_forward, x, mask, given, **options)
 
 
 def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:

@@ -41,9 +41,7 @@ from trajpack.kernels.reduce.segment_reduce_triton import (
     segment_reduce_kernel,
 )
 from trajpack.kernels.reduce.whiten_triton import (
-    chunk_moments_kernel,
-    merge_chunks_kernel,
-    whiten_by_sums_kernel,
+    moments_kernel,
     whiten_kernel,
 )
 from trajpack.kernels.scan.credit_scan_triton import (
@@ -71,10 +69,8 @@ KERNELS = (
     chunk_fold_kernel,
     select_tokens_kernel,
     spread_kernel,
-    chunk_moments_kernel,
-    merge_chunks_kernel,
+    moments_kernel,
     whiten_kernel,
-    whiten_by_sums_kernel,
     segment_logarithms_kernel,
     group_logarithms_kernel,
     weigh_kernel,

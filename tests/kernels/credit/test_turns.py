@@ -12,11 +12,11 @@ import torch
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.credit.turns import (
     Turns,
-    finish_spread,
     scores_of_trajectories,
     spread_of_trajectories,
     spread_of_turns,
 )
+from trajpack.kernels.reduce.whiten import whiten_by
 from trajpack.kernels.reduce.whiten_triton import CHUNK
 from trajpack.testing import assert_same_bits, boundaries
 
@@ -132,15 +132,14 @@ def owner_of(turns: Turns) -> list[int]:
 def check_moments(spread: Any, turns: Turns, impl: str) -> None:
     mask = turns.turn_ids >= 0
     own = spread.rows[mask].double().numpy()
-    rows, moments = finish_spread(spread, mask, None, impl)
-    assert_same_bits(rows, spread.rows)
     expected = [0, 0, 0, np.inf, -np.inf]
     if own.size:
         expected = [own.size, own.mean(), own.size * own.var(), own.min(), own.max()]
-    np.testing.assert_allclose(moments, expected, 1e-9, 1e-12)
+    np.testing.assert_allclose(spread.moments[:5], expected, 1e-9, 1e-12)
+    sums = [own.size, own.sum(), np.square(own).sum()]
+    np.testing.assert_allclose(spread.moments[5:], sums, 1e-9, 1e-12)
     for ddof in (0, 1):
-        whitened, same = finish_spread(spread, mask, ddof, impl)
-        np.testing.assert_allclose(same, expected, 1e-9, 1e-12)
+        whitened = whiten_by(spread.rows, mask, spread.moments, ddof=ddof, impl=impl)
         scale = own.std(ddof=ddof) if len(set(own.tolist())) > 1 else 1.0
         exact = (own - own.mean()) / scale if own.size else own
         np.testing.assert_allclose(whitened[mask], exact, 1e-5, 1e-5)
@@ -217,9 +216,7 @@ def test_no_value_is_read_from_the_device(impl: str) -> None:
     spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
     assert spread.rows.shape == turns.turn_ids.shape
     mask = turns.turn_ids >= 0
-    for whitening in (None, 0, 1):
-        row, moments = finish_spread(spread, mask, whitening, impl)
-        assert (row.shape, moments.shape) == (mask.shape, (5,))
+    assert spread.moments.shape == (8,)
     table = torch.ones(len(mask), device="meta")
     assert spread_of_turns(turns, table, table, impl).others.shape == mask.shape
 
@@ -231,13 +228,5 @@ def test_the_ops_are_registered_right(impl: str) -> None:
     turns = turns_of(SIZES["many"])
     rows, steps = torch.ones(6), torch.ones(15)
     table = torch.ones(len(turns.turn_ids))
-    tests = ("test_schema", "test_autograd_registration")  # chunks are not of one number
     for inputs in ((rows, None, None), (rows, steps, None), (table, None, table)):
-        torch.library.opcheck(
-            torch.ops.trajpack.spread, (*turns, *inputs, 0.5, impl), test_utils=tests
-        )
-    spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
-    mask = turns.turn_ids >= 0
-    for whitening in (None, 0, 1):
-        inputs_of_finish = spread.rows, mask, spread.partials, whitening, impl
-        torch.library.opcheck(torch.ops.trajpack.finish_spread, inputs_of_finish)
+        torch.library.opcheck(torch.ops.trajpack.spread, (*turns, *inputs, 0.5, impl))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,9 @@ from trajpack.kernels.reduce import whiten_triton
 from trajpack.kernels.reduce.whiten import (
     CHUNK as CHUNK_ON_HOST,
     masked_moments_reference,
+    moments_and_sums,
     moments_of_sums,
     whiten_reference,
-    whiten_with_moments,
 )
 from trajpack.testing import assert_same_bits
 
@@ -104,19 +103,16 @@ def test_many_chunks_on_the_host_equal_the_formula() -> None:
     assert_close(whiten(x, mask), by_numpy(x, mask))
 
 
-@pytest.mark.parametrize(("at_once", "programs"), [(1, 1), (2, 2), (4, 3)])
-def test_chunks_in_several_groups_and_several_to_a_program(
-    at_once: int, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_chunks_are_merged_in_several_groups(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whiten_triton, "CHUNK", 16)
     x, mask = batch(7 * 16 + 3)
     mask[32:48] = False  # a chunk without an entry that counts
-    once = whiten_with_moments(x, mask, ddof=1, impl="triton")
+    once = masked_moments(x, mask, impl="triton")
     monkeypatch.setattr(whiten_triton, "PARTIALS", at_once)
-    monkeypatch.setattr(whiten_triton, "MOST_PROGRAMS", programs)
-    whitened, moments = whiten_with_moments(x, mask, ddof=1, impl="triton")
-    assert_close(whitened, by_numpy(x, mask))
-    torch.testing.assert_close(moments, once[1], rtol=1e-14, atol=0)
+    assert_close(whiten(x, mask, impl="triton"), by_numpy(x, mask))
+    moments = masked_moments(x, mask, impl="triton")
+    torch.testing.assert_close(moments, once, rtol=1e-14, atol=0)
     sums = moment_sums(x, mask, impl="triton")
     assert_close(whiten(x, mask, sums=sums, impl="triton"), by_numpy(x, mask))
 
@@ -233,13 +229,12 @@ def test_entries_appended_that_do_not_count_change_no_bit(impl: Any, padding: in
     longer = torch.cat([x, torch.full((padding,), float("nan"))])
     counts = torch.cat([mask, torch.zeros(padding, dtype=torch.bool)])
     for center in (True, False):
-        alone = whiten_with_moments(x, mask, ddof=1, center=center, impl=impl)
-        padded = whiten_with_moments(longer, counts, ddof=1, center=center, impl=impl)
-        assert_same_bits(padded[0][: len(x)], alone[0])
-        assert not padded[0][len(x) :].any()
-        assert_same_bits(padded[1], alone[1])
-    sums = moment_sums(x, mask, impl=impl)
-    assert_same_bits(moment_sums(longer, counts, impl=impl), sums)
+        padded = whiten(longer, counts, center=center, impl=impl)
+        assert_same_bits(padded[: len(x)], whiten(x, mask, center=center, impl=impl))
+        assert not padded[len(x) :].any()
+    moments = moments_and_sums(x, mask, impl=impl)
+    assert_same_bits(moments_and_sums(longer, counts, impl=impl), moments)
+    sums = moments[5:]
     expected = whiten(x, mask, sums=sums, impl=impl)
     assert_same_bits(whiten(longer, counts, sums=sums, impl=impl)[: len(x)], expected)
 
@@ -276,26 +271,23 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
         assert (squares.item() > 0) == kept
 
 
-def test_whitening_takes_two_launches_and_with_sums_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = {name: MagicMock() for name in dir(whiten_triton) if name.endswith("_kernel")}
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(whiten_triton, name, kernel)
+def test_whitening_takes_two_launches_and_with_sums_one(executor: Any) -> None:
+    x, mask = batch(3 * CHUNK)
+    sums = moment_sums(x, mask, impl="triton")
+    whiten(x, mask, impl="triton")
+    whiten(x, mask, sums=sums, impl="triton")
+    moments, whitening = "moments_kernel", "whiten_kernel"
+    assert executor.launched == [moments, moments, whitening, whitening]
 
-    def launches() -> dict[str, int]:
-        done = {name: kernel.__getitem__.call_count for name, kernel in kernels.items()}
-        for kernel in kernels.values():
-            kernel.reset_mock()
-        return {name: count for name, count in done.items() if count}
 
-    x, mask = (t.to("meta") for t in batch(3 * CHUNK))
-    whiten_triton.whiten_forward(x, mask, ddof=1, eps=0.0, center=True)
-    assert launches() == {"chunk_moments_kernel": 1, "whiten_kernel": 1}
-    whiten_triton.moments_forward(x, mask, 0.0)
-    assert launches() == {"chunk_moments_kernel": 1, "merge_chunks_kernel": 1}
-    sums = x.new_empty(3).double()
-    scaling = {"ddof": 1, "eps": 0.0, "center": True}
-    whiten_triton.whiten_by_sums_forward(x, mask, sums, shift=0.0, noise=0.0, **scaling)
-    assert launches() == {"whiten_by_sums_kernel": 1}
+def test_every_launch_merges_anew_and_in_the_same_order() -> None:
+    """The counter is 0 again after each launch."""
+    x, mask = batch(5 * CHUNK + 3)
+    first = moments_and_sums(x, mask, impl="triton")
+    for _ in range(3):
+        assert_same_bits(moments_and_sums(x, mask, impl="triton"), first)
+        shorter = moments_and_sums(x[:CHUNK], mask[:CHUNK], impl="triton")
+        assert shorter[0] == mask[:CHUNK].sum()
 
 
 """Moments under a mask, and the operators of moments and whitening: registered, traced, strict."""
@@ -328,7 +320,6 @@ def test_they_equal_a_loop(impl: Any, size: int, dtype: torch.dtype) -> None:
     x[~mask] = float("nan")
     assert_moments(masked_moments(x, mask, impl=impl), expected)
     assert_moments(masked_moments_reference(x, mask), expected)
-    assert_moments(whiten_with_moments(x, mask, ddof=1, impl=impl)[1], expected)
     for shift in (0.0, 4.5):
         count, mean, squares = expected[:3]
         away = mean - shift if count else 0.0
@@ -377,10 +368,10 @@ def test_a_counted_nan_shows_everywhere_but_in_the_count(impl: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> None:
     x, mask = torch.arange(9, dtype=dtype), torch.arange(9) % 3 > 0
-    sums = moment_sums(x, mask)
+    moments = moments_and_sums(x, mask, impl=impl)
     torch.library.opcheck(OPS.masked_moments.default, (x, mask, 0.5, impl))
-    torch.library.opcheck(OPS.whiten.default, (x, mask, None, 0.0, 1, 0.0, True, impl))
-    torch.library.opcheck(OPS.whiten.default, (x, mask, sums, 0.5, 1, 0.0, False, impl))
+    for known in (moments, moments[5:].clone()):
+        torch.library.opcheck(OPS.whiten.default, (x, mask, known, 0.5, 1, 0.0, True, impl))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

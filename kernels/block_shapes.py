@@ -91,9 +91,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             128,
             32,
             "A warp with 4 entries a thread, 36 bytes or more of loads: scans and carries are "
-            "shuffles, with two barriers at most, and a sequence of 32 tokens idles three "
-            "quarters of one warp, not of four. Without the limit some variants aim at 64 "
-            "registers and spill.",
+            "shuffles, with two barriers at most, and four sequences of 32 tokens share one warp. "
+            "Without the limit some variants aim at 64 registers and spill.",
             most_registers=96,
         )
     },

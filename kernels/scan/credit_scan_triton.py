@@ -19,7 +19,8 @@ The kernels pass these tuples on, in which an input that is not given is ``None`
 - ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
   is one action, ``(truncated,)``;
 - ``inputs``: source, limits, log-probabilities of the importance ratios, discounted next values;
-- ``span``: first and past-last position of a segment, its first and last chunk;
+- ``span``: first and past-last position of a segment, first and last chunk of all segments of a
+  block, last chunk of the segment;
 - ``segment``: span, γ and λ, the state behind the last entry.
 
 ``FORM`` holds the numbers of the kind of scan, of the observation and of the KL penalty's
@@ -64,6 +65,17 @@ def compose(first_decay, first_increment, second_decay, second_increment):
 
 
 @triton.jit
+def compose_within(
+    first_owner, first_decay, first_increment, second_owner, second_decay, second_increment
+):
+    """Compose two steps of the same segment; the second alone where they have other owners."""
+    decay, increment = compose(first_decay, first_increment, second_decay, second_increment)
+    same = first_owner == second_owner
+    decay = tl.where(same, decay, second_decay)
+    return second_owner, decay, tl.where(same, increment, second_increment)
+
+
+@triton.jit
 def add_carry(increment, decay, state):
     """Return ``increment + decay * state``; a state of 0 adds 0 where ``decay`` has overflowed."""
     return tl.fma(tl.where(state == 0, 0.0, decay), state, increment)
@@ -85,12 +97,13 @@ def split_in_four(entries, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scan_block(decay, increment, BLOCK: tl.constexpr):
+def scan_block(decay, increment, first, BLOCK: tl.constexpr):
     """Compose the steps of a block, last token first, in lanes of four.
 
     Return the effect of all lanes before each lane; decays and increments of each lane's first
     three entries; decay and increment of the whole block, in every lane. Lanes of four take a
-    quarter of the shuffles that lanes of one would.
+    quarter of the shuffles that lanes of one would. ``first`` [BLOCK / 4] is the lane in which the
+    segment of each lane begins, ``None`` if the block has one segment.
     """
     lane = tl.arange(0, BLOCK // 4)
     decay0, decay1, decay2, decay3 = split_in_four(decay, BLOCK)
@@ -98,12 +111,18 @@ def scan_block(decay, increment, BLOCK: tl.constexpr):
     decays, increments = compose(decay0, increment0, decay1, increment1)
     decays, increments = compose(decays, increments, decay2, increment2)
     decays, increments = compose(decays, increments, decay3, increment3)
-    decays, increments = tl.associative_scan((decays, increments), 0, compose)
+    if first is None:
+        decays, increments = tl.associative_scan((decays, increments), 0, compose)
+        begins = lane == 0
+    else:
+        steps = first, decays, increments
+        _, decays, increments = tl.associative_scan(steps, 0, compose_within)
+        begins = lane == first
     block_decay = spread_entry(decays, BLOCK // 4 - 1, BLOCK // 4)
     block_increment = spread_entry(increments, BLOCK // 4 - 1, BLOCK // 4)
     before = tl.maximum(lane - 1, 0)
-    decays = tl.where(lane == 0, 1.0, tl.gather(decays, before, 0))
-    increments = tl.where(lane == 0, 0.0, tl.gather(increments, before, 0))
+    decays = tl.where(begins, 1.0, tl.gather(decays, before, 0))
+    increments = tl.where(begins, 0.0, tl.gather(increments, before, 0))
     return (
         (decays, increments),
         (decay0, decay1, decay2),
@@ -160,13 +179,14 @@ def kl_penalty(kl, limits, at, generated, ESTIMATOR: tl.constexpr):
 
 
 @triton.jit
-def read_chunk(chunks, position, exists, first, last, clip):
+def read_chunk(chunks, position, exists, span, clip):
     """Return token, first generated token of its chunk, and reward at each position.
 
     A chunk's reward is on its last generated token, with the rewards of the chunks behind it that
     generated nothing.
     """
     cu_positions, addresses, stride, spans, rewards, _by_turn, _truncated = chunks
+    _begin, _end, first, last, own_last = span
     chunk = find_segments(cu_positions, first, last, position, 1)
     begins = tl.load(cu_positions + chunk, mask=exists, other=0)
     at = tl.load(addresses + chunk * stride, mask=exists, other=0) + position - begins
@@ -176,7 +196,7 @@ def read_chunk(chunks, position, exists, first, last, clip):
     own = tl.load(rewards + chunk, mask=ends_turn, other=0.0).to(tl.float64)
     reward = clip_symmetric(own, clip)
     chunk += 1
-    open_ended = ends_turn & (chunk <= last)
+    open_ended = ends_turn & (chunk <= own_last)
     while tl.max(open_ended.to(tl.int32), 0) > 0:
         next_begin = tl.load(spans + chunk * 2, mask=open_ended, other=0)
         next_end = tl.load(spans + chunk * 2 + 1, mask=open_ended, other=1)
@@ -184,7 +204,7 @@ def read_chunk(chunks, position, exists, first, last, clip):
         more = tl.load(rewards + chunk, mask=open_ended, other=0.0).to(tl.float64)
         reward += clip_symmetric(more, clip)
         chunk += 1
-        open_ended &= chunk <= last
+        open_ended &= chunk <= own_last
     return at, begin, reward
 
 
@@ -200,7 +220,7 @@ def read_token(inputs, span, position, exists, FORM: tl.constexpr):
             generated = exists & (tl.load(loss_mask + at, mask=exists, other=0) != 0)
         reward = tl.load(rewards + at, mask=exists, other=0.0).to(tl.float64)
     else:
-        at, begin, reward = read_chunk(chunks, position, exists, span[2], span[3], limits[2])
+        at, begin, reward = read_chunk(chunks, position, exists, span, limits[2])
         generated = exists & (at >= begin)
     if kl is not None:
         reward -= kl_penalty(kl, limits, at, generated, FORM[2])
@@ -293,13 +313,18 @@ def read_block(inputs, segment, top, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def write_block(inputs, outputs, segment, top, state, FORM: tl.constexpr, BLOCK: tl.constexpr):
+def write_block(
+    inputs, outputs, segment, top, state, first, FORM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Write the outputs of the tokens before ``top``; ``state`` [BLOCK / 4] is that behind them.
 
-    Return the effect of the block on the state, in every lane.
+    Return the effect of the block on the state, in every lane. If several segments share the
+    block, ``segment`` and ``top`` [BLOCK] are of each entry; ``first`` as in `scan_block`.
     """
     token, behind, decay, increment = read_block(inputs, segment, top, FORM, BLOCK)
-    lanes, decays, increments, block_decay, block_increment = scan_block(decay, increment, BLOCK)
+    lanes, decays, increments, block_decay, block_increment = scan_block(
+        decay, increment, first, BLOCK
+    )
     states = states_of_block(lanes, decays, increments, state, BLOCK)
     SCAN: tl.constexpr = FORM[0]
     span, rates, _tail = segment
@@ -355,7 +380,8 @@ def span_of(chunks, cu_seqlens, segment):
     if chunks is not None:
         begin = tl.load(chunks[0] + first)
         end = tl.load(chunks[0] + past)
-    return begin, end, first, tl.maximum(past - 1, 0)
+    last = tl.maximum(past - 1, 0)
+    return begin, end, first, last, last
 
 
 @triton.jit
@@ -404,37 +430,110 @@ def block_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK:
     else:
         chunk = find_segment(chunks[0], num_chunks, window * BLOCK, 1)
         segment = find_segment(cu_seqlens, num_segments, chunk, 1)
-    begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+    begin, end, _, _, _ = span_of(chunks, cu_seqlens, segment)
     behind = (end - 1) // BLOCK - window
     exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
     return segment, behind, exists
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_tokens"])
+@triton.jit
+def share_block(chunks, cu_seqlens, number, past, LANES: tl.constexpr):
+    """Find the segments before ``past`` that fit in one block, from ``number`` on.
+
+    Return how many, and for each lane its segment and the lane in which that begins: a segment
+    begins in a lane of its own. Lanes behind the last segment belong to it.
+    """
+    lane = tl.arange(0, LANES)
+    own = number + lane
+    begin, end, _, _, _ = span_of(chunks, cu_seqlens, tl.minimum(own, past - 1))
+    lanes = tl.where(own < past, (end - begin + 3) >> 2, LANES + 1)
+    ends = tl.cumsum(lanes, 0)
+    count = tl.sum((ends <= LANES).to(tl.int32), 0)
+    slot = tl.zeros_like(lane)
+    half = LANES // 2
+    while half > 0:
+        there = tl.gather(ends, slot + half - 1, 0)
+        slot = tl.where(there <= lane, slot + half, slot)
+        half //= 2
+    slot = tl.minimum(slot, tl.maximum(count - 1, 0))
+    return count, number + slot, tl.gather(ends - lanes, slot, 0)
+
+
+@triton.jit
+def write_segments(
+    inputs, outputs, cu_seqlens, rates, bootstrap, number, count, owner, first, gamma, lam,
+    FORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write ``count`` segments that share a block; ``owner`` and ``first`` are of each lane."""
+    chunks = inputs[0][3]
+    state = tl.zeros((BLOCK // 4,), tl.float64)
+    if FORM[0] <= NEXT_VALUES:
+        _, _, tail = segment_of(chunks, cu_seqlens, rates, bootstrap, owner, gamma, lam)
+        state += tail
+    lane = tl.arange(0, BLOCK) // 4
+    span, of_entries, tail = segment_of(
+        chunks, cu_seqlens, rates, bootstrap, tl.gather(owner, lane, 0), gamma, lam
+    )
+    top = span[1] + 4 * tl.gather(first, lane, 0)
+    begin, end, _, _, last = span
+    first_chunk = tl.load(cu_seqlens + number)
+    last_chunk = tl.maximum(tl.load(cu_seqlens + number + count) - 1, 0)
+    segment = (begin, end, first_chunk, last_chunk, last), of_entries, tail
+    write_block(inputs, outputs, segment, top, state, first, FORM, BLOCK)
+
+
+@triton.jit
+def walk_segment(
+    inputs, outputs, cu_seqlens, rates, bootstrap, number, gamma, lam, FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one segment, block after block from its end."""
+    segment = segment_of(inputs[0][3], cu_seqlens, rates, bootstrap, number, gamma, lam)
+    state = tl.zeros((BLOCK // 4,), tl.float64)
+    if FORM[0] <= NEXT_VALUES:
+        state += segment[2]
+    top = segment[0][1]
+    while top > segment[0][0]:
+        block_decay, block_increment = write_block(
+            inputs, outputs, segment, top, state, None, FORM, BLOCK
+        )
+        state = add_carry(block_increment, block_decay, state)
+        top -= BLOCK
+
+
+@triton.jit(do_not_specialize=["num_segments", "share", "num_tokens"])
 def walk_kernel(
     source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_ids, num_segments,
-    num_tokens, gamma: tl.float64, lam: tl.float64, kl_coefficient: tl.float64,
+    share, num_tokens, gamma: tl.float64, lam: tl.float64, kl_coefficient: tl.float64,
     kl_clamp: tl.float64, reward_clip: tl.float64, rho_clip: tl.float64, c_clip: tl.float64,
     advantage_rho_clip: tl.float64, FORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Walk one segment, block after block from its end; later programs fill a tile with 0."""
+    """Walk ``share`` segments, block after block from their ends; later programs fill with 0.
+
+    Neighbours that fit in one block share it.
+    """
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, limits, weights, before)
-    number = tl.program_id(0)
+    number = tl.program_id(0) * share
     if number < num_segments:
-        segment = segment_of(source[3], cu_seqlens, rates, bootstrap, number, gamma, lam)
-        state = tl.zeros((BLOCK // 4,), tl.float64)
-        if FORM[0] <= NEXT_VALUES:
-            state += segment[2]
-        top = segment[0][1]
-        while top > segment[0][0]:
-            block_decay, block_increment = write_block(
-                inputs, outputs, segment, top, state, FORM, BLOCK
-            )
-            state = add_carry(block_increment, block_decay, state)
-            top -= BLOCK
+        past = tl.minimum(number + share, num_segments)
+        while number < past:
+            count = 1
+            if rates[1] is None:  # a λ of each entry would take too many registers
+                count, owner, first = share_block(source[3], cu_seqlens, number, past, BLOCK // 4)
+                if count > 1:
+                    write_segments(
+                        inputs, outputs, cu_seqlens, rates, bootstrap, number, count, owner, first,
+                        gamma, lam, FORM, BLOCK,
+                    )  # fmt: skip
+            if count <= 1:
+                walk_segment(
+                    inputs, outputs, cu_seqlens, rates, bootstrap, number, gamma, lam, FORM, BLOCK
+                )
+            number += tl.maximum(count, 1)
     elif fill_ids is not None:
-        fill_with_zeros(outputs, fill_ids, number - num_segments, num_tokens, BLOCK)
+        tile = tl.program_id(0) - tl.cdiv(num_segments, share)
+        fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks"])
@@ -456,7 +555,7 @@ def block_steps_kernel(
         segment = segment_of(chunks, cu_seqlens, rates, bootstrap, number, gamma, lam)
         top = segment[0][1] - behind * BLOCK
         _, _, decay, increment = read_block(inputs, segment, top, FORM, BLOCK)
-        _, _, _, block_decay, block_increment = scan_block(decay, increment, BLOCK)
+        _, _, _, block_decay, block_increment = scan_block(decay, increment, None, BLOCK)
         lane = tl.arange(0, BLOCK // 4)
         own = steps + 2 * window + tl.zeros_like(lane)
         tl.store(own, block_decay, mask=lane == 0)
@@ -481,13 +580,13 @@ def row_of(
         segment, behind, exists = block_of_window(
             chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
         )
-        begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+        begin, end, _, _, _ = span_of(chunks, cu_seqlens, segment)
         row = behind // ROW
         is_whole = exists & ((row + 1) * ROW <= (end - begin - 1) // BLOCK)
         blocks = tl.where(is_whole, ROW, 0)
     else:
         segment = program - num_groups
-        begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+        begin, end, _, _, _ = span_of(chunks, cu_seqlens, segment)
         blocks = tl.maximum(end - begin - 1, 0) // BLOCK
         row = blocks // ROW
         blocks -= row * ROW
@@ -586,7 +685,7 @@ def block_states_kernel(
             )
         else:
             number = program - num_windows
-            begin, end, _, _ = span_of(chunks, cu_seqlens, number)
+            begin, end, _, _, _ = span_of(chunks, cu_seqlens, number)
             behind = tl.maximum(end - begin - 1, 0) // BLOCK
             exists = end > begin
         if exists:
@@ -604,7 +703,7 @@ def block_states_kernel(
                     state = tl.zeros_like(state) + carried
                 else:
                     state = add_carry(carried, tl.load(own), state)
-            write_block(inputs, outputs, segment, end - behind * BLOCK, state, FORM, BLOCK)
+            write_block(inputs, outputs, segment, end - behind * BLOCK, state, None, FORM, BLOCK)
     elif fill_ids is not None:
         tile = program - num_windows - num_segments
         fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
@@ -637,8 +736,13 @@ def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
 
 
 def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Launch one program per segment."""
-    _launch_writing(walk_kernel, scan.num_segments, scan, before=before, outputs=outputs)
+    """Launch one program per segment, or per as many short ones as fill about two blocks."""
+    share = 1
+    if scan.lams is None:
+        entries = scan.num_positions + 3 * scan.num_segments  # a segment begins in a lane of four
+        share = max(2 * BLOCK * scan.num_segments // max(entries, 1), 1)
+    programs = triton.cdiv(scan.num_segments, share)
+    _launch_writing(walk_kernel, programs, scan, before=before, outputs=outputs, share=share)
 
 
 def scan_blocks(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:

@@ -68,11 +68,14 @@ def test_a_pack_makes_two_launches_at_any_size(compiled: Any, layout: str) -> No
 
 @builds("90")
 def test_grids_cover_the_batch_and_no_more(compiled: Any) -> None:
+    """Trajectories of a few turns share a program of the scan, about two blocks of 128."""
     for case in compiled["launches"]:
         if case["num_tokens"]:
             tiles = -(-case["num_tokens"] // TILE)
+            walked = case["num_trajectories"]
+            share = max(256 * walked // (case["num_turns"] + 3 * walked), 1)
             assert [grid for _, grid in case["launches"]] == [
-                [case["num_trajectories"], 1, 1],
+                [-(-walked // share), 1, 1],
                 [tiles, 1, 1],
             ], case
 

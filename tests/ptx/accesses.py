@@ -105,17 +105,16 @@ class Access:
     def _find(self, m: Any, threads: Any, address: Any, way: str) -> tuple[Any, Any]:
         """Return which accesses are in bounds, or True for all, and the places of these."""
         m.note("misaligned", self.one, (address & address.dtype.type(self.size - 1)) != 0)
-        if m.counts and self.space == "global":
-            m.tally(self.one, self.space, way, count_sectors(address, threads >> 5, self.size))
-        elif m.counts and self.space == "shared":
+        if m.counts and self.space == "shared":
             m.tally(self.one, self.space, way, count_passes(address, threads, self.size))
         m.clock.now += 1
         if self.space != "global":
             return True, self._own_place(m, threads, address.astype(np.int64))
         which = m.memory.find(address, self.size)
+        if m.counts:
+            self._count(m, threads, which, address, way)
         base = np.uint64(m.memory.base)
         if isinstance(which, int):
-            self._touch(m, which, address, way)
             return True, (address - base).astype(np.int64)
         in_bounds = which >= 0
         m.note("out of bounds", self.one, ~in_bounds)
@@ -130,13 +129,15 @@ class Access:
         owner = threads if self.space == "local" else threads // m.threads
         return address + owner * stride
 
-    def _touch(self, m: Any, number: int, address: Any, way: str) -> None:
-        if m.counts:
-            one = m.memory.allocations[number]
-            skipped = one.begin // SECTOR
-            count = (one.end - 1) // SECTOR - skipped + 1
-            touched = one.sectors.setdefault(way, np.zeros(count, bool))
-            touched[(address // np.uint64(SECTOR)).astype(np.int64) - skipped] = True
+    def _count(self, m: Any, threads: Any, which: Any, address: Any, way: str) -> None:
+        """Count a request as a device would, where every allocation begins with a sector."""
+        offset = (address - m.memory.begins[which]).astype(np.int64)
+        apart = np.int64(which) << 48
+        m.tally(self.one, self.space, way, count_sectors(offset + apart, threads >> 5, self.size))
+        for number in np.unique(which[which >= 0]) if np.ndim(which) else [which]:
+            if number >= 0:
+                own = offset if np.ndim(which) == 0 else offset[which == number]
+                m.memory.allocations[number].touch(way, own // SECTOR)
 
     def _histories(self, m: Any, threads: Any, place: Any, inside_of: Any) -> Any:
         """Yield which accesses fall in an allocation, where in it, and its history."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.publications import Publications
+from tests.ptx.traffic import SECTOR
 
 SENTINEL = np.uint32(0x7FF8A5A5)
 """Content of memory that nobody has written: NaN as float32, and twice of it as float64."""
@@ -183,6 +184,10 @@ class Allocation:
     history: History | None = None
     sectors: dict[str, Any] = field(default_factory=dict)
     """Pieces of 32 bytes that were touched, by kind of access."""
+
+    def touch(self, way: str, sector: Any) -> None:
+        count = -(-(self.end - self.begin) // SECTOR)
+        self.sectors.setdefault(way, np.zeros(count, bool))[sector] = True
 
 
 class GlobalMemory:

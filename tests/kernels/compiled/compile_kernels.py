@@ -90,6 +90,7 @@ def measure_launches() -> Iterator[dict[str, Any]]:
                 yield {
                     "layout": layout,
                     "num_trajectories": num_trajectories,
+                    "num_turns": num_turns * num_trajectories,
                     "num_tokens": batch.num_tokens,
                     "launches": [[done["kernel"], done["grid"]] for done in recorder.launches],
                     "field_bytes": [

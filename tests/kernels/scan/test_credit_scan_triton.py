@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.kernels.credit.token_loops import OBSERVATIONS, Batch, batch_of, small_blocks
+from trajpack.kernels.credit.gae import gae
 from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import credit_scan_reference
 from trajpack.kernels.scan.credit_scan_triton import (
@@ -26,6 +27,8 @@ from trajpack.testing import assert_same_bits, boundaries
 SMALL = 8
 EDGES = [7, 8, 9, 0, 15, 16, 17, 1, 0, 25, 2]
 """Lengths around the edges of small blocks; their ends fall anywhere in a window."""
+SHORT = [5, 0, 1, 12, 3, 0, 0, 32, 4, 33, 2, 2, 9, 31, 1, 0]
+"""Lengths of which several fit in a block of 32, and around its edge."""
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -124,6 +127,33 @@ def test_both_regimes_give_the_same_bits_beside_any_segments(kind: str) -> None:
                 assert_same_bits(actual[shift : shift + 19], wanted)
 
 
+@pytest.mark.parametrize(
+    ("kind", "observation"),
+    [
+        ("gae", "carry"), ("returns", "reset"), ("next_values", "ignore"), ("vtrace", "multiply"),
+        ("adjoint", "compact"),
+    ],
+)  # fmt: skip
+def test_segments_that_share_a_block_have_the_same_bits(kind: str, observation: str) -> None:
+    with small_blocks(32):
+        scan = scan_of(batch_of(random_masks(SHORT)), kind, observation)
+        assert_regimes_agree(scan._replace(lam=0.9, lams=None))
+
+
+def test_a_nan_stays_in_its_segment_of_a_shared_block() -> None:
+    batch = batch_of(["gg", "g.ggg", "g", "ggg.gg.gg"])
+    spoiled = batch.rewards.clone()
+    spoiled[2:7] = math.nan
+    with small_blocks(32):
+        results = [
+            torch.stack(gae(rewards, batch.values, batch.cu_seqlens, impl="triton"))
+            for rewards in (batch.rewards, spoiled)
+        ]
+    assert results[1][:, 2:7].isnan().all()
+    for own in (slice(2), slice(7, None)):
+        assert_same_bits(results[1][:, own], results[0][:, own])
+
+
 def test_segments_of_many_rows_equal_the_reference_beside_any_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -181,8 +211,6 @@ def test_the_bound_decides_what_is_launched(
 
 def test_a_wrong_bound_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are the same within a row; gradients take the bound too."""
-    from trajpack.kernels.credit.gae import gae
-
     monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", 12)
     batch = batch_of(random_masks([30, 3, 9]))
     results = []

@@ -194,10 +194,21 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
 @pytest.mark.parametrize("kind", ["gae", "next_values", "vtrace"])
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
+    assert_regimes_agree(observation, kind)
+
+
+@pytest.mark.parametrize("kind", ["gae", "vtrace"])
+def test_segments_that_share_a_block_have_the_same_bits(kind: str) -> None:
+    with small_blocks(32):
+        assert_regimes_agree("carry", kind, lam=0.9, lams=None)
+
+
+def assert_regimes_agree(observation: str, kind: str, **given: Any) -> None:
     case = case_of()
     weights = (case.batch.logprobs, case.batch.rollout_logprobs) if kind == "vtrace" else None
     limits = Limits(reward_clip=0.75, rho_clip=0.875)
     scan = case.scan._replace(kind=kind, observation=observation, weights=weights, limits=limits)
+    scan = scan._replace(**given)
     before = torch.linspace(-1, 1, scan.num_positions).double() if kind == "vtrace" else None
     num = scan.num_positions if kind == "next_values" else scan.num_tokens
     results = []

@@ -110,7 +110,7 @@ test-gpu: ## Run the tests that need a CUDA device
 RESULTS ?= build/benchmarks
 BENCH_STAMP := $(VENV)/.bench-installed
 
-$(BENCH_STAMP): $(STAMP)
+$(BENCH_STAMP): $(TEST_STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $(BENCH_STAMP)
 

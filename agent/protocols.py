@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
-from trajpack.packing.equality import same_values
+from trajpack.packing.equality import same_rows, same_values
+from trajpack.packing.ragged import Ragged
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
 
@@ -80,12 +81,21 @@ class GenerationOutput:
     """Policy version of the last sampled token."""
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     """`(version, start, end)` spans over the sampled tokens, where the engine reports them."""
+    sampling_mask: Ragged | None = None
+    """Tokens that each one was sampled from, where the engine reports them. They become the extra
+    field of that name: declare ``TokenField("sampling_mask", torch.int32, ragged=True)``."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerationOutput):
             return NotImplemented
         arrays = ("prompt_ids", "output_ids", "output_logprobs")
-        mine, theirs = vars(self), vars(other)
+        mine, theirs = dict(vars(self)), dict(vars(other))
+        mask, other_mask = mine.pop("sampling_mask"), theirs.pop("sampling_mask")
+        if mask is None or other_mask is None:
+            if mask is not other_mask:
+                return False
+        elif not same_rows(mask, other_mask):
+            return False
         return all(
             same_values(mine[name], theirs[name]) if name in arrays else mine[name] == theirs[name]
             for name in mine

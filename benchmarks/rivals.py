@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,20 @@ def find(name: str) -> tuple[ModuleType | None, str]:
         return None, f"does not load here: {str(error).strip().splitlines()[0][:60]}"
     finally:
         logging.disable(before)
+
+
+def find_file(package: str, file: str) -> tuple[ModuleType | None, str]:
+    """Run one file of a package of `peers.txt`, without the package's dependencies.
+
+    Such a package is in a folder of the virtual environment, which `make test` fills.
+    """
+    path = Path(sys.prefix, "peers", package, file)
+    spec = importlib.util.spec_from_file_location(f"{package}_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        return None, f"not installed ({package})"
+    module = importlib.util.module_from_spec(spec)
+    quietly(spec.loader.exec_module)(module)
+    return module, ""
 
 
 def contender(module: str, name: str, make: Any, wrote: str, **rest: Any) -> Contender:

@@ -49,6 +49,7 @@ from trajpack.kernels.rearrange.context_parallel import (
     context_parallel_order as context_parallel_order,
 )
 from trajpack.kernels.rearrange.pad import pad as pad, unpad as unpad
+from trajpack.kernels.rearrange.repeat_rows import repeat_rows as repeat_rows
 from trajpack.kernels.rearrange.select_tokens import (
     merge_tokens as merge_tokens,
     select_tokens as select_tokens,

@@ -28,6 +28,7 @@ from trajpack.packing.micro_batches.micro_batch import MicroBatch as MicroBatch
 from trajpack.packing.plan.costs import TransformerCost as TransformerCost
 from trajpack.packing.plan.plan import Plan as Plan, plan_micro_batches as plan_micro_batches
 from trajpack.packing.plan.ranks import RankPlan as RankPlan, plan_ranks as plan_ranks
+from trajpack.packing.ragged import Ragged as Ragged
 from trajpack.packing.token_fields import TokenField as TokenField
 from trajpack.packing.trajectory_log.log import (
     LoggedEpisode as LoggedEpisode,
@@ -38,6 +39,8 @@ from trajpack.packing.trajectory_log.options import (
     LogInUseError as LogInUseError,
     LogOptions as LogOptions,
 )
+from trajpack.packing.tree.chain_plan import ChainPlan as ChainPlan
+from trajpack.packing.tree.micro_batches import TreeMicroBatch as TreeMicroBatch
 from trajpack.packing.tree.tree_batch import TreeBatch as TreeBatch
 from trajpack.packing.types import (
     Trajectory as Trajectory,

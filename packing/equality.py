@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.conversion import host_array, host_tensor, merge_spans, several
+from trajpack.packing.ragged import Ragged, flattened
 from trajpack.packing.turn_fields import TURN_FIELDS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def same_turns(one: Turn, other: Turn) -> bool:
             and same_values(one.completion_ids, other.completion_ids)
             and same_values(one.completion_logprobs, other.completion_logprobs, np.float32)
             and set(mine) == set(theirs)
-            and all(_same_rows(mine[name], theirs[name]) for name in mine)
+            and all(same_rows(mine[name], theirs[name]) for name in mine)
         )
     except MemoryError:
         raise
@@ -50,12 +51,18 @@ def _numbers(turn: Turn) -> tuple[Any, ...]:
     return numbers, merge_spans([tuple(map(operator.index, span)) for span in given], first, last)
 
 
-def _same_rows(left: Any, right: Any) -> bool:
+def same_rows(left: Any, right: Any) -> bool:
     """Return whether rows of an extra field are equal in the narrower of their dtypes.
 
     Rows that were packed as float32 equal the Python floats that they came from; NaN equals NaN.
     """
-    one, other = host_tensor(_read_once(left)), host_tensor(_read_once(right))
+    try:
+        if isinstance(left, Ragged) or isinstance(right, Ragged):
+            raise ValueError("they are ragged")
+        one, other = host_tensor(_read_once(left)), host_tensor(_read_once(right))
+    except (TypeError, ValueError):  # lists of different lengths
+        (counts, mine), (others, theirs) = flattened(left), flattened(right)
+        return np.array_equal(counts, others) and same_rows(mine, theirs)
     if one.numel() == other.numel() == 0:
         return True
     if one.shape != other.shape:

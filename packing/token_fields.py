@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.gather_fields import FieldLayout
 from trajpack.packing.conversion import host_tensor, several, shown
+from trajpack.packing.ragged import Bytes, RaggedBytes, flattened
 
-Bytes = npt.NDArray[np.uint8]
+Rows: TypeAlias = Bytes | RaggedBytes
+"""Converted rows of a field."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -73,6 +75,11 @@ class TokenField:
     generated_only: bool = True
     """Whether a turn has rows for its completion only, or for its prompt and completion. In the
     second case a turn extends a chain only if the rows of the chain are equal too."""
+    ragged: bool = False
+    """Whether a generated token has any number of values, each of ``shape``: a turn brings a list
+    of lists, or `Ragged`. Then ``PackedBatch.fields[name]`` is int32 ``[tokens, 2]``: the first
+    value and the number of values in ``PackedBatch.ragged_values[name]``, and `PackedBatch.ragged`
+    returns the values in the order of the generated tokens."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -96,6 +103,16 @@ class TokenField:
         object.__setattr__(self, "fill", filled.item())
         fill = filled.view(torch.uint8).numpy().tobytes()
         layout = FieldLayout(self.dtype, self.shape, fill, self.generated_only)
+        if type(self.ragged) is not bool:
+            got = shown(self.ragged)
+            raise TypeError(f"field {self.name!r}: ragged must be a bool, got {got}")
+        if self.ragged:
+            if not self.generated_only or self.fill != 0:
+                raise ValueError(
+                    f"field {self.name!r}: a ragged field must have rows of generated tokens, "
+                    f"without a fill, got generated_only={self.generated_only}, fill={self.fill}"
+                )
+            layout = FieldLayout(torch.int32, (2,), bytes(4), generated_only=True)
         object.__setattr__(self, "_layout", layout)
 
     @property
@@ -109,11 +126,26 @@ class TokenField:
         """Bytes of a token's row."""
         return self.layout.row_bytes
 
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value of a ragged field."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def values_in(self, words: torch.Tensor) -> torch.Tensor:
+        """Return an int32 stream as values of a ragged field, a view."""
+        whole = 4 * words.shape[0] // math.lcm(4, self.value_bytes) * math.lcm(4, self.value_bytes)
+        if not whole:  # torch cannot view no bytes as another dtype
+            return words.new_empty((0, *self.shape), dtype=self.dtype)
+        return words[: whole // 4].view(self.dtype).view(-1, *self.shape)
+
     def as_json(self) -> dict[str, Any]:
         """Return the declaration as JSON values, for `from_json`."""
         dtype = str(self.dtype).removeprefix("torch.")
-        described = {"dtype": dtype, "shape": list(self.shape), "fill": self.layout.fill.hex()}
-        return dataclasses.asdict(self) | described
+        fill = bytes(self.dtype.itemsize) if self.ragged else self.layout.fill
+        described = dataclasses.asdict(self) | {"dtype": dtype, "shape": list(self.shape)}
+        if not self.ragged:  # as before there were ragged fields
+            del described["ragged"]
+        return described | {"fill": fill.hex()}
 
     @classmethod
     def from_json(cls, described: Any) -> TokenField:
@@ -123,8 +155,8 @@ class TokenField:
             TypeError: If a value is of the wrong kind.
             ValueError: If the values describe no field.
         """
-        keys = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(described, dict) or set(described) != keys:
+        keys = {field.name for field in dataclasses.fields(cls)} - {"ragged"}
+        if not isinstance(described, dict) or set(described) - {"ragged"} != keys:
             raise ValueError(f"a field must have {sorted(keys)}, got {shown(described)}")
         name, fill = described["dtype"], described["fill"]
         dtype = DTYPES.get(name) if isinstance(name, str) else None
@@ -138,24 +170,37 @@ class TokenField:
         value = torch.frombuffer(raw, dtype=dtype).item()
         return cls(**{**described, "dtype": dtype, "fill": value})
 
-    def as_bytes(self, values: Any, num_rows: int) -> Bytes:
-        """Convert the rows of a turn to ``[num_rows, row_bytes]``.
+    def as_rows(self, values: Any, num_rows: int) -> Rows:
+        """Convert the rows of a turn: to ``[num_rows, row_bytes]`` if the field is not ragged.
 
         Raises:
-            TypeError: If the values are no numbers.
-            ValueError: If the shape is not ``[num_rows, *shape]``, or ``dtype`` changes a value.
+            TypeError: If the values are no numbers, or rows of a ragged field no sequences.
+            ValueError: If the shape is not ``[num_rows, *shape]``, ``dtype`` changes a value, or a
+                ragged field has another number of rows.
         """
-        rows = self._converted(values)
+        if not self.ragged:
+            return self._as_bytes(values, num_rows)
+        try:
+            counts, flat = flattened(values)
+        except Exception as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(f"field {self.name!r} must be lists or Ragged: {error}") from error
+        if len(counts) != num_rows:
+            raise ValueError(f"field {self.name!r} must have {num_rows} rows, got {len(counts)}")
+        return RaggedBytes(counts, self._as_bytes(flat, int(counts.sum(dtype=np.int64))))
+
+    def _as_bytes(self, values: Any, num_rows: int) -> Bytes:
+        rows, row_bytes = self._converted(values), self.value_bytes
         expected = (num_rows, *self.shape)
         if tuple(rows.shape) != expected and (num_rows or rows.numel()):
             raise ValueError(
                 f"field {self.name!r} must have shape {list(expected)}, got {list(rows.shape)}"
             )
         if not num_rows:
-            return np.empty((0, self.row_bytes), np.uint8)
+            return np.empty((0, row_bytes), np.uint8)
         try:
             flat = rows.contiguous().as_strided((rows.numel(),), (1,))  # an entry may have stride 0
-            raw = np.asarray(flat.view(torch.uint8).numpy()).reshape(num_rows, self.row_bytes)
+            raw = np.asarray(flat.view(torch.uint8).numpy()).reshape(num_rows, row_bytes)
         except Exception as error:  # the storage does not fit the shape
             raise TypeError(f"field {self.name!r} cannot be read: {shown(error)}") from error
         return raw if self.dtype != torch.bool else (raw != 0).view(np.uint8)
@@ -199,7 +244,7 @@ def rows_of_turn(
     sizes: tuple[int, int],
     *,
     compared: bool,
-) -> list[Bytes]:
+) -> list[Rows]:
     """Convert the rows of a turn for each declared field.
 
     Args:
@@ -210,7 +255,7 @@ def rows_of_turn(
             that the compared rows are the stored rows.
 
     Raises:
-        TypeError, ValueError: As `TokenField.as_bytes`; also if a field is missing or was not
+        TypeError, ValueError: As `TokenField.as_rows`; also if a field is missing or was not
             declared.
     """
     if given is not None and not isinstance(given, Mapping):
@@ -222,10 +267,11 @@ def rows_of_turn(
         got = sorted(map(str, rows))
         raise ValueError(f"fields must be those declared, {sorted(expected)}, got {got}")
     num_prompt, num_completion = sizes
-    converted = []
+    converted = list[Rows]()
     for field in declared:
         num_rows = num_completion if field.generated_only else num_prompt + num_completion
-        row_bytes = field.as_bytes(rows[field.name], num_rows)
-        copied = compared and not field.generated_only
-        converted.append(row_bytes.copy() if copied else row_bytes)
+        one = field.as_rows(rows[field.name], num_rows)
+        if compared and not field.generated_only and not isinstance(one, RaggedBytes):
+            one = one.copy()
+        converted.append(one)
     return converted

@@ -230,6 +230,9 @@ class Conversation:
                 version_start=one.version_start,
                 version_end=one.version_end,
                 version_spans=one.reply.version_spans,
+                fields=None
+                if one.reply.sampling_mask is None
+                else {"sampling_mask": one.reply.sampling_mask},
             )
             for one in self.exchanges
         ]

@@ -11,6 +11,8 @@ from trajpack.agent.errors import SetupError
 
 EngineName: TypeAlias = Literal["transformers", "sglang", "vllm"]
 """The model in this process, or servers of that kind."""
+LayoutName: TypeAlias = Literal["merged", "turns", "tree"]
+"""Layout of a packed batch, or a tree, whose file has layout ``"merged"``."""
 MAX_COUNT = 10_000_000
 """Upper bound of all counts."""
 _COUNTS = (

@@ -338,7 +338,8 @@ class ServerEngine(QueuedEngine):
         """Send the request for the missing tokens, parse the response and append its sample."""
         max_tokens = completion.remaining.max_new_tokens
         # a server may repeat the prompt: 11 digits and a comma per token at most
-        num_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * max_tokens + 12 * len(completion.token_ids)
+        per_token = _BYTES_PER_TOKEN + 12 * completion.params.top_k  # a sampling mask
+        num_bytes = _BYTES_BESIDE + per_token * max_tokens + 12 * len(completion.token_ids)
         limits = ResponseLimits(
             max_tokens=max_tokens,
             vocab_size=self._options.vocab_size or INT32_MAX + 1,

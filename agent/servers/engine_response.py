@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from types import GenericAlias
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_logprobs
 from trajpack.packing.optional import require
+from trajpack.packing.ragged import Ragged, concatenated
 from trajpack.packing.types import VersionSpan
 
 PLACEHOLDER_LOGPROB = -9999.0
@@ -54,6 +56,8 @@ class EngineResponse:
     """``"stop"``, ``"length"``, ``"abort"`` or another word of the server."""
     weight_versions: WeightVersions | None
     """``(version, start, end)`` spans as the server named them; None if it does not report any."""
+    sampling_mask: Ragged | None = None
+    """int32 token ids that each token was sampled from; None if the server does not report them."""
 
 
 def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
@@ -63,6 +67,7 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     token (``"logprobs": 0``; ``true`` for chat) and, except on ``generate``, for
     ``"return_token_ids": true``. It must not stream, and not ``echo`` the prompt.
 
+    Servers started with ``--return-sampling-mask`` report the tokens that top-p and top-k left.
     vLLM writes a log-probability that it does not have as ``null`` or as -9999. Both are refused.
 
     Args:
@@ -107,6 +112,7 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         output_logprobs=logprobs,
         finish_reason=choice.finish_reason,
         weight_versions=None if spans is None else _spans(spans),
+        sampling_mask=choice.sampling_mask,
     )
 
 
@@ -231,8 +237,10 @@ def _checked(
     output_logprobs: list[float],
     finish_reason: str,
     weight_versions: WeightVersions | None,
+    sampling_mask: list[list[int]] | None = None,
 ) -> EngineResponse:
     num_tokens = len(output_ids)
+    kept = sampling_mask or []
     if num_tokens > limits.max_tokens:
         raise _refusal(server, f"at most {limits.max_tokens} tokens in token_ids", num_tokens)
     if len(output_logprobs) != num_tokens:
@@ -247,13 +255,24 @@ def _checked(
     for name, values in (
         ("prompt_token_ids", prompt_ids or []),
         ("token_ids", output_ids),
+        ("sampling_mask", list(chain(*kept))),
     ):
         ids = as_ids(f"{server} response: {name}", values)
         if ids.size and ids.max() >= limits.vocab_size:
             got = f"{ids.max()} at index {ids.argmax()}"
             raise _refusal(server, f"ids below {limits.vocab_size} in {name}", got)
         arrays.append(ids)
+    counts = np.array([len(row) for row in kept], np.int64)
+    if sampling_mask is not None and len(counts) != num_tokens:
+        expected = f"{num_tokens} rows, one for each of token_ids in sampling_mask"
+        raise _refusal(server, expected, len(counts))
+    for index, row in enumerate(kept):
+        if row and output_ids[index] not in row:
+            raise _refusal(server, f"the token {output_ids[index]} in sampling_mask", "others")
     return EngineResponse(
+        sampling_mask=None
+        if sampling_mask is None
+        else Ragged(np.append(0, counts).cumsum(), arrays[2]),
         prompt_ids=None if prompt_ids is None else arrays[0],
         output_ids=arrays[1],
         output_logprobs=logprobs,
@@ -282,8 +301,14 @@ def _decoders() -> dict[str, Callable[[bytes], Any]]:
     logprobs = struct(
         ("content", array(entry) | None, None), ("token_logprobs", list[float] | None, None)
     )
+    mask = ("sampling_mask", array(list[int]) | None, None)
     choice = struct(
-        ("token_ids", list[int]), ("finish_reason", str), ("logprobs", logprobs), prompt, spans
+        ("token_ids", list[int]),
+        ("finish_reason", str),
+        ("logprobs", logprobs),
+        prompt,
+        spans,
+        mask,
     )
     pair = struct(("logprob", float), ("token_id", int), array_like=True)
     finish = struct(("type", str), ("matched", int | str | list[int] | None, None))
@@ -370,6 +395,7 @@ class Completion:
     """Host and port of the server that was asked last."""
     _ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    _masks: list[Ragged] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)
@@ -415,6 +441,9 @@ class Completion:
         seen = response.prompt_ids
         if seen is not None and not np.array_equal(seen, self.token_ids):
             raise ValueError("the server saw another prompt than was sent")
+        mask = response.sampling_mask
+        if num_new and self.num_tokens and (mask is None) == bool(self._masks):
+            raise ValueError("only some of the tokens have a sampling mask")
         spans = read_spans(response.weight_versions, num_new, declared)
         last = self.spans[-1].version if self.spans else 0
         if spans and spans[0].version < last:
@@ -427,6 +456,8 @@ class Completion:
         self.token_ids.extend(response.output_ids.tolist())
         self._ids.append(response.output_ids)
         self._logprobs.append(response.output_logprobs)
+        if num_new and mask is not None:
+            self._masks.append(mask)
         self.finish_reason = reason
 
     def to_output(self) -> GenerationOutput:
@@ -441,4 +472,5 @@ class Completion:
             version_start=self.spans[0].version,
             version_end=self.spans[-1].version,
             version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
+            sampling_mask=concatenated(self._masks) if self._masks else None,
         )

@@ -17,17 +17,23 @@ from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
 from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.protocols import Prompt, SamplingParams
+from trajpack.agent.rollout.settings import LayoutName
 from trajpack.agent.runner.runner import EpisodeResult, RolloutRunner
 from trajpack.agent.training.arithmetic import (
     arithmetic_questions,
     encode_question,
     lazy_demonstrations,
 )
-from trajpack.agent.training.policy_trainer import PolicyTrainer, StepOutcome, warm_up
+from trajpack.agent.training.policy_trainer import (
+    Batch,
+    PolicyTrainer,
+    StepOutcome,
+    pack_as,
+    warm_up,
+)
 from trajpack.agent.training.settings import TrainSettings
-from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.buffer.buffer import pack
 from trajpack.packing.credit.estimators import GRPO
+from trajpack.packing.tree.tree_batch import TreeBatch
 
 MAX_LOGPROB_GAP = 1e-5
 """Largest allowed difference of log-probabilities between trainer and engine at equal weights."""
@@ -52,6 +58,7 @@ class StepRecord:
     reward: float
     """Mean over episodes of the sum of rewards."""
     num_tokens: int
+    """Tokens of the batch, or nodes: what a forward pass without micro-batches computes."""
     num_generated: int
     seconds: float
     """Seconds since the end of the step before, or since the first episode began."""
@@ -68,7 +75,7 @@ class Training:
 
     Raises:
         ModuleNotFoundError: If transformers is missing.
-        SetupError: If the model does not keep packed sequences apart.
+        SetupError: If the model does not keep packed sequences apart, or does not compute trees.
 
     Cost: imports transformers, some seconds.
     """
@@ -82,6 +89,7 @@ class Training:
                 learning_rate=settings.learning_rate,
                 capacity=settings.capacity,
                 num_epochs=_NUM_EPOCHS,
+                layout=settings.layout,
             )
         except ValueError as error:
             raise SetupError(f"the model cannot be trained: {first_line(error)}") from error
@@ -103,6 +111,7 @@ class Training:
             num_steps=settings.warm_up_steps,
             learning_rate=_WARM_UP_RATE,
             capacity=settings.capacity,
+            layout=settings.layout,
         )
 
     async def learn(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -146,7 +155,7 @@ class Training:
                     raise SetupError(f"an episode failed: {error.reason}") from error
                 if len(episodes) < num_episodes:
                     continue
-                batch = pack_episodes(episodes)
+                batch = pack_episodes(episodes, settings.layout)
                 outcome = await run_to_end(partial(self.trainer.step, batch))
                 check_logprobs(outcome)
                 with _as_setup_error():
@@ -156,8 +165,8 @@ class Training:
                     StepRecord(
                         self.trainer.version,
                         *shares(episodes),
-                        batch.num_tokens,
-                        batch.num_generated,
+                        len(batch.input_ids),
+                        (batch.entries if isinstance(batch, TreeBatch) else batch).num_generated,
                         seconds,
                         outcome,
                     )
@@ -167,12 +176,15 @@ class Training:
     def _make_engine(self, concurrency: int) -> TransformersEngine:
         """Return an engine on a copy of the model that reads any prompt in one forward pass.
 
-        Two passes could read a prompt with two versions of the weights.
+        Two passes could read a prompt with two versions of the weights. The copy samples with
+        attention of its own, since trees take no cache.
         """
+        model = copy.deepcopy(self.model)
+        model.set_attn_implementation("sdpa")
         turn_tokens = _MAX_NEW_TOKENS + _FEEDBACK_TOKENS
         longest = _QUESTION_TOKENS + self.settings.num_turns * turn_tokens
         return TransformersEngine(
-            copy.deepcopy(self.model),
+            model,
             num_blocks=concurrency * -(-longest // _PAGE_SIZE),
             page_size=_PAGE_SIZE,
             max_batch_tokens=concurrency * longest,
@@ -189,10 +201,10 @@ def _as_setup_error() -> Iterator[None]:
         raise SetupError(f"the engine cannot run this: {first_line(error)}") from error
 
 
-def pack_episodes(episodes: Sequence[EpisodeResult]) -> PackedBatch:
+def pack_episodes(episodes: Sequence[EpisodeResult], layout: LayoutName = "merged") -> Batch:
     """Pack the trajectories of episodes, with advantages by `GRPO`."""
     trajectories = [path for episode in episodes for path in episode.trajectories]
-    return pack(trajectories).with_advantages(GRPO())
+    return pack_as(trajectories, layout).with_advantages(GRPO())
 
 
 def check_logprobs(outcome: StepOutcome) -> None:

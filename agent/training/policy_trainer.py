@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, get_args
 
 import torch
 
-from trajpack.packing.adapters.huggingface import LMHead, check_isolation
+from trajpack.agent.rollout.settings import LayoutName
+from trajpack.packing.adapters.huggingface import (
+    LMHead,
+    check_isolation,
+    check_tree_attention,
+    register_tree_attention,
+)
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
+from trajpack.packing.buffer.trees import pack_tree
 from trajpack.packing.micro_batches.micro_batch import MicroBatch
-from trajpack.packing.plan.plan import plan_micro_batches
+from trajpack.packing.plan.plan import Plan, plan_micro_batches
+from trajpack.packing.tree.chain_plan import ChainPlan
+from trajpack.packing.tree.micro_batches import TreeMicroBatch
+from trajpack.packing.tree.tree_batch import TreeBatch
 from trajpack.packing.types import Trajectory
 
+Batch: TypeAlias = PackedBatch | TreeBatch
+"""Batch of one of the layouts."""
+Piece: TypeAlias = MicroBatch | TreeMicroBatch
+"""Micro-batch of a `Batch`."""
 _RAMP_BATCHES = 10
 _WARM_UP_RAMP_STEPS = 20
 
@@ -31,7 +45,7 @@ class StepOutcome:
     """Share of the generated tokens whose gradient the clip set to zero, mean over the epochs."""
     num_micro_batches: int
     fill: float
-    """Tokens of the micro-batches divided by their capacity."""
+    """Tokens, or nodes, of the micro-batches divided by their capacity."""
     mean_staleness: float
     """Mean over generated tokens of trainer version less token version."""
     max_staleness: int
@@ -41,22 +55,30 @@ class StepOutcome:
     """Largest absolute difference of their log-probabilities between trainer and engine, nats."""
 
 
-def token_logprobs(head: LMHead, piece: PackedBatch | MicroBatch) -> torch.Tensor:
+def pack_as(trajectories: Sequence[Trajectory], layout: LayoutName) -> Batch:
+    """Pack trajectories in a layout, ``"tree"`` by `trajpack.pack_tree`."""
+    return pack_tree(trajectories) if layout == "tree" else pack(trajectories, layout=layout)
+
+
+def token_logprobs(head: LMHead, piece: Batch | Piece) -> torch.Tensor:
     """Return the log-probability of each generated token given those before it in its sequence.
 
     Args:
-        head: Of a model that keeps packed sequences apart; see
-            `trajpack.packing.adapters.huggingface.check_isolation`.
+        head: Of a model that keeps packed sequences apart, or computes trees; see
+            `trajpack.packing.adapters.huggingface.check_isolation` and
+            `trajpack.packing.adapters.huggingface.check_tree_attention`.
         piece: A batch, or a micro-batch of one.
 
     Returns:
         float32 ``[tokens]``, at each token's own index, as `PackedBatch.rollout_logprobs`; 0 where
-        not generated.
+        not generated. Of trees ``[entries]``. float64 of a model in float64.
 
     Cost: one forward pass of the decoder; the LM head runs on the rows of generated tokens alone.
     """
-    rows, _ = piece.logprob_rows()
     found: torch.Tensor = head.logprobs(piece)
+    if isinstance(piece, TreeBatch | TreeMicroBatch):
+        return found
+    rows, _ = piece.logprob_rows()
     return found.new_zeros(piece.num_tokens).index_add(0, rows + 1, found)
 
 
@@ -67,8 +89,9 @@ def clipped_policy_loss(
 
     Args:
         logprobs: float ``[tokens]``, from `token_logprobs`.
-        piece: A micro-batch with advantages and a field ``loss_weights``
-            (`PackedBatch.loss_weights`), so that micro-batches and ranks add up to the batch.
+        piece: A micro-batch, or the entries of one of a tree, with advantages and a field
+            ``loss_weights`` (`PackedBatch.loss_weights`), so that micro-batches and ranks add up to
+            the batch.
         clip: Lower and upper distance from 1 at which the ratio of a token to the policy that
             sampled it is clipped.
 
@@ -101,13 +124,16 @@ class PolicyTrainer:
         num_epochs: Optimizer steps on each batch.
         clip: As in `clipped_policy_loss`.
         max_gradient_norm: Gradients with a larger norm are scaled down to it.
+        layout: Layout of the batches. ``"tree"`` trains a `TreeBatch`, and sets the model's
+            attention to ``"trajpack_tree"``; the others train a `PackedBatch`.
 
     Raises:
-        ValueError: If the model does not keep the sequences of a packed batch apart, or makes its
-            logits in a way that `trajpack.packing.adapters.huggingface.LMHead` does not know.
+        ValueError: If the layout is unknown; if the model does not keep the sequences of a packed
+            batch apart, or does not compute trees; or if it makes its logits in a way that
+            `trajpack.packing.adapters.huggingface.LMHead` does not know.
 
-    Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation` and of
-    ``LMHead``.
+    Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation`, or
+    ``check_tree_attention``, and of ``LMHead``.
     """
 
     def __init__(
@@ -119,8 +145,18 @@ class PolicyTrainer:
         num_epochs: int = 1,
         clip: tuple[float, float] = (0.2, 0.28),
         max_gradient_norm: float = 1.0,
+        layout: LayoutName = "merged",
     ) -> None:
-        check_isolation(model)
+        if layout not in get_args(LayoutName):
+            names = ", ".join(map(repr, get_args(LayoutName)))
+            raise ValueError(f"layout must be one of {names}, got {layout!r}")
+        self._batch_type = TreeBatch if layout == "tree" else PackedBatch
+        if layout == "tree":
+            register_tree_attention()
+            model.set_attn_implementation("trajpack_tree")
+            check_tree_attention(model)
+        else:
+            check_isolation(model)
         self.model = model.eval()
         self._head = LMHead(model)
         self.version = 0
@@ -134,30 +170,34 @@ class PolicyTrainer:
             model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0
         )
 
-    def step(self, batch: PackedBatch) -> StepOutcome:
+    def step(self, batch: Batch) -> StepOutcome:
         """Train on a batch with advantages; each generated token has the same weight.
 
         Raises:
+            TypeError: If the batch is not of the trainer's layout.
             ValueError: If the batch has no advantages or no generated tokens, or a sequence of it
                 is longer than a micro-batch.
 
         Cost: a forward and a backward pass for each micro-batch and epoch; some numbers are read
         from the device at the end.
         """
-        if batch.advantages is None:
+        if not isinstance(batch, self._batch_type):
+            wanted, got = self._batch_type.__name__, type(batch).__name__
+            raise TypeError(f"step: the trainer's layout takes a {wanted}, got {got}")
+        tokens = batch.entries if isinstance(batch, TreeBatch) else batch
+        if tokens.advantages is None:
             raise ValueError("step: the batch has no advantages; call with_advantages first")
-        if not batch.num_generated:
+        if not tokens.num_generated:
             raise ValueError("step: the batch has no generated tokens to learn from")
-        plan = plan_micro_batches(batch.seqlens, self._capacity)
         # A turn is one request. One that began under older weights keeps their attention cache,
         # so that none of its tokens is on-policy.
-        began_now = (batch.turn_version_start == self.version)[batch.turn_ids.long()]
+        began_now = (tokens.turn_version_start == self.version)[tokens.turn_ids.long()]
         tensors = {
             "loss_weights": batch.loss_weights("token_mean"),
-            "is_on_policy": batch.loss_mask & began_now,
+            "is_on_policy": tokens.loss_mask & began_now,
         }
-        pieces = batch.split(plan, tensors=tensors)
-        staleness = self.version - batch.policy_versions[batch.loss_mask]
+        plan, pieces = _micro_batches(batch, self._capacity, tensors)
+        staleness = self.version - tokens.policy_versions[tokens.loss_mask]
         ramp = min((self.version + 1) / _RAMP_BATCHES, 1.0)
         self._optimizer.param_groups[0]["lr"] = ramp * self._learning_rate
         epochs = torch.stack([self._take_epoch(pieces) for _ in range(self._num_epochs)])
@@ -166,7 +206,7 @@ class PolicyTrainer:
         return StepOutcome(
             loss=float(losses[0]),
             gradient_norm=float(norms[0]),
-            clip_fraction=float(num_clipped.mean()) / batch.num_generated,
+            clip_fraction=float(num_clipped.mean()) / tokens.num_generated,
             num_micro_batches=len(plan),
             fill=plan.fill,
             mean_staleness=float(staleness.float().mean()),
@@ -175,22 +215,42 @@ class PolicyTrainer:
             logprob_gap=float(gaps[0]),
         )
 
-    def _take_epoch(self, pieces: Sequence[MicroBatch]) -> torch.Tensor:
+    def _take_epoch(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Take one optimizer step; return loss, counts, log-probability gap and norm, ``[5]``."""
         self._optimizer.zero_grad()  # gradients of a step that failed halfway
         rows = []
         for piece in pieces:
+            tokens = _tokens_of(piece)
             logprobs = token_logprobs(self._head, piece)
-            loss, is_clipped = clipped_policy_loss(logprobs, piece, clip=self._clip)
+            loss, is_clipped = clipped_policy_loss(logprobs, tokens, clip=self._clip)
             loss.backward()
-            is_on_policy = piece.fields["is_on_policy"]
-            distance = (logprobs.detach() - piece.rollout_logprobs).abs()
+            is_on_policy = tokens.fields["is_on_policy"]
+            distance = (logprobs.detach() - tokens.rollout_logprobs).abs()
             gap = torch.where(is_on_policy, distance, 0.0).max()
             rows.append(torch.stack([loss.detach(), is_clipped.sum(), is_on_policy.sum(), gap]))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_gradient_norm)
         self._optimizer.step()
         table = torch.stack(rows)
         return torch.cat([table[:, :3].sum(0), table[:, 3:].amax(0), norm[None]])
+
+
+def _micro_batches(
+    batch: Batch, capacity: int, tensors: Mapping[str, torch.Tensor]
+) -> tuple[Plan | ChainPlan, list[Piece]]:
+    """Return a plan of a batch, and its micro-batches that have generated tokens."""
+    plan: Plan | ChainPlan
+    if isinstance(batch, TreeBatch):
+        plan = batch.plan_micro_batches(capacity)
+        pieces: list[Piece] = [*batch.micro_batches(plan, tensors=tensors)]
+    else:
+        plan = plan_micro_batches(batch.seqlens, capacity)
+        pieces = [*batch.micro_batches(plan, tensors=tensors)]
+    return plan, [piece for piece in pieces if _tokens_of(piece).num_generated]
+
+
+def _tokens_of(piece: Piece) -> MicroBatch:
+    """Return what has the generated tokens of a micro-batch and their fields."""
+    return piece.entries if isinstance(piece, TreeMicroBatch) else piece
 
 
 def warm_up(
@@ -200,11 +260,14 @@ def warm_up(
     num_steps: int,
     learning_rate: float,
     capacity: int,
+    layout: LayoutName = "merged",
 ) -> Iterator[float]:
     """Train a model in place on the generated tokens of ``trajectories``, in one pass over them.
 
     Yields the loss of each step, in nats per generated token. The learning rate of AdamW rises over
     20 steps to ``learning_rate``, then falls to 0. A micro-batch has at most ``capacity`` tokens.
+    Layout ``"tree"`` needs a model whose attention is ``"trajpack_tree"``, as `PolicyTrainer` sets
+    it; the others one that keeps packed sequences apart.
 
     Raises:
         ValueError: If there are fewer trajectories than steps.
@@ -218,13 +281,13 @@ def warm_up(
     for step in range(num_steps):
         ramp = min((step + 1) / _WARM_UP_RAMP_STEPS, 1 - step / num_steps)
         optimizer.param_groups[0]["lr"] = learning_rate * ramp
-        batch = pack(trajectories[step * size : (step + 1) * size])
+        batch = pack_as(trajectories[step * size : (step + 1) * size], layout)
         weights = {"loss_weights": batch.loss_weights("token_mean")}
-        plan = plan_micro_batches(batch.seqlens, capacity)
         total = 0.0
         optimizer.zero_grad()
-        for piece in batch.micro_batches(plan, tensors=weights):
-            loss = -(token_logprobs(head, piece) * piece.fields["loss_weights"]).sum()
+        for piece in _micro_batches(batch, capacity, weights)[1]:
+            weights_of = _tokens_of(piece).fields["loss_weights"]
+            loss = -(token_logprobs(head, piece) * weights_of).sum()
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

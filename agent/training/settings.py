@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from trajpack.agent.errors import SetupError
+from trajpack.agent.rollout.settings import LayoutName
 
 _LIMITS = {
     "num_steps": (1, 10_000),
@@ -38,7 +40,9 @@ class TrainSettings:
     learning_rate: float = 1e-3
     """Learning rate of the policy-gradient steps."""
     capacity: int = 512
-    """Maximum number of tokens in a micro-batch."""
+    """Maximum number of tokens, or nodes, in a micro-batch."""
+    layout: LayoutName = "merged"
+    """Layout of the batches; ``"tree"`` trains on trees."""
     seed: int = 0
     """Seed of weights, questions, demonstrations and sampling."""
 
@@ -47,5 +51,8 @@ class TrainSettings:
             if not least <= getattr(self, name) <= most:
                 limits = f"from {least:,} to {most:,}"
                 raise SetupError(f"{name} must be {limits}, got {getattr(self, name):,}")
+        if self.layout not in get_args(LayoutName):
+            names = ", ".join(get_args(LayoutName))
+            raise SetupError(f"layout must be one of {names}, got {self.layout!r}")
         if not 0 < self.learning_rate < float("inf"):
             raise SetupError(f"learning_rate must be positive, got {self.learning_rate}")

@@ -9,13 +9,14 @@ three matrix products that every way needs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contest import OURS, Contender, Contest
-from benchmarks.rivals import find, quietly
+from benchmarks.rivals import find, find_file, quietly
 from trajpack.kernels import token_logprobs
 
 JOB = "log-probabilities of tokens and their gradients"
@@ -25,6 +26,7 @@ PUBLISHED = (8192, 4096, 151_936)
 """The shape that TRL publishes times of."""
 TRL_CHUNK = 8192
 """Columns of a tile, TRL's default."""
+VERL_FILE = "verl/utils/experimental/torch_functional.py"
 BARE = "the matrix products alone"
 ROWS = {"all rows": 1, "a third of the rows": 3}
 """Every how many-th row is computed."""
@@ -72,6 +74,15 @@ def of_trl(given: Given, module: Any) -> torch.Tensor:
     """Call TRL's chunked log-probabilities on the rows."""
     options = (None, given.targets, 1.0, TRL_CHUNK, None, 1.0, ())
     found: torch.Tensor = module.ChunkedLogProbFunction.apply(
+        given.hidden[given.rows], given.weight, *options
+    )[0]
+    return found
+
+
+def of_verl(given: Given, module: Any) -> torch.Tensor:
+    """Call verl's chunked log-probabilities on the rows; they make entropies too."""
+    options = (given.targets, 1.0, module.FusedLinearForPPO().chunk_size)
+    found: torch.Tensor = module.FusedLinearForPPOFunction.apply(
         given.hidden[given.rows], given.weight, *options
     )[0]
     return found
@@ -127,8 +138,13 @@ def contest(
         Contender("all logits of the rows at once", **made(lambda: dense(given))),
         Contender(BARE, lambda: products(given), "", lambda _: None, tunes_threads=True),
     ]
-    trl, why = find("trl.kernels.chunked_logprob")
-    name = "trl chunked log-probabilities"
-    missing = Contender(name, None, "", missing=why)
-    entrants.append(missing if trl is None else Contender(name, **made(lambda: of_trl(given, trl))))
+    rivals = {
+        "trl chunked log-probabilities": (find("trl.kernels.chunked_logprob"), of_trl),
+        "verl chunks of rows, entropies too": (find_file("verl", VERL_FILE), of_verl),
+    }
+    for name, ((module, why), call) in rivals.items():
+        if module is None:
+            entrants.append(Contender(name, None, "", missing=why))
+        else:
+            entrants.append(Contender(name, **made(partial(call, given, module))))
     return Contest(JOB, which, len(given.rows), check), entrants

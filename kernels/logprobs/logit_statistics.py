@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trajpack.kernels.dispatch import register_op
+from trajpack.kernels.rearrange.repeat_rows import sum_rows
 
 MOST_ROWS = {"cuda": 4096, "cpu": 512}
 """Rows of a tile, by the type of device."""
@@ -237,7 +238,7 @@ def gradients(
             if tile.rows.stop == num_rows:
                 total[tile.columns] = part
     return [
-        scattered(of_hidden, logits.rows, logits.hidden) if needs[0] else None,
+        sum_rows(of_hidden, logits.rows, len(logits.hidden)).to(hidden.dtype) if needs[0] else None,
         of_weight,
         None if of_bias is None else of_bias[:, 0],
     ]
@@ -251,19 +252,6 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
-def scattered(of_rows: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Add rows to zeros of the shape of ``like``, in order.
-
-    On a device ``index_put_`` sorts the indices and adds without atomic operations.
-    """
-    total = torch.zeros(like.shape, dtype=of_rows.dtype, device=like.device)
-    if like.is_cuda:
-        total.index_put_((rows,), of_rows, accumulate=True)
-    else:
-        total.index_add_(0, rows, of_rows)
-    return total.to(like.dtype)
 
 
 def _run(

@@ -12,7 +12,7 @@ import torch
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
-from trajpack.packing.rows.packed import advantages_of, check_whole
+from trajpack.packing.rows.packed import advantages_of, check_not_ragged, check_whole
 from trajpack.packing.rows.rows import check_field_names, right_padded, turn_trajectories
 from trajpack.packing.rows.scores import Score, row_scores, token_scores
 from trajpack.packing.types import Trajectory
@@ -71,6 +71,7 @@ def to_padded_dict(
         "rewards": row_scores(batch, rewards),
     }
     check_field_names("to_padded_dict", batch, found)
+    check_not_ragged("to_padded_dict", batch, batch.fields)
     for name, values in batch.fields.items():
         found[name] = (_early if name in EARLY else right_padded)(batch, values)
     return found

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trajpack.packing.tree.huggingface import NAME, tree_table
+
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
+    from trajpack.packing.tree.nodes import TreeNodes
 
 
 class LMHead:
@@ -20,7 +23,7 @@ class LMHead:
 
     Args:
         model: A causal language model of transformers. Models that keep packed sequences apart pass
-            `check_isolation`.
+            `check_isolation`, those that compute trees `check_tree_attention`.
 
     Raises:
         TypeError: If the model has no ``get_decoder`` or no output embeddings.
@@ -52,23 +55,24 @@ class LMHead:
 
     def logprobs(
         self,
-        batch: PackedBatch | MicroBatch,
+        batch: PackedBatch | MicroBatch | TreeNodes,
         *,
         temperature: float | torch.Tensor = 1.0,
         **options: Any,
     ) -> Any:
-        """Return `PackedBatch.logprobs` of a batch's or micro-batch's generated tokens.
+        """Return `PackedBatch.logprobs` of a batch or micro-batch, or `TreeBatch.logprobs`.
 
         Args:
-            batch: The inputs: ``batch.model_inputs()``.
+            batch: The inputs: ``batch.model_inputs()``. Trees need a model whose attention is
+                ``"trajpack_tree"``.
             temperature: Temperature of sampling, as of `trajpack.kernels.token_logprobs`.
             options: ``entropy``, ``most``, ``support``, ``group`` and ``impl``, as there.
 
         Returns:
-            float32 ``[num_generated]``, with ``entropy`` a pair of such.
+            float32 ``[num_generated]``, of trees ``[entries]``; with ``entropy`` a pair of such.
 
         Raises:
-            TypeError, ValueError: As `PackedBatch.logprobs`.
+            TypeError, ValueError: As the method of the batch.
 
         Cost: a forward pass of the decoder, and that of `PackedBatch.logprobs`.
         """
@@ -81,6 +85,9 @@ class LMHead:
         head = self._model.get_output_embeddings()
         ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
         inputs = {"input_ids": ids, "use_cache": False}
+        if self._model.config._attn_implementation == NAME:
+            depths = torch.arange(8, device=ids.device)
+            inputs["attention_mask"] = tree_table(torch.full_like(depths, 8).int(), depths)
         was_training = self._model.training
         with torch.no_grad():
             expected = self._model.eval()(**inputs).logits[0].double()

@@ -1,12 +1,18 @@
-"""Megatron-Core's ``PackedSeqParams``: boundaries of the sequences of a packed micro-batch."""
+"""Megatron-Core's ``PackedSeqParams``, and the ``TreePackedSeqParams`` of its next versions."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
 
 from trajpack.packing.optional import require
 from trajpack.packing.rows.packed import Packed, places_of
+from trajpack.packing.tree.segments import Segments, expanded, segments_of
+from trajpack.packing.tree.tree_batch import TreeBatch
+from trajpack.packing.tree.trie import Ints
 
 Lengths = Literal["both", "padded"]
 
@@ -82,3 +88,179 @@ def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
         if name in fields:
             setattr(params, name, value)
     return params
+
+
+class TreeQueryRun(NamedTuple):
+    """Consecutive nodes of one segment on one rank, with the fields of Megatron's own class."""
+
+    segment_index: int
+    """Segment of the nodes."""
+    global_start: int
+    """Place of the first node in the whole row."""
+    global_end: int
+    """Place behind the last."""
+    local_indices: torch.Tensor
+    """int64: their places on the rank, consecutive."""
+
+
+def tree_rank_nodes(
+    tree: TreeBatch, *, cp_size: int = 1, cp_rank: int = 0, multiple: int = 1
+) -> torch.Tensor:
+    """Return the nodes whose tokens a context-parallel rank computes.
+
+    The row of all nodes is padded at its end and cut into ``2 * cp_size`` chunks; a rank has the
+    chunks ``cp_rank`` and ``2 * cp_size - cp_rank - 1``.
+
+    Args:
+        tree: Trees of one row.
+        cp_size: Context-parallel ranks.
+        cp_rank: This one.
+        multiple: The padded row is a multiple of this, and of ``2 * cp_size`` if that is above 2.
+
+    Returns:
+        int64 ``[local]``: node at each place of the rank, -1 at padding; as an index, -1 takes the
+        token of the last node.
+
+    Raises:
+        TypeError: If ``tree`` is no `TreeBatch`.
+        ValueError: If it has no nodes, or ``cp_size``, ``cp_rank`` or ``multiple`` is out of range.
+
+    Cost: computed on the host; one copy to the device.
+
+    Example:
+        >>> from trajpack import Trajectory, Turn, pack_tree
+        >>> turns = [Turn([1, 2], [3], [-0.5]), Turn([1, 2], [4, 5, 6], [-0.5] * 3)]
+        >>> tree = pack_tree([Trajectory("a", turns)])
+        >>> [tree_rank_nodes(tree, cp_size=2, cp_rank=rank).tolist() for rank in (0, 1)]
+        [[0, 1, -1, -1], [2, 3, 4, 5]]
+    """
+    _, places = _ranks("tree_rank_nodes", tree, (cp_size, cp_rank), multiple)
+    nodes = np.where(places[cp_rank] < tree.num_nodes, places[cp_rank], -1)
+    return torch.from_numpy(nodes).to(tree.device)
+
+
+def tree_packed_seq_params_kwargs(
+    tree: TreeBatch, *, cp_size: int = 1, cp_rank: int = 0, multiple: int = 1
+) -> dict[str, Any]:
+    """Return the fields of a ``TreePackedSeqParams`` by their names in Megatron-Core.
+
+    The class is proposed for Megatron-Core (pull request 7387, read 2026-11-24) and in no release:
+    the tests compute attention and edges by these fields, not by the class.
+
+    ============================ ===== ======= ====================================================
+    key                          dtype shape   content
+    ============================ ===== ======= ====================================================
+    qkv_format                   str           ``"thd"``
+    cu_seqlens_q, _kv, _q_padded int32 [2]     0 and T, the nodes with their padding; likewise
+                                               ``cu_seqlens_kv_padded``
+    max_seqlen_q, max_seqlen_kv  int           longest path from a root
+    tree_segment_starts, _depths ints  [S]     place and depth of the first node of each segment
+    tree_segment_lengths         ints  [S]     nodes of each
+    tree_segment_parents         ints  [S]     segment before each, -1 at a root
+    tree_query_runs              tuple         `TreeQueryRun` of this rank, by segments
+    tree_local_position_ids      int64 [local] depths of this rank's nodes, 0 at padding
+    tree_cp_gather_inverse       int64 [T]     puts the tokens of all ranks, one rank behind
+                                               another, into the order of the row
+    tree_cp_local_token_count    int           tokens of this rank
+    tree_edge_local_indices      int64 [own]   this rank's place of the node that predicts an entry
+    tree_edge_output_indices     int64 [own]   those entries, ascending
+    tree_edge_count              int           entries of all ranks; ``tree_edge_padded_width`` too
+    ============================ ===== ======= ====================================================
+
+    An edge is an entry of the tree: edge e predicts ``tree.entries.input_ids[e]``, and log-
+    probabilities at ``tree_edge_output_indices`` go beside `rollout_logprobs`, `advantages` and
+    weights. A rank without edges has one local index, 0, and no output index. Padding is a segment
+    of its own, a root.
+
+    Args:
+        tree: Trees of one row, with either ``boundary``. The rank's tokens are those of
+            `tree_rank_nodes` of the same arguments.
+        cp_size: Context-parallel ranks.
+        cp_rank: This one.
+        multiple: As of `tree_rank_nodes`; that of tensor-parallel ranks for sequence parallelism.
+
+    Raises:
+        TypeError: As `tree_rank_nodes`.
+        ValueError: As `tree_rank_nodes`.
+
+    Cost: computed on the host from the plan, some passes over nodes and entries; six copies to the
+    device. No synchronisation.
+    """
+    total, places = _ranks("tree_packed_seq_params_kwargs", tree, (cp_size, cp_rank), multiple)
+    segments, own = segments_of(tree.chains), places[cp_rank]
+    local = np.full(total, -1, np.int64)
+    local[own] = np.arange(own.size)
+    edges = local[_parents_of_entries(tree, segments)]
+    owned = np.flatnonzero(edges >= 0)
+    longest = int((segments.depths + np.diff(segments.starts)).max())
+    if total > tree.num_nodes:
+        segments = Segments(
+            np.append(segments.starts, total),
+            np.append(segments.parents, -1),
+            np.append(segments.depths, 0),
+        )
+    nodes = tree_rank_nodes(tree, cp_size=cp_size, cp_rank=cp_rank, multiple=multiple)
+    bounds = torch.tensor([0, total], dtype=torch.int32, device=tree.device)
+
+    def sent(numbers: Ints) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(tree.device)
+
+    return {
+        "qkv_format": "thd",
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), bounds),
+        **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), bounds),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+        "tree_segment_starts": tuple(segments.starts[:-1].tolist()),
+        "tree_segment_lengths": tuple(np.diff(segments.starts).tolist()),
+        "tree_segment_parents": tuple(segments.parents.tolist()),
+        "tree_segment_depths": tuple(segments.depths.tolist()),
+        "tree_query_runs": _query_runs(segments, own, sent(np.arange(own.size))),
+        "tree_local_position_ids": torch.where(nodes >= 0, tree.position_ids[nodes], 0),
+        "tree_cp_gather_inverse": sent(np.argsort(places.reshape(-1))),
+        "tree_cp_local_token_count": own.size,
+        "tree_edge_local_indices": sent(edges[owned] if owned.size else np.zeros(1, np.int64)),
+        "tree_edge_output_indices": sent(owned),
+        "tree_edge_count": tree.num_entries,
+        "tree_edge_padded_width": tree.num_entries,
+    }
+
+
+def _ranks(op: str, tree: TreeBatch, ranks: tuple[int, int], multiple: int) -> tuple[int, Ints]:
+    """Check arguments; return the length of the padded row, and ``[cp_size, local]`` places."""
+    cp_size, cp_rank = ranks
+    if not isinstance(tree, TreeBatch):
+        raise TypeError(f"{op}: tree must be a TreeBatch, got {type(tree).__name__}")
+    if not tree.num_nodes:
+        raise ValueError(f"{op}: the tree must have nodes, got none")
+    if multiple < 1:
+        raise ValueError(f"{op}: multiple must be at least 1, got {multiple}")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"{op}: cp_rank must be in [0, cp_size), got {cp_rank} of {cp_size}")
+    unit = multiple if cp_size == 1 else int(np.lcm(multiple, 2 * cp_size))
+    total = -(-tree.num_nodes // unit) * unit
+    if cp_size == 1:
+        return total, np.arange(total)[None]
+    chunks = np.arange(total).reshape(2 * cp_size, -1)
+    return total, np.concatenate([chunks[:cp_size], chunks[cp_size:][::-1]], 1)
+
+
+def _parents_of_entries(tree: TreeBatch, segments: Segments) -> Ints:
+    """Return `TreeBatch.entry_parent` on the host."""
+    chains = tree.chains
+    node = expanded(chains.begin, chains.end - chains.begin)
+    segment = np.searchsorted(segments.starts, node, side="right") - 1
+    above = segments.starts[segments.parents[segment] + 1] - 1
+    return np.where(node == segments.starts[segment], above, node - 1)
+
+
+def _query_runs(segments: Segments, own: Ints, local: torch.Tensor) -> tuple[TreeQueryRun, ...]:
+    """Return the runs of a rank: where its places, ascending, are consecutive in a segment."""
+    segment = np.searchsorted(segments.starts, own, side="right") - 1
+    opens = (np.diff(own, prepend=-2) != 1) | (np.diff(segment, prepend=-1) != 0)
+    begins = np.flatnonzero(opens)
+    ends = np.append(begins[1:], own.size)
+    columns = (segment[begins], own[begins], own[ends - 1] + 1, begins, ends)
+    return tuple(
+        TreeQueryRun(number, start, end, local[first:last])
+        for number, start, end, first, last in zip(*(c.tolist() for c in columns), strict=True)
+    )

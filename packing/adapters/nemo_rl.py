@@ -8,7 +8,7 @@ import torch
 
 from trajpack.kernels.rearrange.pad import Number
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.rows.packed import advantages_of, check_whole
+from trajpack.packing.rows.packed import advantages_of, check_not_ragged, check_whole
 from trajpack.packing.rows.rows import RowLists, check_field_names, right_padded
 from trajpack.packing.rows.scores import Score, row_scores
 
@@ -64,6 +64,7 @@ def to_loss_inputs(
         "sample_mask": torch.ones(len(batch), device=batch.device),
     }
     check_field_names("to_loss_inputs", batch, found)
+    check_not_ragged("to_loss_inputs", batch, batch.fields)
     fields = {"prev_logprobs": batch.rollout_logprobs, **batch.fields}
     return found | {name: padded(values) for name, values in fields.items()}
 

@@ -8,7 +8,7 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.optional import require
-from trajpack.packing.rows.packed import check_whole
+from trajpack.packing.rows.packed import check_not_ragged, check_whole
 from trajpack.packing.rows.rows import prompt_lengths_of, right_padded, row_groups
 from trajpack.packing.rows.scores import Score, row_scores
 
@@ -72,6 +72,7 @@ def to_experience_dict(
     if batch.advantages is not None:
         found["advantages"] = _early(batch, batch.advantages)
         found["returns"] = _early(batch, batch.returns)
+    check_not_ragged("to_experience_dict", batch, FIELDS)
     fields = {name: batch.fields[name] for name in FIELDS if name in batch.fields}
     return found | {name: _early(batch, values) for name, values in fields.items()}
 

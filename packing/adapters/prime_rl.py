@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,13 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
+from trajpack.packing.ragged import part
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import (
     Packed,
     advantages_of,
+    check_not_ragged,
     check_unpadded,
     check_whole,
     holds_token,
@@ -24,11 +26,20 @@ from trajpack.packing.rows.packed import (
     pieces_of,
     places_of,
 )
-from trajpack.packing.rows.sampling_mask import as_integers, mask_rows, masks_from_ragged, ragged
+from trajpack.packing.rows.sampling_mask import (
+    Width,
+    as_integers,
+    ids_and_counts,
+    mask_rows,
+    masks_from_ragged,
+    masks_of,
+)
 from trajpack.packing.types import Trajectory
 
 STREAMS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
 """Float streams that a batch may have, as extra fields of these names."""
+READ = ("routed_experts", "temperatures", "mm_token_type_ids", *STREAMS)
+"""Extra fields that have a row for each token."""
 LEFT_OUT = ("mm_kwargs", "mm_refs", "trace_ids", "branch_indices")
 """Keys of a micro-batch about images and prime-rl's traces, for which a batch has no data."""
 REFUSED = ("mm_kwargs", "mm_refs", "payload")
@@ -84,6 +95,7 @@ def to_tensor_micro_batch(
     """
     op = "to_tensor_micro_batch"
     check_unpadded(batch)
+    check_not_ragged(op, batch, READ)
     lengths = list(lengths_in_memory(batch)[: max(len(num_kept_of(batch)), 1)])
     if lengths:  # all padding behind is in the last one
         lengths[-1] += batch.num_tokens - sum(lengths)
@@ -131,13 +143,15 @@ def to_micro_batch(
     found = to_tensor_micro_batch(batch, temperature=temperature, env_names=env_names)
     for name in ("lora_num_tokens", *LEFT_OUT):
         del found[name]
-    mask = found.pop("sampling_mask")
+    mask = found.pop("sampling_mask")  # of one width
     if "routed_experts" in batch.fields:
         found["routed_experts"] = _bytes(batch.fields["routed_experts"])
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             found[name] = (value if name == "seq_lens" else value[0]).tolist()
-    return found if mask is None else found | {"sampling_mask": _mask_bytes(mask[0])}
+    if mask is None:
+        return found
+    return found | {"sampling_mask": ids_and_counts(masks_of("to_micro_batch", batch))}
 
 
 def to_training_samples(
@@ -167,6 +181,7 @@ def to_training_samples(
     """
     op = "to_training_samples"
     check_whole(op, batch)
+    check_not_ragged(op, batch, READ)
     columns = {
         "token_ids": batch.input_ids,
         "mask": batch.loss_mask,
@@ -177,16 +192,19 @@ def to_training_samples(
     columns |= {key: batch.fields[key] for key in optional if key in batch.fields}
     if batch.advantages is not None:
         columns["advantages"] = batch.advantages
-    if "sampling_mask" in batch.fields:
-        columns["sampling_mask"] = mask_rows(op, batch)
-    convert = {"routed_experts": _bytes, "sampling_mask": _mask_bytes}
+    convert = {"routed_experts": _bytes}
     names = _env_names(op, batch, env_names)
-    return [
+    samples = [
         dict.fromkeys(optional)
         | {"env_name": name}
         | {key: convert.get(key, torch.Tensor.tolist)(values) for key, values in of.items()}
         for name, of in zip(names, pieces_of(batch, columns), strict=True)
     ]
+    if "sampling_mask" in batch.fields:
+        masks, bounds = masks_of(op, batch), pairwise(accumulate(batch.seqlens, initial=0))
+        for sample, (begin, end) in zip(samples, bounds, strict=True):
+            sample["sampling_mask"] = ids_and_counts(part(masks, begin, end))
+    return samples
 
 
 def from_training_samples(
@@ -197,7 +215,7 @@ def from_training_samples(
     rewards: Sequence[float | None] | None = None,
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
-    sampling_mask_width: int | None = None,
+    sampling_mask_width: Width = None,
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or object or mapping with its fields.
@@ -303,8 +321,3 @@ def _bytes(experts: torch.Tensor) -> dict[str, Any]:
     rows = experts.detach().cpu().contiguous()
     dtype = str(rows.dtype).removeprefix("torch.")
     return {"data": rows.numpy().tobytes(), "shape": list(rows.shape), "dtype": dtype}
-
-
-def _mask_bytes(mask: torch.Tensor) -> dict[str, bytes]:
-    ids, counts = ragged(mask)
-    return {"ids": ids.tobytes(), "counts": counts.tobytes()}

@@ -15,7 +15,7 @@ from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
-from trajpack.packing.rows.packed import check_whole
+from trajpack.packing.rows.packed import check_not_ragged, check_whole
 from trajpack.packing.rows.rows import (
     RowLists,
     check_field_names,
@@ -112,6 +112,7 @@ def to_generator_output(
         "is_last_step": [one != other for one, other in pairwise([*rows.trajectories, None])],
         **dict.fromkeys((*CARRIED.values(), *TIMES, *IMAGES)),
     }
+    check_not_ragged("to_generator_output", batch, ["routed_experts"])
     if "routed_experts" in batch.fields:
         routes = _routes(batch).cpu().numpy()
         found["rollout_expert_indices"] = [
@@ -188,6 +189,7 @@ def to_training_input(
     if batch.advantages is not None:
         found |= {"advantages": response(batch.advantages), "returns": response(batch.returns)}
     check_field_names(op, batch, (*found, *CARRIED.values(), "router_padding_mask"))
+    check_not_ragged(op, batch, set(batch.fields) - {"sampling_mask"})
     for name, values in batch.fields.items():
         if name not in CARRIED:
             kept = is_response.reshape(-1, *[1] * (values.ndim - 1))

@@ -10,10 +10,12 @@ import torch
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.conversion import host_array
+from trajpack.packing.ragged import part
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
+from trajpack.packing.rows.packed import check_not_ragged
 from trajpack.packing.rows.rows import RowLists
-from trajpack.packing.rows.sampling_mask import as_integers, mask_rows, masks_from_ragged, ragged
+from trajpack.packing.rows.sampling_mask import Width, as_integers, masks_from_ragged, masks_of
 from trajpack.packing.rows.scores import row_scores
 from trajpack.packing.types import Trajectory
 
@@ -90,18 +92,19 @@ def to_samples(batch: PackedBatch) -> list[dict[str, Any]]:
         "group_index": [groups[trajectory] for trajectory in rows.trajectories],
         "rollout_id": rows.trajectories,
     }
+    check_not_ragged("to_samples", batch, ["routed_experts", "teacher_log_probs"])
     if "routed_experts" in batch.fields:
         routes = batch.fields["routed_experts"].cpu()
         columns["rollout_routed_experts"] = [routes[b : end - 1] for b, _, end in rows.spans]
     if "teacher_log_probs" in batch.fields:
         columns["teacher_log_probs"] = rows.responses(batch.fields["teacher_log_probs"])
     if "sampling_mask" in batch.fields:
-        every = mask_rows("to_samples", batch).cpu()
-        masks = [ragged(every[split:end]) for _, split, end in rows.spans]
-        columns["rollout_top_p_token_ids"] = [torch.from_numpy(ids) for ids, _ in masks]
-        columns["rollout_top_p_token_offsets"] = [
-            torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32)) for _, counts in masks
-        ]
+        every = masks_of("to_samples", batch)
+        masks = [part(every, split, end) for _, split, end in rows.spans]
+        for name, key in (("ids", "values"), ("offsets", "cu")):
+            columns[f"rollout_top_p_token_{name}"] = [
+                torch.from_numpy(getattr(one, key)) for one in masks
+            ]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -161,7 +164,7 @@ def from_samples(
     ids: Iterable[str] | None = None,
     *,
     fields: Sequence[str] = (),
-    sampling_mask_width: int | None = None,
+    sampling_mask_width: Width = None,
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from trajpack.packing.adapters.trl_tree import row_of_tree, to_tree_kwargs
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.rows.packed import (
     Packed,
@@ -16,6 +17,15 @@ from trajpack.packing.rows.packed import (
     places_of,
 )
 from trajpack.packing.rows.rows import row_trajectories, rows_of
+from trajpack.packing.tree.tree_batch import TreeBatch
+
+__all__ = [
+    "to_async_row",
+    "to_async_samples",
+    "to_flat_async_row",
+    "to_grpo_inputs",
+    "to_tree_kwargs",
+]
 
 Level = Literal["token", "sequence"]
 IGNORED = -100
@@ -153,21 +163,26 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
     ]
 
 
-def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> dict[str, Any]:
+def to_async_row(
+    batch: Packed | TreeBatch, *, num_trained: torch.Tensor | None = None
+) -> dict[str, Any]:
     """Return the row that the asynchronous collator of TRL 1.16 writes for one rank.
 
-    Sequences side by side: TRL's own row for sequences without a common prefix. For versions up to
-    1.15 see `to_flat_async_row`.
+    Of a tree of ``pack_tree(..., boundary="duplicate")``: TRL's own `TreeRow` of the same
+    sequences, in the order of their tokens. A trained token has its own advantage. Of a batch or a
+    micro-batch: sequences side by side, TRL's own row for sequences without a common prefix. For
+    versions up to 1.15 see `to_flat_async_row`.
 
     ==================================== ======= ========= ========================================
     key                                  dtype   shape     content
     ==================================== ======= ========= ========================================
-    input_ids, position_ids              int64   [1, T]    as in the batch
+    input_ids, position_ids              int64   [1, T]    tokens or nodes, as in the batch
     attention_mask                       int64   [1, T]    1, padding of a micro-batch too
     shift_labels                         int64   [1, T]    token t + 1 if it is trained, else -100
     tree_kv_index                        int64   [1, T]    0 to T - 1: keys to gather
     tree_cu_seqlens_q, tree_cu_seqlens_k int32   [1, n+1]  boundaries of sequences
-    tree_max_seqlens                     int64   [1, 2]    longest sequence, of both
+    tree_max_seqlens                     int64   [1, 2]    longest sequence, of both; of a tree,
+                                                           these four are of `to_tree_kwargs`
     token_index                          int64   [1, M]    the token before each trained one; -1
     old_log_probs, advantages            float32 [1, M]    of the trained tokens; 0
     segment_id                           int64   [1, M]    their sequences; 0
@@ -176,14 +191,19 @@ def to_async_row(batch: Packed, *, num_trained: torch.Tensor | None = None) -> d
     mean_seq_len                         float32 [1]       T over the number of sequences
     ==================================== ======= ========= ========================================
 
-    M is the number of generated tokens of a batch, and T for a micro-batch, which does not know
-    it; the rest is padding, which the trainer strips.
+    M is the number of generated tokens of a batch or a tree, and T for a micro-batch, which does
+    not know it; the rest is padding, which the trainer strips.
 
     ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
     ``None``. Not carried: versions, returns, extra fields.
 
-    Cost: some launches over the tokens, no synchronisation.
+    Raises:
+        ValueError: As in all formats; also if a tree has another ``boundary``, or no nodes.
+
+    Cost: some launches over the tokens, no synchronisation; of a tree as `to_tree_kwargs`.
     """
+    if isinstance(batch, TreeBatch):
+        return row_of_tree(batch, num_trained)
     check_unpadded(batch)
     advantages = advantages_of("to_async_row", batch)
     size = batch.num_generated if isinstance(batch, PackedBatch) else batch.num_tokens

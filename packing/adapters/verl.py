@@ -14,7 +14,7 @@ from trajpack.packing.conversion import host_array
 from trajpack.packing.optional import require
 from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import WHOLE_SEQUENCE_FIELDS, masked_trajectory
-from trajpack.packing.rows.packed import check_whole
+from trajpack.packing.rows.packed import check_not_ragged, check_whole
 from trajpack.packing.rows.rows import (
     check_field_names,
     in_response,
@@ -322,6 +322,7 @@ def _fields(batch: PackedBatch, scores: Place) -> dict[str, torch.Tensor]:
     if batch.advantages is not None:
         fields |= {"advantages": batch.advantages, "returns": batch.returns}
     check_field_names("to_verl", batch, {*fields, *OF_ROWS})
+    check_not_ragged("to_verl", batch, batch.fields)
     return fields | dict(batch.fields)
 
 

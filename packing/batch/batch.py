@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.kernels.fields.gather_fields import UNITS
@@ -156,6 +157,9 @@ class PackedBatch(LabelMethods):
     first access, if whitening did not need them."""
     metric_names: tuple[str, ...] = ()
     """Names of the metrics."""
+    ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """``[any, *shape]`` each: what the rows of ragged fields in `fields` refer to, by name. The
+    order is any, and other numbers may be among them: see `ragged`."""
 
     @classmethod
     def with_lazy_columns(
@@ -166,7 +170,7 @@ class PackedBatch(LabelMethods):
         Making a batch then costs the host the same at any size.
         """
         batch = object.__new__(cls)
-        batch.__dict__.update({"metrics": None, **ready}, _later=dict(later))
+        batch.__dict__.update({"metrics": None, "ragged_values": {}, **ready}, _later=dict(later))
         return batch
 
     if not TYPE_CHECKING:  # type checkers then find misspelled fields
@@ -213,7 +217,9 @@ class PackedBatch(LabelMethods):
     def __getstate__(self) -> dict[str, Any]:
         """Return fields that share no memory: pickles and deep copies hold the tensors alone."""
         state = self._values() | {name: tensor.clone() for name, tensor in self.tensors().items()}
-        return state | {"fields": {name: field.clone() for name, field in self.fields.items()}}
+        fields, values = self.compact_fields()
+        fields = {name: fields[name].clone() for name in fields}
+        return state | {"fields": fields, "ragged_values": values}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the batch by field name, without the extra fields in `fields`."""
@@ -221,13 +227,13 @@ class PackedBatch(LabelMethods):
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     def host_values(self) -> dict[str, Any]:
-        """Return the fields that are no tensors by name, without `fields` and `token_fields`."""
+        """Return the fields that are no tensors by name, but those of extra fields."""
         values = self._values()
         return {
             name: value
             for name, value in values.items()
             if not isinstance(value, (torch.Tensor, type(None)))  # None: a missing tensor
-            and name not in ("fields", "token_fields")
+            and name not in ("fields", "token_fields", "ragged_values")
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -239,11 +245,13 @@ class PackedBatch(LabelMethods):
             name: tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self.tensors().items()
         }
-        moved["fields"] = {
-            name: field.to(device, non_blocking=non_blocking) for name, field in self.fields.items()
-        }
         if all(moved[name] is tensor for name, tensor in self.tensors().items()):
             return self
+        compact = zip(("fields", "ragged_values"), self.compact_fields(), strict=True)
+        for key, several in compact:
+            moved[key] = {
+                name: one.to(device, non_blocking=non_blocking) for name, one in several.items()
+            }
         return dataclasses.replace(self, **moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -266,7 +274,8 @@ class PackedBatch(LabelMethods):
         # tensors that were not made yet are in the memory of the boundaries or of the token ids
         shared = [self.cu_seqlens, self.input_ids]
         made = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
-        record_storages([*shared, *made, *self.fields.values()], stream)
+        given = [*self.fields.values(), *self.ragged_values.values()]
+        record_storages([*shared, *made, *given], stream)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
@@ -564,6 +573,42 @@ class PackedBatch(LabelMethods):
         return tuple(lengths.tolist())
 
     @cached_property
+    def value_lens(self) -> Mapping[str, npt.NDArray[np.int64]]:
+        """Values of each ragged field in each sequence, by name; int64 arrays on the host.
+
+        Cost: as `generated_lens`; of another batch than a packed one, two copies a field of 4 bytes
+        a token (synchronises).
+        """
+        known = self.__dict__.get("_later", {}).get("value_lens")
+        if known is not None:
+            counted: Mapping[str, npt.NDArray[np.int64]] = known()
+            return counted
+        lengths = {}
+        for name in self.ragged_values:
+            sequence = self.sequence_ids.cpu().numpy()
+            counts = self.fields[name][:, 1].cpu().numpy()
+            sizes = np.bincount(sequence, weights=counts, minlength=len(self))
+            lengths[name] = sizes.astype(np.int64)
+        return lengths
+
+    @property
+    def num_values(self) -> dict[str, int]:
+        """Values of each ragged field, by name. Cost: as `value_lens`."""
+        return {name: int(np.sum(lens)) for name, lens in self.value_lens.items()}
+
+    def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return `fields` and `ragged_values` that hold the values in the order of the tokens.
+
+        Cost: a dozen small operations for each ragged field, nothing for others. As `value_lens`.
+        """
+        fields, values = dict(self.fields), {}
+        for name in self.ragged_values:
+            cu, values[name] = self.values_of_tokens(name)
+            counts = fields[name][:, 1]
+            fields[name] = torch.stack([torch.where(counts > 0, cu[:-1], 0), counts], 1)
+        return fields, values
+
+    @cached_property
     def host_lengths(self) -> Lengths:
         """Sequences' lengths and starts as int64 arrays on the host."""
         return lengths_of(self.seqlens)
@@ -603,7 +648,7 @@ class PackedBatch(LabelMethods):
             tensor([1, 2, 3, 0, 1, 2, 3, 0])
         """
         placed = place_selected(self.host_lengths, sequences, alignment)
-        return next(cut(self, self.host_lengths, [placed], alignment, tensors, impl))
+        return next(cut(self, [placed], alignment, tensors, impl))
 
     def micro_batches(
         self,
@@ -633,7 +678,7 @@ class PackedBatch(LabelMethods):
         one launch for each; no synchronisation.
         """
         placed = place_plan(self.host_lengths, plan, alignment)
-        return cut(self, self.host_lengths, placed, alignment, tensors, impl)
+        return cut(self, placed, alignment, tensors, impl)
 
     def split(
         self,
@@ -691,7 +736,8 @@ class PackedBatch(LabelMethods):
             >>> torch.equal(batch.merge(plan, outputs), batch.input_ids)
             True
         """
-        return merged(self, plan, outputs, alignment, fill, impl)
+        placed = place_plan(self.host_lengths, plan, alignment)
+        return merged(self, placed, outputs, fill, impl)
 
     def turn_ends(self) -> list[list[int]]:
         """Return the ends of the turns in each sequence, in tokens from the sequence's start.
@@ -747,8 +793,8 @@ class PackedBatch(LabelMethods):
 
         Raises:
             TypeError: If ``field`` is no `TokenField`, or ``rows`` no tensor or of another dtype.
-            ValueError: If the batch has a field of that name, the shape or the device differs, or
-                ``rows`` is sparse or its memory was freed.
+            ValueError: If the batch has a field of that name, the shape or the device differs,
+                ``rows`` is sparse or its memory was freed, or the field is ragged.
 
         Cost: one launch if ``field.generated_only``, else none. No synchronisation.
 
@@ -761,6 +807,8 @@ class PackedBatch(LabelMethods):
             tensor([ 0.,  0., -3.])
         """
         declared = check_fields([*self.token_fields, field])
+        if field.ragged:
+            raise ValueError(f"field {field.name!r}: a ragged field must be packed")
         if not isinstance(rows, torch.Tensor) or rows.dtype != field.dtype:
             got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
             raise TypeError(f"field {field.name!r}: rows must be {field.dtype}, got {got}")

@@ -40,9 +40,15 @@ LABELS: dict[str, tuple[type, ...]] = {
     "birth_times_ms": (int, type(None)),
     "turn_discounts": (float,),
 }
-HOST = {field.name for field in dataclasses.fields(PackedBatch)} - {*DTYPES, "fields"}
+HOST = {field.name for field in dataclasses.fields(PackedBatch)} - {
+    *DTYPES,
+    "fields",
+    "ragged_values",
+}
 FIELD_PREFIX = "fields."
 """Prefix of the names of extra fields in a file."""
+VALUES_PREFIX = "ragged_values."
+"""Prefix of the names of ragged fields' values in a file."""
 PIECE = 1 << 18
 """Tokens that are read and compared at a time, which bounds memory."""
 RETURNS_TOLERANCE = 1e-6
@@ -100,7 +106,8 @@ def checked_batch(described: Mapping[str, Described], host: Any, read: Read) -> 
     fields, and in ``returns`` beside advantages.
 
     Args:
-        described: Dtype and shape of every tensor; names of extra fields begin with `FIELD_PREFIX`.
+        described: Dtype and shape of every tensor; names of extra fields begin with `FIELD_PREFIX`,
+            those of ragged fields' values with `VALUES_PREFIX`.
         host: All other fields by name, as read from JSON.
         read: Function that returns a tensor by name, contiguous and on the host; called once for
             each, first for tensors over turns. It calls the given check with the tensor as a numpy
@@ -126,9 +133,14 @@ def checked_batch(described: Mapping[str, Described], host: Any, read: Read) -> 
     fields = {field.name: read(FIELD_PREFIX + field.name, None) for field in declared}
     for name, rows in fields.items():
         _check_bools(f"field {name!r}", rows)
+    ragged = [field.name for field in declared if field.ragged]
+    values = {name: read(VALUES_PREFIX + name, None) for name in ragged}
+    for name in ragged:
+        _check_bools(f"values of field {name!r}", values[name])
+        _check_ragged(name, fields[name].numpy(), tensors["turn_ids"].numpy(), len(values[name]))
     tensors |= {name: read(name, None) for name in LATER_DTYPES if name in described}
     parts: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in host.items()}
-    parts |= {**tensors, "fields": fields, "token_fields": declared}
+    parts |= {**tensors, "fields": fields, "token_fields": declared, "ragged_values": values}
     return PackedBatch(**parts)
 
 
@@ -188,16 +200,17 @@ def _check_described(
 ) -> None:
     """Check names, dtypes and shapes of the tensors."""
     fields = {FIELD_PREFIX + field.name: field for field in declared}
+    ragged = {VALUES_PREFIX + field.name: field for field in declared if field.ragged}
     for name in described:
         is_field = name.startswith(FIELD_PREFIX)
         _require(
-            name in DTYPES or name in fields,
+            name in DTYPES or name in fields or name in ragged,
             f"field {name.removeprefix(FIELD_PREFIX)!r} is not declared in token_fields"
             if is_field
             else f"{shown(name)} is no tensor of a batch",
             "add it with PackedBatch.with_field" if is_field else "",
         )
-    for name in (*FIELD_DTYPES, *TABLES, *fields):
+    for name in (*FIELD_DTYPES, *TABLES, *fields, *ragged):
         _require(name in described, f"{called(name)} is missing")
     turns = described["turn_rewards"].shape
     _require(len(turns) == 1, f"turn_rewards must have shape [turns], got {list(turns)}")
@@ -210,8 +223,11 @@ def _check_described(
     shapes |= {"cu_generated": (num_turns + 1,), "group_ids": (num_trajectories,)}
     shapes |= {"metrics": (num_metrics,)}
     sizes: dict[str, tuple[int, ...]] = {**shapes, "turn_spans": (num_turns, 2)}
-    sizes |= {name: (num_tokens, *field.shape) for name, field in fields.items()}
-    dtypes = DTYPES | {name: field.dtype for name, field in fields.items()}
+    sizes |= {name: (num_tokens, *field.layout.shape) for name, field in fields.items()}
+    dtypes = DTYPES | {name: field.layout.dtype for name, field in fields.items()}
+    for name, field in ragged.items():  # as many as there are
+        total = described[name].shape[:1] or (0,)
+        sizes[name], dtypes[name] = (*total, *field.shape), field.dtype
     for name, (dtype, shape) in described.items():
         wanted = dtypes[name]
         remedy = f"convert it with .to({wanted})"
@@ -226,6 +242,8 @@ def _check_described(
 
 def called(name: str) -> str:
     """Return the name of a tensor in an error message."""
+    if name.startswith(VALUES_PREFIX):
+        return f"values of field {name.removeprefix(VALUES_PREFIX)!r}"
     is_field = name.startswith(FIELD_PREFIX)
     return f"field {name.removeprefix(FIELD_PREFIX)!r}" if is_field else name
 
@@ -363,6 +381,27 @@ def _check_tokens(
         rebuilt("returns", "turn_returns", lambda at: values[of[at]])
     take("input_ids", _check_ids)
     return tokens
+
+
+def check_spans(name: str, spans: Array, num_values: int) -> None:
+    """Raise unless the rows of a ragged field are int32 ``[tokens, 2]`` and name its values."""
+    is_table = spans.dtype == np.int32 and spans.ndim == 2 and spans.shape[1] == 2
+    got = f"{spans.dtype} {list(spans.shape)}"
+    _require(is_table, f"field {name!r} must be int32 [tokens, 2], got {got}")
+    first, counts = spans.astype(np.int64).T
+    wrong = (first < 0) | (counts < 0) | (first + counts > num_values)
+    _first_wrong(f"field {name!r}", spans, wrong, f"name some of the {num_values} values")
+
+
+def _check_ragged(name: str, spans: Array, turn_ids: Array, num_values: int) -> None:
+    """Check that the values of a ragged field follow in the order of the generated tokens."""
+    called, counts = f"field {name!r}", spans[:, 1].astype(np.int64)
+    expected = np.where((turn_ids >= 0) & (counts > 0), counts, 0)
+    _same(called, spans[:, 1], expected, "where nothing was generated, and not negative")
+    first = np.where(counts > 0, np.cumsum(counts) - counts, 0)
+    _same(called, spans[:, 0], first, "the number of values before")
+    total = int(counts.sum())
+    _require(num_values == total, f"{called} must have {total} values, got {num_values}")
 
 
 def _check_ids(ids: Array, at: slice) -> None:

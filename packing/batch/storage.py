@@ -29,10 +29,12 @@ from trajpack.packing.batch.consistency import (
     HOST,
     LATER_DTYPES,
     PIECE,
+    VALUES_PREFIX,
     Check,
     Described,
     InconsistentBatch,
     called,
+    check_spans,
     checked_batch,
 )
 from trajpack.packing.conversion import check_memory, several, shown
@@ -172,8 +174,21 @@ def _tensors_of(batch: PackedBatch) -> Iterator[tuple[str, Any]]:
             yield name, tensor
     if not isinstance(batch.fields, Mapping):
         raise InconsistentBatch(f"fields must be a mapping, got {type(batch.fields).__name__}")
-    for name in _plain("fields", batch.fields):
-        yield f"{FIELD_PREFIX}{name}", batch.fields[name]
+    fields, values = _compact_fields(batch)
+    for name in _plain("fields", fields):
+        yield f"{FIELD_PREFIX}{name}", fields[name]
+    for name in values:
+        yield f"{VALUES_PREFIX}{name}", values[name]
+
+
+def _compact_fields(batch: PackedBatch) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return extra fields, and the values of ragged fields in the order of the tokens."""
+    for name in batch.ragged_values:
+        rows, values = batch.fields.get(name), batch.ragged_values[name]
+        if not isinstance(rows, torch.Tensor) or not isinstance(values, torch.Tensor):
+            raise InconsistentBatch(f"field {name!r} must have tensors of rows and of values")
+        check_spans(name, _on_host(FIELD_PREFIX + name, rows).numpy(), len(values))
+    return batch.compact_fields() if batch.ragged_values else (batch.fields, {})
 
 
 def _on_host(name: str, tensor: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.ragged import Ragged, part
 from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
 
@@ -32,7 +33,12 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
     host = {name: tensor.cpu().numpy() for name, tensor in batch.tensors().items()}
     ids = host["input_ids"].astype(np.int32)
     host["rollout_logprobs"] = host["rollout_logprobs"].copy()  # on the host a view of the batch
-    fields = {name: _host_copy(field) for name, field in batch.fields.items()}
+    fields: dict[str, Any] = {
+        name: Ragged(*map(_host_copy, batch.values_of_tokens(name)))
+        if name in batch.ragged_values
+        else _host_copy(field)
+        for name, field in batch.fields.items()
+    }
     turns = [
         dataclasses.replace(turn, fields=_rows(batch, fields, host, index)) if fields else turn
         for index in range(int(host["cu_turns"][len(batch.ids)]))  # without padding turns
@@ -79,7 +85,7 @@ def _rows(
     start = int(host["cu_seqlens"][host["turn_sequence"][turn]])
     begin, end = host["turn_spans"][turn].tolist()
     return {
-        field.name: fields[field.name][begin if field.generated_only else start : end]
+        field.name: part(fields[field.name], begin if field.generated_only else start, end)
         for field in batch.token_fields
     }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
@@ -41,11 +43,13 @@ from trajpack.packing.buffer.tables import (
 )
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.layout import Layout
+from trajpack.packing.ragged import joined
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
 if TYPE_CHECKING:
     from trajpack.packing.buffer.static_batch import StaticBatch
+    from trajpack.packing.tree.nodes import Boundary
     from trajpack.packing.tree.tree_batch import Share, TreeBatch
 
 MOST_WAITING = 64
@@ -269,16 +273,20 @@ class TrajectoryBuffer:
             ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
 
-    def pack_tree(self, share: Share = "once", impl: Impl = "auto") -> TreeBatch:
+    def pack_tree(
+        self, share: Share = "once", impl: Impl = "auto", *, boundary: Boundary = "shared"
+    ) -> TreeBatch:
         """Return all trajectories as trees; the buffer keeps them.
 
         Args:
             share: Weight of an entry, see `trajpack.pack_tree`.
             impl: As for `pack`.
+            boundary: Whether nodes at which sequences part are duplicated, see
+                `trajpack.pack_tree`.
 
         Raises:
-            ValueError: If ``share`` or ``impl`` is unknown, or nodes and generated tokens would
-                exceed 2³¹ together.
+            ValueError: If an option is unknown, ``boundary="duplicate"`` meets another ``share``
+                than ``"once"``, or nodes and generated tokens would exceed 2³¹ together.
             RuntimeError: As `pack`.
 
         Cost: the plan on the host, a sort of the chains' bytes and a pass over them; one
@@ -288,7 +296,7 @@ class TrajectoryBuffer:
         """
         from trajpack.packing.buffer.trees import tree_of_buffer  # it imports this class
 
-        return tree_of_buffer(self, share, impl)
+        return tree_of_buffer(self, (share, boundary), impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
         """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
@@ -306,23 +314,36 @@ class TrajectoryBuffer:
         used = self._state.num_words
         logprobs = used + intake.num_tokens
         end = logprobs + intake.num_generated
-        rows = []
-        for pieces in intake.rows:
-            begin = -(-end // 4) * 4  # a multiple of 16 bytes
+        rows, cu_values = list[int](), list[npt.NDArray[np.int64]]()
+        blocks = list[tuple[int, list[npt.NDArray[Any]]]]()
+        for field, given in zip(self.fields, intake.rows, strict=True):
+            begin, pieces = -(-end // 4) * 4, given  # a multiple of 16 bytes
+            if field.ragged:
+                counts, values = joined(given)
+                cu_values.append(np.append(0, counts.cumsum(dtype=np.int64)))
+                unit = math.lcm(4, field.value_bytes) // 4  # words
+                place = -(-(begin + 2 * len(counts)) // unit) * unit
+                first = cu_values[-1] + 4 * place // field.value_bytes
+                if first[-1] > INT32_MAX:
+                    raise ValueError(f"field {field.name!r} must have its values in {INT32_MAX}")
+                pieces = [np.stack([first[:-1], counts], 1).astype(np.int32).view(np.uint8)]
+                end = place + -(-values.size // (4 * unit)) * unit
+                blocks.append((place, [values.reshape(-1)]))
+            else:
+                end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
             rows.append(4 * begin)
-            end = begin + -(-sum(piece.nbytes for piece in pieces) // 4)
+            blocks.append((begin, [piece.reshape(-1) for piece in pieces]))
         if end > INT32_MAX:
             raise ValueError(f"a buffer holds at most {INT32_MAX} words, this one needs {end}")
         self._staging.reserve(end, 0, words_used=used)
         stream = self._staging.region.stream
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
         copy_numbers(intake, stream[used:logprobs], floats)
-        for begin, pieces in zip(rows, intake.rows, strict=True):
-            flat = [piece.reshape(-1) for piece in pieces]
+        for begin, flat in blocks:
             size = sum(piece.size for piece in flat)
-            np.concatenate(flat, out=stream.view(np.uint8)[begin : begin + size])
+            np.concatenate(flat, out=stream.view(np.uint8)[4 * begin : 4 * begin + size])
         intake.rows = []  # releases the caller's arrays
-        return StoredTurns(intake, used, logprobs, tuple(rows)), end
+        return StoredTurns(intake, used, logprobs, tuple(rows), tuple(cu_values)), end
 
     def _arrange(self, layout: Layout) -> State:
         """Bring the tables up to date for ``layout``."""
@@ -397,7 +418,15 @@ def write_batch(
         gathered = gather_fields(words, runs, sources, layouts, counts.tokens, impl)
         extra = {field.name: rows for field, rows in zip(fields, gathered, strict=True)}
     ready = {"turn_returns": returns, "fields": extra, "token_fields": tuple(fields)}
-    return built | ready, later
+    return built | ready | {"ragged_values": values_of(words, fields)}, later
+
+
+def values_of(words: torch.Tensor, fields: Sequence[TokenField]) -> dict[str, torch.Tensor]:
+    """Return the values of ragged fields: views of the stream, on the host of a copy."""
+    ragged = [field for field in fields if field.ragged]
+    if ragged and words.device.type == "cpu":  # later calls write to it
+        words = words.clone()
+    return {field.name: field.values_in(words) for field in ragged}
 
 
 def lazy_columns(
@@ -410,6 +439,7 @@ def lazy_columns(
     """Return functions that make the tables and host values of a batch at first access."""
     count, sequences = counts.trajectories, slice(counts.sequences)
     seqlens, generated = tables.seqlens.rows[sequences], tables.generated_lens.rows[sequences]
+    values = tables.value_lens.rows[sequences]
     return {
         **{
             name: partial(region.table, name, getattr(counts, number) + addend)
@@ -417,6 +447,7 @@ def lazy_columns(
         },
         "seqlens": lambda: tuple(seqlens.tolist()),
         "generated_lens": lambda: tuple(generated.tolist()),
+        "value_lens": lambda: dict(zip(tables.ragged, values.T, strict=True)),
         "num_groups": lambda: counts.groups,
         "longest": lambda: counts.longest,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),

@@ -26,7 +26,7 @@ from trajpack.packing.conversion import (
     packed_numbers,
     shown,
 )
-from trajpack.packing.token_fields import Bytes, TokenField, rows_of_turn
+from trajpack.packing.token_fields import Rows, TokenField, rows_of_turn
 from trajpack.packing.turn_fields import TURN_FIELDS, TurnField
 from trajpack.packing.types import Trajectory, Turn
 
@@ -56,7 +56,7 @@ class ChainEnd(NamedTuple):
     prompt: Any
     """int32 bytes; in a trajectory of one turn the given array or list."""
     completion: Any
-    rows: Sequence[Bytes]
+    rows: Sequence[Rows]
     turn: int
     """Index of the turn in `ValidatedTurns`."""
 
@@ -78,8 +78,8 @@ class ValidatedTurns:
     trajectory of one turn."""
     logprobs: list[Any] = field(default_factory=list)
     """float32 arrays: log-probabilities of each turn; may be the caller's arrays."""
-    rows: list[list[Bytes]] = field(default_factory=list)
-    """Rows of each declared field: of each turn, or of each chain in pieces."""
+    rows: list[list[Any]] = field(default_factory=list)
+    """Rows of each declared field: of each turn, or of each chain in pieces. `Rows` each."""
     turn_chain: list[int] = field(default_factory=list)
     """Chain of each turn."""
     turn_begin: list[int] = field(default_factory=list)
@@ -357,7 +357,7 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
             f"completion_logprobs must have one entry per completion token, got {len(logprobs)} "
             f"for {size} token(s)"
         )
-    rows: Sequence[Bytes] = ()
+    rows: Sequence[Rows] = ()
     given = turn.fields
     if intake.fields or given:
         rows = rows_of_turn(intake.fields, given, (begin, size), compared=not alone)

@@ -83,6 +83,8 @@ class StaticBatch:
         self.device = torch.get_default_device() if device is None else torch.device(device)
         check_not_captured("StaticBatch", self.device, "make it before the capture")
         self.fields = check_fields(fields)
+        if ragged := [field.name for field in self.fields if field.ragged]:
+            raise ValueError(f"a StaticBatch holds no ragged fields, got {ragged}: pack instead")
         self._layouts = [field.layout for field in self.fields]
         capacity, max_turns, max_runs = self.capacity, self.max_turns, self.max_runs
         self._words = 2 * capacity + sum(

@@ -74,6 +74,8 @@ class StoredTurns(NamedTuple):
     """Word of its first log-probability."""
     rows: tuple[int, ...]
     """Byte of the first row of each extra field."""
+    cu_values: tuple[Ints, ...] = ()
+    """Values before each generated token of the call, of each ragged field."""
 
 
 ReserveRows: TypeAlias = Callable[[int], Mapping[str, npt.NDArray[Any]]]
@@ -158,10 +160,15 @@ class BatchTables:
         self._fields = fields
         self._spans = GrowingArray(np.int64, len(Span))
         self._rows = GrowingArray(np.int64, len(fields))
+        self.ragged = [field.name for field in fields if field.ragged]
+        """Names of the ragged fields."""
+        self._values = GrowingArray(np.int64, len(self.ragged))
         self._groups: dict[str, int] = {}
         self._is_ordered = True
         self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
         """Tokens and generated tokens of the sequences, of which batches have views."""
+        self.value_lens = GrowingArray(np.int64, len(self.ragged))
+        """Values of each ragged field in the sequences."""
 
     def append_rows(self, block: StoredTurns, counts: Counts, reserve: ReserveRows) -> Counts:
         """Append the rows of stored turns and return the new counts."""
@@ -249,10 +256,11 @@ class BatchTables:
             self._is_ordered = True
             tables["cu_turns"][0] = tables["cu_generated"][0] = tables["cu_new"][0] = 0
         sizes = spans[:, Span.END] - spans[:, Span.BEGIN]
+        generated = np.column_stack([sizes, self._values.rows[before.spans : counts.spans][order]])
         sequences = before.sequences + int(opens.sum())
         bounds = tables["cu_seqlens"][before.sequences : sequences + 1]
         bounds[:] = np.append(starts[opens], num_tokens)
-        self._write_lengths(before.sequences, bounds, np.add.accumulate(sizes), opens)
+        self._write_lengths(before.sequences, bounds, generated.cumsum(0), opens)
         self._order_groups(tables, counts, before)
         turn = spans[:, Span.TURN]
         first = turn[::-1]  # written in reverse, a turn's first span is written last
@@ -269,23 +277,32 @@ class BatchTables:
     ) -> None:
         """Write lengths after those of ``sequences``.
 
-        ``generated`` has the generated tokens up to the end of each span, ``opens`` the spans that
-        begin a sequence.
+        ``generated`` has the generated tokens, and the values of each ragged field, up to the end
+        of each span; ``opens`` the spans that begin a sequence.
         """
         if not sequences:  # batches still have views of the old memory
             self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
+            self.value_lens = GrowingArray(np.int64, len(self.ragged))
         self.seqlens.write(sequences, np.diff(bounds))
-        ends = np.append(0, generated)[np.append(np.flatnonzero(opens), len(generated))]
-        self.generated_lens.write(sequences, np.diff(ends))
+        bounds = np.append(np.flatnonzero(opens), len(generated))
+        lengths = np.diff(np.pad(generated, ((1, 0), (0, 0)))[bounds], axis=0)
+        self.generated_lens.write(sequences, lengths[:, 0])
+        self.value_lens.write(sequences, lengths[:, 1:])
 
     def arrange_tree(
-        self, counts: Counts, stream: npt.NDArray[np.int32], reserve: ReserveRows
+        self,
+        counts: Counts,
+        stream: npt.NDArray[np.int32],
+        reserve: ReserveRows,
+        *,
+        duplicate: bool = False,
     ) -> tuple[TreePlan, Counts]:
         """Write the runs and boundaries of a tree over those of layout ``"merged"``.
 
         ``turn_begin`` becomes the node of the last token of each turn's prompt, ``cu_seqlens`` the
         boundaries of the trees, and ``turn_spans`` the entries of each turn; ``turn_sequence``
-        stays. Returns the plan, and counts with its rows, trees and tokens.
+        stays. With ``duplicate`` each node is followed by one token. Returns the plan, and counts
+        with its rows, trees and tokens.
 
         Raises:
             ValueError: As `plan_tree`; the tables are unchanged then.
@@ -303,7 +320,7 @@ class BatchTables:
             for number, field in enumerate(self._fields)
             if not field.generated_only
         ]
-        trie = branches_of(stream, sources, lengths, compared)
+        trie = branches_of(stream, sources, lengths, compared, duplicate=duplicate)
         columns = (Span.TURN, Span.CHAIN, Span.BEGIN, Span.END, Span.VERSION, Span.LOGPROB)
         plan = plan_tree(trie, sources, Spans(*(spans[:, column] for column in columns)))
         num_rows, trees = len(plan.runs) - 1, len(plan.cu_seqlens) - 1
@@ -382,6 +399,9 @@ class BatchTables:
                 for number, field in enumerate(self._fields)
             ]
             self._rows.write(counts.spans, np.stack(rows, 1))
+        values = [cu[trained + stop] - cu[trained + start] for cu in block.cu_values]
+        of_spans = np.array(values, np.int64).reshape(len(values), len(turn)).T
+        self._values.write(counts.spans, of_spans)
         return np.stack(
             [
                 counts.turns + turn,

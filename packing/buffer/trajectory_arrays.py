@@ -14,6 +14,7 @@ import torch
 
 from trajpack.packing.buffer.chains import TrajectoryLabels, copy_numbers, validate_turns
 from trajpack.packing.conversion import FLOAT32_MAX, as_version_runs, host_tensor
+from trajpack.packing.ragged import Ragged, RaggedBytes, flattened, joined, part
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
@@ -49,7 +50,8 @@ _PLACES = [
     for one in TURN_FIELDS
 ]
 """Attribute of each number of a turn, its place among all, and whether it is a bool."""
-_Undeclared: TypeAlias = dict[int, dict[str, tuple[str, npt.NDArray[Any]]]]
+_Stored: TypeAlias = tuple[str, npt.NDArray[Any], *tuple[npt.NDArray[Any], ...]]
+_Undeclared: TypeAlias = dict[int, dict[str, _Stored]]
 _DEFAULTS = {one.name: one.default for one in dataclasses.fields(Turn)}
 
 
@@ -81,9 +83,10 @@ class TrajectoryArrays:
     token_fields: tuple[TokenField, ...] = ()
     """Declared extra fields."""
     rows: tuple[npt.NDArray[np.uint8], ...] = ()
-    """Bytes of the rows of each declared field, of all turns or of all chains."""
+    """Bytes of the rows of each declared field, of all turns or of all chains. A ragged field has
+    the values of all turns, and behind them an int32 for each generated token: its number."""
     undeclared: _Undeclared = field(default_factory=dict)
-    """Dtype and values of fields that are not declared, by turn and name."""
+    """Dtype and values of fields that are not declared, by turn and name; `Ragged.cu` behind."""
 
     @classmethod
     def of(
@@ -127,8 +130,7 @@ class TrajectoryArrays:
             logprobs=logprobs,
             token_fields=fields or (),
             rows=tuple(
-                np.concatenate([np.empty(0, U8), *(piece.reshape(-1) for piece in pieces)])
-                for pieces in taken.rows
+                np.concatenate([np.empty(0, U8), *_bytes_of(pieces)]) for pieces in taken.rows
             ),
             undeclared=undeclared,
         )
@@ -170,7 +172,10 @@ class TrajectoryArrays:
         copies: dict[str, Any] = {name: one.copy() for name, one in self._arrays().items()}
         copies["rows"] = tuple(rows.copy() for rows in self.rows)
         copies["undeclared"] = {
-            turn: {name: (dtype, array.copy()) for name, (dtype, array) in rows.items()}
+            turn: {
+                name: (dtype, *(array.copy() for array in arrays))
+                for name, (dtype, *arrays) in rows.items()
+            }
             for turn, rows in self.undeclared.items()
         }
         return replace(self, **copies)
@@ -219,9 +224,16 @@ class TrajectoryArrays:
         _require(num_generated == len(self.logprobs), "the turns' sizes do not add up")
         for declared, raw in zip(self.token_fields, self.rows, strict=True):
             num_rows = num_generated if declared.generated_only else len(self.tokens)
-            called = f"field {declared.name!r}"
-            _require(raw.size == num_rows * declared.row_bytes, f"{called} has {raw.size} bytes")
-            _require(declared.dtype != torch.bool or (raw < 2).all(), f"{called} is not bool")
+            called, num_bytes = f"field {declared.name!r}", num_rows * declared.value_bytes
+            values = raw
+            if declared.ragged:
+                split = raw.size - 4 * num_rows
+                _require(split >= 0, f"{called} has {raw.size} bytes")
+                values, counts = raw[:split], raw[split:].view(I32)
+                _require((counts >= 0).all(), f"{called} has negative counts")
+                num_bytes = int(counts.sum(dtype=np.int64)) * declared.value_bytes
+            _require(values.size == num_bytes, f"{called} has {raw.size} bytes")
+            _require(declared.dtype != torch.bool or (values < 2).all(), f"{called} is not bool")
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
         return {name: one for name, one in vars(self).items() if isinstance(one, np.ndarray)}
@@ -229,7 +241,7 @@ class TrajectoryArrays:
     def _turns(self) -> list[Turn]:
         starts = list(accumulate(self.chain_sizes.tolist(), initial=0))
         declared = [
-            (one.name, one.generated_only, as_rows(one, raw))
+            (one.name, one.generated_only, as_rows(one, raw, len(self.logprobs)))
             for one, raw in zip(self.token_fields, self.rows, strict=True)
         ]
         turns, generated, num_spans = list[Turn](), 0, 0
@@ -239,11 +251,13 @@ class TrajectoryArrays:
             start, sampled, end = starts[chain], generated + size, num_spans + count
             middle = start + begin
             fields: dict[str, Any] = {
-                name: rows[generated:sampled] if generated_only else rows[start : middle + size]
+                name: part(rows, generated, sampled)
+                if generated_only
+                else rows[start : middle + size]
                 for name, generated_only, rows in declared
             }
             for name, stored in self.undeclared.get(index, {}).items():
-                fields[name] = as_tensor(*stored)
+                fields[name] = _given(stored)
             numbers = integers + floats
             turns.append(
                 Turn(
@@ -299,8 +313,12 @@ def widened(
     return np.hstack([table.reshape(-1, width), np.tile(later, (num_turns, 1))])
 
 
-def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8]) -> Any:
+def as_rows(declared: TokenField, raw: npt.NDArray[np.uint8], num_generated: int) -> Any:
     """Return the rows of a declared field: an array, or a tensor if numpy lacks the dtype."""
+    if declared.ragged:
+        split = raw.size - 4 * num_generated
+        cu = np.append(np.int64(0), raw[split:].view(I32).cumsum(dtype=np.int64))
+        return Ragged(cu, as_rows(replace(declared, ragged=False), raw[:split], num_generated))
     shape = (raw.size // declared.row_bytes, *declared.shape)
     if raw.size:
         values = host_tensor(raw).view(declared.dtype).reshape(shape)
@@ -331,6 +349,29 @@ def as_tensor(dtype: str, array: npt.NDArray[Any]) -> torch.Tensor:
     return host_tensor(array).view(getattr(torch, dtype))
 
 
+def _bytes_of(pieces: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
+    """Return the rows of turns or chains as flat bytes; of a ragged field values, then counts."""
+    if not pieces or not isinstance(pieces[0], RaggedBytes):
+        return [piece.reshape(-1) for piece in pieces]
+    counts, values = joined(pieces)
+    return [values.reshape(-1), counts.view(U8)]
+
+
+def _stored(values: Any) -> _Stored:
+    if not isinstance(values, Ragged):
+        try:
+            return as_array(values)
+        except (TypeError, ValueError):  # lists of different lengths
+            pass
+    counts, flat = flattened(values)
+    return *as_array(flat), np.append(np.int64(0), counts.cumsum(dtype=np.int64))
+
+
+def _given(stored: _Stored) -> Any:
+    tensor = as_tensor(stored[0], stored[1])
+    return Ragged(stored[2], tensor) if len(stored) > 2 else tensor
+
+
 def _without_fields(
     trajectories: Iterable[Trajectory],
 ) -> tuple[list[Trajectory], _Undeclared]:
@@ -340,7 +381,7 @@ def _without_fields(
         turns = list(trajectory.turns)
         for number, turn in enumerate(turns):
             if turn.fields is not None:
-                found[num_turns + number] = {k: as_array(v) for k, v in turn.fields.items()}
+                found[num_turns + number] = {k: _stored(v) for k, v in turn.fields.items()}
                 turns[number] = replace(turn, fields=None)
         plain.append(replace(trajectory, turns=turns))
         num_turns += len(turns)

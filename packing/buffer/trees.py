@@ -16,14 +16,16 @@ from trajpack.packing.buffer.buffer import (
     TrajectoryBuffer,
     lazy_columns,
     returns_of_turns,
+    values_of,
     write_batch,
 )
 from trajpack.packing.buffer.staging import DeviceRegion
 from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Longest
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.assemble import NODE_FIELDS, assemble
+from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.plan import TreePlan
-from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_share
+from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_options
 from trajpack.packing.types import Trajectory
 
 
@@ -33,6 +35,8 @@ def pack_tree(
     device: torch.device | str | None = None,
     impl: Impl = "auto",
     fields: Iterable[TokenField] = (),
+    *,
+    boundary: Boundary = "shared",
 ) -> TreeBatch:
     """Pack trajectories into trees, in which each distinct prefix is stored and computed once.
 
@@ -47,6 +51,11 @@ def pack_tree(
         impl: As for `pack`.
         fields: As for `pack`. Tokens are shared only if their rows of fields that have rows for all
             tokens are equal, bit for bit.
+        boundary: Node of the last token that sequences have in common. With ``"shared"`` they share
+            it, and it predicts a token for each way on. With ``"duplicate"`` it is stored once for
+            each way on, and once where a sequence ends: each node is followed by one token, its
+            label (`TreeBatch.labels`). Needs ``share="once"``. Log-probabilities and gradients of
+            entries are the same.
 
     Raises:
         TypeError: As `TrajectoryBuffer.extend`.
@@ -65,18 +74,22 @@ def pack_tree(
     """
     buffer = TrajectoryBuffer(device=device, fields=fields)
     buffer.extend(trajectories)
-    return buffer.pack_tree(share=share, impl=impl)
+    return buffer.pack_tree(share=share, impl=impl, boundary=boundary)
 
 
-def tree_of_buffer(buffer: TrajectoryBuffer, share: Share, impl: Impl) -> TreeBatch:
+def tree_of_buffer(
+    buffer: TrajectoryBuffer, options: tuple[Share, Boundary], impl: Impl
+) -> TreeBatch:
     """Implement `TrajectoryBuffer.pack_tree`."""
-    check_share(share)
+    check_options(*options)
     chosen = resolve_impl("pack_tree", impl, torch.empty(0, device=buffer.device))
     state = buffer._arrange("merged")
     buffer._state = state._replace(arranged=False)  # the tree's tables replace some
     reserve = partial(buffer._staging.reserve, 0, words_used=state.num_words)
     stream = buffer._staging.region.stream
-    plan, counts = buffer._tables.arrange_tree(state.counts, stream, reserve)
+    plan, counts = buffer._tables.arrange_tree(
+        state.counts, stream, reserve, duplicate=options[1] == "duplicate"
+    )
     with buffer._staging.on_device():
         region = buffer._staging.send(state.num_words)
         returns, written = write_tree(region, plan, counts, chosen, buffer._memory)
@@ -98,10 +111,13 @@ def tree_of_buffer(buffer: TrajectoryBuffer, share: Share, impl: Impl) -> TreeBa
         "seqlens": tuple(np.diff(on_host).tolist()),
         "num_generated": state.num_generated,
         "fields": entries,
+        "ragged_values": values_of(region.stream, buffer.fields),
         "token_fields": buffer.fields,
         "layout": "turns",
     }
-    return assemble(plan, runs, written, tables=tables, fields=nodes, of_entries=given, share=share)
+    return assemble(
+        plan, runs, written, tables=tables, fields=nodes, of_entries=given, options=options
+    )
 
 
 def write_tree(

@@ -142,9 +142,10 @@ def with_advantages(
     else:  # computed at first access
         del credited.__dict__["metrics"]
         credited.__dict__["_later"] = {"metrics": moments}
-    known = batch.__dict__.get("_later", {}).get("generated_lens")
-    if known is not None:
-        credited.__dict__.setdefault("_later", {})["generated_lens"] = known
+    later = batch.__dict__.get("_later", {})
+    for name in ("generated_lens", "value_lens"):
+        if name in later:
+            credited.__dict__.setdefault("_later", {})[name] = later[name]
     return credited
 
 

@@ -62,7 +62,7 @@ class PaddedMicroBatch(NamedTuple):
     placement: Placement
 
 
-class _Table(NamedTuple):
+class SegmentTable(NamedTuple):
     """Segments of tokens to select."""
 
     ends: Ints
@@ -146,46 +146,55 @@ def place_plan(lengths: Lengths, plan: Plan, alignment: Alignment) -> list[Padde
     return placed
 
 
-def cut(
-    batch: PackedBatch,
-    lengths: Lengths,
-    placed: Sequence[PaddedMicroBatch],
-    alignment: Alignment,
-    tensors: Mapping[str, torch.Tensor] | None,
-    impl: Impl,
-) -> Iterator[MicroBatch]:
-    """Check everything, send the tables, and return an iterator that makes the micro-batches.
+class TokenSelection:
+    """All tensors over the tokens of a batch, the caller's included, to select micro-batches from.
 
     Raises:
         TypeError: If one of ``tensors`` is no tensor.
         ValueError: If one has the wrong shape or device, or a name that is taken.
     """
-    names, sources = _sources(batch, tensors, alignment)
-    tables = _send(
-        [
-            _Table(
+
+    def __init__(
+        self,
+        batch: PackedBatch,
+        alignment: Alignment,
+        tensors: Mapping[str, torch.Tensor] | None,
+    ) -> None:
+        self._batch, self._alignment = batch, alignment
+        self._names, self._sources = _sources(batch, tensors, alignment)
+        self._value_lens = batch.value_lens if batch.ragged_values else {}
+
+    def tables(self, placed: Iterable[PaddedMicroBatch]) -> list[SegmentTable]:
+        """Return the table of each micro-batch."""
+        starts, min_columns = self._batch.host_lengths.starts, self._alignment.num_boundaries or 0
+        return [
+            SegmentTable(
                 np.cumsum(one.placement.padded_seqlens),
-                lengths.starts[one.sequences],
+                starts[one.sequences],
                 one.kept,
                 np.cumsum(one.placement.seqlens),
-                alignment.num_boundaries or 0,
+                min_columns,
             )
             for one in placed
-        ],
-        batch.device,
-    )
+        ]
 
-    def select(one: PaddedMicroBatch, table: torch.Tensor) -> MicroBatch:
+    def select(self, one: PaddedMicroBatch, table: torch.Tensor, impl: Impl) -> MicroBatch:
+        """Return a micro-batch by its table on the device.
+
+        Cost: one launch.
+        """
+        alignment = self._alignment
         lengths, padded, num_tokens = one.placement
-        rows, position_ids, sequence_ids = sources.select(
+        rows, position_ids, sequence_ids = self._sources.select(
             table, num_tokens, alignment.positions, impl
         )
-        selected = dict(zip(names, rows, strict=True))
+        selected = dict(zip(self._names, rows, strict=True))
         seqlens, padded_seqlens = tuple(lengths.tolist()), tuple(padded.tolist())
         num_boundaries = alignment.num_boundaries or len(padded_seqlens) + 1
         cu_padded = table[Segment.START, :num_boundaries]
         same = seqlens == padded_seqlens
         fixed = alignment.total if alignment.max_sequences is not None else None
+        generated = self._batch.generated_lens
         return MicroBatch(
             **{name: selected.pop(name) for name in OWN},
             position_ids=position_ids,
@@ -199,10 +208,31 @@ def cut(
             sequences=tuple(one.sequences.tolist()),
             num_kept=tuple(one.kept.tolist()),
             max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
-            num_generated=sum(batch.generated_lens[index] for index in one.sequences),
+            num_generated=sum(generated[index] for index in one.sequences),
+            ragged_values=self._batch.ragged_values,
+            num_values={
+                name: sum(int(counts[index]) for index in one.sequences)
+                for name, counts in self._value_lens.items()
+            },
         )
 
-    return map(select, placed, tables)
+
+def cut(
+    batch: PackedBatch,
+    placed: Sequence[PaddedMicroBatch],
+    alignment: Alignment,
+    tensors: Mapping[str, torch.Tensor] | None,
+    impl: Impl,
+) -> Iterator[MicroBatch]:
+    """Check everything, send the tables, and return an iterator that makes the micro-batches.
+
+    Raises:
+        TypeError: As `TokenSelection`.
+        ValueError: As `TokenSelection`.
+    """
+    selection = TokenSelection(batch, alignment, tensors)
+    tables = send_tables(selection.tables(placed), batch.device)
+    return (selection.select(*one, impl) for one in zip(placed, tables, strict=True))
 
 
 def _sources(
@@ -228,16 +258,13 @@ def _sources(
 
 def merged(
     batch: PackedBatch,
-    plan: Plan,
+    placed: Sequence[PaddedMicroBatch],
     outputs: Sequence[torch.Tensor],
-    alignment: Alignment,
     fill: Number,
     impl: Impl,
 ) -> torch.Tensor:
     """Return outputs of micro-batches in the order of the batch, as `PackedBatch.merge` does."""
-    lengths = batch.host_lengths
-    placed = place_plan(lengths, plan, alignment)
-    outputs = list(outputs)
+    lengths, outputs = batch.host_lengths, list(outputs)
     _check_outputs(outputs, placed, batch.device)
     sequences = np.concatenate([one.sequences for one in placed])
     counts = np.bincount(sequences, minlength=len(lengths.seqlens))
@@ -253,8 +280,8 @@ def merged(
         sources[here], kept[here] = lengths.starts[one.sequences], one.kept
         back[one.sequences], taken[one.sequences] = begins[here], one.kept
         first += len(one.placement.padded_seqlens)
-    table, inverse = _send(
-        [_Table(np.cumsum(lengths.seqlens), back, taken), _Table(ends, sources, kept)],
+    table, inverse = send_tables(
+        [SegmentTable(np.cumsum(lengths.seqlens), back, taken), SegmentTable(ends, sources, kept)],
         batch.device,
     )
     rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -291,7 +318,7 @@ def _row_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"
 
 
-def _send(tables: Sequence[_Table], device: torch.device) -> list[torch.Tensor]:
+def send_tables(tables: Sequence[SegmentTable], device: torch.device) -> list[torch.Tensor]:
     """Return tables on the device, int32 ``[rows, columns]`` each; spare columns repeat the end.
 
     Cost: one copy from pinned memory for all of them; none on the host.

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 
-from trajpack.kernels.logprobs.token_logprobs import token_logprobs
 from trajpack.kernels.rearrange.shift import Direction, End, drop_tokens, end_tokens, shift_tokens
-from trajpack.kernels.validation import check_tensor
+from trajpack.packing.micro_batches.logprobs import logprobs_of_rows
+from trajpack.packing.ragged import Ragged, gathered
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
@@ -153,39 +153,87 @@ class LabelMethods:
         targets = batch.input_ids[place.clamp(max=batch.num_tokens - 1)]
         return torch.where(is_place, place - 1, -1), targets.where(is_place, 0)
 
+    def ragged(self, name: str, most: int | None = None) -> Ragged:
+        """Return the values of a ragged field for each row of `logprob_rows`, in that order.
+
+        Args:
+            name: Name of a `TokenField` with ``ragged=True``.
+            most: As of `logprob_rows`. Rows that are left over have no values. On a device the last
+                of them has those of generated tokens that are no rows: `num_values` are known, and
+                no others.
+
+        Returns:
+            ``cu`` int32 ``[num_generated + 1]`` and ``values`` ``[num_values, *shape]``.
+
+        Raises:
+            ValueError: If there is no such field; see also `logprob_rows`.
+
+        Cost: that of `logprob_rows`, and a dozen small operations. No synchronisation where `pack`
+            made the batch, `with_advantages` included; of any other batch as
+            `PackedBatch.value_lens`.
+        """
+        return self._ragged_at(name, self.logprob_rows(most)[0])
+
+    def values_of_tokens(self, name: str) -> Ragged:
+        """Return the values of a ragged field for each token of `fields`, in their order.
+
+        Cost: a dozen small operations, and that of `PackedBatch.value_lens`.
+        """
+        return self._gathered(name, self._tokens.fields[name])
+
+    def _gathered(self, name: str, spans: torch.Tensor) -> Ragged:
+        batch = self._tokens
+        on_host = spans.device.type == "cpu"  # where the exact number costs nothing
+        total = int(spans[:, 1].sum()) if on_host else batch.num_values[name]
+        return gathered(spans, batch.ragged_values[name], total)
+
+    def _ragged_at(self, name: str, rows: torch.Tensor) -> Ragged:
+        batch = self._tokens
+        if name not in batch.ragged_values:
+            known = sorted(batch.ragged_values)
+            raise ValueError(f"ragged: name must be that of a ragged field, {known}, got {name!r}")
+        spans = batch.fields[name]
+        if not batch.num_tokens:
+            spans = spans.new_zeros(1, 2)
+        # the first token of a batch, which was not generated, has no values
+        return self._gathered(name, spans[rows + 1])
+
     def logprobs(
         self,
         hidden: torch.Tensor,
-        lm_head: torch.Tensor | torch.nn.Module,
+        lm_head: torch.Tensor | torch.nn.Module | None = None,
         *,
         entropy: bool = False,
         most: int | None = None,
         **options: Any,
     ) -> Any:
-        """Return the log-probabilities of the generated tokens from last hidden states.
+        """Return the log-probabilities of the generated tokens from hidden states or logits.
 
         Only the rows of `logprob_rows` go through the LM head, and their logits are never in memory
         at once: `trajpack.kernels.token_logprobs`.
 
         Args:
             hidden: ``[tokens, H]`` or ``[1, tokens, H]``: the output of the model's decoder for
-                `model_inputs`, such as ``model.model(**batch.model_inputs())[0]``.
+                `model_inputs`, such as ``model.model(**batch.model_inputs())[0]``. Without
+                ``lm_head`` the logits, ``[tokens, V]`` or ``[1, tokens, V]``.
             lm_head: ``[V, H]``, or a module with ``weight`` and perhaps ``bias``, such as
                 ``model.lm_head``.
             entropy: Whether to return entropies too.
             most: As of `logprob_rows`.
             options: ``temperature``, ``softcap``, ``support``, ``group`` and ``impl`` of
-                `trajpack.kernels.token_logprobs`.
+                `trajpack.kernels.token_logprobs`; with logits ``temperature`` alone. ``support``
+                may be the name of a ragged field.
 
         Returns:
-            ``[num_generated]``, with ``entropy`` a pair of such, in the order of `logprob_rows`.
-            Rows that are left over have log-probability and entropy 0, without a gradient.
+            ``[num_generated]``, with ``entropy`` a pair of such, in the order of `logprob_rows`:
+            float32, float64 of float64. Rows that are left over have log-probability and entropy 0,
+            without a gradient.
 
         Raises:
             TypeError, ValueError: As `trajpack.kernels.token_logprobs`; also if ``hidden`` has not
                 one row for each token.
 
-        Cost: as those two.
+        Cost: as those two. With logits, a copy of the rows of `logprob_rows` and their softmax.
 
         Example:
             >>> import torch, trajpack
@@ -194,17 +242,14 @@ class LabelMethods:
             >>> batch.logprobs(torch.zeros(4, 8), torch.nn.Linear(8, 5, bias=False))
             tensor([-1.6094, -1.6094], grad_fn=<WhereBackward0>)
         """
-        if isinstance(hidden, torch.Tensor) and hidden.ndim == 3 and hidden.shape[0] == 1:
-            hidden = hidden[0]
-        check_tensor("logprobs", "hidden", hidden, ndim=2, entries=self._tokens.num_tokens)
-        if isinstance(lm_head, torch.nn.Module):
-            options.setdefault("bias", getattr(lm_head, "bias", None))
-            lm_head = cast("torch.Tensor", lm_head.weight)
         rows, targets = self.logprob_rows(most)
-        given: dict[str, Any] = options | {"entropy": entropy}
-        found: Any = token_logprobs(hidden, lm_head, rows.clamp(min=0), targets, **given)
-        several = found if isinstance(found, tuple) else (found,)
-        kept = tuple(torch.where(rows >= 0, one, 0.0) for one in several)
+        if isinstance(support := options.get("support"), str):
+            options["support"] = self._ragged_at(support, rows)
+        found = logprobs_of_rows(
+            hidden, lm_head, rows.clamp(min=0), targets,
+            num_places=self._tokens.num_tokens, entropy=entropy, **options,
+        )  # fmt: skip
+        kept = tuple(torch.where(rows >= 0, one, 0.0) for one in found)
         return kept if entropy else kept[0]
 
     def _check_given(self, op: str, x: torch.Tensor | None) -> None:

@@ -119,6 +119,10 @@ class MicroBatch(LabelMethods):
     num_generated: int
     """Generated tokens of `sequences`: those that `loss_mask` selects, or more where a sequence was
     cut off."""
+    ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """What the rows of ragged fields in `fields` refer to, by name: the batch's own tensors."""
+    num_values: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Values of each ragged field in `sequences`, cut-off tokens included."""
 
     @property
     def num_tokens(self) -> int:
@@ -170,7 +174,8 @@ class MicroBatch(LabelMethods):
 
         Cost: one call of ``torch.Tensor.record_stream`` a storage. No copy, no synchronisation.
         """
-        record_storages([*self.tensors().values(), *self.fields.values()], stream)
+        given = [*self.fields.values(), *self.ragged_values.values()]
+        record_storages([*self.tensors().values(), *given], stream)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajpack.packing.conversion import FLOAT32_MAX, as_ids, as_number, host_array
+from trajpack.packing.ragged import Ragged, part
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, Turn, VersionSpan
 
 WHOLE_SEQUENCE_FIELDS = frozenset({"routed_experts", "teacher_ids", "teacher_logprobs"})
@@ -32,7 +33,7 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
     reward: float = 0.0,
     token_rewards: FloatArray | None = None,
     truncated: bool = False,
-    fields: Mapping[str, npt.NDArray[Any]] | None = None,
+    fields: Mapping[str, Any] | None = None,
     group: str | None = None,
 ) -> Trajectory:
     """Return the trajectory of a conversation, given as tokens with a mask of the generated ones.
@@ -58,8 +59,8 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
         token_rewards: Rewards at tokens, ``[tokens]``: a turn gets those up to its last token and
             after the turn before; the last turn also gets those behind it.
         truncated: Whether the last turn was truncated.
-        fields: Extra fields, ``[tokens, *]`` each. A turn keeps the rows of its completion, or of
-            prompt and completion for `WHOLE_SEQUENCE_FIELDS`.
+        fields: Extra fields, ``[tokens, *]`` each, or `Ragged`. A turn keeps the rows of its
+            completion, or of prompt and completion for `WHOLE_SEQUENCE_FIELDS`.
         group: Group of the trajectory.
 
     Raises:
@@ -107,7 +108,8 @@ def masked_trajectory(  # noqa: PLR0913 - a keyword for each column
             completion_logprobs=of_logprobs[begin:end],
             reward=of_turn,
             truncated=truncated and end == spans[-1][1],
-            fields={field: rows[field][first:end] for field, first in firsts.items()} or None,
+            fields={field: part(rows[field], first, end) for field, first in firsts.items()}
+            or None,
             **_versions(None if of_tokens is None else of_tokens[begin:end], version_range),
         )
         turns.append(turn)
@@ -133,17 +135,20 @@ def _column(
 
 
 def _field_rows(
-    whose: str, fields: Mapping[str, npt.NDArray[Any]], num_prompt: int, num_tokens: int
-) -> dict[str, npt.NDArray[Any]]:
+    whose: str, fields: Mapping[str, Any], num_prompt: int, num_tokens: int
+) -> dict[str, Any]:
     """Return rows of extra fields for all tokens; 0 at the prompt if they are of a response."""
-    found = {}
+    found = dict[str, Any]()
     for field, given in fields.items():
-        rows = given
-        if num_prompt and field not in WHOLE_SEQUENCE_FIELDS:
+        rows, is_ragged = given, isinstance(given, Ragged)
+        if is_ragged:
+            rows = Ragged(np.append(np.zeros(num_prompt, np.int64), given.cu), given.values)
+        elif num_prompt and field not in WHOLE_SEQUENCE_FIELDS:
             rows = np.concatenate([np.zeros((num_prompt, *rows.shape[1:]), rows.dtype), rows])
-        if len(rows) != num_tokens:
+        num_rows = len(rows.cu) - 1 if is_ragged else len(rows)
+        if num_rows != num_tokens:
             raise ValueError(
-                f"{whose} {field} must have {num_tokens} rows, one for each token, got {len(rows)}"
+                f"{whose} {field} must have {num_tokens} rows, one for each token, got {num_rows}"
             )
         found[field] = rows
     return found

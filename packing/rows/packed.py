@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -49,6 +49,13 @@ def check_whole(op: str, batch: PackedBatch) -> None:
     if not isinstance(batch, PackedBatch):
         raise TypeError(f"{op}: batch must be a PackedBatch, got {type(batch).__name__}")
     batch.check_unpadded()
+
+
+def check_not_ragged(op: str, batch: Packed, names: Iterable[str]) -> None:
+    """Raise a `ValueError` if one of the named fields is ragged, which the format cannot hold."""
+    ragged = sorted(set(names) & set(batch.ragged_values))
+    if ragged:
+        raise ValueError(f"{op}: extra fields must have a row for each token, {ragged} are ragged")
 
 
 def advantages_of(op: str, batch: Packed) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.runs import Run
+from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.plan import PARENT, TreePlan
 from trajpack.packing.tree.tree_batch import Entries, Share, TreeBatch
 
@@ -29,7 +30,7 @@ def assemble(
     tables: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     of_entries: Mapping[str, Any],
-    share: Share,
+    options: tuple[Share, Boundary],
 ) -> TreeBatch:
     """Make a batch.
 
@@ -40,7 +41,7 @@ def assemble(
         tables: ``cu_seqlens`` of the trees and ``turn_prompt_node``.
         fields: Extra fields of the nodes.
         of_entries: Fields of the entries by name, in place of those that ``written`` has.
-        share: See `TreeBatch.entry_weights`.
+        options: `TreeBatch.share` and `TreeBatch.boundary`.
 
     Cost: three small operations for the parents.
     """
@@ -59,6 +60,9 @@ def assemble(
         turn_prompt_node=tables["turn_prompt_node"],
         fields=fields,
         entries=Entries.with_lazy_columns({**entries, **of_entries}, {}),
+        num_trained=plan.num_trained,
         seqlens=tuple((plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]).tolist()),
-        share=share,
+        share=options[0],
+        boundary=options[1],
+        chains=plan.chains,
     )

@@ -14,7 +14,9 @@ from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.assemble import assemble
+from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.plan import Spans, plan_tree
+from trajpack.packing.tree.segments import expanded
 from trajpack.packing.tree.tree_batch import Share, TreeBatch
 from trajpack.packing.tree.trie import Ints, Rows, branches_of
 
@@ -43,7 +45,7 @@ def merged_of(tree: TreeBatch) -> PackedBatch:
     starts = np.cumsum(lengths) - lengths
     path = torch.from_numpy(_paths(tree.tree_parent.numpy(), tips, starts + lengths))
     begin = starts[row] + depth[prompt] + 1
-    place = torch.from_numpy(_expanded(begin, sizes))
+    place = torch.from_numpy(expanded(begin, sizes))
     num_tokens = len(path)
     tokens: dict[str, Any] = {
         "input_ids": tree.input_ids[path],
@@ -72,7 +74,7 @@ def merged_of(tree: TreeBatch) -> PackedBatch:
     return PackedBatch(**given)
 
 
-def tree_of(batch: PackedBatch, share: Share) -> TreeBatch:
+def tree_of(batch: PackedBatch, options: tuple[Share, Boundary]) -> TreeBatch:
     """Return the tree of a batch of layout ``"merged"`` on the host.
 
     Raises:
@@ -90,15 +92,16 @@ def tree_of(batch: PackedBatch, share: Share) -> TreeBatch:
         for one in batch.token_fields
         if not one.generated_only
     ]
-    trie = branches_of(words.numpy(), starts[:-1], np.diff(starts), rows)
+    duplicate = options[1] == "duplicate"
+    trie = branches_of(words.numpy(), starts[:-1], np.diff(starts), rows, duplicate=duplicate)
     first, turn = starts[row], np.arange(len(row))
     spans = Spans(turn, row, begin - first, end - first, np.zeros_like(turn), begin)
     plan = plan_tree(trie, starts[:-1], spans)
     runs = torch.from_numpy(plan.runs.astype(np.int32))
     written = build(words, runs, torch.zeros(len(turn)), plan.num_tokens, impl="torch")
-    place = torch.from_numpy(_expanded(begin, end - begin))
+    place = torch.from_numpy(expanded(begin, end - begin))
     table = plan.runs[: plan.num_node_rows + 1]
-    nodes = torch.from_numpy(_expanded(table[:-1, 1], np.diff(table[:, 0])))
+    nodes = torch.from_numpy(expanded(table[:-1, 1], np.diff(table[:, 0])))
     given = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     per_token = {*FIELD_DTYPES, "advantages"} - {"position_ids"}
     given |= {name: given[name][place] for name in per_token if given[name] is not None}
@@ -124,7 +127,7 @@ def tree_of(batch: PackedBatch, share: Share) -> TreeBatch:
         tables=tables,
         fields={name: batch.fields[name][nodes] for name in spread if not spread[name]},
         of_entries=given,
-        share=share,
+        options=options,
     )
 
 
@@ -143,11 +146,6 @@ def _paths(parents: Any, tips: Ints, ends: Ints) -> Ints:
     return nodes
 
 
-def _expanded(begins: Ints, lengths: Ints) -> Ints:
-    """Return the numbers from each begin on, as many as its length."""
-    return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
-
-
 def _new_with_turns(row: Any, starts: Ints, ends: Ints) -> Ints:
     """Return the end of the turn before each turn in its row, or the start of the row."""
     order = np.argsort(row, kind="stable")
@@ -162,10 +160,11 @@ def _spread(
     field: TokenField, rows: torch.Tensor, place: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
     """Return rows of all tokens, with the field's fill where none was generated."""
-    unit = UNITS[field.dtype.itemsize]  # torch fills few dtypes
-    fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
-    bits = torch.full((num_tokens, *field.shape), fill, dtype=unit)
-    return bits.index_copy_(0, place, rows.view(unit)).view(field.dtype)
+    layout = field.layout
+    unit = UNITS[layout.dtype.itemsize]  # torch fills few dtypes
+    fill = int.from_bytes(layout.fill, sys.byteorder, signed=True)
+    bits = torch.full((num_tokens, *layout.shape), fill, dtype=unit)
+    return bits.index_copy_(0, place, rows.view(unit)).view(layout.dtype)
 
 
 def _memory(rows: torch.Tensor) -> Any:

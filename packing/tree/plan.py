@@ -28,6 +28,21 @@ class Spans(NamedTuple):
     """Word of the first log-probability."""
 
 
+class Chains(NamedTuple):
+    """Chains of a tree on the host: the sequences that layout ``"merged"`` has."""
+
+    trie: Branches
+    """Trie of the chains."""
+    turn_branch: Ints
+    """``[turns]``: branch of each turn's chain, its place in depth-first order."""
+    turn: Ints
+    """``[stretches]``: turn of each generated stretch of nodes, ascending."""
+    begin: Ints
+    """``[stretches]``: first node of each."""
+    end: Ints
+    """``[stretches]``: node behind the last."""
+
+
 class TreePlan(NamedTuple):
     """Rows of a run table: nodes, padding up to a whole tile, then entries."""
 
@@ -35,6 +50,8 @@ class TreePlan(NamedTuple):
     """``[rows + 1, 8]``: the table; its last row ends it."""
     num_node_rows: int
     """Rows of nodes; one row of padding and the rows of entries follow."""
+    num_trained: int
+    """Nodes that are generated tokens."""
     num_nodes: int
     first_entry: int
     """Index of the first entry, a multiple of a tile."""
@@ -50,6 +67,8 @@ class TreePlan(NamedTuple):
     """``[turns]``: node of the last token of each turn's prompt."""
     cu_seqlens: Ints
     """``[trees + 1]``: boundaries of the trees' nodes."""
+    chains: Chains
+    """The chains, and the nodes that their turns generated."""
 
 
 def plan_tree(trie: Branches, sources: Ints, spans: Spans) -> TreePlan:
@@ -69,7 +88,8 @@ def plan_tree(trie: Branches, sources: Ints, spans: Spans) -> TreePlan:
     last = np.append(piece[1:] != piece[:-1], True)[: piece.size]
     stop = np.where(last, spans.end[piece], np.append(depth[1:], 0)[: piece.size])
     node, length = trie.node(branch, depth), stop - depth
-    node_rows, node_chains = _node_rows(trie, sources, _union(node, node + length))
+    generated = union_of(node, node + length)
+    node_rows, node_chains = _node_rows(trie, sources, generated)
     num_nodes, num_entries = trie.num_nodes, int(length.sum())
     first_entry = -(-num_nodes // TILE) * TILE
     num_tokens = first_entry + num_entries
@@ -96,6 +116,7 @@ def plan_tree(trie: Branches, sources: Ints, spans: Spans) -> TreePlan:
     return TreePlan(
         np.concatenate([node_rows, padding, rows, ending]),
         len(node_rows),
+        int((generated[1] - generated[0]).sum()),
         num_nodes,
         first_entry,
         num_tokens,
@@ -104,10 +125,11 @@ def plan_tree(trie: Branches, sources: Ints, spans: Spans) -> TreePlan:
         skipped,
         trie.node(of, at),
         np.append(trie.first[trie.shared == 0], num_nodes),
+        Chains(trie, trie.branch_of(spans.chain[opens]), spans.turn[piece], node, node + length),
     )
 
 
-def _union(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
+def union_of(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
     """Join intervals that overlap or touch; return begins and ends in order."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate(ends[order])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, get_args
@@ -12,28 +12,34 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, get_a
 import torch
 
 from trajpack.kernels.scan.observations import PASSING
-from trajpack.packing.batch.batch import PackedBatch, SequenceOf
-from trajpack.packing.micro_batches.micro_batch import record_storages
-from trajpack.packing.tree.attention import visible
-from trajpack.packing.tree.huggingface import tree_table
+from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
+from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.tree.chain_plan import ChainPlan, Fewest, plan_chain_ranks, plan_chains
+from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, merge_entries
+from trajpack.packing.tree.nodes import Boundary, TreeNodes
+from trajpack.packing.tree.plan import Chains
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
+    from trajpack.kernels.rearrange.segments import Number
     from trajpack.packing.credit.estimators import Estimator
+    from trajpack.packing.tree.statistics import TreeStatistics
     from trajpack.packing.types import Trajectory
 
 Share: TypeAlias = Literal["once", "sum", "mean"]
 """Weight of an entry, see `TreeBatch.entry_weights`."""
-SHARES: tuple[str, ...] = get_args(Share)
 
 
-def check_share(share: str) -> None:
-    """Raise unless ``share`` is known."""
-    if share not in SHARES:
-        known = ", ".join(repr(name) for name in SHARES)
-        raise ValueError(f"share must be one of {known}, got {share!r}")
+def check_options(share: str, boundary: str) -> None:
+    """Raise unless both options are known and go together."""
+    for name, value, known in (("share", share, Share), ("boundary", boundary, Boundary)):
+        if value not in get_args(known):
+            names = ", ".join(repr(one) for one in get_args(known))
+            raise ValueError(f"{name} must be one of {names}, got {value!r}")
+    if boundary == "duplicate" and share != "once":
+        raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
 
 
 class Entries(PackedBatch):
@@ -45,6 +51,11 @@ class Entries(PackedBatch):
     the turns, as `cu_generated` is. Estimators, loss weights and corrections read the entries as
     they read any batch.
     """
+
+    @property
+    def generated_lens(self) -> tuple[int, ...]:
+        """Entries of each turn; all of them are generated."""
+        return self.seqlens
 
     def unpack(self) -> NoReturn:
         """Raise a `TypeError`: entries have no prompts."""
@@ -60,7 +71,7 @@ class Entries(PackedBatch):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TreeBatch:
+class TreeBatch(TreeNodes):
     """Trajectories as a forest in which each distinct prefix is stored once.
 
     Made by `trajpack.pack_tree` or `TrajectoryBuffer.pack_tree`. A node is a token behind all
@@ -73,83 +84,19 @@ class TreeBatch:
     trees and branches is that of their token ids; the entries are in the order of the turns.
     """
 
-    input_ids: torch.Tensor
-    """int64 ``[nodes]``: token ids."""
-    position_ids: torch.Tensor
-    """int64 ``[nodes]``: depths, 0 at a root: the position of the token in its sequence."""
-    tree_end: torch.Tensor
-    """int32 ``[nodes]``: first node behind the node's subtree. A query at node q attends to the
-    key at node k where ``k <= q < tree_end[k]``."""
-    tree_parent: torch.Tensor
-    """int32 ``[nodes]``: node of the token before, whose output predicts this one; -1 at a root."""
-    loss_mask: torch.Tensor
-    """bool ``[nodes]``: True where at least one entry lies."""
-    cu_seqlens: torch.Tensor
-    """int32 ``[trees + 1]``: boundaries of the trees."""
     turn_prompt_node: torch.Tensor
     """int32 ``[turns]``: node of the last token of each turn's prompt."""
-    fields: Mapping[str, torch.Tensor]
-    """``[nodes, *shape]`` each: extra fields with rows for all tokens, by name. The others are
-    in ``entries.fields``."""
     entries: Entries
     """Entries, turns and trajectories: all other tensors of a `PackedBatch`."""
-    seqlens: tuple[int, ...]
-    """Nodes of each tree."""
     share: Share
     """Weight of an entry, see `entry_weights`."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes: tokens that a model computes."""
-        return self.input_ids.shape[0]
-
-    @property
-    def num_entries(self) -> int:
-        """Number of generated tokens of all turns."""
-        return self.entries.num_tokens
+    chains: Chains
+    """Chains on the host: the sequences that layout ``"merged"`` has."""
 
     @property
     def num_turns(self) -> int:
         """Turns of all trajectories."""
         return self.entries.num_turns
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        return self.input_ids.device
-
-    @property
-    def entry_node(self) -> torch.Tensor:
-        """int64 ``[entries]``: node of each entry."""
-        return self.entries.position_ids
-
-    @cached_property
-    def entry_parent(self) -> torch.Tensor:
-        """int64 ``[entries]``: node whose output predicts each entry; never -1.
-
-        Cost: one gather and one conversion at first access.
-        """
-        return self.tree_parent[self.entry_node].long()
-
-    @property
-    def rollout_logprobs(self) -> torch.Tensor:
-        """float32 ``[entries]``: log-probability of the sampling policy."""
-        return self.entries.rollout_logprobs
-
-    @property
-    def policy_versions(self) -> torch.Tensor:
-        """int32 ``[entries]``: version of the weights that sampled the token."""
-        return self.entries.policy_versions
-
-    @property
-    def returns(self) -> torch.Tensor:
-        """float32 ``[entries]``: return of the entry's turn, or that of an estimator."""
-        return self.entries.returns
-
-    @property
-    def advantages(self) -> torch.Tensor | None:
-        """float32 ``[entries]``: set by `with_advantages`, ``None`` at first."""
-        return self.entries.advantages
 
     @cached_property
     def entry_weights(self) -> torch.Tensor:
@@ -281,66 +228,157 @@ class TreeBatch:
         """
         return self.entries.importance_weights(logprobs, correction, per=per, impl=impl)
 
-    def attention_mask(
-        self, dtype: torch.dtype = torch.bool, window: int | None = None
-    ) -> torch.Tensor:
-        """Return the mask of all pairs of nodes, for small trees and for tests.
+    def statistics(self) -> TreeStatistics:
+        """Return what the tree shares, between whom, and where and why prefixes broke.
 
-        Args:
-            dtype: ``torch.bool`` for attention that keeps scores where the mask is True
-                (``"sdpa"``); a float dtype for attention that adds the mask to the scores
-                (``"eager"``): 0, or the least number of the dtype.
-            window: Depths that a query attends to, its own included; all if ``None``.
-
-        Returns:
-            ``[1, 1, nodes, nodes]`` of ``dtype``.
-
-        Raises:
-            TypeError: If ``dtype`` is neither bool nor a float dtype.
-            ValueError: If ``window`` is below 1.
-
-        Cost: a few operations over ``nodes²`` entries.
+        Cost: copies five small tables of turns to the host, and the token ids if a prefix broke
+            (synchronises); a sort of the sequences, and for each break a pass over the turns before
+            it and a sort of the tokens behind it. With ``boundary="duplicate"`` and a broken prefix
+            also as `merged` and the plan of a tree.
 
         Example:
             >>> import trajpack
-            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
-            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-            >>> batch.attention_mask().int()[0, 0]
-            tensor([[1, 0, 0],
-                    [1, 1, 0],
-                    [1, 0, 1]], dtype=torch.int32)
+            >>> turns = [
+            ...     trajpack.Turn([1, 2], [8, 3, 4], [-0.5] * 3),
+            ...     trajpack.Turn([1, 2, 3, 4, 5], [6], [-0.5]),
+            ... ]
+            >>> statistics = trajpack.pack_tree([trajpack.Trajectory("a", turns)]).statistics()
+            >>> statistics.num_tokens_merged, statistics.num_nodes
+            (11, 9)
+            >>> statistics.breaks[0]  # doctest: +NORMALIZE_WHITESPACE
+            PrefixBreak(trajectory=0, turn=1, history=0, position=2, expected=8, came=3,
+                        reason='stripped', removed=1, added=0)
         """
-        if dtype != torch.bool and not dtype.is_floating_point:
-            raise TypeError(f"attention_mask: dtype must be bool or a float dtype, got {dtype}")
-        if window is not None and window < 1:
-            raise ValueError(f"attention_mask: window must be at least 1, got {window}")
-        mask = visible(self.tree_end, self.position_ids, window)[None, None]
-        if dtype == torch.bool:
-            return mask
-        least = torch.finfo(dtype).min
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
+        from trajpack.packing.tree.statistics import statistics_of
 
-    def model_inputs(self) -> dict[str, Any]:
-        """Return keyword arguments for a Hugging Face causal model's ``forward``.
+        return statistics_of(self)
 
-        The model needs the attention ``"trajpack_tree"``, see
-        `trajpack.packing.adapters.huggingface.register_tree_attention`. Attention of another kind
-        fails on these arguments. For ``"sdpa"`` replace ``attention_mask`` by
-        ``batch.attention_mask()``, for ``"eager"`` by ``batch.attention_mask(dtype)`` of the
-        model's dtype.
+    def plan_micro_batches(self, capacity: int, fewest: Fewest = "micro_batches") -> ChainPlan:
+        """Plan micro-batches of at most ``capacity`` nodes.
+
+        A chain, a sequence of layout ``"merged"``, is in one micro-batch, with all of its entries.
+        Micro-batches are cut from the depth-first order of chains; a cut repeats the prefix that
+        the chains beside it share. The plan has the fewest micro-batches and, of the plans with as
+        many, the fewest nodes; or the reverse.
+
+        Args:
+            capacity: Maximum nodes of a micro-batch, before padding.
+            fewest: What comes first: ``"micro_batches"`` or ``"nodes"``.
 
         Returns:
-            ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
-            ``[2, 2, 1, nodes]``: `tree_end` and depths; ``use_cache=False``.
+            The plan; of a batch without chains one dummy.
 
-        Cost: two small operations.
+        Raises:
+            TypeError: If the capacity is no integer.
+            ValueError: If a chain is longer than the capacity, or an argument is unknown.
+
+        Cost: on the host, in time linear in the chains, about a microsecond each. No
+        synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1, 2, 3], [n], [-0.5]) for n in range(5)]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.num_nodes, batch.plan_micro_batches(capacity=6)
+            (8, ChainPlan(2 micro-batches of up to 6 nodes, 5 of 5 chains, 11 nodes))
         """
-        return {
-            "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None],
-            "attention_mask": tree_table(self.tree_end, self.position_ids),
-            "use_cache": False,
-        }
+        return plan_chains(self.chains, capacity, fewest)
+
+    def plan_ranks(
+        self, num_ranks: int, capacity: int, fewest: Fewest = "micro_batches"
+    ) -> tuple[ChainPlan, ...]:
+        """Plan the micro-batches of every data-parallel rank, as many on each.
+
+        The plan of `plan_micro_batches` says how many each rank has. The capacity is then lowered
+        as far as that number allows, so that the largest micro-batch is small and no rank is left
+        without work. The i-th micro-batches of the ranks are of similar size, the largest first;
+        missing ones are dummies. Every rank computes the same plans and takes its own.
+
+        Args:
+            num_ranks: Number of ranks.
+            capacity: As for `plan_micro_batches`.
+            fewest: As for `plan_micro_batches`.
+
+        Raises:
+            TypeError: As `plan_micro_batches`.
+            ValueError: As `plan_micro_batches`.
+
+        Cost: as `plan_micro_batches`, about ``log2(capacity)`` times.
+        """
+        return plan_chain_ranks(self.chains, num_ranks, capacity, fewest)
+
+    def micro_batches(
+        self,
+        plan: ChainPlan,
+        alignment: Alignment = UNALIGNED,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        impl: Impl = "auto",
+    ) -> Iterator[TreeMicroBatch]:
+        """Return an iterator that makes the micro-batches of a plan one by one.
+
+        Every entry of the plan's chains is in one micro-batch. Losses whose weights are computed
+        over the whole batch add up to the loss of the batch, and so do their gradients.
+
+        Args:
+            plan: Plan of the batch, such as ``batch.plan_micro_batches(capacity)``.
+            alignment: Rules for padding of the nodes: `total_multiple`, `total`, `max_sequences`
+                (of trees) and `token_id`. Its depths are 0 whatever `positions` is.
+            tensors: ``[entries, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
+                loss, such as ``{"weights": batch.loss_weights("token_mean")}``. They become
+                ``entries.fields`` of the micro-batches, without gradients.
+            impl: See `trajpack.kernels`.
+
+        Raises:
+            TypeError: If the plan is no `ChainPlan`, or one of ``tensors`` is no tensor.
+            ValueError: If the plan is for another batch, the alignment has no room or pads each
+                sequence, or a tensor has a wrong shape, device or name. All are checked before the
+                first is made.
+            RuntimeError: While a CUDA graph is captured.
+
+        Cost: one copy for all micro-batches together, from pinned memory. For each, one launch for
+        its nodes, one for its entries, and eight or nine small operations. No synchronisation.
+        """
+        return cut_chains(self, plan, alignment, tensors, impl)
+
+    def merge(
+        self,
+        plan: ChainPlan,
+        outputs: Sequence[torch.Tensor],
+        *,
+        fill: Number = 0,
+        impl: Impl = "auto",
+    ) -> torch.Tensor:
+        """Return outputs of the micro-batches in the order of the entries.
+
+        Args:
+            plan: Plan of the micro-batches.
+            outputs: One tensor for each micro-batch, dummies included: ``[entries of the
+                micro-batch, ...]``, of one dtype.
+            fill: Value of entries that the plan, of one rank, does not have.
+            impl: See `trajpack.kernels`.
+
+        Returns:
+            ``[entries, ...]``. Differentiable with respect to the outputs.
+
+        Raises:
+            TypeError: If the plan is no `ChainPlan`, or an output is no tensor.
+            ValueError: If the plan is for another batch, there are not as many outputs as
+                micro-batches, or one has another number of rows, dtype or shape of a row.
+            RuntimeError: While a CUDA graph is captured.
+
+        Cost: as `PackedBatch.merge`.
+
+        Example:
+            >>> import torch, trajpack
+            >>> turns = [trajpack.Turn([1, 2, 3], [n], [-0.5 * n]) for n in range(5)]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> plan = batch.plan_micro_batches(capacity=6)
+            >>> outputs = [one.rollout_logprobs for one in batch.micro_batches(plan)]
+            >>> torch.equal(batch.merge(plan, outputs), batch.rollout_logprobs)
+            True
+        """
+        return merge_entries(self, plan, outputs, fill, impl)
 
     def merged(self) -> PackedBatch:
         """Return the same trajectories as a batch of layout ``"merged"``, on the host.
@@ -372,7 +410,8 @@ class TreeBatch:
         """Write the trajectories, their advantages and returns to a ``.safetensors`` file.
 
         The file is that of ``batch.merged().save(path)``, which `PackedBatch.load` reads too. It
-        holds shared prefixes once for each sequence of layout ``"merged"``, and no `share`.
+        holds shared prefixes once for each sequence of layout ``"merged"``, and neither `share` nor
+        `boundary`.
 
         Raises:
             OSError: As `PackedBatch.save`.
@@ -383,12 +422,15 @@ class TreeBatch:
         self.merged().save(path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], share: Share = "once") -> TreeBatch:
+    def load(
+        cls, path: str | os.PathLike[str], share: Share = "once", boundary: Boundary = "shared"
+    ) -> TreeBatch:
         """Read a file of `save`, or of a `PackedBatch` of layout ``"merged"``, to the host.
 
         Args:
             path: The file.
             share: As of `trajpack.pack_tree`.
+            boundary: As of `trajpack.pack_tree`.
 
         Raises:
             OSError: If the file cannot be read.
@@ -398,8 +440,8 @@ class TreeBatch:
         """
         from trajpack.packing.tree.merged import tree_of
 
-        check_share(share)
-        return tree_of(PackedBatch.load(path), share)
+        check_options(share, boundary)
+        return tree_of(PackedBatch.load(path), (share, boundary))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """Return the batch on ``device``; the same object if it is there already.
@@ -418,28 +460,11 @@ class TreeBatch:
         }
         return dataclasses.replace(self, entries=entries, **moved)
 
-    def node_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of nodes, trees and prompts by name, without the extra fields."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the batch from reuse while work of another stream reads it.
-
-        See `PackedBatch.record_stream`.
-        """
-        record_storages([*self.node_tensors().values(), *self.fields.values()], stream)
-        self.entries.record_stream(stream)
-
-    def __len__(self) -> int:
-        """Trees in the batch."""
-        return len(self.seqlens)
-
     def __repr__(self) -> str:
         return (
             f"TreeBatch({len(self.entries.ids)} trajectories, {self.num_turns} turns in "
             f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} entries; "
-            f"share {self.share!r}; {self.device})"
+            f"share {self.share!r}, boundary {self.boundary!r}; {self.device})"
         )
 
 

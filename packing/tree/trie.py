@@ -52,6 +52,12 @@ class Branches(NamedTuple):
         """Return the nodes at ``depth`` of ``branch``."""
         return self.first[branch] + depth - self.shared[branch]
 
+    def branch_of(self, chain: Ints) -> Ints:
+        """Return the branches of chains: their places in depth-first order."""
+        place = np.empty_like(self.order)
+        place[self.order] = np.arange(len(place))
+        return place[chain]
+
     def on_path(self, chain: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
         """Cut depths ``[begin, end)`` of chains where their paths change from branch to branch.
 
@@ -61,9 +67,7 @@ class Branches(NamedTuple):
 
         Cost: a pass over the stretches for each branch on the longest path.
         """
-        place = np.empty_like(self.order)
-        place[self.order] = np.arange(len(place))
-        index, branch = np.arange(len(chain)), place[chain]
+        index, branch = np.arange(len(chain)), self.branch_of(chain)
         found: list[Ints] = []
         while index.size:
             low = np.maximum(begin, self.shared[branch])
@@ -81,7 +85,12 @@ class Branches(NamedTuple):
 
 
 def branches_of(
-    words: npt.NDArray[np.int32], sources: Ints, lengths: Ints, rows: Sequence[Rows] = ()
+    words: npt.NDArray[np.int32],
+    sources: Ints,
+    lengths: Ints,
+    rows: Sequence[Rows] = (),
+    *,
+    duplicate: bool = False,
 ) -> Branches:
     """Return the trie of chains: two tokens share a node if all before them are equal too.
 
@@ -90,6 +99,8 @@ def branches_of(
         sources: ``[chains]``: first word of each chain.
         lengths: ``[chains]``: tokens of each chain, 1 or more.
         rows: Rows of fields; tokens are equal only if their rows are, bit for bit.
+        duplicate: Whether tokens share a node only if those behind them are equal too, or neither
+            has one: a node is then followed by one token only.
 
     Cost: chains that begin alike are copied twice, sorted by their bytes and compared with their
         neighbours; about a microsecond a chain.
@@ -105,6 +116,10 @@ def branches_of(
         order[begin:end] = order[begin:end][places]
         common = [_common(keys[one], keys[other]) // width for one, other in pairwise(places)]
         shared[begin + 1 : end] = common
+    if duplicate:
+        sizes = lengths[order]
+        again = (shared == sizes) & (shared == np.append(0, sizes)[:-1])
+        shared = np.where(again, shared, np.maximum(shared - 1, 0))
     ends = np.cumsum(lengths[order] - shared)
     first = np.append(0, ends)
     parent, cuts = _attach(shared.tolist(), lengths[order].tolist(), first.tolist())

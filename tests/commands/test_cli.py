@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import trajpack
 from tests.commands.command import Done, call, refusal, signal_before
@@ -131,6 +132,51 @@ def test_layout_and_discount_reach_the_batch(tmp_path: Path) -> None:
     assert batch.turn_discounts == (0.5, 0.5)
 
 
+def test_a_tree_is_saved_as_merged_and_reported(batch_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tree.safetensors"
+    done = call("rollout", *SMALL, "--layout", "tree", "--out", out)
+    assert done.status == 0, done.stderr
+    batch, merged = PackedBatch.load(out), PackedBatch.load(batch_file)
+    assert (batch.layout, tokens(batch)) == ("merged", tokens(merged))
+    assert torch.equal(batch.rollout_logprobs, merged.rollout_logprobs)
+    tree = trajpack.TreeBatch.load(out)
+    assert tree.num_nodes < batch.num_tokens
+    said = " ".join(done.stdout.split())
+    assert f"{tree.num_nodes:,} nodes in {len(tree)} tree" in said
+    assert "0 of 4 continuations" in said
+    assert "nodes in" not in call("rollout", *SMALL, "--out", out).stdout
+    assert f"{tree.num_nodes:,} nodes in" in call("inspect", out, "--sequences", 0).stdout
+
+
+def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(batch_file.with_suffix(".tokenizer"))
+    thought, said, then = tokenizer.encode("hmm"), tokenizer.encode("yes"), tokenizer.encode("ok")
+    assert (thought[0], said[0]) == (tokenizer.encode("h")[0], tokenizer.encode("y")[0])
+    broken = [
+        Turn([1, 2], [*thought, *said], [-0.5] * len(thought + said)),
+        Turn([1, 2, *said, *then], [3], [-0.5]),
+    ]
+    others = [Turn([number], [3], [-0.5]) for number in range(10, 20)]
+    path = tmp_path / "batch.safetensors"
+    pack([Trajectory("evil\x1b[2J[red]", broken), Trajectory("b", others)]).save(path)
+    text = " ".join(call("inspect", path, "--width", 200).stdout.split())
+    assert f"evil\\x1b[2J[red]: at 2 came {said[0]}, turn 0 has {thought[0]}; " in text
+    assert f"{len(thought)} stripped" in text
+    assert "10 of 10 continuations: 9 conversation, 1 stripped" in text
+    assert "2 more breaks" in text
+    folder = batch_file.with_suffix(".tokenizer")
+    options = ["--width", 200, "--sequences", 0, "--tokenizer", folder]
+    decoded = call("inspect", path, *options).stdout
+    assert f"came {said[0]} 'y', turn 0 has {thought[0]} 'h'" in decoded
+    full = call("inspect", path, "--width", 200, "--sequences", 0, "--full").stdout
+    assert "more breaks" not in full
+    assert full.count("of b: at 0") == 9
+    pack([Trajectory("a", broken)], "turns").save(path)
+    assert "continuation" not in call("inspect", path).stdout
+    pack([]).save(path)
+    assert "continuation" not in call("inspect", path).stdout
+
+
 def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> None:
     done = call("inspect", batch_file, "--sequences", 1, "--width", 100)
     assert done.status == 0
@@ -189,7 +235,7 @@ def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
         (["--num-prompts", "10000001"], "Invalid value for '--num-prompts'"),
         (["--max-new-tokens", "1" * 30], "Invalid value for '--max-new-tokens'"),
         (["--num-prompts", "many"], "Invalid value for '--num-prompts'"),
-        (["--layout", "tree"], "Invalid value for '--layout'"),
+        (["--layout", "trees"], "Invalid value for '--layout'"),
         (["--bogus"], "No such option: --bogus"),
         (["--turn-discount", "nan"], "turn_discount must be finite, got nan"),
         (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),

@@ -219,6 +219,9 @@ def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> N
         log.append("q", [trajectory])
     assert call("replay", folder, "--out", out).status == 0
     assert batch_of(out) == {"q": tokens(trajectory)}
+    done = call("replay", folder, "--out", out, "--layout", "tree")
+    assert "4 nodes in 1 tree, for 4 tokens merged" in " ".join(done.stdout.split())
+    assert batch_of(out) == {"q": tokens(trajectory)}
     (tmp_path / "batch.tokenizer").mkdir()
     assert refusal("replay", folder, "--out", out).endswith("is that of another batch")
 

@@ -73,6 +73,7 @@ def test_the_report_of_a_training() -> None:
     assert rows["right answers"] == "10% in the first step, 60% in the last 5"
     assert rows["solved"] == "20% of the first questions, 100% of the last"
     assert rows["speed"] == "200 generated tokens/s, 12.0 s"
+    assert rows["tokens"] == "8,000 in the batches, 2,400 generated"
     assert rows["fill"] == "80% of the micro-batches' capacity"
     assert rows["staleness"] == "0.44 versions on average, 2 at most"
     expected = "3,600 of trainer and engine differ by 8.0e-07 at most"

@@ -44,6 +44,15 @@ def test_a_training_ends_with_a_report_and_a_page(tmp_path: Path) -> None:
     assert "generated tokens/s" in page
 
 
+@pytest.mark.parametrize("layout", ["turns", "tree"])
+def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
+    out = tmp_path / "train.html"
+    done = call("train", *SMALL, "--layout", layout, "--out", out)
+    assert done.status == 0, done.stderr
+    assert "1 of 1 steps" in done.stdout
+    assert out.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -51,6 +60,7 @@ def test_a_training_ends_with_a_report_and_a_page(tmp_path: Path) -> None:
         (["--group-size", "1"], "group_size must be from 2 to 1,000, got 1"),
         (["--turns", "99"], "num_turns must be from 1 to 16, got 99"),
         (["--learning-rate", "nan"], "learning_rate must be positive, got nan"),
+        (["--layout", "rows"], "Invalid value for '--layout'"),
         (["--seed", "-1"], "seed must be from 0 to 4,294,967,295, got -1"),
         (["--out", "train.png"], "--out must be an .html file, got train.png"),
         (["--stepps", "2"], "No such option: --stepps"),

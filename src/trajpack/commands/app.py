@@ -11,10 +11,14 @@ import typer
 
 import trajpack
 from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.settings import MAX_COUNT, EngineName, RolloutSettings as _Rollout
+from trajpack.agent.rollout.settings import (
+    MAX_COUNT,
+    EngineName,
+    LayoutName,
+    RolloutSettings as _Rollout,
+)
 from trajpack.agent.training.settings import TrainSettings as _Train
 from trajpack.commands.terminal import results
-from trajpack.packing.layout import Layout
 
 _COUNT: Any = {"min": 1, "max": MAX_COUNT}
 
@@ -75,7 +79,7 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     max_new_tokens: Annotated[
         int, typer.Option(**_COUNT, help="Tokens of a completion.")
     ] = _Rollout.max_new_tokens,
-    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
+    layout: Annotated[LayoutName, typer.Option(help=_LAYOUT)] = "merged",
     turn_discount: Annotated[
         float, typer.Option(help="Discount from turn to turn.")
     ] = _Rollout.turn_discount,
@@ -114,7 +118,10 @@ _DATASET = "JSONL file of questions and answers. [default: sums made by reasonin
 _MODEL = "Folder of a transformers causal LM. [default: a tiny Qwen3, random weights]"
 _TURNS = "Turns of an episode."
 _CONCURRENCY = "Episodes at the same time; with 1 the seed decides every token."
-_LAYOUT = "A sequence is a whole conversation (merged) or one turn (turns)."
+_LAYOUT = (
+    "A sequence is a whole conversation (merged) or one turn (turns); tree also shares prefixes "
+    "of conversations, in the file of merged."
+)
 _SEED = "Of tiny model, questions and sampling."
 _OUT = "Where the batch goes; its tokenizer goes beside it."
 _ANSWERS = "Folder of the answers in plain text. [default: beside the batch]"
@@ -129,7 +136,7 @@ _METRICS = "Port on this machine for Prometheus; 0 takes any. [default: no metri
 def replay(
     folder: Annotated[Path, typer.Argument(help="A log that rollout --log or a program wrote.")],
     out: Annotated[Path | None, typer.Option(help=_REPLAYED, show_default=False)] = None,
-    layout: Annotated[Layout, typer.Option(help=_LAYOUT)] = "merged",
+    layout: Annotated[LayoutName, typer.Option(help=_LAYOUT)] = "merged",
     device: Annotated[str, typer.Option(help="Where the batch is packed.")] = "cpu",
 ) -> Work:
     """Read a log of trajectories back, pack it into a batch, and say what is in it.
@@ -163,11 +170,11 @@ def inspect_batch(
 
 
 _TOKENIZER = "Folder of a tokenizer. [default: the one beside FILE, if rollout left one]"
-_FULL = "Leave nothing out of a sequence that is shown."
+_FULL = "Leave nothing out of a sequence that is shown, and no prefix break."
 _WIDTH = "Columns to use. [default: those of the terminal]"
 
 
-def train(
+def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     steps: Annotated[int, typer.Option(help="Steps of policy gradients.")] = _Train.num_steps,
     num_prompts: Annotated[int, typer.Option(help="Questions for each step.")] = _Train.num_prompts,
     group_size: Annotated[
@@ -180,6 +187,7 @@ def train(
     learning_rate: Annotated[
         float, typer.Option(help="Of policy gradients.")
     ] = _Train.learning_rate,
+    layout: Annotated[LayoutName, typer.Option(help=_TRAINED)] = _Train.layout,
     seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = _Train.seed,
     out: Annotated[Path, typer.Option(help=_CURVES)] = Path("trajpack-train/train.html"),
 ) -> Work:
@@ -198,9 +206,11 @@ def train(
         num_turns=turns,
         warm_up_steps=warm_up_steps,
         learning_rate=learning_rate,
+        layout=layout,
         seed=seed,
     )
     return partial(train, settings, out)
 
 
+_TRAINED = "A sequence is a whole conversation (merged) or one turn (turns); tree trains on trees."
 _CURVES = "HTML page for the curves of success, speed, fill and staleness."

@@ -20,7 +20,7 @@ from trajpack.agent.rollout.files import (
 )
 from trajpack.agent.rollout.log import RolloutLog
 from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_rollout
-from trajpack.agent.rollout.settings import RolloutSettings
+from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
 from trajpack.agent.runner import watchdog
 from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.commands.interruption import Interruption
@@ -36,7 +36,7 @@ from trajpack.commands.terminal import (
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import counted, describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
-from trajpack.packing.layout import Layout
+from trajpack.packing.tree.inspection import describe_tree
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
@@ -45,7 +45,7 @@ _NOTHING = "no batch was written"
 _SAVING = "saving what has finished; Ctrl-C again to give it up"
 
 
-def roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
+def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
     """Roll out, pack, save and report; return the exit status.
 
     The first Ctrl-C or SIGTERM stops the episodes, or, once they have ended, waits for the batch
@@ -76,7 +76,7 @@ def roll_out(settings: RolloutSettings, layout: Layout, out: Path) -> int:
 
 
 def _roll_out(
-    settings: RolloutSettings, layout: Layout, out: Path, interruption: Interruption
+    settings: RolloutSettings, layout: LayoutName, out: Path, interruption: Interruption
 ) -> None:
     check_places(out, settings.answers)
     say("loading model and questions")
@@ -109,10 +109,11 @@ def _roll_out(
         buffer = TrajectoryBuffer(device=settings.device)
         buffer.extend(outcome.trajectories)
         with watch_pack(*observers) as watched:
-            watched.batch = batch = buffer.pack(layout=layout)
+            batch, tree_rows = pack_as(buffer, layout)
+            watched.batch = batch
         with writing(out):
             save_rollout(batch, prepared.tokenizer, out)
-        rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens)
+        rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens) + tree_rows
         title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"
         _show(settings, out, rows, title)
         if ended:
@@ -223,6 +224,16 @@ def _summarised_warnings(say_now: Callable[[str], None]) -> Iterator[None]:
         for kind, first in warnings.firsts.items():
             num_more = warnings.counts[kind] - 1
             say(first + (f" (and {num_more:,} more like it)" if num_more else ""))
+
+
+def pack_as(
+    buffer: TrajectoryBuffer, layout: LayoutName
+) -> tuple[PackedBatch, list[tuple[str, str]]]:
+    """Return the batch to save, and what a report says of its tree if it is one."""
+    if layout != "tree":
+        return buffer.pack(layout=layout), []
+    tree = buffer.pack_tree()
+    return tree.merged(), describe_tree(tree.statistics())
 
 
 def failure_rows(failures: Counter[str]) -> list[tuple[str, str]]:

@@ -106,6 +106,7 @@ def report(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
     num_last, solved = min(_NUM_LAST, len(records)), records[-1].solved
     seconds = sum(record.seconds for record in records)
     num_generated = sum(record.num_generated for record in records)
+    num_tokens = sum(record.num_tokens for record in records)
     num_on_policy = sum(outcome.num_on_policy for outcome in outcomes)
     gap = max(outcome.logprob_gap for outcome in outcomes)
     oldest = max(outcome.max_staleness for outcome in outcomes)
@@ -115,6 +116,7 @@ def report(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
         ("right answers", f"{first:.0%} in the first step, {last:.0%} in the last {num_last}"),
         ("solved", f"{records[0].solved:.0%} of the first questions, {solved:.0%} of the last"),
         ("speed", f"{num_generated / seconds:,.0f} generated tokens/s, {seconds:.1f} s"),
+        ("tokens", f"{num_tokens:,} in the batches, {num_generated:,} generated"),
         ("fill", f"{fill:.0%} of the micro-batches' capacity"),
         ("staleness", f"{staleness:.2f} versions on average, {oldest} at most"),
         (

@@ -2,15 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
-from trajpack.agent.servers.engine_response import ResponseLimits, read_vllm_response
-from trajpack.packing import TrajectoryBuffer
+from trajpack.agent.protocols import SamplingParams
+from trajpack.agent.servers.engine_response import Completion, ResponseLimits, read_vllm_response
+from trajpack.packing import TokenField, TrajectoryBuffer, pack
 from trajpack.packing.types import Trajectory, Turn
 
 RECORDED = Path(__file__).parents[4] / "shared" / "contracts"
@@ -120,6 +123,45 @@ def entries(*values: Any) -> dict[str, Any]:
     return {"logprobs": {"content": [*values]}}
 
 
+def masks(*rows: Any) -> dict[str, Any]:
+    return {"sampling_mask": [*rows]}
+
+
+def test_sampling_masks_are_read_and_packed() -> None:
+    rows = [[5, 207], [], [350]]
+    for shape in (generate, completions, chat):
+        mask = read(shape(sampling_mask=rows)).sampling_mask
+        assert (mask.cu.tolist(), mask.values.tolist()) == ([0, 2, 2, 3], [5, 207, 350])
+    assert read(generate()).sampling_mask is None
+    aborted = {"finish_reason": "abort", "weight_versions": None}
+    completion = Completion("q", 0, PROMPT, SamplingParams(max_new_tokens=6))
+    completion.append(read(generate(**masks(*rows), **aborted)), declared=7)
+    with pytest.raises(ValueError, match="only some of the tokens have a sampling mask"):
+        completion.append(read(generate(weight_versions=None)), declared=7)
+    more = masks([207], [8, 129], [])
+    completion.append(read(generate(weight_versions=None, **more)), declared=7)
+    reply = completion.to_output()
+    assert reply.sampling_mask is not None
+    field = TokenField("sampling_mask", torch.int32, ragged=True)
+    turn = Turn(
+        reply.prompt_ids,
+        reply.output_ids,
+        reply.output_logprobs,
+        fields={"sampling_mask": reply.sampling_mask},
+    )
+    batch = pack([Trajectory("a", [turn])], fields=[field])
+    assert batch.unpack()[0].turns == (turn,)
+    found = batch.ragged("sampling_mask")
+    assert found.cu.tolist() == [0, 2, 2, 3, 4, 6, 6]
+    assert found.values.tolist() == [5, 207, 350, 207, 8, 129]
+    same = replace(reply, sampling_mask=[[5, 207], [], [350], [207], [8, 129], []])
+    assert reply == same
+    assert reply not in (
+        replace(reply, sampling_mask=None),
+        replace(reply, sampling_mask=[[5]] * 6),
+    )
+
+
 GOOD = {"logprob": -0.5}
 CHOICE = "at `$.choices[0]"
 
@@ -167,6 +209,11 @@ CHOICE = "at `$.choices[0]"
         ({"weight_versions": [{"version": "7", "end": 3}]}, "missing required field `start`"),
         ({"weight_versions": ["7"]}, f"`object`, got `str` - {CHOICE}.weight_versions[0]`"),
         ({"weight_versions": "7"}, f"`array | null`, got `str` - {CHOICE}.weight_versions`"),
+        (masks([207], [129]), "3 rows, one for each of token_ids in sampling_mask, got 2"),
+        (masks([207], [129], [350, 1000]), "ids below 1000 in sampling_mask, got 1000 at index 3"),
+        (masks([207], [129, -1], [350]), "sampling_mask must be 0 or more, got -1 at index 2"),
+        (masks([207], [3, 4], [350]), "the token 129 in sampling_mask, got others"),
+        (masks([207], 3, [350]), f"`array`, got `int` - {CHOICE}.sampling_mask[1]`"),
     ],
 )
 def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:

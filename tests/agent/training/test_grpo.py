@@ -68,6 +68,19 @@ def test_every_question_is_answered_and_every_step_recorded() -> None:
         assert record.tokens_per_s == pytest.approx(record.num_generated / record.seconds)
 
 
+def test_trees_are_trained_as_conversations_are() -> None:
+    by_tree, merged = Training(replace(SMALL, layout="tree")), Training(SMALL)
+    assert list(by_tree.warm_up()) == pytest.approx(list(merged.warm_up()), abs=1e-4)
+    records = learn(by_tree)
+    assert [record.step for record in records] == [1, 2, 3]
+    assert records[0].outcome.num_on_policy == records[0].num_generated
+    for record in records:
+        assert record.outcome.logprob_gap <= 1e-5
+        questions, feedback = 2 * 5, 2 * 4 * 2 * 4  # a question once for its four episodes
+        assert 0 < record.num_tokens <= questions + feedback + record.num_generated
+        assert 0 < record.outcome.fill <= 1
+
+
 def test_the_same_settings_begin_with_the_same_weights_and_questions() -> None:
     one, other = Training(SMALL), Training(SMALL)
     assert list(one.warm_up()) == list(other.warm_up())
@@ -128,6 +141,11 @@ def test_a_trainer_that_disagrees_with_the_engine_is_caught(
 def test_settings_out_of_range_are_refused(name: str, value: float, limits: str) -> None:
     with pytest.raises(SetupError, match=f"{name} must be {limits}, got {value:,}"):
         replace(SMALL, **{name: value})  # type: ignore[arg-type]
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(SetupError, match="layout must be one of merged, turns, tree, got 'rows'"):
+        replace(SMALL, layout="rows")  # type: ignore[arg-type]
 
 
 def episode(prompt: str, sample: int, *rewards: float) -> EpisodeResult:

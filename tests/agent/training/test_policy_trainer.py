@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +11,17 @@ import pytest
 import torch
 
 from tests.packing.isolation.tiny_models import tiny_model
-from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from tests.packing.tree.test_tree_models import branching, distance, exact
+from trajpack import GRPO, PackedBatch, Trajectory, TrajectoryBuffer, Turn, pack, pack_tree
 from trajpack.agent.models.tiny_model import build_arithmetic_model
 from trajpack.agent.training.arithmetic import lazy_demonstrations
-from trajpack.agent.training.policy_trainer import PolicyTrainer, token_logprobs, warm_up
+from trajpack.agent.training.policy_trainer import (
+    PolicyTrainer,
+    StepOutcome,
+    pack_as,
+    token_logprobs,
+    warm_up,
+)
 from trajpack.packing.adapters.huggingface import LMHead
 
 torch.set_num_threads(1)
@@ -114,6 +122,39 @@ def test_micro_batches_add_up_to_the_step_of_the_whole_batch() -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
+def step_of(layout: Any, capacity: int) -> tuple[torch.Tensor, StepOutcome, int]:
+    """Return the gradient of a step in float64, its outcome, and the tokens of the batch."""
+    silent = Trajectory("silent", [Turn([3, 4] * 25, [], [])])
+    batch = pack_as([*branching(), silent], layout).with_advantages(GRPO())
+    model = exact(fresh_model())
+    trainer = PolicyTrainer(
+        model, learning_rate=1e-3, capacity=capacity, max_gradient_norm=1e9, layout=layout
+    )
+    outcome = trainer.step(batch)
+    gradient = torch.cat([weight.grad.reshape(-1) for weight in model.parameters()])
+    return gradient, outcome, len(batch.input_ids)
+
+
+@pytest.mark.parametrize("layout", ["turns", "tree"])
+@pytest.mark.parametrize("capacity", [1000, 50])
+def test_a_step_is_the_same_in_every_layout(layout: Any, capacity: int) -> None:
+    wanted, expected, num_merged = step_of("merged", 1000)
+    gradient, outcome, num_tokens = step_of(layout, capacity)
+    assert distance(gradient, wanted) < 1e-10
+    assert expected.gradient_norm > 0.01
+    assert 0 < expected.clip_fraction < 1
+    cut = ("num_micro_batches", "fill")
+    assert {name: value for name, value in asdict(outcome).items() if name not in cut} == {
+        name: pytest.approx(value, rel=1e-10)
+        for name, value in asdict(expected).items()
+        if name not in cut
+    }
+    num_computed = round(outcome.fill * outcome.num_micro_batches * capacity)
+    assert (outcome.num_micro_batches == 1) == (capacity == 1000)
+    assert (num_computed == num_tokens) == (layout == "turns" or capacity == 1000)
+    assert (num_computed < num_merged) == (layout == "tree")
+
+
 def test_tokens_of_older_weights_are_not_on_policy() -> None:
     trainer = PolicyTrainer(fresh_model(), learning_rate=1e-9, capacity=64)
     outcome = trainer.step(sampled())
@@ -157,6 +198,17 @@ def test_a_batch_without_advantages_or_generated_tokens_is_refused() -> None:
     assert trainer.version == 0
 
 
+def test_another_layout_than_the_trainers_is_refused() -> None:
+    options = {"learning_rate": 1e-3, "capacity": 64}
+    with pytest.raises(ValueError, match="'merged', 'turns', 'tree', got 'rows'"):
+        PolicyTrainer(fresh_model(), layout="rows", **options)  # type: ignore[arg-type]
+    tree = pack_tree(branching()).with_advantages(GRPO())
+    with pytest.raises(TypeError, match="layout takes a PackedBatch, got TreeBatch"):
+        PolicyTrainer(fresh_model(), **options).step(tree)
+    with pytest.raises(TypeError, match="layout takes a TreeBatch, got PackedBatch"):
+        PolicyTrainer(fresh_model(), layout="tree", **options).step(sampled())
+
+
 def test_warming_up_learns_the_demonstrations_in_one_pass() -> None:
     model = fresh_model()
     lessons = lazy_demonstrations(12 * 16, TOKENIZER, num_turns=2, skill=1.0)
@@ -173,3 +225,8 @@ def test_a_model_whose_sequences_see_each_other_is_refused_before_any_step() -> 
     with pytest.raises(ValueError, match=r"Lfm3ForCausalLM lets .* \(Lfm3ShortConv\)"):
         PolicyTrainer(model, learning_rate=1e-3, capacity=64)
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_model_that_cannot_compute_trees_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Lfm3ForCausalLM cannot take a tree: .*conv"):
+        PolicyTrainer(tiny_model("lfm3"), learning_rate=1e-3, capacity=64, layout="tree")

@@ -244,7 +244,7 @@ class Scorer(torch.nn.Module):
         return SimpleNamespace(log_probs=chosen, entropy=entropy)
 
 
-def async_loss(trl, model, row):
+def async_loss(trl, scorer, row):
     from accelerate import Accelerator
 
     state = SimpleNamespace(
@@ -254,7 +254,7 @@ def async_loss(trl, model, row):
         _step_trained_tokens=0.0, _step_seq_len_weighted=0.0, _step_samples=0.0,
         _step_forward_s=0.0,
     )  # fmt: skip
-    loss = trl.AsyncGRPOTrainer.compute_loss(state, Scorer(model), row)
+    loss = trl.AsyncGRPOTrainer.compute_loss(state, scorer, row)
     return loss, state
 
 
@@ -268,12 +268,12 @@ def test_the_asynchronous_trainers_loss_of_the_row_is_that_of_the_packed_tokens(
     row = batch
     if padded:
         row = batch.select([5, 3, 4, 1, 0, 2], Alignment(sequence_multiple=4, total=128))
-    loss, state = async_loss(trl, model, to_async_row(row))
+    loss, state = async_loss(trl, Scorer(model), to_async_row(row))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     assert state._step_trained_tokens == batch.num_generated
     assert state._step_forward_tokens == row.num_tokens
     several = to_async_row(row, num_trained=torch.tensor(2 * batch.num_generated))
-    torch.testing.assert_close(async_loss(trl, model, several)[0], loss / 2)
+    torch.testing.assert_close(async_loss(trl, Scorer(model), several)[0], loss / 2)
 
 
 def test_the_flat_row_has_everything_at_its_token():

@@ -28,7 +28,11 @@ def assert_trees_equal(actual: TreeBatch, expected: TreeBatch) -> None:
     for name, rows in expected.fields.items():
         assert_same_bits(actual.fields[name], rows, name)
     assert_batches_equal(actual.entries, expected.entries)
-    assert (actual.seqlens, actual.share) == (expected.seqlens, expected.share)
+    for name in ("seqlens", "share", "boundary"):
+        assert getattr(actual, name) == getattr(expected, name), name
+    assert np.array_equal(actual.chains.turn_branch, expected.chains.turn_branch)
+    assert np.array_equal(actual.chains.trie.order, expected.chains.trie.order)
+    assert actual.num_trained == expected.num_trained
 
 
 @given(trajectory_lists())
@@ -63,6 +67,7 @@ def test_entries_are_the_generated_tokens_in_the_order_of_turns(trajectories):
     assert batch.entry_parent.tolist() == [nodes[path[:-1]] for path in paths]
     assert batch.entries.input_ids.tolist() == [path[-1] for path in paths]
     assert batch.loss_mask.nonzero()[:, 0].tolist() == sorted({nodes[path] for path in paths})
+    assert batch.num_trained == len(set(paths))
     turns = oracle.turns_of(trajectories)
     prompts = [oracle.path_of(turn)[: len(turn.prompt_ids)] for turn in turns]
     assert batch.turn_prompt_node.tolist() == [nodes[prompt] for prompt in prompts]
@@ -70,6 +75,19 @@ def test_entries_are_the_generated_tokens_in_the_order_of_turns(trajectories):
     assert batch.rollout_logprobs.tolist() == logprobs
     bounds = itertools.accumulate((len(turn.completion_ids) for turn in turns), initial=0)
     assert batch.entries.cu_generated.tolist() == [*bounds]
+    assert batch.entries.generated_lens == tuple(len(turn.completion_ids) for turn in turns)
+
+
+@given(trajectory_lists())
+def test_the_host_knows_the_chain_of_each_turn_and_what_it_generated(trajectories):
+    batch = pack_tree(trajectories)
+    chains = batch.chains
+    chain = chains.trie.order[chains.turn_branch]
+    assert chain.tolist() == pack(trajectories).turn_sequence.tolist()
+    stretches = [np.empty(0, np.int64), *map(np.arange, chains.begin, chains.end)]
+    assert np.concatenate(stretches).tolist() == batch.entry_node.tolist()
+    turns = np.repeat(chains.turn, chains.end - chains.begin)
+    assert turns.tolist() == batch.entries.turn_ids.tolist()
 
 
 @given(trajectory_lists())
@@ -285,7 +303,8 @@ def test_copies_are_equal(copied):
 def test_a_tree_says_what_it_is():
     batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5]), Turn([1], [3], [-0.5])])])
     assert repr(batch) == (
-        "TreeBatch(1 trajectories, 2 turns in 1 trees; 3 nodes, 2 entries; share 'once'; cpu)"
+        "TreeBatch(1 trajectories, 2 turns in 1 trees; 3 nodes, 2 entries; share 'once', "
+        "boundary 'shared'; cpu)"
     )
     assert (len(batch), batch.num_nodes, batch.num_entries, batch.num_turns) == (1, 3, 2, 2)
 

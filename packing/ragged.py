@@ -1,0 +1,117 @@
+"""Ragged rows: several values a token, as many as each token has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajpack.packing.conversion import INT32_MAX, host_tensor, several, shown
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Ragged(NamedTuple):
+    """Rows of different lengths: row ``i`` is ``values[cu[i]:cu[i + 1]]``.
+
+    In `Turn.fields` these are arrays of any kind, with a row for each token of the completion.
+    `PackedBatch.ragged` returns tensors on the batch's device, with a row for each generated token:
+    the ``support`` of `trajpack.kernels.token_logprobs`.
+
+    Example:
+        >>> from trajpack import TokenField, Trajectory, Turn, pack
+        >>> mask = TokenField("sampling_mask", torch.int32, ragged=True)
+        >>> given = {"sampling_mask": [[3], [4, 9]]}  # or Ragged([0, 1, 3], [3, 4, 9])
+        >>> turn = Turn([1, 2], [3, 4], [-0.5, -0.5], fields=given)
+        >>> pack([Trajectory("a", [turn])], fields=[mask]).ragged("sampling_mask")
+        Ragged(cu=tensor([0, 1, 3], dtype=torch.int32), values=tensor([3, 4, 9], dtype=torch.int32))
+    """
+
+    cu: Any
+    """int32 ``[rows + 1]``: number of values before each row; starts at 0, ends at the total."""
+    values: Any
+    """``[total, *shape]``: values of all rows, one behind the other."""
+
+
+class RaggedBytes(NamedTuple):
+    """Converted rows of a ragged field."""
+
+    counts: npt.NDArray[np.int32]
+    """``[rows]``: number of values of each."""
+    values: Bytes
+    """``[total, bytes of a value]``."""
+
+
+def flattened(values: Any) -> tuple[npt.NDArray[np.int32], Any]:
+    """Return the number of values of each row, and the values of all rows as one container.
+
+    Args:
+        values: `Ragged`, or several rows.
+
+    Raises:
+        TypeError: If boundaries are no integers, or rows no sequences.
+        ValueError: If boundaries are not one-dimensional, do not start at 0, decrease, or do not
+            end at the number of values.
+    """
+    if isinstance(values, Ragged):
+        cu = host_tensor(values.cu)
+        if cu.dtype.is_floating_point or cu.dtype.is_complex or cu.dtype == torch.bool:
+            raise TypeError(f"cu must be integers, got {cu.dtype}")
+        bounds, total = cu.numpy().astype(np.int64), len(values.values)
+        counts = np.diff(bounds) if bounds.ndim == 1 else bounds
+        if bounds.ndim != 1 or not bounds.size or bounds[0] or (counts < 0).any():
+            raise ValueError(f"cu must grow from 0, got {shown(bounds)}")
+        if bounds[-1] != total or total > INT32_MAX:
+            raise ValueError(f"cu must end at the {total} values, got {bounds[-1]}")
+        return counts.astype(np.int32), values.values
+    rows = several("rows must be several sequences", values)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    if all(type(row) is list or type(row) is tuple for row in rows):
+        return lengths, [value for row in rows for value in row]
+    given = [host_tensor(row) for row in rows if len(row)]
+    return lengths, torch.cat(given) if given else []
+
+
+def joined(pieces: Sequence[RaggedBytes]) -> RaggedBytes:
+    """Return the rows of one or more pieces as one."""
+    counts, values = zip(*pieces, strict=True)
+    return RaggedBytes(np.concatenate(counts), np.concatenate(values))
+
+
+def part(rows: Any, begin: int, end: int) -> Any:
+    """Return some rows of a field on the host, as views; of a `Ragged` with new boundaries."""
+    if not isinstance(rows, Ragged):
+        return rows[begin:end]
+    cu = rows.cu[begin : end + 1]
+    return Ragged(cu - cu[0], rows.values[int(cu[0]) : int(cu[-1])])
+
+
+def concatenated(pieces: Sequence[Ragged]) -> Ragged:
+    """Return the rows of one or more `Ragged` of arrays as one."""
+    counts = np.concatenate([np.diff(one.cu) for one in pieces])
+    values = np.concatenate([one.values for one in pieces])
+    return Ragged(np.append(0, counts).cumsum(), values)
+
+
+def gathered(spans: torch.Tensor, values: torch.Tensor, total: int) -> Ragged:
+    """Return the values of some rows, one behind the other.
+
+    Args:
+        spans: int32 ``[rows, 2]``: first value of each row, and number of its values.
+        values: ``[any, *shape]``
+        total: Number of values of all rows, or more: the last row takes what is left over, with
+            any values.
+
+    Cost: ten small operations over rows and values. No synchronisation.
+    """
+    first, counts = spans.unbind(1)
+    cu = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    if spans.shape[0]:
+        cu[-1] = total
+    place = torch.arange(total, device=spans.device)
+    row = torch.searchsorted(cu[1:].long(), place, right=True)
+    place += (first - cu[:-1])[row]
+    return Ragged(cu, values[place.clamp(max=values.shape[0] - 1)])

@@ -1,0 +1,190 @@
+"""Plans of micro-batches of trees: cuts of the depth-first order of chains, on the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from trajpack.packing.plan.units import check_choice, check_count, decreasing
+from trajpack.packing.tree.plan import Chains
+from trajpack.packing.tree.trie import Branches, Ints
+
+Fewest: TypeAlias = Literal["micro_batches", "nodes"]
+"""What a plan has fewest of; of plans with equally few, it has fewest of the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChainPlan:
+    """The chains of a tree in each micro-batch: integers on the host, no tokens.
+
+    Made by `TreeBatch.plan_micro_batches` or `TreeBatch.plan_ranks`. A chain is a sequence of
+    layout ``"merged"``. Micro-batches are stretches of the depth-first order of chains; ``plan[i]``
+    are the chains of micro-batch i. One without chains is a dummy.
+    """
+
+    order: Ints
+    """int64 ``[chains]``: all chains of the batch, depth first."""
+    bounds: Ints
+    """int64 ``[micro-batches, 2]``: first and end of each in `order`; equal in a dummy."""
+    loads: Ints
+    """int64 ``[micro-batches]``: nodes of each. A prefix that chains of several micro-batches have
+    is in each of them."""
+    capacity: int
+    """Maximum nodes of a micro-batch."""
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches, dummies included."""
+        return len(self.bounds)
+
+    def __getitem__(self, index: int) -> Ints:
+        """Return the chains of a micro-batch, depth first."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"micro-batch {index} of {len(self)}")
+        begin, end = self.bounds[index]
+        return self.order[begin:end]
+
+    def __iter__(self) -> Iterator[Ints]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        planned = int(np.diff(self.bounds).sum())
+        return (
+            f"ChainPlan({len(self)} micro-batches of up to {self.capacity} nodes, "
+            f"{planned} of {len(self.order)} chains, {self.num_nodes} nodes)"
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all micro-batches: those of the batch, and each prefix that is repeated."""
+        return int(self.loads.sum())
+
+    @property
+    def fill(self) -> float:
+        """Nodes, without padding, over the capacity of all micro-batches."""
+        return self.num_nodes / (len(self) * self.capacity)
+
+
+def plan_chains(chains: Chains, capacity: int, fewest: Fewest) -> ChainPlan:
+    """Implement `TreeBatch.plan_micro_batches`."""
+    _check("plan_micro_batches", chains, capacity, fewest)
+    begins = _begins(chains.trie, capacity, fewest)
+    return _plan(chains.trie, _bounds(chains.trie, begins), capacity)
+
+
+def plan_chain_ranks(
+    chains: Chains, num_ranks: int, capacity: int, fewest: Fewest
+) -> tuple[ChainPlan, ...]:
+    """Implement `TreeBatch.plan_ranks`."""
+    check_count("plan_ranks", "num_ranks", num_ranks)
+    _check("plan_ranks", chains, capacity, fewest)
+    trie = chains.trie
+    begins = _begins(trie, capacity, fewest)
+    places = -(-max(len(begins), 1) // num_ranks) * num_ranks
+    low = max(int(_lengths(trie).max(initial=1)), -(-trie.num_nodes // places))
+    high = capacity
+    while low < high:  # the least capacity that needs no more micro-batches than there are places
+        middle = (low + high) // 2
+        found = _begins(trie, middle, fewest)
+        if len(found) <= places:
+            begins, high = found, middle
+        else:
+            low = middle + 1
+    bounds = np.zeros((places, 2), np.int64)
+    bounds[: max(len(begins), 1)] = _bounds(trie, begins)
+    rounds = decreasing(_loads(trie, bounds)).reshape(-1, num_ranks)
+    rounds[1::2] = rounds[1::2, ::-1].copy()
+    return tuple(_plan(trie, bounds[own], capacity) for own in rounds.T)
+
+
+def check_plan(plan: ChainPlan, chains: Chains) -> None:
+    """Raise unless a plan is for these chains."""
+    if not isinstance(plan, ChainPlan):
+        raise TypeError(
+            f"plan must be a ChainPlan, of one rank, as TreeBatch.plan_micro_batches makes it, "
+            f"got {type(plan).__name__}"
+        )
+    trie = chains.trie
+    if not np.array_equal(plan.order, trie.order) or not np.array_equal(
+        plan.loads, _loads(trie, plan.bounds)
+    ):
+        raise ValueError(
+            f"the plan is for another batch: it has {len(plan.order)} chains, the batch has "
+            f"{len(trie.order)} of {trie.num_nodes} nodes"
+        )
+
+
+def _check(op: str, chains: Chains, capacity: int, fewest: Fewest) -> None:
+    """Raise unless the arguments are known and every chain fits."""
+    check_count(op, "capacity", capacity)
+    check_choice(op, "fewest", fewest, choices=Fewest)
+    lengths = _lengths(chains.trie)
+    if lengths.max(initial=0) <= capacity:
+        return
+    chain = int(chains.trie.order[lengths > capacity].min())
+    branch = int(np.flatnonzero(chains.trie.order == chain)[0])
+    turns = np.flatnonzero(chains.turn_branch == branch)
+    raise ValueError(
+        f"{op}: chain {chain}, of turn {turns[0]} to turn {turns[-1]}, has {lengths[branch]} "
+        f"tokens, more than the capacity of {capacity}"
+    )
+
+
+def _begins(trie: Branches, capacity: int, fewest: Fewest) -> list[int]:
+    """Return the branches at which micro-batches begin, by dynamic programming over cuts.
+
+    A micro-batch from branch a to branch b has the nodes of these branches and ``shared[a]`` nodes
+    of branches before, which a cut at a repeats. With a later a it is never larger, so the cuts
+    that may precede b are a window that moves forward, and the cheapest is found in constant time
+    on average.
+    """
+    first, count = _firsts(trie), len(trie.order)
+    earliest = np.searchsorted(first[:-1] - trie.shared, first[1:] - capacity)
+    most = int(trie.shared.sum()) + 1
+    prices = (most + trie.shared) if fewest == "micro_batches" else trie.shared * (count + 1) + 1
+    cheapest: deque[tuple[int, int]] = deque()  # begins with rising costs
+    cost, begin_of = 0, list[int]()
+    for begin, (low, price) in enumerate(zip(earliest.tolist(), prices.tolist(), strict=True)):
+        cost += price
+        while cheapest and cheapest[-1][0] >= cost:
+            cheapest.pop()
+        cheapest.append((cost, begin))
+        while cheapest[0][1] < low:
+            cheapest.popleft()
+        cost, of = cheapest[0]
+        begin_of.append(of)
+    found, end = list[int](), count
+    while end:
+        end = begin_of[end - 1]
+        found.append(end)
+    return found[::-1]
+
+
+def _firsts(trie: Branches) -> Ints:
+    return np.append(trie.first, trie.num_nodes)
+
+
+def _lengths(trie: Branches) -> Ints:
+    """Return the tokens of the chains, depth first."""
+    return trie.shared + np.diff(_firsts(trie))
+
+
+def _bounds(trie: Branches, begins: list[int]) -> Ints:
+    """Return first and end branch of each micro-batch; of one dummy if there is none."""
+    if not begins:
+        return np.zeros((1, 2), np.int64)
+    return np.stack([begins, [*begins[1:], len(trie.order)]], 1)
+
+
+def _loads(trie: Branches, bounds: Ints) -> Ints:
+    """Return the nodes of micro-batches."""
+    begin, end = bounds.T
+    first, shared = _firsts(trie), np.append(trie.shared, 0)
+    return np.where(begin < end, shared[begin] + first[end] - first[begin], 0)
+
+
+def _plan(trie: Branches, bounds: Ints, capacity: int) -> ChainPlan:
+    return ChainPlan(trie.order, bounds, _loads(trie, bounds), capacity)

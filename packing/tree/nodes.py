@@ -1,0 +1,287 @@
+"""`TreeNodes`: what a `TreeBatch` and its micro-batches have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from trajpack.kernels.rearrange.repeat_rows import repeat_rows
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.micro_batches.logprobs import logprobs_of_rows
+from trajpack.packing.micro_batches.micro_batch import MicroBatch, record_storages
+from trajpack.packing.tree.attention import visible
+from trajpack.packing.tree.huggingface import tree_table
+
+Boundary: TypeAlias = Literal["shared", "duplicate"]
+"""What happens to the last token that sequences have in common, see `trajpack.pack_tree`."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TreeNodes:
+    """Trees of tokens, flat, and the generated tokens that lie on them.
+
+    A node is a token behind all tokens before it. Nodes are numbered depth first, so a subtree is
+    an interval. Tensors over nodes have shape ``[nodes]``, tensors over entries ``[entries]``.
+    """
+
+    input_ids: torch.Tensor
+    """int64 ``[nodes]``: token ids."""
+    position_ids: torch.Tensor
+    """int64 ``[nodes]``: depths, 0 at a root: the position of the token in its sequence."""
+    tree_end: torch.Tensor
+    """int32 ``[nodes]``: first node behind the node's subtree. A query at node q attends to the
+    key at node k where ``k <= q < tree_end[k]``."""
+    tree_parent: torch.Tensor
+    """int32 ``[nodes]``: node of the token before, whose output predicts this one; -1 at a root."""
+    loss_mask: torch.Tensor
+    """bool ``[nodes]``: True where at least one entry lies."""
+    cu_seqlens: torch.Tensor
+    """int32 ``[trees + 1]``: boundaries of the trees."""
+    fields: Mapping[str, torch.Tensor]
+    """``[nodes, *shape]`` each: extra fields with rows for all tokens, by name. The others are
+    in ``entries.fields``."""
+    entries: PackedBatch | MicroBatch
+    """Generated tokens of all turns, turn after turn; several may lie on one node."""
+    seqlens: tuple[int, ...]
+    """Nodes of each tree."""
+    num_trained: int
+    """Nodes on which at least one entry lies: those that `loss_mask` selects."""
+    boundary: Boundary
+    """Whether nodes at which sequences part are duplicated, see `trajpack.pack_tree`."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes: tokens that a model computes."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_entries(self) -> int:
+        """Number of generated tokens of all turns."""
+        return self.entries.num_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.input_ids.device
+
+    @property
+    def entry_node(self) -> torch.Tensor:
+        """int64 ``[entries]``: node of each entry."""
+        return self.entries.position_ids
+
+    @cached_property
+    def entry_parent(self) -> torch.Tensor:
+        """int64 ``[entries]``: node whose output predicts each entry; never -1.
+
+        Cost: one gather and one conversion at first access.
+        """
+        return self.tree_parent[self.entry_node].long()
+
+    @cached_property
+    def _trained_until(self) -> torch.Tensor:
+        """int64 ``[nodes]``: trained nodes up to each node, its own included."""
+        return self.loss_mask.cumsum(0)
+
+    def logprob_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the nodes whose output predicts each trained node, and the trained tokens.
+
+        Each trained node occurs once, in the order of nodes, however many entries lie on it.
+
+        Returns:
+            ``rows`` and ``targets``, int64 ``[num_trained]``: arguments of
+            `trajpack.kernels.token_logprobs`.
+
+        Cost: a sum over ``[nodes]``, a search and two gathers. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [2, 3], [-0.5, -1.0])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.logprob_rows(), batch.num_entries
+            ((tensor([0, 1]), tensor([2, 3])), 3)
+        """
+        wanted = torch.arange(1, self.num_trained + 1, device=self.device)
+        trained = torch.searchsorted(self._trained_until, wanted)
+        return self.tree_parent[trained].long(), self.input_ids[trained]
+
+    def logprobs(
+        self,
+        hidden: torch.Tensor,
+        lm_head: torch.Tensor | torch.nn.Module | None = None,
+        *,
+        entropy: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return the log-probabilities of the entries from last hidden states or logits.
+
+        The rows of `logprob_rows` go through the LM head, each trained node once. Entries on one
+        node share its log-probability; their gradients are added in the order of the entries.
+
+        Args:
+            hidden: ``[nodes, H]`` or ``[1, nodes, H]``: the output of the model's decoder for
+                `model_inputs`, such as ``model.model(**batch.model_inputs())[0]``. Without
+                ``lm_head`` the logits, ``[nodes, V]`` or ``[1, nodes, V]``.
+            lm_head: ``[V, H]``, or a module with ``weight`` and perhaps ``bias``, such as
+                ``model.lm_head``.
+            entropy: Whether to return entropies too.
+            options: ``temperature``, ``softcap``, ``support``, ``group`` and ``impl`` of
+                `trajpack.kernels.token_logprobs`; with logits ``temperature`` alone. Tensors have a
+                row for each row of `logprob_rows`.
+
+        Returns:
+            ``[entries]``, with ``entropy`` a pair of such: float32, float64 of float64.
+
+        Raises:
+            TypeError, ValueError: As `trajpack.kernels.token_logprobs`; also if ``hidden`` has not
+                one row for each node.
+
+        Cost: as those two, and a gather; backward a sort of ``[entries]`` indices. With logits, a
+            copy of the rows of `logprob_rows` and their softmax.
+
+        Example:
+            >>> import torch, trajpack
+            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [2, 3], [-0.5, -1.0])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.logprobs(torch.zeros(batch.num_nodes, 8), torch.zeros(5, 8))
+            tensor([-1.6094, -1.6094, -1.6094])
+        """
+        found = logprobs_of_rows(
+            hidden, lm_head, *self.logprob_rows(),
+            num_places=self.num_nodes, entropy=entropy, **options,
+        )  # fmt: skip
+        of_entry = self._trained_until[self.entry_node] - 1
+        several = tuple(repeat_rows(one, of_entry) for one in found)
+        return several if entropy else several[0]
+
+    def labels(self, ignore: int = -100) -> torch.Tensor:
+        """Return the token that each node predicts, where a turn generated it.
+
+        The label that a loss over rows takes, such as a fused cross-entropy. Log-probabilities,
+        advantages and weights of its entries are at `entry_parent`.
+
+        Args:
+            ignore: Value where there is no label.
+
+        Returns:
+            int64 ``[nodes]``.
+
+        Raises:
+            ValueError: If ``boundary`` is not ``"duplicate"``: a node may have several labels.
+
+        Cost: a fill and a scatter.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)], boundary="duplicate")
+            >>> batch.input_ids, batch.labels()
+            (tensor([1, 2, 1, 3]), tensor([   2, -100,    3, -100]))
+        """
+        if self.boundary != "duplicate":
+            raise ValueError("labels: needs pack_tree(..., boundary='duplicate'), got 'shared'")
+        labels = torch.full_like(self.input_ids, ignore)
+        labels[self.entry_parent] = self.entries.input_ids  # equal where several have one parent
+        return labels
+
+    @property
+    def rollout_logprobs(self) -> torch.Tensor:
+        """float32 ``[entries]``: log-probability of the sampling policy."""
+        return self.entries.rollout_logprobs
+
+    @property
+    def policy_versions(self) -> torch.Tensor:
+        """int32 ``[entries]``: version of the weights that sampled the token."""
+        return self.entries.policy_versions
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """float32 ``[entries]``: return of the entry's turn, or that of an estimator."""
+        return self.entries.returns
+
+    @property
+    def advantages(self) -> torch.Tensor | None:
+        """float32 ``[entries]``: set by `with_advantages`, ``None`` at first."""
+        return self.entries.advantages
+
+    def attention_mask(
+        self, dtype: torch.dtype = torch.bool, window: int | None = None
+    ) -> torch.Tensor:
+        """Return the mask of all pairs of nodes, for small trees and for tests.
+
+        Args:
+            dtype: ``torch.bool`` for attention that keeps scores where the mask is True
+                (``"sdpa"``); a float dtype for attention that adds the mask to the scores
+                (``"eager"``): 0, or the least number of the dtype.
+            window: Depths that a query attends to, its own included; all if ``None``.
+
+        Returns:
+            ``[1, 1, nodes, nodes]`` of ``dtype``.
+
+        Raises:
+            TypeError: If ``dtype`` is neither bool nor a float dtype.
+            ValueError: If ``window`` is below 1.
+
+        Cost: a few operations over ``nodes²`` entries.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [3], [-0.5])]
+            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
+            >>> batch.attention_mask().int()[0, 0]
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [1, 0, 1]], dtype=torch.int32)
+        """
+        if dtype != torch.bool and not dtype.is_floating_point:
+            raise TypeError(f"attention_mask: dtype must be bool or a float dtype, got {dtype}")
+        if window is not None and window < 1:
+            raise ValueError(f"attention_mask: window must be at least 1, got {window}")
+        mask = visible(self.tree_end, self.position_ids, window)[None, None]
+        if dtype == torch.bool:
+            return mask
+        least = torch.finfo(dtype).min
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, least)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return keyword arguments for a Hugging Face causal model's ``forward``.
+
+        The model needs the attention ``"trajpack_tree"``, see
+        `trajpack.packing.adapters.huggingface.register_tree_attention`. Attention of another kind
+        fails on these arguments. For ``"sdpa"`` replace ``attention_mask`` by
+        ``batch.attention_mask()``, for ``"eager"`` by ``batch.attention_mask(dtype)`` of the
+        model's dtype.
+
+        Returns:
+            ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
+            ``[2, 2, 1, nodes]``: `tree_end` and depths; ``use_cache=False``.
+
+        Cost: two small operations.
+        """
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "attention_mask": tree_table(self.tree_end, self.position_ids),
+            "use_cache": False,
+        }
+
+    def node_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of nodes, trees and prompts by name, without the extra fields."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of the batch from reuse while work of another stream reads it.
+
+        See `PackedBatch.record_stream`.
+        """
+        record_storages([*self.node_tensors().values(), *self.fields.values()], stream)
+        self.entries.record_stream(stream)
+
+    def __len__(self) -> int:
+        """Trees in the batch."""
+        return len(self.seqlens)

@@ -163,7 +163,7 @@ def running_cluster() -> Iterator[None]:
             cluster.enter_context(local_cluster(num_cpus=2, object_store_bytes=200 << 20))
         yield
         begun = processes_of_ray()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while begun & living().keys() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not begun & living().keys(), "Ray has left processes behind"

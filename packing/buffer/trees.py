@@ -95,6 +95,7 @@ def tree_of_buffer(
         returns, written = write_tree(region, plan, counts, chosen, buffer._memory)
         nodes, entries = gather_tree(region, plan, buffer.fields, chosen)
     lazy = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
+    del lazy["value_lens"]  # of layout "merged"
     given = {name: make() for name, make in lazy.items()}
     runs = region.table("runs", counts.spans + 1)
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
@@ -116,8 +117,10 @@ def tree_of_buffer(
         "layout": "turns",
     }
     return assemble(
-        plan, runs, written, tables=tables, fields=nodes, of_entries=given, options=options
-    )
+        plan, runs, written, tables=tables, fields=nodes, of_entries=given,
+        later={"value_lens": partial(buffer._tables.value_lens_of_turns, state.counts)},
+        options=options,
+    )  # fmt: skip
 
 
 def write_tree(

@@ -30,6 +30,7 @@ def assemble(
     tables: Mapping[str, torch.Tensor],
     fields: Mapping[str, torch.Tensor],
     of_entries: Mapping[str, Any],
+    later: Mapping[str, Callable[[], Any]],
     options: tuple[Share, Boundary],
 ) -> TreeBatch:
     """Make a batch.
@@ -41,6 +42,7 @@ def assemble(
         tables: ``cu_seqlens`` of the trees and ``turn_prompt_node``.
         fields: Extra fields of the nodes.
         of_entries: Fields of the entries by name, in place of those that ``written`` has.
+        later: Functions that return further ones.
         options: `TreeBatch.share` and `TreeBatch.boundary`.
 
     Cost: three small operations for the parents.
@@ -59,7 +61,7 @@ def assemble(
         cu_seqlens=tables["cu_seqlens"],
         turn_prompt_node=tables["turn_prompt_node"],
         fields=fields,
-        entries=Entries.with_lazy_columns({**entries, **of_entries}, {}),
+        entries=Entries.with_lazy_columns({**entries, **of_entries}, later),
         num_trained=plan.num_trained,
         seqlens=tuple((plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]).tolist()),
         share=options[0],

@@ -127,6 +127,7 @@ def tree_of(batch: PackedBatch, options: tuple[Share, Boundary]) -> TreeBatch:
         tables=tables,
         fields={name: batch.fields[name][nodes] for name in spread if not spread[name]},
         of_entries=given,
+        later={},
         options=options,
     )
 

@@ -41,7 +41,6 @@ from trajpack.kernels.groups.group_recipes import (
     step_advantages as step_advantages,
 )
 from trajpack.kernels.logprobs.token_logprobs import (
-    pair_logprobs as pair_logprobs,
     token_logprobs as token_logprobs,
     topk_kl as topk_kl,
 )

@@ -77,28 +77,23 @@ class PairsOfTiles:
     """Which pairs are in which tile; the kernels of Triton find those of a row themselves."""
 
     def __init__(self, pairs: Pairs, hidden: torch.Tensor, vocabulary: int) -> None:
-        self._rows, self._tokens = pairs.owners, pairs.tokens
+        self._owners, self._tokens = pairs.owners, pairs.tokens
         most_rows, num_columns = size_of_tiles(hidden, vocabulary)
-        tiles_by_row = math.ceil(hidden.shape[0] / most_rows)
-        number = self._tokens // num_columns * tiles_by_row + self._rows // most_rows
-        self._tile = number.where((self._tokens >= 0) & (self._tokens < vocabulary), -1)
-        self._by_tile: tuple[torch.Tensor, ...] | None = None
-        if number.device.type in HOSTS:
-            num_tiles = math.ceil(vocabulary / num_columns) * tiles_by_row
-            sizes = (self._tile + 1).bincount(minlength=num_tiles + 1).tolist()
-            self._by_tile = self._tile.argsort(stable=True).split(sizes)[1:]
+        by_row, by_column = (-(-hidden.shape[0] // most_rows), -(-vocabulary // num_columns))
+        tile = self._tokens // num_columns * by_row + self._owners // most_rows
+        self._tile, self._groups = tile.where(pairs.within(vocabulary), -1), None
+        if tile.device.type in HOSTS:  # a device is not asked how many each tile has
+            sizes = (self._tile + 1).bincount(minlength=by_row * by_column + 1).tolist()
+            self._groups = self._tile.argsort(stable=True).split(sizes)[1:]
 
-    def within(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    def within(self, tile: Tile) -> tuple[torch.Tensor | slice, torch.Tensor]:
         """Return the numbers of pairs, those of the tile among them, and places in its memory.
 
         The place of a pair of another tile is the last entry.
         """
-        if self._by_tile is None:  # sizes are not read from a device: every tile has all pairs
-            some = torch.arange(self._tile.shape[0], device=self._tile.device)
-        else:
-            some = self._by_tile[tile.number]
-        column = self._tokens[some] - tile.columns.start
-        place = (self._rows[some] - tile.rows.start) * tile.padded.shape[1] + column
+        some = slice(None) if self._groups is None else self._groups[tile.number]
+        column, row = self._tokens[some] - tile.columns.start, self._owners[some] - tile.rows.start
+        place = row * tile.padded.shape[1] + column
         return some, place.where(self._tile[some] == tile.number, tile.memory.shape[0] - 1)
 
 
@@ -146,14 +141,9 @@ def transformed(
 
 
 def fold_reference(
-    logits: Logits,
-    tile: Tile,
-    pairs: PairsOfTiles,
-    running: torch.Tensor,
-    picked: torch.Tensor,
-    *,
-    with_mean: bool,
-) -> None:
+    logits: Logits, tile: Tile, pairs: PairsOfTiles, running: torch.Tensor, picked: torch.Tensor,
+    *, with_mean: bool,
+) -> None:  # fmt: skip
     """Fold a tile into maximum, sum of exponentials, and sum of logits weighted by them.
 
     The logits of pairs go to ``picked`` instead.
@@ -176,14 +166,9 @@ def fold_reference(
 
 
 def slope_reference(
-    logits: Logits,
-    tile: Tile,
-    pairs: PairsOfTiles,
-    rates: torch.Tensor,
-    of_picked: torch.Tensor,
-    *,
-    with_mean: bool,
-) -> None:
+    logits: Logits, tile: Tile, pairs: PairsOfTiles, rates: torch.Tensor, of_picked: torch.Tensor,
+    *, with_mean: bool,
+) -> None:  # fmt: skip
     """Overwrite a tile by the gradient with respect to it; the mean has one if ``with_mean``.
 
     ``rates`` has four rows of ``[R]``: the gradients of log-sum-exp and mean, and their values.
@@ -200,15 +185,9 @@ def slope_reference(
 
 
 def gradients(
-    logits: Logits,
-    pairs: Pairs,
-    rates: torch.Tensor,
-    of_picked: torch.Tensor,
-    *,
-    needs: list[bool],
-    with_mean: bool,
-    impl: str,
-) -> list[torch.Tensor | None]:
+    logits: Logits, pairs: Pairs, rates: torch.Tensor, of_picked: torch.Tensor,
+    *, needs: list[bool], with_mean: bool, impl: str,
+) -> list[torch.Tensor | None]:  # fmt: skip
     """Return the gradients of gathered rows, weight and bias that are needed, else None.
 
     That of the rows is in the dtype of sums. Every product is added in float32 and in the order of
@@ -250,18 +229,10 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def _run(  # noqa: PLR0913, PLR0917 - arguments of the op
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    temperature: torch.Tensor | None,
-    boundaries: torch.Tensor,
-    tokens: torch.Tensor,
-    softcap: float,
-    whole: bool,
-    with_mean: bool,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor,
+    temperature: torch.Tensor | None, boundaries: torch.Tensor, tokens: torch.Tensor,
+    softcap: float, whole: bool, with_mean: bool, impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     logits = Logits(hidden, weight, bias, rows, temperature, softcap)
     pairs = Pairs(boundaries, tokens)
     if whole:
@@ -293,21 +264,11 @@ def _backward(
 
 
 def _run_gradients(  # noqa: PLR0913, PLR0917 - arguments of the op
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    temperature: torch.Tensor | None,
-    boundaries: torch.Tensor,
-    tokens: torch.Tensor,
-    softcap: float,
-    whole: bool,
-    with_mean: bool,
-    impl: str,
-    rates: torch.Tensor,
-    of_picked: torch.Tensor,
-    needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor,
+    temperature: torch.Tensor | None, boundaries: torch.Tensor, tokens: torch.Tensor,
+    softcap: float, whole: bool, with_mean: bool, impl: str,
+    rates: torch.Tensor, of_picked: torch.Tensor, needs: list[bool],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     logits = Logits(hidden, weight, bias, rows, temperature, softcap)
     pairs = Pairs(boundaries, tokens)
     if whole:

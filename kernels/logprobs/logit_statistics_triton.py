@@ -7,17 +7,13 @@ but those of its few pairs, whose tokens are in memory one behind the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
-
-if TYPE_CHECKING:
-    from trajpack.kernels.logprobs.logit_statistics import Tile
-    from trajpack.kernels.logprobs.pair_logits import Logits, Pairs
 
 BLOCK = block_shape("logit_statistics", DEFAULT).block
 PAIRS = 128
@@ -155,33 +151,8 @@ def slope_kernel(
         tl.store(begin + place, tl.load(of_picked + number, mask=inside), mask=inside)
 
 
-def fold_forward(
-    logits: Logits,
-    tile: Tile,
-    pairs: Pairs,
-    running: torch.Tensor,
-    picked: torch.Tensor,
-    *,
-    with_mean: bool,
-) -> None:
-    """Launch a program for each row; arguments as for ``fold_reference``."""
-    _launch(fold_kernel, logits, tile, pairs, running, picked, with_mean=with_mean)
-
-
-def slope_forward(
-    logits: Logits,
-    tile: Tile,
-    pairs: Pairs,
-    rates: torch.Tensor,
-    of_picked: torch.Tensor,
-    *,
-    with_mean: bool,
-) -> None:
-    """Launch a program for each row; arguments as for ``slope_reference``."""
-    _launch(slope_kernel, logits, tile, pairs, rates, of_picked, with_mean=with_mean)
-
-
-def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean: bool) -> None:
+def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean) -> None:
+    """Launch a program for each row; arguments as for the references."""
     num_rows, width = tile.logits.shape
     temperature = logits.temperature_of(tile.rows)
     with torch.cuda.device_of(tile.padded):  # Triton launches on the current device
@@ -192,3 +163,6 @@ def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean: bool) 
             HAS_TEMPERATURE=temperature is not None, WITH_MEAN=with_mean, BLOCK=BLOCK, PAIRS=PAIRS,
             **launch_on("logit_statistics", tile.padded.get_device()).options,
         )  # fmt: skip
+
+
+fold_forward, slope_forward = partial(_launch, fold_kernel), partial(_launch, slope_kernel)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from trajpack.kernels.rearrange.repeat_rows import add_rows
+from trajpack.kernels.rearrange.repeat_rows import add_rows, sum_rows
 from trajpack.kernels.reduce.segment_reduce import owners_of_entries
 
 LOGITS_PER_PAIR = {"cuda": 1024, "cpu": 128}
@@ -67,27 +67,9 @@ class Pairs(NamedTuple):
         """``[P]`` int64: row of each pair."""
         return owners_of_entries(self.boundaries, self.tokens.shape[0])[0]
 
-
-class Chunk(NamedTuple):
-    """Some pairs."""
-
-    some: slice
-    owners: torch.Tensor
-    tokens: torch.Tensor
-    """In ``[0, V)``; another one where ``inside`` is False."""
-    inside: torch.Tensor
-
-
-def chunks_of(logits: Logits, pairs: Pairs) -> Iterator[Chunk]:
-    """Yield the pairs in order, as many at once as `CHUNK_BYTES` holds."""
-    vocabulary, width = logits.weight.shape
-    limit = CHUNK_BYTES["cuda" if logits.hidden.is_cuda else "cpu"]
-    size, owners = max(1, limit // (4 * width)), pairs.owners
-    for begin in range(0, pairs.tokens.shape[0], size):
-        some = slice(begin, begin + size)
-        tokens = pairs.tokens[some]
-        inside = (tokens >= 0) & (tokens < vocabulary)
-        yield Chunk(some, owners[some], tokens.where(inside, 0), inside)
+    def within(self, vocabulary: int) -> torch.Tensor:
+        """Return which tokens are in ``[0, vocabulary)``, bool ``[P]``."""
+        return (self.tokens >= 0) & (self.tokens < vocabulary)
 
 
 def pair_logits(logits: Logits, pairs: Pairs) -> torch.Tensor:
@@ -96,14 +78,14 @@ def pair_logits(logits: Logits, pairs: Pairs) -> torch.Tensor:
     Cost: two gathers and a pass for each chunk.
     """
     hidden, weight = logits.hidden.index_select(0, logits.rows), logits.weight
-    found = hidden.new_empty(pairs.tokens.shape[0])
-    for some, owners, tokens, inside in chunks_of(logits, pairs):
-        left, right = hidden.index_select(0, owners), weight.index_select(0, tokens)
-        products = left.to(logits.sums).mul_(right).sum(1).to(hidden.dtype)
-        if logits.bias is not None:
-            products += logits.bias[tokens]
-        found[some] = products.where(inside, 0.0)
-    return found.double()
+    owners, inside = pairs.owners, pairs.within(weight.shape[0])
+    tokens, found = pairs.tokens.where(inside, 0), hidden.new_empty(pairs.tokens.shape[0])
+    for some in _chunks(logits, pairs):
+        left, right = hidden.index_select(0, owners[some]), weight.index_select(0, tokens[some])
+        found[some] = left.to(logits.sums).mul_(right).sum(1)
+    if logits.bias is not None:
+        found += logits.bias[tokens]
+    return found.where(inside, 0.0).double()
 
 
 def pair_gradients(
@@ -114,25 +96,30 @@ def pair_gradients(
     That of the rows is in the dtype of sums. All are added in the order of the pairs; the weight's
     in as many columns at once as `TOTAL_BYTES` holds.
     """
-    hidden, weight = logits.hidden.index_select(0, logits.rows), logits.weight
-    of_picked = of_picked.to(hidden.dtype).to(logits.sums)  # as a tile's
-    of_hidden = torch.zeros_like(hidden, dtype=logits.sums) if needs[0] else None
-    of_weight = torch.zeros_like(weight) if needs[1] else None
-    of_bias = torch.zeros_like(weight[:, 0], dtype=logits.sums) if needs[2] else None
-    for some, owners, tokens, inside in chunks_of(logits, pairs):
-        rates = of_picked[some].where(inside, 0.0)
-        if of_hidden is not None:
-            right = weight.index_select(0, tokens).to(logits.sums)
-            add_rows(of_hidden, owners, right.mul_(rates[:, None]))
-        if of_bias is not None:
-            add_rows(of_bias, tokens, rates)
-    if of_weight is not None:
-        step = max(1, TOTAL_BYTES // (4 * weight.shape[0]))
-        for first in range(0, weight.shape[1], step):
-            part = hidden[:, first : first + step].to(logits.sums)
-            total = part.new_zeros(weight.shape[0], part.shape[1])
-            for some, owners, tokens, inside in chunks_of(logits, pairs):
-                rates = of_picked[some].where(inside, 0.0)
-                add_rows(total, tokens, part.index_select(0, owners).mul_(rates[:, None]))
-            of_weight[:, first : first + step] = total
-    return [of_hidden, of_weight, None if of_bias is None else of_bias.to(weight.dtype)]
+    hidden, weight, sums = logits.hidden.index_select(0, logits.rows), logits.weight, logits.sums
+    owners, inside = pairs.owners, pairs.within(weight.shape[0])
+    tokens = pairs.tokens.where(inside, 0)
+    rates = of_picked.to(hidden.dtype).to(sums).where(inside, 0.0)[:, None]
+    of_hidden, of_weight, of_bias = None, None, None
+    if needs[0]:
+        of_hidden = torch.zeros_like(hidden, dtype=sums)
+        for some in _chunks(logits, pairs):
+            right = weight.index_select(0, tokens[some]).to(sums)
+            add_rows(of_hidden, owners[some], right.mul_(rates[some]))
+    if needs[1]:
+        of_weight, step = torch.empty_like(weight), max(1, TOTAL_BYTES // (4 * weight.shape[0]))
+        for part, of_part in zip(*(one.split(step, 1) for one in (hidden, of_weight)), strict=True):
+            total = torch.zeros_like(of_part, dtype=sums)
+            for some in _chunks(logits, pairs):
+                left = part.index_select(0, owners[some]).to(sums)
+                add_rows(total, tokens[some], left.mul_(rates[some]))
+            of_part.copy_(total)
+    if needs[2]:
+        of_bias = sum_rows(rates[:, 0], tokens, weight.shape[0]).to(weight.dtype)
+    return [of_hidden, of_weight, of_bias]
+
+
+def _chunks(logits: Logits, pairs: Pairs) -> Iterator[slice]:
+    limit = CHUNK_BYTES["cuda" if logits.hidden.is_cuda else "cpu"]
+    size = max(1, limit // (4 * logits.hidden.shape[1]))
+    return (slice(begin, begin + size) for begin in range(0, pairs.tokens.shape[0], size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch.autograd import forward_ad
@@ -26,48 +26,30 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 IDS = (*INTEGERS, torch.int16, torch.uint16, torch.uint8)
 Direction: TypeAlias = Literal["forward", "reverse"]
-Support: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Boundaries ``[R + 1]`` int32 and tokens of rows: those of row ``r`` are
-``tokens[boundaries[r] : boundaries[r + 1]]``, distinct; such as a `trajpack.Ragged`."""
+TokenSets: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Boundaries ``[R + 1]`` int32 and tokens ``[P]``: those of row ``r`` are
+``tokens[boundaries[r] : boundaries[r + 1]]``, distinct integers; such as a `trajpack.Ragged`."""
 LEAST_TAIL = 2.0**-24
 """Least probability of a teacher's other tokens: what float32 log-probabilities can resolve."""
 ROUNDING = 1e-3
 """Most that a teacher's log-probability may be above 0."""
 
 
-@overload
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor,
-    *, bias: torch.Tensor | None = ..., temperature: float | torch.Tensor = ...,
-    softcap: float | None = ..., entropy: Literal[False] = ..., support: Support | None = ...,
-    every_row_supported: bool = ..., group: Any = ..., impl: Impl = ...,
-) -> torch.Tensor: ...  # fmt: skip
-
-
-@overload
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor,
-    *, bias: torch.Tensor | None = ..., temperature: float | torch.Tensor = ...,
-    softcap: float | None = ..., entropy: Literal[True], support: Support | None = ...,
-    every_row_supported: bool = ..., group: Any = ..., impl: Impl = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 def token_logprobs(  # noqa: PLR0913 - all but four are keywords
     hidden: torch.Tensor,
     weight: torch.Tensor,
     rows: torch.Tensor,
-    targets: torch.Tensor,
+    targets: torch.Tensor | TokenSets,
     *,
     bias: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    support: Support | None = None,
+    support: TokenSets | None = None,
     every_row_supported: bool = False,
     group: Any = None,
     impl: Impl = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Return the log-probabilities of ``targets`` in the distributions of some rows.
 
     The logits of row ``r`` are ``z = hidden[rows[r]] @ weight.T + bias``, then
@@ -79,14 +61,15 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
         weight: ``[V, H]`` of the same dtype: the LM head. With ``group`` the part of this rank, or
             a ``DTensor`` that is sharded over it by tokens.
         rows: ``[R]`` int32 or int64 indices into ``hidden``. A row may occur more than once.
-        targets: ``[R]`` int32 or int64 tokens in ``[0, V)``.
+        targets: ``[R]`` int32 or int64 tokens in ``[0, V)``; or any number of tokens of each row,
+            such as a teacher's: boundaries ``[R + 1]`` int32 and distinct tokens ``[P]``.
         bias: ``[V]`` of the same dtype.
         temperature: Positive: one number, or ``[R]`` float32. No gradient flows to it.
         softcap: Positive: the largest absolute logit, as of Gemma 2. None for no cap.
         entropy: Whether to return entropies too.
-        support: Tokens that could be sampled: boundaries ``[R + 1]`` int32 and the distinct tokens
-            of each row, integers. A row is normalised over its tokens alone; a target that is not
-            among them has log-probability -inf. A row with none is normalised over all.
+        support: Tokens that could be sampled, one target a row: boundaries and distinct tokens, as
+            of ``targets``. A row is normalised over its tokens alone; a target that is not among
+            them has log-probability -inf. A row with none is normalised over all.
         every_row_supported: Whether each row has tokens in ``support``. The host sees that, and a
             device, which is not asked, is saved the vocabulary. A row with none then has
             log-probability -inf.
@@ -97,9 +80,11 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
             products are torch's in both.
 
     Returns:
-        Log-probabilities ``[R]``, with ``entropy`` also the entropies ``[R]``: float32, float64 of
-        float64. Differentiable once with respect to ``hidden``, ``weight`` and ``bias``, in reverse
-        mode, not under transforms of ``torch.func``. A logit of -inf stays so under a soft-cap.
+        Log-probabilities ``[R]``, or ``[P]`` and ``[R]``: of the tokens, and of all others of a row
+        together, -inf if there are none; that is as exact where it is 1e-30 as where it is 0.5.
+        With ``entropy`` also the entropies ``[R]``. They are float32, float64 of float64.
+        Differentiable once with respect to ``hidden``, ``weight`` and ``bias``, in reverse mode,
+        not under transforms of ``torch.func``. A logit of -inf stays so under a soft-cap.
 
     Raises:
         TypeError: If an argument or a dtype is none of the above.
@@ -121,89 +106,34 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
         >>> rows, targets = torch.tensor([0, 2]), torch.tensor([0, 3])
         >>> token_logprobs(hidden, weight, rows, targets)
         tensor([-0.7437, -1.7437])
-        >>> boundaries, tokens = torch.tensor([0, 2, 2], dtype=torch.int32), torch.tensor([0, 1])
-        >>> token_logprobs(hidden, weight, rows, targets, support=(boundaries, tokens))
+        >>> sets = torch.tensor([0, 2, 2], dtype=torch.int32), torch.tensor([0, 1])
+        >>> token_logprobs(hidden, weight, rows, targets, support=sets)
         tensor([-0.3133, -1.7437])
+        >>> token_logprobs(hidden, weight, rows, sets)
+        (tensor([-0.7437, -1.7437]), tensor([-1.0505,  0.0000]))
 
     Reference:
         ``torch.nn.functional.log_softmax`` of all logits, gathered at the targets.
     """
-    op = "token_logprobs"
     head = _Head(
-        op, hidden, weight, rows,
+        "token_logprobs", hidden, weight, rows,
         bias=bias, temperature=temperature, softcap=softcap, group=group, impl=impl,
     )  # fmt: skip
-    num_rows, device = rows.shape[0], hidden.device
-    check_tensor(
-        op, "targets", targets, dtypes=INTEGERS, device=device, entries=num_rows, per="row"
-    )
-    check_indices(op, "targets", targets, head.vocabulary)
-    targets = targets.long()
-    if support is None:
-        boundaries = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        found = _over_all(*head.statistics(Pairs(boundaries, targets), with_mean=entropy))
+    if isinstance(targets, torch.Tensor):
+        pairs = head.one_pair_a_row(targets)
+    elif support is None:
+        pairs = head.pairs("targets", targets)
     else:
-        pairs = head.pairs(support)
-        found = _over_support(
-            head, pairs, targets, every_row=every_row_supported, with_mean=entropy
-        )
-    logprobs, entropies = (one.to(head.dtype) for one in found)
-    return (logprobs, entropies) if entropy else logprobs
-
-
-def pair_logprobs(  # noqa: PLR0913 - all but four are keywords
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    support: Support,
-    *,
-    bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor = 1.0,
-    softcap: float | None = None,
-    group: Any = None,
-    impl: Impl = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of several tokens of each row, and of all other tokens together.
-
-    They are normalised over the vocabulary. What a teacher's most probable tokens are compared
-    with: `topk_kl`.
-
-    Args:
-        hidden: As of `token_logprobs`, like ``weight``, ``rows`` and all that follows here.
-        weight: ``[V, H]``
-        rows: ``[R]``
-        support: Boundaries ``[R + 1]`` int32, and distinct tokens of each row, ``[P]`` integers.
-        bias: ``[V]``
-        temperature: One number, or ``[R]``.
-        softcap: One number, or None.
-        group: Process group.
-        impl: As of `token_logprobs`.
-
-    Returns:
-        ``[P]`` and ``[R]``, differentiable and of the dtype of `token_logprobs`. The second is the
-        logarithm of a sum over the other tokens, not of a difference: it is as exact where their
-        probability is 1e-30. It is -inf where there are no others.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: As `token_logprobs`.
-
-    Cost: that of `token_logprobs` without ``support``, and some small operations over ``[P]``.
-
-    Example:
-        >>> hidden, weight = torch.zeros(1, 3), torch.eye(4, 3)
-        >>> boundaries, tokens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 3])
-        >>> pair_logprobs(hidden, weight, torch.tensor([0]), (boundaries, tokens))
-        (tensor([-1.3863, -1.3863]), tensor([-0.6931]))
-    """
-    head = _Head(
-        "pair_logprobs", hidden, weight, rows,
-        bias=bias, temperature=temperature, softcap=softcap, group=group, impl=impl,
-    )  # fmt: skip
-    pairs = head.pairs(support)
-    rest, _, logits = head.statistics(pairs, with_mean=False)
-    total = torch.logaddexp(rest, _logsumexp(logits, pairs))
-    logprobs = logits - repeat_rows(total, pairs.owners)
-    return logprobs.to(head.dtype), (rest - total).to(head.dtype)
+        raise ValueError("token_logprobs: targets must be [R] with a support, got sets of tokens")
+    if support is None:
+        found = _over_all(*head.statistics(pairs, with_mean=entropy), pairs=pairs)
+        if isinstance(targets, torch.Tensor):
+            del found[1]
+    else:
+        sets, every = head.pairs("support", support), every_row_supported
+        found = _over_support(head, sets, pairs, every_row=every, with_mean=entropy)
+    results = [one.to(head.dtype) for one in (found if entropy else found[:-1])]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def topk_kl(
@@ -221,8 +151,8 @@ def topk_kl(
     ``sum(q * log(q / p))``.
 
     Args:
-        logprobs: ``[P]`` float32 or float64, of `pair_logprobs`.
-        rest: ``[R]`` of the same dtype, of `pair_logprobs`. Where it is -inf there is no class.
+        logprobs: ``[P]`` float32 or float64, of `token_logprobs`.
+        rest: ``[R]`` of the same dtype, of `token_logprobs`. Where it is -inf there is no class.
         teacher_logprobs: ``[P]`` float32 or float64. A token of -inf is counted with the others.
             The teacher's probability of the others is at least 2⁻²⁴. No gradient flows to them.
         boundaries: ``[R + 1]`` int32: those of the tokens.
@@ -241,7 +171,7 @@ def topk_kl(
     Example:
         >>> hidden, weight = torch.zeros(1, 3), torch.eye(4, 3)
         >>> boundaries, tokens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 1])
-        >>> own = pair_logprobs(hidden, weight, torch.tensor([0]), (boundaries, tokens))
+        >>> own = token_logprobs(hidden, weight, torch.tensor([0]), (boundaries, tokens))
         >>> topk_kl(*own, torch.tensor([0.5, 0.25]).log(), boundaries=boundaries)
         tensor([0.1733])
     """
@@ -255,7 +185,7 @@ def topk_kl(
         op, "teacher_logprobs", teacher_logprobs, dtypes=floats, device=device, entries=num_pairs,
         constant=True,
     )  # fmt: skip
-    _check_boundaries(op, boundaries, num_rows=num_rows, tokens=logprobs)
+    _check_boundaries(op, "logprobs", boundaries, num_rows=num_rows, tokens=logprobs)
     readable = values_to_check(teacher_logprobs)
     if readable is not None and not (readable <= ROUNDING).all():
         wrong = readable[~(readable <= ROUNDING)][0]
@@ -323,22 +253,32 @@ class _Head:
         self.group, self.impl = group, resolve_impl(op, impl, hidden)
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
-    def pairs(self, support: Support) -> Pairs:
+    def one_pair_a_row(self, targets: torch.Tensor) -> Pairs:
+        """Check and return a token of each row."""
+        op, count = self.op, self.rows.shape[0]
+        check_tensor(
+            op, "targets", targets, dtypes=INTEGERS, device=self.rows.device, entries=count,
+            per="row",
+        )  # fmt: skip
+        check_indices(op, "targets", targets, self.vocabulary)
+        each = torch.arange(count + 1, dtype=torch.int32, device=targets.device)
+        return Pairs(each, targets.long())
+
+    def pairs(self, name: str, sets: TokenSets) -> Pairs:
         """Check and return the tokens of the rows."""
-        op, (boundaries, tokens) = self.op, support
-        check_tensor(op, "tokens of support", tokens, dtypes=IDS, device=self.rows.device)
-        _check_boundaries(op, boundaries, num_rows=self.rows.shape[0], tokens=tokens)
+        op, (boundaries, tokens) = self.op, sets
+        check_tensor(op, f"tokens of {name}", tokens, dtypes=IDS, device=self.rows.device)
+        _check_boundaries(op, name, boundaries, num_rows=self.rows.shape[0], tokens=tokens)
         pairs = Pairs(boundaries, tokens.long())
-        check_indices(op, "tokens of support", pairs.tokens, self.vocabulary)
+        check_indices(op, f"tokens of {name}", pairs.tokens, self.vocabulary)
         readable = values_to_check(pairs.tokens)
         if readable is not None:
             key = (pairs.owners.to(readable.device) * self.vocabulary + readable).sort().values
             twice = key[1:][key.diff() == 0]
             if twice.numel():
                 row, token = divmod(int(twice[0]), self.vocabulary)
-                raise ValueError(
-                    f"{op}: tokens of a row must be distinct, row {row} has {token} twice"
-                )
+                wrong = f"row {row} has {token} twice"
+                raise ValueError(f"{op}: tokens of a row must be distinct in {name}, {wrong}")
         return pairs
 
     def statistics(
@@ -374,32 +314,31 @@ def temperatures(
         entries=rows.shape[0], per="row", constant=True,
     )  # fmt: skip
     readable = values_to_check(temperature)
-    if readable is not None:
-        wrong = ~((readable > limits.tiny) & (readable <= limits.max))
-        if wrong.any():
-            row = int(wrong.int().argmax())
-            raise ValueError(
-                f"{op}: temperature must be finite and above {limits.tiny:g}, row {row} has "
-                f"{readable[row]:g}"
-            )
+    wrong = None if readable is None else ~((readable > limits.tiny) & (readable <= limits.max))
+    if readable is not None and wrong is not None and wrong.any():
+        row, least = int(wrong.int().argmax()), f"finite and above {limits.tiny:g}"
+        raise ValueError(f"{op}: temperature must be {least}, row {row} has {readable[row]:g}")
     return temperature
 
 
 def _over_all(
-    rest: torch.Tensor, mean: torch.Tensor, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropies of rows with one token each, by their statistics."""
-    total = torch.logaddexp(rest, logits)
-    average = (rest - total).exp() * mean + _weighted(logits, total)
-    return logits - total, total - average
+    rest: torch.Tensor, mean: torch.Tensor, logits: torch.Tensor, *, pairs: Pairs
+) -> list[torch.Tensor]:
+    """Return log-probabilities of pairs and of all other tokens together, and entropies."""
+    total = torch.logaddexp(rest, _logsumexp(logits, pairs))
+    logprobs, average = _normalized(logits, total, pairs)
+    return [logprobs, rest - total, total - average - (rest - total).exp() * mean]
 
 
 def _over_support(
-    head: _Head, pairs: Pairs, targets: torch.Tensor, *, every_row: bool, with_mean: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropies of distributions over the tokens of ``pairs``."""
+    head: _Head, pairs: Pairs, one: Pairs, *, every_row: bool, with_mean: bool
+) -> list[torch.Tensor]:
+    """Return log-probabilities and entropies of distributions over the tokens of ``pairs``.
+
+    ``one`` has the target of each row.
+    """
     boundaries, tokens, owners = *pairs, pairs.owners
-    num_rows, num_pairs, free = targets.shape[0], tokens.shape[0], None
+    num_rows, num_pairs, free = one.tokens.shape[0], tokens.shape[0], None
     is_free = boundaries[1:] == boundaries[:-1]
     readable = values_to_check(is_free)
     if every_row or (readable is not None and not readable.any()):
@@ -407,22 +346,25 @@ def _over_support(
         whole = work > num_rows * head.weight.shape[0]
         logits = head.statistics(pairs, with_mean=False, whole=whole)[2]
     else:  # each row has one more: its target, if it has no others
-        row = torch.arange(num_rows + 1, dtype=torch.int32, device=tokens.device)
-        place = torch.arange(num_pairs, device=tokens.device) + owners
-        own = (boundaries + row)[1:].long() - 1
+        ends, place = (
+            boundaries + one.boundaries,
+            owners + torch.arange(num_pairs, device=owners.device),
+        )
+        own = ends[1:].long() - 1
         more = tokens.new_empty(num_pairs + num_rows).index_copy_(0, place, tokens)
-        more.index_copy_(0, own, targets.where(is_free, -1))
-        rest, mean, found = head.statistics(Pairs(boundaries + row, more), with_mean=with_mean)
+        more.index_copy_(0, own, one.tokens.where(is_free, -1))
+        rest, mean, found = head.statistics(Pairs(ends, more), with_mean=with_mean)
         logits = found.index_select(0, place)
-        free = _over_all(rest, mean, found.index_select(0, own))
-    normalizer = _logsumexp(logits, pairs).where(~is_free, 0.0)
-    is_target = tokens == targets[owners]
-    wanted = segment_sum(torch.where(is_target, logits, 0.0), boundaries) - normalizer
-    logprobs = torch.where(segment_sum(is_target, boundaries) > 0, wanted, -torch.inf)
-    average = segment_sum(_weighted(logits, repeat_rows(normalizer, owners)), boundaries)
-    if free is None:
-        return logprobs, normalizer - average
-    return logprobs.where(~is_free, free[0]), (normalizer - average).where(~is_free, free[1])
+        free = _over_all(rest, mean, found.index_select(0, own), pairs=one)
+    total = _logsumexp(logits, pairs).where(~is_free, 0.0)
+    logprobs, average = _normalized(logits, total, pairs)
+    is_target = tokens == one.tokens[owners]
+    wanted = segment_sum(torch.where(is_target, logprobs, 0.0), boundaries)
+    results = [torch.where(segment_sum(is_target, boundaries) > 0, wanted, -torch.inf)]
+    results.append(total - average)
+    if free is not None:
+        results = [x.where(~is_free, y) for x, y in zip(results, free[::2], strict=True)]
+    return results
 
 
 def _logsumexp(logits: torch.Tensor, pairs: Pairs) -> torch.Tensor:
@@ -433,34 +375,33 @@ def _logsumexp(logits: torch.Tensor, pairs: Pairs) -> torch.Tensor:
     return torch.where(total == 0, -torch.inf, most + total.where(total != 0, 1.0).log())
 
 
-def _weighted(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return logits times their probabilities, 0 of those that are impossible."""
-    probability = (logits - total).exp()
-    return probability * logits.masked_fill(probability == 0, 0.0)
+def _normalized(
+    logits: torch.Tensor, total: torch.Tensor, pairs: Pairs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities by log-sum-exps, and the sum of logits weighted by probability."""
+    logprobs = logits - repeat_rows(total, pairs.owners)
+    probability = logprobs.exp()
+    weighted = probability * logits.masked_fill(probability == 0, 0.0)
+    return logprobs, segment_sum(weighted, pairs.boundaries)
 
 
 def _check_boundaries(
-    op: str, boundaries: torch.Tensor, *, num_rows: int, tokens: torch.Tensor
+    op: str, name: str, boundaries: torch.Tensor, *, num_rows: int, tokens: torch.Tensor
 ) -> None:
     """Raise unless boundaries are those of as many rows, and end at the tokens."""
-    name, ends = "boundaries of support", num_rows + 1
     check_tensor(
-        op, name, boundaries, dtypes=(torch.int32,), device=tokens.device, entries=ends,
-        per="boundary",
+        op, f"boundaries of {name}", boundaries, dtypes=(torch.int32,), device=tokens.device,
+        entries=num_rows + 1, per="boundary",
     )  # fmt: skip
-    check_boundaries(op, boundaries, tokens.shape[0], name="support", end="its tokens")
+    check_boundaries(op, boundaries, tokens.shape[0], name=name, end="its tokens")
 
 
 def _check_reverse_mode(op: str, *tensors: torch.Tensor | None) -> None:
     """Raise where torch would return no gradient, or fail in its own words."""
-    if torch.compiler.is_compiling():
-        return
-    for tensor in tensors:
-        if tensor is not None and (
-            torch._C._functorch.is_gradtrackingtensor(tensor)
-            or forward_ad.unpack_dual(tensor).tangent is not None
+    for one in tensors if not torch.compiler.is_compiling() else ():
+        if one is not None and (
+            torch._C._functorch.is_gradtrackingtensor(one)
+            or forward_ad.unpack_dual(one).tangent is not None
         ):
-            raise RuntimeError(
-                f"{op}: has gradients in reverse mode, by torch.autograd; not in forward mode, nor "
-                "under the transforms of torch.func"
-            )
+            others = "not in forward mode, nor under the transforms of torch.func"
+            raise RuntimeError(f"{op}: has gradients in reverse mode, by torch.autograd; {others}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trajpack.kernels.dispatch import Impl
-from trajpack.kernels.logprobs.token_logprobs import Support, pair_logprobs
+from trajpack.kernels.logprobs.token_logprobs import TokenSets, token_logprobs
 from trajpack.packing.micro_batches.logprobs import head_of
 from trajpack.packing.tree.huggingface import NAME, tree_table
 
@@ -70,10 +70,11 @@ class LMHead:
         self,
         batch: PackedBatch | MicroBatch | TreeNodes,
         *,
+        tokens: str | TokenSets | None = None,
         entropy: bool = False,
         most: int | None = None,
         temperature: float | torch.Tensor = 1.0,
-        support: str | Support | None = None,
+        support: str | TokenSets | None = None,
         impl: Impl = "auto",
     ) -> Any:
         """Return `PackedBatch.logprobs` of a batch, a micro-batch or a tree.
@@ -81,58 +82,24 @@ class LMHead:
         Args:
             batch: The inputs: ``batch.model_inputs()``. Trees need a model whose attention is
                 ``"trajpack_tree"``.
+            tokens: As there.
             entropy: As there.
             most: As there.
             temperature: Temperature of sampling, as there.
             support: As there.
             impl: As there.
 
-        Returns:
-            float32 ``[num_generated]``, of trees ``[entries]``; with ``entropy`` a pair of such.
-
         Raises:
             TypeError, ValueError: As the method of the batch.
 
         Cost: a forward pass of the decoder, and that of `PackedBatch.logprobs`.
         """
+        hidden = self._model.get_decoder()(**batch.model_inputs())[0]
         return batch.logprobs(
-            *self._outputs(batch), entropy=entropy, most=most,
+            hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy, most=most,
             temperature=temperature * self._temperature, softcap=self._softcap, support=support,
             group=self._group, impl=impl,
         )  # fmt: skip
-
-    def pair_logprobs(
-        self,
-        batch: PackedBatch | MicroBatch | TreeNodes,
-        support: str | Support,
-        *,
-        most: int | None = None,
-        temperature: float | torch.Tensor = 1.0,
-        impl: Impl = "auto",
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `PackedBatch.pair_logprobs` of a batch, a micro-batch or a tree.
-
-        Args:
-            batch: As of `logprobs`.
-            support: As there.
-            most: As there.
-            temperature: As there.
-            impl: As there.
-
-        Raises:
-            TypeError, ValueError: As the method of the batch.
-
-        Cost: a forward pass of the decoder, and that of the method.
-        """
-        return batch.pair_logprobs(
-            *self._outputs(batch), support, most=most,
-            temperature=temperature * self._temperature, softcap=self._softcap,
-            group=self._group, impl=impl,
-        )  # fmt: skip
-
-    def _outputs(self, batch: PackedBatch | MicroBatch | TreeNodes) -> tuple[torch.Tensor, Any]:
-        hidden = self._model.get_decoder()(**batch.model_inputs())[0]
-        return hidden, self._model.get_output_embeddings()
 
     def _check(self, name: str) -> None:
         """Raise unless the head has the log-probabilities that the model's logits have."""
@@ -148,12 +115,10 @@ class LMHead:
             hidden = self._model.get_decoder()(**inputs)[0][0]
             tried = torch.arange(min(TRIED, logits.shape[1]), device=ids.device)
             tried = tried * logits.shape[1] // len(tried)
-            found, _ = pair_logprobs(
-                hidden, weight, torch.arange(8, device=ids.device),
-                (torch.arange(0, 8 * len(tried) + 1, len(tried), device=ids.device).int(),
-                 tried.repeat(8)),
-                bias=bias, temperature=self._temperature, softcap=self._softcap,
-                group=self._group,
+            each = torch.arange(9, dtype=torch.int32, device=ids.device)
+            found, _ = token_logprobs(
+                hidden, weight, each[:8], (each * len(tried), tried.repeat(8)),
+                bias=bias, temperature=self._temperature, softcap=self._softcap, group=self._group,
             )  # fmt: skip
         self._model.train(was_training)
         largest = logits.abs().max().item()

@@ -27,8 +27,8 @@ from trajpack.packing.micro_batches.cutting import (
     place_selected,
     summed,
 )
-from trajpack.packing.micro_batches.generated import GeneratedMethods
 from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.logprobs import LogprobMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
@@ -73,7 +73,7 @@ class LayoutTokens(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(LabelMethods, GeneratedMethods):
+class PackedBatch(LabelMethods, LogprobMethods):
     """Trajectories as flat, unpadded tensors on one device.
 
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape

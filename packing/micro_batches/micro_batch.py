@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
-from trajpack.packing.micro_batches.generated import GeneratedMethods
 from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.logprobs import LogprobMethods
 
 WITHOUT_STREAMS = ("cpu", "meta")
 """Device types without streams."""
@@ -66,7 +66,7 @@ def model_inputs(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MicroBatch(LabelMethods, GeneratedMethods):
+class MicroBatch(LabelMethods, LogprobMethods):
     """Some sequences of a packed batch, flat, in the given order and with the given padding.
 
     Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over

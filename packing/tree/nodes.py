@@ -12,8 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from trajpack.packing.batch.batch import PackedBatch
-from trajpack.packing.micro_batches.generated import checked
-from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions
+from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions, left_over
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, record_storages
 from trajpack.packing.ragged import Ragged
 from trajpack.packing.tree.attention import visible
@@ -89,19 +88,20 @@ class TreeNodes(LogprobMethods):
         """int64 ``[nodes]``: trained nodes up to each node, its own included."""
         return self.loss_mask.cumsum(0)
 
-    def _predictions(self, most: int | None, *, each: bool) -> Predictions:
-        behind = 0, checked("logprobs", most, self.num_entries) - self.num_entries
-        if each:
-            rows, owners = pad(self.entry_parent, behind, value=-1), None
-            targets = pad(self.entries.input_ids, behind)
-        else:  # an entry that is left over has the last row, which is left over too
-            rows, targets = self.logprob_rows(most)
-            of_entry = self._trained_until[self.entry_node] - 1
-            owners = pad(of_entry, behind, value=rows.shape[0] - 1)
-        return Predictions(rows, targets, owners, self.num_nodes)
+    @property
+    def _generated(self) -> PackedBatch | MicroBatch:
+        return self.entries
 
-    def _support(self, name: str, most: int | None) -> tuple[Ragged, bool]:
-        return self.ragged(name, most), not self.entries.value_counts[name][1]
+    def _predictions(self, most: int | None, *, each: bool) -> Predictions:
+        behind = 0, left_over("logprobs", most, self.num_entries)
+        if each:
+            parents = pad(self.entry_parent, behind, value=-1)
+            return self.num_nodes, parents, pad(self.entries.input_ids, behind), None
+        rows, targets = self.logprob_rows(most)
+        of_entry = self._trained_until[self.entry_node] - 1
+        # an entry that is left over has the last row, which is left over too
+        owners = pad(of_entry, behind, value=rows.shape[0] - 1)
+        return self.num_nodes, rows, targets, owners
 
     def logprob_rows(self, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the nodes whose output predicts each trained node, and the trained tokens.
@@ -128,9 +128,9 @@ class TreeNodes(LogprobMethods):
             >>> batch.logprob_rows(), batch.num_entries
             ((tensor([0, 1]), tensor([2, 3])), 3)
         """
-        num_rows = checked("logprob_rows", most, self.num_trained)
+        size = self.num_trained + left_over("logprob_rows", most, self.num_trained)
         # a root is a prompt's: its parent, -1, is that of what is left over
-        trained = torch.nonzero_static(self.loss_mask, size=num_rows, fill_value=0)[:, 0]
+        trained = torch.nonzero_static(self.loss_mask, size=size, fill_value=0)[:, 0]
         if not self.num_nodes:
             return trained - 1, trained
         rows = self.tree_parent[trained].long()
@@ -138,9 +138,9 @@ class TreeNodes(LogprobMethods):
 
     def ragged(self, name: str, most: int | None = None) -> Ragged:
         """Return the values of a ragged field for each entry, as `PackedBatch.ragged`."""
-        cu, values = self.entries.values_of_tokens(name)
-        left_over = checked("ragged", most, self.num_entries) - self.num_entries
-        return Ragged(torch.cat([cu, cu[-1:].expand(left_over)]), values)
+        cu, values = self.values_of_tokens(name)
+        behind = cu[-1:].expand(left_over("ragged", most, self.num_entries))
+        return Ragged(torch.cat([cu, behind]), values)
 
     def labels(self, ignore: int = -100) -> torch.Tensor:
         """Return the token that each node predicts, where a turn generated it.

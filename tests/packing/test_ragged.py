@@ -99,7 +99,7 @@ def test_lists_of_lists_come_back_from_a_batch(drawn, layout, calls):
     for field in (MASK, TEACHER, BYTES):
         ragged = batch.ragged(field.name)
         assert (ragged.cu.dtype, ragged.values.dtype) == (torch.int32, field.dtype)
-        assert ragged.values.shape == (batch.num_values[field.name], *field.shape)
+        assert ragged.values.shape == (batch.value_counts[field.name][0], *field.shape)
         assert lists_of(ragged) == rows_by_token(batch, trajectories, field.name)
 
 
@@ -181,7 +181,7 @@ def test_copies_hold_their_own_values_and_no_more():
     assert copied.unpack() == turns
     assert copied.ragged_values["mask"].tolist() == batch.ragged("mask").values.tolist()
     moved = batch.to("meta")
-    assert moved.ragged_values["mask"].shape == (batch.num_values["mask"],)
+    assert moved.ragged_values["mask"].shape == (batch.value_counts["mask"][0],)
 
 
 def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():
@@ -196,7 +196,7 @@ def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():
     assert (copies, launched) == (1, OPS | {"trajpack.gather_fields.default": 1})
     for known in (batch, batch.with_advantages(GRPO())):
         micro_batch = known.select([0])  # a meta tensor whose value is read raises
-        assert micro_batch.ragged("mask").values.shape == (batch.num_values["mask"],)
+        assert micro_batch.ragged("mask").values.shape == (batch.value_counts["mask"][0],)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_files_hold_them(drawn, layout, tmp_path_factory):
     loaded = PackedBatch.load(path)
     assert loaded.unpack() == trajectories
     assert loaded.token_fields == batch.token_fields
-    assert loaded.num_values == batch.num_values
+    assert loaded.value_counts == batch.value_counts
     assert torch.equal(loaded.ragged("teacher").values, batch.ragged("teacher").values)
     loaded.save(path)
     assert PackedBatch.load(path).unpack() == trajectories
@@ -408,7 +408,7 @@ def test_the_host_knows_how_many_values_sequences_have(drawn, layout):
     assert {name: lens.tolist() for name, lens in batch.value_lens.items()} == {
         name: lens.tolist() for name, lens in counted.items()
     }
-    assert sum(batch.num_values.values()) > 0
+    assert sum(one for one, _ in batch.value_counts.values()) > 0
 
 
 def test_the_last_row_takes_what_is_left_over():

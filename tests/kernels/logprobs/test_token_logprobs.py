@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trajpack.kernels import pair_logprobs, token_logprobs, topk_kl
+from trajpack.kernels import token_logprobs, topk_kl
 from trajpack.kernels.logprobs import logit_statistics, pair_logits, token_logprobs as module
 from trajpack.testing import assert_same_bits
 
@@ -208,7 +208,7 @@ def test_tokens_of_a_support_are_integers_of_any_size(dtype: torch.dtype) -> Non
 def test_several_tokens_of_a_row_and_all_others(num_rows: int, vocabulary: int, name: str) -> None:
     case = Case(num_rows, vocabulary)
     options = options_of(case, name)
-    found = pair_logprobs(*case.inputs[:3], case.support, **options)
+    found = token_logprobs(*case.inputs[:3], case.support, **options)
     every = []
     for token in range(vocabulary):
         case.targets = torch.full((num_rows,), token)
@@ -229,7 +229,7 @@ def test_the_tail_of_a_certain_model_is_exact_and_has_a_gradient() -> None:
     hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
     weight = torch.tensor([[40.0, 0], [0, 0], [0, 0]], dtype=torch.float64)
     support = torch.tensor([0, 1]).int(), torch.tensor([0])
-    logprobs, rest = pair_logprobs(hidden, weight, torch.tensor([0]), support)
+    logprobs, rest = token_logprobs(hidden, weight, torch.tensor([0]), support)
     assert rest.item() == pytest.approx(math.log(2) - 40)
     teacher = torch.tensor([0.5]).double().log()
     found = topk_kl(logprobs, rest, teacher, boundaries=support[0])
@@ -247,7 +247,7 @@ def test_divergence_from_a_teacher(direction: Any) -> None:
     teacher[1] = -torch.inf  # counted with the others
 
     def call(hidden, weight, bias):
-        found = pair_logprobs(hidden, weight, case.rows, (boundaries, tokens), bias=bias)
+        found = token_logprobs(hidden, weight, case.rows, (boundaries, tokens), bias=bias)
         return topk_kl(*found, teacher, boundaries=boundaries, direction=direction)
 
     found = call(*case.leaves)
@@ -264,7 +264,7 @@ def test_divergence_from_a_teacher(direction: Any) -> None:
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_teacher_that_is_certain_leaves_a_rest(direction: Any) -> None:
     case, support = Case(1, 5), (torch.tensor([0, 1]).int(), torch.tensor([2]))
-    found = pair_logprobs(*case.inputs[:3], support)
+    found = token_logprobs(*case.inputs[:3], support)
     divergence = topk_kl(*found, torch.zeros(1), boundaries=support[0], direction=direction)
     assert divergence.isfinite().all()
     assert divergence > 0
@@ -275,7 +275,7 @@ def test_a_teacher_of_the_whole_vocabulary_leaves_no_rest(direction: Any) -> Non
     case = Case(3, 5)
     support = torch.tensor([0, 5, 10, 15]).int(), torch.arange(5).repeat(3)
     teacher = case.normal(3, 5).log_softmax(1)
-    logprobs, rest = pair_logprobs(*case.inputs[:3], support)
+    logprobs, rest = token_logprobs(*case.inputs[:3], support)
     assert (rest == -torch.inf).all()
     options: dict[str, Any] = {"boundaries": support[0], "direction": direction}
     found = topk_kl(logprobs, rest, teacher.flatten(), **options)
@@ -402,7 +402,7 @@ def calls_of(case: Case) -> dict[str, Any]:
     teacher = torch.full(tokens.shape, -2.0)
 
     def divergence() -> tuple[torch.Tensor, ...]:
-        found = pair_logprobs(*case.inputs[:3], case.support, bias=case.bias)
+        found = token_logprobs(*case.inputs[:3], case.support, bias=case.bias)
         return *found, topk_kl(*found, teacher, boundaries=boundaries)
 
     def plain(**options: Any) -> Any:
@@ -519,7 +519,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a token twice": (
         {"support": (torch.tensor([0, 1, 3, 3, 3, 3, 3, 3, 3, 3]).int(), torch.tensor([1, 1, 1]))},
-        "must be distinct, row 1 has 1 twice",
+        "distinct in support, row 1 has 1 twice",
     ),
     "another impl": ({"impl": "cuda"}, "impl must be"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from trajpack.kernels import pair_logprobs, token_logprobs, topk_kl
+from trajpack.kernels import token_logprobs, topk_kl
 from trajpack.kernels.logprobs import token_logprobs as module
 
 ROWS, TARGETS = torch.tensor([0, 3, 3, 4]), torch.tensor([0, 9, 25, 4])
@@ -38,7 +38,7 @@ def results(leaves: list[torch.Tensor], **options: Any) -> dict[str, list[torch.
     boundaries = torch.arange(0, 9, 2).int()
 
     def divergence() -> tuple[torch.Tensor, ...]:
-        found = pair_logprobs(*head, ROWS, (boundaries, TOP.flatten()), **options)
+        found = token_logprobs(*head, ROWS, (boundaries, TOP.flatten()), **options)
         return (topk_kl(*found, teacher, boundaries=boundaries),)
 
     def pairs_alone() -> Any:

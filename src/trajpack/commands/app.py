@@ -33,6 +33,7 @@ def read(arguments: Sequence[str]) -> Work | int:
     app.command("rollout")(rollout)
     app.command("replay")(replay)
     app.command("inspect")(inspect_batch)
+    app.command("report")(report)
     app.command("train")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
@@ -172,6 +173,33 @@ def inspect_batch(
 _TOKENIZER = "Folder of a tokenizer. [default: the one beside FILE, if rollout left one]"
 _FULL = "Leave nothing out of a sequence that is shown, and no prefix break."
 _WIDTH = "Columns to use. [default: those of the terminal]"
+
+
+def report(
+    source: Annotated[Path, typer.Argument(help="A saved batch, or the folder of a log.")],
+    out: Annotated[Path | None, typer.Option(help=_PAGE, show_default=False)] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
+    capacity: Annotated[
+        int | None, typer.Option(**_COUNT, help=_CAPACITY, show_default=False)
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=10_000, help="Data-parallel ranks.")] = 8,
+    align: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Multiple that each sequence is padded to.")
+    ] = 1,
+) -> Work:
+    """Write a page with pictures of a batch or a log: micro-batches, lengths, rewards and texts.
+
+    The page is one file that loads nothing; its numbers are written as JSON beside it.
+
+    Example: trajpack report batch.safetensors --capacity 16384 --out page.html
+    """
+    from trajpack.commands.report import ReportOptions, report_source
+
+    return partial(report_source, source, out, tokenizer, ReportOptions(capacity, ranks, align))
+
+
+_PAGE = "HTML file. [default: beside SOURCE, with .html]"
+_CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest sequence]"
 
 
 def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters

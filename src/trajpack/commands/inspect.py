@@ -20,9 +20,7 @@ def inspect_file(
     file: Path, tokenizer: Path | None, num_sequences: int, width: int | None, *, full: bool
 ) -> int:
     """Show a summary of a batch and its first sequences; return the exit status."""
-    batch = _load(file)
-    beside = tokenizer_folder(file)
-    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
+    batch = load_batch(file)
     num_shown = min(num_sequences, len(batch))
     rows = inspection.describe(batch)
     tree = _tree(batch)
@@ -30,13 +28,8 @@ def inspect_file(
         rows += describe_tree(tree)
     num_breaks = 0 if tree is None else len(tree.breaks)
     decode = None
-    if folder is not None and (num_sequences or num_breaks):
-        try:
-            decode = _decoder(folder, batch)
-        except ModuleNotFoundError as error:
-            if tokenizer is not None:
-                raise
-            say(f"token ids in place of text: {error}")
+    if num_sequences or num_breaks:
+        decode = decoder_of(batch, tokenizer_folder(file), tokenizer)
     with results():
         console = make_console(width=width)
         console.print(inspection.summary(rows, file.name, console.width))
@@ -53,7 +46,8 @@ def inspect_file(
     return 0
 
 
-def _load(file: Path) -> PackedBatch:
+def load_batch(file: Path) -> PackedBatch:
+    """Read a batch, or raise `SetupError`."""
     try:
         return PackedBatch.load(file)
     except OSError as error:
@@ -69,10 +63,28 @@ def _tree(batch: PackedBatch) -> TreeStatistics | None:
     return tree_of(batch, ("once", "shared")).statistics()
 
 
-def _decoder(folder: Path, batch: PackedBatch) -> inspection.Decode:
-    tokenizer = load_tokenizer(folder)
-    num_unknown = int((batch.input_ids >= len(tokenizer)).sum())
+def decoder_of(
+    batch: PackedBatch, beside: Path, tokenizer: Path | None
+) -> inspection.Decode | None:
+    """Return the decoding of a tokenizer, or ``None`` if there is none.
+
+    Args:
+        batch: Batch whose tokens are decoded.
+        beside: Folder of the tokenizer, if there is one and no other is asked for.
+        tokenizer: Folder that was asked for.
+    """
+    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
+    if folder is None:
+        return None
+    try:
+        loaded = load_tokenizer(folder)
+    except ModuleNotFoundError as error:
+        if tokenizer is not None:
+            raise
+        say(f"token ids in place of text: {error}")
+        return None
+    num_unknown = int((batch.input_ids >= len(loaded)).sum())
     if num_unknown:
         unknown = inspection.counted(num_unknown, "token")
         say(f"{unknown} not in the vocabulary of {folder}: is it the batch's tokenizer?")
-    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return partial(loaded.decode, clean_up_tokenization_spaces=False)

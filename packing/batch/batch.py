@@ -834,7 +834,7 @@ class PackedBatch(LabelMethods):
         fields = {**self.fields, field.name: rows}
         return dataclasses.replace(self, fields=fields, token_fields=declared)
 
-    def report(  # noqa: PLR0913
+    def report(
         self,
         path: str | os.PathLike[str],
         *,
@@ -870,7 +870,8 @@ class PackedBatch(LabelMethods):
 
         Cost: copies the batch to the host (synchronises). Seconds for 100,000 sequences.
         """
-        from trajpack.packing.report.page import ReportOptions, write_report
+        from trajpack.packing.report.figures import ReportOptions
+        from trajpack.packing.report.page import write_report
 
         options = ReportOptions(capacity, num_ranks, align)
         return write_report(self, Path(path), options, decode=decode, title=title)

@@ -20,6 +20,7 @@ from trajpack.packing.report.figures import (
     rows_of,
     shared_prefixes,
 )
+from trajpack.packing.text import one_line
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
@@ -53,7 +54,7 @@ def page_of(title: str, figures: dict[str, Any], scripts: Sequence[str]) -> str:
             elements and never markup.
         scripts: Files of this folder, which read the element ``#figures``.
     """
-    folder = files("trajpack.packing.report")
+    folder, title = files("trajpack.packing.report"), one_line(title)
     return _PAGE.format(
         title=escape(title),
         style=folder.joinpath("page.css").read_text("utf-8"),

@@ -193,7 +193,8 @@ def report(
 
     Example: trajpack report batch.safetensors --capacity 16384 --out page.html
     """
-    from trajpack.commands.report import ReportOptions, report_source
+    from trajpack.commands.report import report_source
+    from trajpack.packing.report.figures import ReportOptions
 
     return partial(report_source, source, out, tokenizer, ReportOptions(capacity, ranks, align))
 

@@ -13,7 +13,8 @@ from trajpack.commands.terminal import make_console, results, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
-from trajpack.packing.report.page import ReportOptions, write_report
+from trajpack.packing.report.figures import ReportOptions
+from trajpack.packing.report.page import write_report
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from trajpack import (
     GRPO,
     PackedBatch,
+    StaticBatch,
     Trajectory,
     TrajectoryBuffer,
     Turn,
@@ -44,7 +45,7 @@ def conversations(count: int, seed: int = 0, *, group_size: int = 4) -> list[Tra
             completion = draw.integers(0, 50, draw.integers(0, 7)).tolist()
             reward = float(draw.choice([-1.0, 0.5, 1.0]))
             turns.append(Turn(list(ids), completion, [-0.5] * len(completion), reward))
-            ids = prompt + [51] if draw.random() < 0.3 else [*ids, *completion, 52, 53]
+            ids = [*prompt, 51] if draw.random() < 0.3 else [*ids, *completion, 52, 53]
         found.append(Trajectory(f"t{number}", turns, group=f"g{number // group_size}"))
     return found
 
@@ -63,8 +64,7 @@ def by_hand(batch: PackedBatch, sequence: int) -> dict[str, int]:
     # equal rows: the first of them in the batch is the one that is stored
     if own in rows[:sequence]:
         before = own
-    shared = next((i for i, pair in enumerate(zip(own, before, strict=False)) if len(set(pair)) > 1),
-                  min(len(own), len(before)))  # fmt: skip
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, before)))  # noqa: B905
     counts, generated = dict.fromkeys(KINDS, 0), False
     start = bounds(batch)[0][sequence]
     for depth in range(len(own)):
@@ -163,11 +163,12 @@ def test_breaks_are_those_of_the_tree() -> None:
     assert len(breaks) > 3
     assert [one["position"] for one in found["shown"]] == [one.position for one in breaks]
     for shown, one in zip(found["shown"], breaks, strict=True):
-        prompt = list(trajectories[one.trajectory].turns[one.turn].prompt_ids)
+        turn = trajectories[one.trajectory].turns[one.turn]
+        came = [*turn.prompt_ids, *turn.completion_ids]
         before, token, after = (list(map(int, text.split())) for text in shown["came"])
-        assert before == prompt[max(one.position - 8, 0) : one.position]
-        assert [*before, *token, *after] == prompt[max(one.position - 8, 0) :][: len(before) + 9]
-        assert token == ([] if one.came is None else [one.came])
+        assert before == came[max(one.position - 8, 0) : one.position]
+        assert [*token, *after] == came[one.position :][:9]
+        assert one.came in (None, *token)
 
 
 def test_a_batch_without_sequences_and_one_without_generated_tokens() -> None:
@@ -196,10 +197,10 @@ def test_a_page_has_as_much_text_as_there_is_room_for() -> None:
 def test_a_character_of_several_tokens_is_one_piece() -> None:
     text = "a漢é".encode()
     turn = Turn([1], list(text), [-0.5] * len(text))
-    rows = figures_of(
-        pack([Trajectory("a", [turn])]), ReportOptions(), lambda ids: bytes(ids).decode(errors="replace")
-    )["trajectories"]["rows"]  # fmt: skip
-    assert [piece.text for piece in rows[0]["sequences"][0][1]["pieces"]] == ["a", "漢", "é"]
+    batch = pack([Trajectory("a", [turn])])
+    figures = figures_of(batch, ReportOptions(), lambda ids: bytes(ids).decode(errors="replace"))
+    [[_, generated]] = figures["trajectories"]["rows"][0]["sequences"]
+    assert [piece.text for piece in generated["pieces"]] == ["a", "漢", "é"]
 
 
 @pytest.mark.parametrize(
@@ -215,11 +216,18 @@ def test_wrong_options_are_named(options: dict[str, Any], error: type, words: st
         ReportOptions(**options)
 
 
-def test_figures_are_json_and_a_padded_batch_is_refused() -> None:
-    batch = pack(conversations(8)).with_advantages(GRPO())
-    assert json.loads(page_json(figures_of(batch, ReportOptions())))["kinds"] == list(KINDS)
-    with pytest.raises(ValueError, match="capacity must be 16 or more"):
-        figures_of(replace(batch), ReportOptions(capacity=3))
+def test_figures_are_json(batch: PackedBatch) -> None:
+    figures = figures_of(batch, ReportOptions())
+    assert json.loads(page_json(figures)) == json.loads(json.dumps(figures))
+
+
+def test_a_capacity_below_the_longest_sequence_and_a_padded_batch_are_refused() -> None:
+    batch = pack(conversations(8))
+    longest = -(-batch.max_seqlen // 4) * 4
+    with pytest.raises(ValueError, match=f"capacity must be {longest} or more"):
+        figures_of(batch, ReportOptions(capacity=longest - 1, align=4))
     buffer = TrajectoryBuffer()
     buffer.extend(conversations(2))
-    assert figures_of(buffer.pack(), ReportOptions())["tokens"]["packed"] == buffer.num_tokens
+    padded = buffer.pack_into(StaticBatch(capacity=1000, max_turns=50))
+    with pytest.raises(ValueError, match="the batch is padded"):
+        figures_of(padded, ReportOptions())

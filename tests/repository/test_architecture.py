@@ -33,7 +33,6 @@ OPTIONAL = {
     "msgspec",
     "openrlhf",
     "opentelemetry",
-    "plotly",
     "prometheus_client",
     "pyarrow",
     "pydantic_settings",

@@ -99,6 +99,8 @@ class Training:
             raise SetupError(f"the model cannot be trained: {first_line(error)}") from error
         size = settings.num_steps * settings.num_prompts
         self.questions = arithmetic_questions(size, settings.seed)
+        self.last_batch: Batch | None = None
+        """Batch of the last finished step."""
 
     def warm_up(self) -> Iterator[float]:
         """Train on demonstrations of a lazy teacher, and yield the loss of each step."""
@@ -162,6 +164,7 @@ class Training:
                 batch = pack_episodes(episodes, settings.layout)
                 outcome = await run_to_end(partial(self.trainer.step, batch))
                 check_logprobs(outcome)
+                self.last_batch = batch
                 with _as_setup_error():
                     await engine.update_weights(self.model.state_dict(), self.trainer.version)
                 began, seconds = time.monotonic(), time.monotonic() - began

@@ -71,17 +71,31 @@ def write_report(
     decode: Decode | None = None,
     title: str = "",
 ) -> dict[str, Any]:
-    """Write the page of a batch, and its figures as JSON beside it; return the figures."""
+    """Write the page of a batch, and its figures as JSON beside it; return the numbers."""
     if path.suffix != ".html":
         raise ValueError(f"report: path must end with .html, got {path}")
     figures = figures_of(batch, options, decode)
     figures["saved"] = list(rows_of(figures))
     page = page_of(title or path.stem, figures, ("charts.js", "batch.js"))
     write_durably(path, page.encode())
-    rows = figures["trajectories"]["rows"]
-    figures["trajectories"]["rows"] = [{**row, "sequences": None} for row in rows]
-    write_durably(path.with_suffix(".json"), json.dumps(figures).encode())
-    return figures
+    numbers = without_texts(figures)
+    write_durably(path.with_suffix(".json"), json.dumps(numbers).encode())
+    return numbers
+
+
+def numbers_of(batch: PackedBatch) -> dict[str, Any]:
+    """Return the figures of a batch without the texts of trajectories."""
+    return without_texts(figures_of(batch, ReportOptions()))
+
+
+def without_texts(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return figures without the texts of trajectories."""
+    trajectories = figures["trajectories"]
+    rows = [
+        {name: value for name, value in row.items() if name != "sequences"}
+        for row in trajectories["rows"]
+    ]
+    return {**figures, "trajectories": {**trajectories, "rows": rows}}
 
 
 def short_html(batch: PackedBatch) -> str:

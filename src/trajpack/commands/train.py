@@ -18,7 +18,7 @@ import torch
 
 import trajpack
 from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.files import check_writable
+from trajpack.agent.rollout.files import check_places, check_writable, save_rollout
 from trajpack.agent.training.grpo import StepRecord, Training
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.interruption import Interruption
@@ -34,13 +34,14 @@ from trajpack.commands.terminal import (
 from trajpack.packing.batch.inspection import Decode, summary
 from trajpack.packing.report.page import page_of
 from trajpack.packing.text import one_line, printable
+from trajpack.packing.tree.tree_batch import TreeBatch
 from trajpack.packing.types import Trajectory
 
 _SAVING = "writing what there is; Ctrl-C again to give it up"
 
 
-def train(settings: TrainSettings, out: Path) -> int:
-    """Train, report and write the page; return the exit status.
+def train(settings: TrainSettings, out: Path, batch_file: Path | None) -> int:
+    """Train, report, and write the page and the last batch; return the exit status.
 
     The first Ctrl-C or SIGTERM ends the training after the current step, and its results are
     reported and written. The second one ends the command at once, and so does the first one
@@ -48,18 +49,23 @@ def train(settings: TrainSettings, out: Path) -> int:
     """
     with Interruption() as interruption:
         try:
-            _train(settings, out, interruption)
+            _train(settings, out, batch_file, interruption)
         except KeyboardInterrupt:
             say("interrupted: no page was written")
             interruption.status = interruption.status or 130
     return interruption.status or 0
 
 
-def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> None:
+def _train(
+    settings: TrainSettings, out: Path, batch_file: Path | None, interruption: Interruption
+) -> None:
+    if batch_file is not None:
+        check_places(batch_file, None, option="--batch")
     if out.suffix != ".html" or out.is_dir():
         raise SetupError(f"--out must be an .html file, got {out}")
-    with writing(out.parent):
-        check_writable(out.parent)
+    for folder in [out.parent] if batch_file is None else [out.parent, batch_file.parent]:
+        with writing(folder):
+            check_writable(folder)
     silence_transformers()
     records: list[StepRecord] = []
     with _single_threaded(), TrainBoard(settings, make_console(stderr=True), say) as board:
@@ -85,11 +91,18 @@ def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> No
             run=_what_was_run(settings),
         )
         out.write_text(page, encoding="utf-8")
+    if batch_file is not None and training.last_batch is not None:
+        batch = training.last_batch
+        with writing(batch_file):
+            packed = batch.merged() if isinstance(batch, TreeBatch) else batch
+            save_rollout(packed, training.tokenizer, batch_file)
     with results():
         console = make_console()
         title = f"{len(records):,} of {settings.num_steps:,} steps"
         console.print(summary(report(records), title, console.width))
         tell(console, f"curves     {out}")
+        if batch_file is not None:
+            tell(console, f"batch      {batch_file}, of the last step")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from tests.commands import command
 from tests.commands.command import call, signal_before
 from tests.support.chromium import needs_chromium, show
 from tests.support.warm_programs import WarmPrograms
-from trajpack import Trajectory, Turn
+from trajpack import PackedBatch, Trajectory, Turn
 from trajpack.agent.training.grpo import StepRecord
 from trajpack.agent.training.policy_trainer import StepOutcome
 from trajpack.commands.train import write_page
@@ -80,11 +80,15 @@ def test_the_page_draws_curves_and_conversations(tmp_path: Path, width: int) -> 
 
 @pytest.mark.parametrize("layout", ["turns", "tree"])
 def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
-    out = tmp_path / "train.html"
-    done = call("train", *SMALL, "--layout", layout, "--out", out)
+    out, file = tmp_path / "train.html", tmp_path / "new" / "batch.safetensors"
+    done = call("train", *SMALL, "--layout", layout, "--out", out, "--batch", file)
     assert done.status == 0, done.stderr
     assert "1 of 1 steps" in done.stdout
     assert out.exists()
+    batch = PackedBatch.load(file)
+    assert batch.advantages is not None
+    assert len(batch.ids) == 4
+    assert "<|assistant|>" in call("inspect", file).stdout  # the tokenizer is beside it
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,7 @@ def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
         (["--layout", "rows"], "Invalid value for '--layout'"),
         (["--seed", "-1"], "seed must be from 0 to 4,294,967,295, got -1"),
         (["--out", "train.png"], "--out must be an .html file, got train.png"),
+        (["--batch", "batch.txt"], "--batch must be a .safetensors file, got batch.txt"),
         (["--stepps", "2"], "No such option: --stepps"),
     ],
 )

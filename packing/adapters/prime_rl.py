@@ -27,11 +27,12 @@ from trajpack.packing.rows.packed import (
     places_of,
 )
 from trajpack.packing.rows.sampling_mask import (
+    Width,
     as_integers,
     ids_and_counts,
-    masks_from_counts,
+    mask_rows,
+    masks_from_ragged,
     masks_of,
-    padded,
 )
 from trajpack.packing.types import Trajectory
 
@@ -90,7 +91,7 @@ def to_tensor_micro_batch(
             sampling mask has another shape.
 
     Cost: views and some launches over the tokens; `env_names` is a list of the host. No
-    synchronisation but for a sampling mask, which the host pads.
+    synchronisation.
     """
     op = "to_tensor_micro_batch"
     check_unpadded(batch)
@@ -122,7 +123,7 @@ def to_tensor_micro_batch(
         "lora_num_tokens": lora_num_tokens,
         "routed_experts": None if experts is None else experts.int()[None],
         **dict.fromkeys(LEFT_OUT),
-        "sampling_mask": _mask_rows(op, batch)[None] if has_mask else None,
+        "sampling_mask": mask_rows(op, batch)[None] if has_mask else None,
         "mm_token_type_ids": _stream(batch, "mm_token_type_ids", torch.int64),
         **{name: _stream(batch, name, torch.float32) for name in STREAMS},
     }
@@ -214,6 +215,7 @@ def from_training_samples(
     rewards: Sequence[float | None] | None = None,
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
+    sampling_mask_width: Width = None,
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or object or mapping with its fields.
@@ -247,9 +249,18 @@ def from_training_samples(
         reading.check_carried(whose, sample, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
         if _get(sample["sampling_mask"], "logprobs") is not None:
             raise ValueError(f"{whose}: logprobs of a sampling_mask are not carried")
+    masks = None
+    if "sampling_mask" in fields:
+        sent = [
+            (as_integers(_get(mask, "ids")), as_integers(_get(mask, "counts")))
+            for mask in (sample["sampling_mask"] for sample in given)
+        ]
+        masks = masks_from_ragged(names, sent, sampling_mask_width)
     trajectories = []
     for index, (name, sample) in enumerate(zip(names, given, strict=True)):
-        rows = {field: _rows(name, sample[field], field) for field in fields}
+        rows = {field: _rows(sample[field], field) for field in fields if field != "sampling_mask"}
+        if masks is not None:
+            rows["sampling_mask"] = masks[index]
         reward = reading.reward_or_missing(
             op,
             of_rewards[index],
@@ -277,10 +288,8 @@ def _get(row: Any, name: str) -> Any:
     return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
 
 
-def _rows(name: str, values: Any, field: str) -> Any:
-    """Return a field with a row for each token."""
-    if field == "sampling_mask":
-        return masks_from_counts(name, _get(values, "ids"), as_integers(_get(values, "counts")))
+def _rows(values: Any, field: str) -> Any:
+    """Return a field as an array with a row for each token."""
     if field != "routed_experts":
         return host_array(values)
     data, dtype, shape = (_get(values, key) for key in ("data", "dtype", "shape"))
@@ -306,10 +315,6 @@ def _env_names(op: str, batch: Packed, env_names: str | Sequence[str]) -> list[s
     if len(names) != count:
         raise ValueError(f"{op}: env_names must be of {count} sequences, got {len(names)}")
     return names
-
-
-def _mask_rows(op: str, batch: Packed) -> torch.Tensor:
-    return torch.from_numpy(padded(masks_of(op, batch))).to(batch.device)
 
 
 def _bytes(experts: torch.Tensor) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from trajpack.packing.rows.rows import (
     row_groups,
     widths_of,
 )
-from trajpack.packing.rows.sampling_mask import masks_of, padded, unpadded
+from trajpack.packing.rows.sampling_mask import mask_rows
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
@@ -119,7 +119,7 @@ def to_generator_output(
             routes[begin : max(end - 1, begin + 1)] for begin, _, end in rows.spans
         ]
     if "sampling_mask" in batch.fields:
-        support = padded(masks_of("to_generator_output", batch))
+        support = mask_rows("to_generator_output", batch).cpu().numpy()
         found["rollout_sample_support"] = [support[split:end] for _, split, end in rows.spans]
     return found
 
@@ -212,7 +212,7 @@ def to_training_input(
         found["router_padding_mask"] = whole(last, True)
     if "sampling_mask" in batch.fields:
         ends = (lengths - prompts).cumsum(0, dtype=torch.int32)
-        support = torch.from_numpy(padded(masks_of(op, batch))).to(batch.device)[is_response]
+        support = mask_rows(op, batch)[is_response]
         bounds = torch.nn.functional.pad(ends, (1, 0))
         found["rollout_sample_support"] = PackedTensor(support, bounds)
     return found
@@ -233,7 +233,7 @@ def from_generator_output(
 
     ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
     route was captured; declare the `TokenField` with ``generated_only=False``) and
-    ``"sampling_mask"`` (`trajpack.Ragged` rows of the completion, for a ragged `TokenField`).
+    ``"sampling_mask"`` (rows of the completion, int32, -1 behind the last token).
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)
@@ -285,9 +285,7 @@ def _entry(
     if by_token and as_array.dtype == object:  # None is among them
         reward = [given(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
     prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
-    rows: dict[str, Any] = {field: host_array(output[CARRIED[field]][row]) for field in fields}
-    if "sampling_mask" in rows:
-        rows["sampling_mask"] = unpadded(rows["sampling_mask"])
+    rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
     if "routed_experts" in rows:
         rows["routed_experts"] = reading.routes_of_all(
             f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)

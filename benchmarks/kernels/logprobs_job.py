@@ -106,7 +106,7 @@ def of_liger(given: Given, module: Any, *, entropy: bool) -> tuple[torch.Tensor,
     found: torch.Tensor = chunk(given.hidden[given.rows][None], given.weight, given.targets[None])[
         0
     ]
-    return (found[0],)
+    return (found,)
 
 
 def products(given: Given) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import TokenField, Trajectory, Turn, pack, pack_tree
 from trajpack.packing.tree.breaks import RUN, PrefixBreak, reason_of
-from trajpack.packing.tree.paths import Paths
+from trajpack.packing.tree.trie import expanded
 from trajpack.packing.tree.statistics import AT_ONCE
 from trajpack.testing import trajectory_lists
 

@@ -146,5 +146,7 @@ def test_wrong_ranks_are_named(options, message):
             call(tree, **options)
         with pytest.raises(ValueError, match="the tree must have nodes"):
             call(pack_tree([]))
-        with pytest.raises(TypeError, match="tree must be a TreeBatch, got PackedBatch"):
+        with pytest.raises(
+            TypeError, match="tree must be a TreeBatch or TreeMicroBatch, got PackedBatch"
+        ):
             call(pack([]))

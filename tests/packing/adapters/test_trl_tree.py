@@ -134,5 +134,7 @@ def test_other_trees_are_refused():
         to_async_row(pack_tree(one).with_advantages(DrGRPO()))
     with pytest.raises(ValueError, match="to_tree_kwargs: the tree must have nodes"):
         to_async_row(labelled([]))
-    with pytest.raises(TypeError, match="tree must be a TreeBatch, got PackedBatch"):
+    with pytest.raises(
+        TypeError, match="tree must be a TreeBatch or TreeMicroBatch, got PackedBatch"
+    ):
         to_tree_kwargs(pack(one))

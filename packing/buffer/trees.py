@@ -99,12 +99,12 @@ def tree_of_buffer(
         region = buffer._staging.send(state.num_words)
         returns, written = write_tree(region, plan, counts, chosen, buffer._memory)
         nodes, entries = gather_tree(region, plan, buffer.fields, chosen)
-    lazy = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
-    given = {name: make() for name, make in lazy.items()}
+    later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
+    given = {name: later.pop(name)() for name in TABLE_ROWS}
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
-        given |= {name: given[name].clone() for name in TABLE_ROWS}
+        given = {name: table.clone() for name, table in given.items()}
     cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
-    del given["seqlens"]
+    del later["seqlens"]
     given |= {
         "turn_returns": returns,
         "cu_new": given["cu_generated"],
@@ -122,6 +122,7 @@ def tree_of_buffer(
         prompt_nodes=prompt_nodes,
         fields=nodes,
         of_entries=given,
+        later=later,
         options=options,
     )
 

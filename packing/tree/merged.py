@@ -138,6 +138,7 @@ def tree_of(batch: PackedBatch, options: tuple[Share, Boundary] = ("once", "shar
             if not one.generated_only
         },
         of_entries=held,
+        later={},
         options=options,
     )
 

@@ -429,6 +429,7 @@ def tree_batch_of(
     prompt_nodes: torch.Tensor,
     fields: Mapping[str, torch.Tensor],
     of_entries: Mapping[str, Any],
+    later: Mapping[str, Callable[[], Any]],
     options: tuple[Share, Boundary],
 ) -> TreeBatch:
     """Make a batch from what `build` wrote.
@@ -441,6 +442,7 @@ def tree_batch_of(
         prompt_nodes: `TreeBatch.turn_prompt_node`.
         fields: `TreeBatch.fields`.
         of_entries: Fields of the entries by name, but those that are written or known here.
+        later: Functions that make others at first access.
         options: `TreeBatch.share` and `TreeBatch.boundary`.
 
     Cost: three small operations for the parents.
@@ -467,7 +469,7 @@ def tree_batch_of(
         cu_seqlens=cu_seqlens,
         turn_prompt_node=prompt_nodes,
         fields=fields,
-        entries=Entries.with_lazy_columns(entries, {}),
+        entries=Entries.with_lazy_columns(entries, later),
         num_trained=plan.num_trained,
         seqlens=tuple((plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]).tolist()),
         share=options[0],

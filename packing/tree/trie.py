@@ -15,7 +15,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 FIRST_PIECE, GROWTH, LONGEST_PIECE = 4, 4, 4096
 """Entries of two chains that are compared at first; how much longer each further piece is; entries
 of the longest."""
-AT_ONCE = 1 << 16
+AT_ONCE = 1 << 17
 """Entries that are compared at once; they stay in the cache."""
 FURTHEST = (1 << 31) - 1
 """At least the tokens of a chain."""
@@ -283,8 +283,8 @@ def _windows(memory: npt.NDArray[Any], begins: Ints, size: int) -> npt.NDArray[A
     """Return ``[begins, size]`` entries; those behind the end of the memory are any."""
     if begins.max(initial=0) + size > len(memory):
         return memory.take(begins[:, None] + np.arange(size), mode="clip")
-    shape, strides = (len(memory) - size + 1, size), memory.strides * 2
-    return np.lib.stride_tricks.as_strided(memory, shape, strides, writeable=False)[begins]
+    shape = (len(memory) - size + 1, size)  # overlapping rows of the memory
+    return np.ndarray(shape, memory.dtype, memory, strides=memory.strides * 2)[begins]
 
 
 def _trie(order: Ints, shared: Ints, lengths: Ints) -> Trie:

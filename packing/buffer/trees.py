@@ -121,8 +121,7 @@ def tree_of_buffer(
         cu_seqlens=cu_seqlens,
         prompt_nodes=prompt_nodes,
         fields=nodes,
-        of_entries=given,
-        later=later,
+        of_entries=(given, later),
         options=options,
     )
 

@@ -137,8 +137,7 @@ def tree_of(batch: PackedBatch, options: tuple[Share, Boundary] = ("once", "shar
             for one in batch.token_fields
             if not one.generated_only
         },
-        of_entries=held,
-        later={},
+        of_entries=(held, {}),
         options=options,
     )
 

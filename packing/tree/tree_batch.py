@@ -428,8 +428,7 @@ def tree_batch_of(
     cu_seqlens: torch.Tensor,
     prompt_nodes: torch.Tensor,
     fields: Mapping[str, torch.Tensor],
-    of_entries: Mapping[str, Any],
-    later: Mapping[str, Callable[[], Any]],
+    of_entries: tuple[Mapping[str, Any], Mapping[str, Callable[[], Any]]],
     options: tuple[Share, Boundary],
 ) -> TreeBatch:
     """Make a batch from what `build` wrote.
@@ -441,8 +440,8 @@ def tree_batch_of(
         cu_seqlens: `TreeBatch.cu_seqlens`.
         prompt_nodes: `TreeBatch.turn_prompt_node`.
         fields: `TreeBatch.fields`.
-        of_entries: Fields of the entries by name, but those that are written or known here.
-        later: Functions that make others at first access.
+        of_entries: Fields of the entries by name, but those that are written or known here, and
+            functions that make others at first access.
         options: `TreeBatch.share` and `TreeBatch.boundary`.
 
     Cost: three small operations for the parents.
@@ -454,14 +453,15 @@ def tree_batch_of(
     torch.arange(-1, num_nodes - 1, out=parents)
     rows = runs[: plan.num_node_rows]
     parents[rows[:, Run.START].long()] = rows[:, PARENT]
-    chains, bounds = plan.chains, of_entries["cu_generated"]
+    chains, (ready, later) = plan.chains, of_entries
+    bounds = ready["cu_generated"]
     entries = {
         **{name: written(name)[first:].data for name in FIELD_DTYPES},
         "turn_begin": bounds[:-1].clone(),
         "cu_seqlens": bounds.clone(),
         "seqlens": tuple((chains.end - chains.begin).tolist()),
         "layout": "turns",
-        **of_entries,
+        **ready,
     }
     return TreeBatch(
         **nodes,

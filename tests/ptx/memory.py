@@ -237,9 +237,9 @@ class GlobalMemory:
         tensors = self._tensors(origins)
         low, high = int(address.min()), int(address.max()) + size
         at = bisect_right(self.begins, low) - 1
-        if at >= 0 and high <= int(self.ends[at]):
-            if tensors is None or any(begin <= low and high <= end for begin, end in tensors):
-                return at
+        is_inside = tensors is None or any(low >= begin and high <= end for begin, end in tensors)
+        if is_inside and at >= 0 and high <= int(self.ends[at]):
+            return at
         which = np.searchsorted(self.begins, address, "right").astype(np.int64) - 1
         outside = (which < 0) | (address + np.uint64(size) > self.ends[which])
         if tensors is not None:
@@ -268,4 +268,3 @@ class GlobalMemory:
         if one.history is None:
             one.history = History(one.end - one.begin, self.publications)
         return one.history
-

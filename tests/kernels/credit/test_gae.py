@@ -31,7 +31,6 @@ OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 """Choices in which no value of a token that was not generated counts."""
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:
     with small_blocks():

@@ -31,7 +31,6 @@ SHORT = [5, 0, 1, 12, 3, 0, 0, 32, 4, 33, 2, 2, 9, 31, 1, 0]
 """Lengths of which several fit in a block of 32, and around its edge."""
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:
     with small_blocks(SMALL):

@@ -39,7 +39,6 @@ SEGMENTS = (
 """Turns of segments, a letter a token; a ``.`` is context."""
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:
     with small_blocks(8):

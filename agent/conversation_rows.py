@@ -123,7 +123,9 @@ def _turns(
     if messages is None and isinstance(prompt, str) and isinstance(completion, str):
         return turns_of_text(prompt, completion, tokenizer, stop_token_ids=stop_token_ids)
     if messages is None and isinstance(prompt, list) and isinstance(completion, list):
-        messages = [{**message, "weight": 0} for message in prompt] + completion
+        messages = [
+            {**one, "weight": 0} if isinstance(one, Mapping) else one for one in prompt
+        ] + completion
     if not isinstance(messages, list):
         raise ValueError(f"a row must have {_COLUMNS}, got {', '.join(map(shown, row))}")
     return turns_of_messages(

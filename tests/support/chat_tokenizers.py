@@ -11,7 +11,7 @@ FAMILIES = {
     "qwen2_5": ("<|im_end|>", "<|im_start|>"),
     "qwen3": ("<|im_end|>", "<|im_start|>"),
     "qwen3_5_think": ("<|im_end|>", "<|im_start|>"),
-    "deepseekv3": ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    "deepseekv3": ("<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"),
     "gemma3": ("<eos>", "<start_of_turn>", "<end_of_turn>"),
     "gptoss": ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
     "llama3_1": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -22,6 +22,7 @@ FAMILIES = {
 TEXT = [
     "<think>\nTwo and three are five.\n</think>\n\nThe sum is 5.",
     "user\nWhat is 2+3?\n\nassistant\n5",
+    "\n\n",
 ]
 
 

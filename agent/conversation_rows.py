@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trajpack.packing.conversion import shown
@@ -22,8 +23,8 @@ def conversations_to_trajectories(
     max_tokens: int | None = None,
     stop_token_ids: Collection[int] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> Iterator[Trajectory]:
-    r"""Yield a trajectory for each conversation: `trajpack.Trajectory.from_messages` of rows.
+) -> Iterable[Trajectory]:
+    r"""Make a trajectory of each conversation: `trajpack.Trajectory.from_messages` of rows.
 
     A row has one of these forms, which are also those of OpenAI's and TRL's data sets:
 
@@ -46,6 +47,10 @@ def conversations_to_trajectories(
         stop_token_ids: As of `trajpack.Trajectory.from_messages`.
         chat_template_kwargs: As there, for all rows; a row's own come first.
 
+    Returns:
+        An iterable, which reads the rows again each time, so that a `trajpack.PackedDataset` can
+        resume; of rows that are an iterator an iterator. Rows are read as they are needed.
+
     Raises:
         TypeError: If a row is no mapping.
         ValueError: As `trajpack.Trajectory.from_messages`, if a row has other columns, or a line is
@@ -66,26 +71,66 @@ def conversations_to_trajectories(
         >>> tokenizer.decode(batch.input_ids)
         '2+3=5<|im_end|>'
     """
-    num_rows = num_empty = num_long = num_turns = num_left_out = 0
-    for at, (place, row) in enumerate(_placed(rows)):
-        try:
-            turns = _turns(row, tokenizer, stop_token_ids, chat_template_kwargs or {})
-            name = row.get("id")
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{place}: {error}") from error
-        kept = fitting(turns, max_tokens)
-        num_rows, num_turns = num_rows + 1, num_turns + len(turns)
-        num_left_out += len(turns) - len(kept)
-        num_empty, num_long = num_empty + (not turns), num_long + bool(turns and not kept)
-        if kept:
-            yield Trajectory(f"row-{at}" if name is None else str(name), kept, turn_discount=0.0)
-    if num_empty or num_left_out:
-        warnings.warn(
-            f"conversations_to_trajectories: of {num_rows:,} rows {num_empty:,} have no message of "
-            f"the assistant with a weight other than 0; of {num_turns:,} turns {num_left_out:,} "
-            f"have more than max_tokens={max_tokens} tokens, among them all turns of {num_long:,} "
-            "rows; these rows and turns are left out",
-            stacklevel=2,
+    options = chat_template_kwargs or {}
+    found = _Conversations(rows, tokenizer, max_tokens, stop_token_ids, options)
+    return iter(found) if isinstance(rows, Iterator) else found
+
+
+@dataclass(frozen=True)
+class _Conversations:
+    """Trajectories of rows; each iteration reads the rows again."""
+
+    rows: Iterable[Mapping[str, Any]] | str | os.PathLike[str]
+    tokenizer: Any
+    max_tokens: int | None
+    stop_token_ids: Collection[int] | None
+    chat_template_kwargs: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        num_rows = num_empty = num_long = num_turns = num_left_out = 0
+        for at, (place, row) in enumerate(_placed(self.rows)):
+            try:
+                turns = self._turns(row)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{place}: {error}") from error
+            kept = fitting(turns, self.max_tokens)
+            num_rows, num_turns = num_rows + 1, num_turns + len(turns)
+            num_left_out += len(turns) - len(kept)
+            num_empty, num_long = num_empty + (not turns), num_long + bool(turns and not kept)
+            if kept:
+                name = row.get("id")
+                name = f"row-{at}" if name is None else str(name)
+                yield Trajectory(name, kept, turn_discount=0.0)
+        if num_empty or num_left_out:
+            warnings.warn(
+                f"conversations_to_trajectories: of {num_rows:,} rows {num_empty:,} have no "
+                f"message of the assistant with a weight other than 0; of {num_turns:,} turns "
+                f"{num_left_out:,} have more than max_tokens={self.max_tokens} tokens, among them "
+                f"all turns of {num_long:,} rows; these rows and turns are left out",
+                stacklevel=2,
+            )
+
+    def _turns(self, row: Mapping[str, Any]) -> list[Turn]:
+        keys = ("messages", "prompt", "completion")
+        messages, prompt, completion = (row.get(key) for key in keys)
+        stops = self.stop_token_ids
+        if messages is None and isinstance(prompt, str) and isinstance(completion, str):
+            return turns_of_text(prompt, completion, self.tokenizer, stop_token_ids=stops)
+        if messages is None and isinstance(prompt, list) and isinstance(completion, list):
+            messages = [
+                {**one, "weight": 0} if isinstance(one, Mapping) else one for one in prompt
+            ] + completion
+        if not isinstance(messages, list):
+            raise ValueError(f"a row must have {_COLUMNS}, got {', '.join(map(shown, row))}")
+        return turns_of_messages(
+            messages,
+            self.tokenizer,
+            tools=row.get("tools"),
+            stop_token_ids=stops,
+            chat_template_kwargs={
+                **self.chat_template_kwargs,
+                **(row.get("chat_template_kwargs") or {}),
+            },
         )
 
 
@@ -111,27 +156,3 @@ def _placed(
             if not isinstance(row, dict):
                 raise TypeError(f"{place}: expected an object, got {shown(row)}")
             yield place, row
-
-
-def _turns(
-    row: Mapping[str, Any],
-    tokenizer: Any,
-    stop_token_ids: Collection[int] | None,
-    chat_template_kwargs: Mapping[str, Any],
-) -> list[Turn]:
-    messages, prompt, completion = (row.get(key) for key in ("messages", "prompt", "completion"))
-    if messages is None and isinstance(prompt, str) and isinstance(completion, str):
-        return turns_of_text(prompt, completion, tokenizer, stop_token_ids=stop_token_ids)
-    if messages is None and isinstance(prompt, list) and isinstance(completion, list):
-        messages = [
-            {**one, "weight": 0} if isinstance(one, Mapping) else one for one in prompt
-        ] + completion
-    if not isinstance(messages, list):
-        raise ValueError(f"a row must have {_COLUMNS}, got {', '.join(map(shown, row))}")
-    return turns_of_messages(
-        messages,
-        tokenizer,
-        tools=row.get("tools"),
-        stop_token_ids=stop_token_ids,
-        chat_template_kwargs={**chat_template_kwargs, **(row.get("chat_template_kwargs") or {})},
-    )

@@ -100,24 +100,23 @@ class Cuts:
         Args:
             steps: ``[micro-batches of a rank]``: step of each.
         """
-        is_tree = isinstance(self.batch, TreeBatch)
-        tokens = self.batch.entries if isinstance(self.batch, TreeBatch) else self.batch
-        places = len(self.plans[0].order) if is_tree else len(tokens)
-        step_of, kept = np.full(places, -1), None
-        for plan in self.plans:
-            if is_tree:
-                for step, (begin, end) in zip(steps, plan.bounds, strict=True):
-                    step_of[begin:end] = step
-            else:
-                step_of[plan.order] = np.repeat(steps, np.diff(plan.cu_bins))
-                kept = torch.tensor(plan.seqlens)  # fewer tokens where a sequence is cut off
+        tokens: PackedBatch
         if isinstance(self.batch, TreeBatch):
-            step_of = step_of[self.batch.chains.turn_branch]
-        sequence = tokens.sequence_ids.long()
-        step = torch.from_numpy(step_of)[sequence]
+            tokens, chains = self.batch.entries, self.batch.chains
+            of_branch = np.full(len(chains.trie.order), -1)
+            for plan in self.plans:
+                for step, (begin, end) in zip(steps, plan.bounds, strict=True):
+                    of_branch[begin:end] = step
+            step_of, owner, is_kept = of_branch[chains.turn_branch], tokens.turn_ids, None
+        else:
+            tokens, step_of = self.batch, np.full(len(self.batch), -1)
+            for plan in self.plans:
+                step_of[plan.order] = np.repeat(steps, np.diff(plan.cu_bins))
+            owner, kept = tokens.sequence_ids, torch.tensor(self.plans[0].seqlens)
+            is_kept = tokens.position_ids < kept[owner.long()]  # a sequence may be cut off
+        step = torch.from_numpy(step_of)[owner.long()]
         counted = tokens.loss_mask & (step >= 0)
-        if kept is not None:
-            counted &= tokens.position_ids < kept[sequence]
+        counted = counted if is_kept is None else counted & is_kept
         counts = torch.bincount(step[counted], minlength=1).double()
         return torch.where(counted, 1 / counts.clamp(min=1)[step], 0.0).float()
 

@@ -41,6 +41,8 @@ class _Place:
     """Micro-batches in the windows before it."""
     taken: int = 0
     """Micro-batches from the start of the epoch that need not be made again."""
+    begin: int = 0
+    """Micro-batch at which the loader began: its first worker makes this one."""
 
 
 class PackedDataset(IterableDataset[Piece]):
@@ -120,8 +122,9 @@ class PackedDataset(IterableDataset[Piece]):
         if not is_readable(trajectories):
             kind = type(trajectories).__name__
             raise TypeError(f"{OP}: trajectories must be an iterable or a data set, got {kind}")
-        own = getattr(trajectories, "fields", ()) if fields is None else fields
-        self._source, self._rank, self._fields = trajectories, rank, check_fields(own)
+        if fields is None:
+            fields = trajectories.fields if hasattr(trajectories, "replay") else ()
+        self._source, self._rank, self._fields = trajectories, rank, check_fields(fields)
         self._options = CutOptions(
             capacity, seed, num_ranks, accumulate, lookahead, layout, oversized, alignment
         )
@@ -170,6 +173,8 @@ class PackedDataset(IterableDataset[Piece]):
                 )
         names = (one.name for one in dataclasses.fields(_Place))
         self._place = _Place(*(as_integer(name, state.get(name, 0)) for name in names))
+        if get_worker_info() is None:  # in a worker its loader goes on
+            self._place.begin = self._place.taken
         self._read, self._is_resumed = None, True
         if "read" in state:
             self._read = decoded(state["read"], self._fields).arrays.trajectories()
@@ -217,8 +222,11 @@ class PackedDataset(IterableDataset[Piece]):
                 order = draw.permutation(order)
             steps = np.empty_like(order)
             steps[order] = np.arange(len(cuts)) // options.accumulate
-            own = place.before + np.arange(len(cuts))
-            own = _of_worker(own[own >= place.taken]) - place.before
+            own = np.arange(max(place.taken - place.before, 0), len(cuts))
+            worker = get_worker_info()
+            if worker is not None:  # a loader takes one from each worker in turn
+                turns = place.before + own - place.begin
+                own = own[turns % worker.num_workers == worker.id]
             weights = cuts.loss_weights(steps)
             pieces = cuts.pieces(self._rank, order[own], weights, options.alignment)
             for at, piece in zip(own.tolist(), pieces, strict=True):
@@ -227,9 +235,3 @@ class PackedDataset(IterableDataset[Piece]):
             place.before += len(cuts)
         place.window, place.taken = number + 1, max(place.taken, place.before)
         self._read = None
-
-
-def _of_worker(numbers: Any) -> Any:
-    """Return those that this process makes: a loader takes one from each worker in turn."""
-    worker = get_worker_info()
-    return numbers if worker is None else numbers[numbers % worker.num_workers == worker.id]

@@ -114,6 +114,15 @@ def test_what_is_left_out_is_counted():
         trajectories_of(ROWS, max_tokens=10_000)
 
 
+def test_rows_are_read_again_unless_they_are_an_iterator():
+    again = conversations_to_trajectories(ROWS, TOKENIZER)
+    assert [*again] == [*again] == expected_of(ROWS)
+    once = conversations_to_trajectories(iter(ROWS), TOKENIZER)
+    assert [*once] == expected_of(ROWS)
+    assert not [*once]
+    assert iter(once) is once
+
+
 def test_they_pack():
     batch = pack(trajectories_of(ROWS))
     assert batch.num_turns == 6

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.segments import Number
+    from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.tree.statistics import TreeStatistics
     from trajpack.packing.types import Trajectory
@@ -120,7 +121,7 @@ class TreeBatch(TreeNodes):
 
     def with_advantages(  # noqa: PLR0913 - as PackedBatch.with_advantages
         self,
-        estimator: Estimator,
+        estimator: Estimator | Own,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -138,7 +139,8 @@ class TreeBatch(TreeNodes):
 
         Args:
             estimator: As there. Conventions in which tokens that were not generated are steps
-                (``observation="ignore"``, ``"multiply"``, ``"reset"``) are refused.
+                (``observation="ignore"``, ``"multiply"``, ``"reset"``) are refused. A function of
+                your own gets `entries` as its batch.
             values: ``[entries]`` floats, value of the state before each entry: that of a causal
                 critic at `entry_parent`.
             ref_logprobs: ``[entries]`` floats of the reference policy.

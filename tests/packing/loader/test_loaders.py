@@ -59,7 +59,7 @@ def test_a_state_is_resumed_with_another_number_of_workers(num_workers):
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 def test_a_stateful_loader_goes_on_after_any_micro_batch(num_workers):
     whole = [*dataset(epoch=1)]
-    for taken in {0, 1, 2, 3, 5, 9, 14, len(whole) - 1}:
+    for taken in (0, 1, 3, 8, len(whole) - 1):
         loader = StatefulDataLoader(dataset(epoch=1), batch_size=None, num_workers=num_workers)
         begun = [*itertools.islice(loader, taken)]
         state = copy.deepcopy(loader.state_dict())

@@ -4,9 +4,9 @@ It runs on a CPU, in a few seconds:
 
     python examples/sft.py
 
-Each message of the assistant is trained with the prompt that it has at inference: the template of
-this model removes the reasoning of earlier answers, so every answer has a history of its own. A tree
-stores what these share once.
+Each message of the assistant is trained with the prompt that it has at inference. The template of
+this model removes the reasoning of earlier answers, so every answer has a history of its own. A
+tree stores what these share once.
 """
 
 import torch

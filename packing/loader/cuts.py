@@ -103,11 +103,11 @@ class Cuts:
         tokens: PackedBatch
         if isinstance(self.batch, TreeBatch):
             tokens, chains = self.batch.entries, self.batch.chains
-            of_branch = np.full(len(chains.trie.order), -1)
+            of_place = np.full(len(chains.trie.order), -1)
             for plan in self.plans:
                 for step, (begin, end) in zip(steps, plan.bounds, strict=True):
-                    of_branch[begin:end] = step
-            step_of, owner, is_kept = of_branch[chains.turn_branch], tokens.turn_ids, None
+                    of_place[begin:end] = step
+            step_of, owner, is_kept = of_place[chains.place], tokens.turn_ids, None
         else:
             tokens, step_of = self.batch, np.full(len(self.batch), -1)
             for plan in self.plans:

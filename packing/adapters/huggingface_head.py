@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trajpack.packing.tree.huggingface import NAME, tree_table
+from trajpack.packing.tree_attention.huggingface import NAME, tree_table
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch

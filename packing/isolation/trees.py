@@ -42,7 +42,7 @@ def check_tree_attention(model: Any) -> None:
 
     Example:
         >>> from trajpack.agent import build_tiny_model
-        >>> from trajpack.packing.tree.huggingface import register_tree_attention
+        >>> from trajpack.packing.tree_attention.huggingface import register_tree_attention
         >>> register_tree_attention()
         >>> model, _ = build_tiny_model(seed=0)
         >>> model.set_attn_implementation("trajpack_tree")

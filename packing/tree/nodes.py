@@ -14,8 +14,8 @@ from trajpack.kernels.rearrange.repeat_rows import repeat_rows
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.logprobs import logprobs_of_rows
 from trajpack.packing.micro_batches.micro_batch import MicroBatch, record_storages
-from trajpack.packing.tree.attention import visible
-from trajpack.packing.tree.huggingface import tree_table
+from trajpack.packing.tree_attention.attention import visible
+from trajpack.packing.tree_attention.huggingface import tree_table
 
 Boundary: TypeAlias = Literal["shared", "duplicate"]
 """What happens to the last token that sequences have in common, see `trajpack.pack_tree`."""

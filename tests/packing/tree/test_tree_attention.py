@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from trajpack.packing.tree import attention, flex
-from trajpack.packing.tree.attention import TreeAttention, query_blocks, visible
-from trajpack.packing.tree.flex import block_mask
+from trajpack.packing.tree_attention.attention import TreeAttention, query_blocks, visible
+from trajpack.packing.tree_attention.flex import block_mask
 
 BLOCK = 16
 """Nodes of a block of FlexAttention, and least queries of a call, in these tests."""

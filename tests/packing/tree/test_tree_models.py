@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
 from trajpack.packing.adapters.huggingface import check_tree_attention, register_tree_attention
-from trajpack.packing.tree.huggingface import _MADE
+from trajpack.packing.tree_attention.huggingface import _MADE
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without", "ignore:The .grad attribute of a Tensor"

@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trajpack.packing.optional import require
-from trajpack.packing.tree.attention import Backend, TreeAttention, check_backend
+from trajpack.packing.tree_attention.attention import Backend, TreeAttention, check_backend
 
 NAME = "trajpack_tree"
 """Name under which `register_tree_attention` registers the attention."""
@@ -48,7 +48,7 @@ def register_tree_attention(backend: Backend = "auto") -> None:
 
     Args:
         backend: How attention is computed, see
-            `trajpack.packing.tree.attention.TreeAttention`: ``"auto"`` takes FlexAttention on a
+            `trajpack.packing.tree_attention.attention.TreeAttention`: ``"auto"`` takes FlexAttention on a
             device, and on the host ``"mask"`` or ``"path"`` by counted work.
 
     Raises:

@@ -260,8 +260,16 @@ class TreeNodes:
             ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
             ``[2, 2, 1, nodes]``: `tree_end` and depths; ``use_cache=False``.
 
+        Raises:
+            ValueError: If there is no node.
+
         Cost: two small operations.
         """
+        if not self.num_nodes:
+            raise ValueError(
+                "model_inputs: a model needs at least one node, got none; an Alignment pads "
+                "micro-batches without nodes"
+            )
         return {
             "input_ids": self.input_ids[None],
             "position_ids": self.position_ids[None],

@@ -66,8 +66,8 @@ class TreeAttention:
     - ``"path"``: blocks of nodes, each with two calls: over the ancestors of all of them, without a
       mask, and over the block itself, which is causal where each node is the parent of the next.
       Small branches share a block of at most 512 nodes, with a mask, where that is less counted
-      work: pairs of a query and a key, a gathered row as 32 of them and a call as 1,024. Ancestors
-      that do not follow each other are gathered. A window computes the keys that it holds.
+      work: pairs of a query and a key, those with a mask twice, a gathered row as 32 of them and a
+      call as 1,024. Ancestors that do not follow each other are gathered. A window computes the keys that it holds.
     - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
       128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
       computes the scores of all pairs and no gradients.

@@ -47,18 +47,21 @@ class Block(NamedTuple):
     end: int
     parts: tuple[Part, ...]
 
-    @property
-    def pairs(self) -> int:
-        """Pairs of a query and a key that are computed."""
+    def pairs(self, kind: str | None = None) -> int:
+        """Return the pairs of a query and a key that are computed, in all parts or of a kind."""
         size = self.end - self.begin
-        own = size * (size + 1) // 2
-        return sum(own if part.kind == "causal" else size * part.num_keys for part in self.parts)
+        return sum(
+            size * (size + 1) // 2 if part.kind == "causal" else size * part.num_keys
+            for part in self.parts
+            if kind in (None, part.kind)
+        )
 
     @property
     def cost(self) -> int:
-        """Work of the block, in pairs."""
+        """Work of the block, in pairs; making the mask of a pair counts as computing it."""
         gathered = sum(part.gathered for part in self.parts)
-        return self.pairs + PAIRS_OF_ROW * gathered + PAIRS_OF_CALL * len(self.parts)
+        work = self.pairs() + self.pairs("masked")
+        return work + PAIRS_OF_ROW * gathered + PAIRS_OF_CALL * len(self.parts)
 
 
 class Stretch(NamedTuple):

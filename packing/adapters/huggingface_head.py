@@ -32,8 +32,8 @@ class LMHead:
         ValueError: If the logits of a trial input differ from those that the head computes, because
             the model makes them in another way; if `check_tree_attention` refuses the model.
 
-    Cost: two forward passes over eight tokens, for trees also those of `check_tree_attention`, six of
-        up to 132 tokens; then nothing is compared again.
+    Cost: two forward passes over eight tokens, for trees also those of `check_tree_attention`, six
+        of up to 132 tokens; then nothing is compared again.
 
     Example:
         >>> import trajpack

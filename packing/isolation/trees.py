@@ -27,8 +27,8 @@ def check_tree_attention(model: Any) -> None:
     half of the digits of the model's dtype, since kernels for other shapes add in another order.
     Layers that ignore the tree, such as recurrent ones, make other logits.
 
-    `trajpack.packing.adapters.huggingface.LMHead` calls it once. Without an `LMHead`, call it before
-    a model's first tree, behind ``model.set_attn_implementation("trajpack_tree")``.
+    `trajpack.packing.adapters.huggingface.LMHead` calls it once. Without an `LMHead`, call it
+    before a model's first tree, behind ``model.set_attn_implementation("trajpack_tree")``.
 
     Args:
         model: A Hugging Face causal language model.

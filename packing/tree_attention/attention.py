@@ -67,7 +67,8 @@ class TreeAttention:
       mask, and over the block itself, which is causal where each node is the parent of the next.
       Small branches share a block of at most 512 nodes, with a mask, where that is less counted
       work: pairs of a query and a key, those with a mask twice, a gathered row as 32 of them and a
-      call as 1,024. Ancestors that do not follow each other are gathered. A window computes the keys that it holds.
+      call as 1,024. Ancestors that do not follow each other are gathered. A window computes the
+      keys that it holds.
     - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
       128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
       computes the scores of all pairs and no gradients.
@@ -172,7 +173,8 @@ class TreeAttention:
         query, key, value = (
             rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key, value)
         )
-        attended: torch.Tensor = JoinedAttention.apply(
+        joined: Any = JoinedAttention  # torch declares no types of `apply`
+        attended: torch.Tensor = joined.apply(
             query, key, value, sinks, self.blocks(window), mask_of, calls
         )
         return attended

@@ -60,8 +60,8 @@ def register_tree_attention(backend: Backend = "auto") -> None:
 
     Args:
         backend: How attention is computed, see
-            `trajpack.packing.tree_attention.attention.TreeAttention`: ``"auto"`` takes FlexAttention on a
-            device, and on the host ``"mask"`` or ``"path"`` by counted work.
+            `trajpack.packing.tree_attention.attention.TreeAttention`: ``"auto"`` takes
+            ``"flex"`` on a device, and ``"path"`` on the host.
 
     Raises:
         ModuleNotFoundError: If transformers is missing.

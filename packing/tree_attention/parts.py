@@ -121,9 +121,7 @@ class TorchCalls:
         size = max(1, MOST_SCORES // (heads * groups * rows.key.shape[1]))
         return [slice(begin, min(begin + size, queries)) for begin in range(0, queries, size)]
 
-    def _scores(
-        self, rows: Rows, chunk: slice
-    ) -> tuple[Rows, torch.Tensor, torch.Tensor | float]:
+    def _scores(self, rows: Rows, chunk: slice) -> tuple[Rows, torch.Tensor, torch.Tensor | float]:
         """Return operands and scores of some queries, and the slope of the soft-cap."""
         some = rows._replace(query=rows.query[:, :, chunk])
         if rows.causal:
@@ -218,10 +216,11 @@ class JoinedAttention(torch.autograd.Function):
 
 def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return rows of query heads by key heads, ``[key heads, groups, nodes, size]``."""
-    return rows[0].unflatten(0, (key.shape[1], -1))
+    grouped: torch.Tensor = rows[0].unflatten(0, (key.shape[1], -1))
+    return grouped
 
 
-def _rows(  # noqa: PLR0913
+def _rows(
     grouped: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -202,8 +202,8 @@ def test_paths_keep_what_a_fused_kernel_keeps_and_no_mask(window, softcap, monke
     ends, depths = torch.cat([ends, small[0] + len(ends)]), torch.cat([depths, small[1]])
     attend, nodes, dense = TreeAttention(ends, depths, "path"), len(ends), 4 * len(ends) ** 2
     inputs = [torch.randn(1, nodes, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2, 2)]
+    options = {"window": window, "softcap": softcap}
     for _ in range(2):  # the plan is made in the first
-        options = {"window": window, "softcap": softcap}
         found, peak, kept, largest = allocations(lambda: attend(*inputs, **options))
     parts_of = [part for block in attend.blocks(window) for part in block.parts]
     assert any(part.kind == "masked" for part in parts_of)

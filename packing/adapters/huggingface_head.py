@@ -8,13 +8,14 @@ import torch
 
 from trajpack.kernels.dispatch import Impl
 from trajpack.kernels.logprobs.token_logprobs import TokenSets, token_logprobs
+from trajpack.packing.isolation.trees import check_tree_attention
 from trajpack.packing.micro_batches.logprobs import head_of
-from trajpack.packing.tree.huggingface import NAME, tree_table
+from trajpack.packing.tree.nodes import TreeNodes
+from trajpack.packing.tree_attention.huggingface import NAME, tree_table
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
-    from trajpack.packing.tree.nodes import TreeNodes
 
 TRIED = 64
 """Tokens of the vocabulary, evenly spread, whose log-probabilities are compared."""
@@ -33,7 +34,8 @@ class LMHead:
 
     Args:
         model: A causal language model of transformers. Models that keep packed sequences apart pass
-            `check_isolation`, those that compute trees `check_tree_attention`.
+            `check_isolation`. Those that compute trees pass `check_tree_attention`, which runs here
+            if the model's attention is ``"trajpack_tree"``, else before the first tree.
         group: Process group over which the rows of the LM head are sharded, if they are, as of
             `trajpack.kernels.token_logprobs`.
 
@@ -41,9 +43,10 @@ class LMHead:
         TypeError: If the model has no ``get_decoder``, or its output embeddings are no
             ``torch.nn.Linear`` without hooks, such as one with a LoRA adapter.
         ValueError: If log-probabilities of a trial input differ from those of the model's logits,
-            because it makes them in another way.
+            because it makes them in another way; if `check_tree_attention` refuses the model.
 
-    Cost: two forward passes over eight tokens; then nothing is compared again.
+    Cost: two forward passes over eight tokens, for trees also those of `check_tree_attention`, six
+        of up to 132 tokens; then nothing is compared again.
 
     Example:
         >>> import trajpack
@@ -64,6 +67,9 @@ class LMHead:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         scale = getattr(config, "logit_scale", None) or 1.0
         self._temperature = (getattr(config, "logits_scaling", None) or 1.0) / scale
+        self._is_tree_checked = False
+        if model.config._attn_implementation == NAME:
+            self._check_trees(name)
         self._check(name)
 
     def logprobs(
@@ -90,16 +96,30 @@ class LMHead:
             impl: As there.
 
         Raises:
-            TypeError, ValueError: As the method of the batch.
+            TypeError, ValueError: As the method of the batch; ValueError also if the model does not
+                compute trees.
 
         Cost: a forward pass of the decoder, and that of `PackedBatch.logprobs`.
         """
+        if isinstance(batch, TreeNodes) and not self._is_tree_checked:
+            self._check_trees(type(self._model).__name__)
         hidden = self._model.get_decoder()(**batch.model_inputs())[0]
         return batch.logprobs(
             hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy, most=most,
             temperature=temperature * self._temperature, softcap=self._softcap, support=support,
             group=self._group, impl=impl,
         )  # fmt: skip
+
+    def _check_trees(self, name: str) -> None:
+        """Raise unless the model computes trees."""
+        chosen = self._model.config._attn_implementation
+        if chosen != NAME:
+            raise ValueError(
+                f"LMHead: {name} must have the attention {NAME!r} for trees, got {chosen!r}: call "
+                f"register_tree_attention() and model.set_attn_implementation({NAME!r})"
+            )
+        check_tree_attention(self._model)
+        self._is_tree_checked = True
 
     def _check(self, name: str) -> None:
         """Raise unless the head has the log-probabilities that the model's logits have."""

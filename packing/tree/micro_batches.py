@@ -26,7 +26,7 @@ from trajpack.packing.micro_batches.cutting import (
     merged,
     send_tables,
 )
-from trajpack.packing.micro_batches.micro_batch import MicroBatch
+from trajpack.packing.micro_batches.micro_batch import MicroBatch, moved
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
 from trajpack.packing.tree.entries import MicroEntries
 from trajpack.packing.tree.nodes import Boundary, TreeNodes
@@ -57,6 +57,14 @@ class TreeMicroBatch(TreeNodes):
     def is_dummy(self) -> bool:
         """Whether there is padding only, so that ranks do the same number of passes."""
         return self.num_padding == self.num_nodes
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMicroBatch:
+        """Return the micro-batch on a device. Cost: one copy a tensor."""
+        return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TreeMicroBatch:
+        """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
+        return moved(self, torch.Tensor.pin_memory)
 
     def __repr__(self) -> str:
         return (

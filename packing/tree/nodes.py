@@ -15,11 +15,11 @@ from torch.nn.functional import pad
 from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions, left_over
 from trajpack.packing.micro_batches.micro_batch import record_storages
 from trajpack.packing.ragged import Ragged
-from trajpack.packing.tree.attention import visible
 from trajpack.packing.tree.entries import Entries, MicroEntries
-from trajpack.packing.tree.huggingface import tree_table
 from trajpack.packing.tree.plan import Chains
 from trajpack.packing.tree.trie import Ints
+from trajpack.packing.tree_attention.attention import visible
+from trajpack.packing.tree_attention.huggingface import tree_table
 
 Boundary: TypeAlias = Literal["shared", "duplicate"]
 """What happens to the last token that sequences have in common, see `trajpack.pack_tree`."""
@@ -249,8 +249,16 @@ class TreeNodes(LogprobMethods):
             ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
             ``[2, 2, 1, nodes]``: `tree_end` and depths; ``use_cache=False``.
 
+        Raises:
+            ValueError: If there is no node.
+
         Cost: two small operations.
         """
+        if not self.num_nodes:
+            raise ValueError(
+                "model_inputs: a model needs at least one node, got none; an Alignment pads "
+                "micro-batches without nodes"
+            )
         return {
             "input_ids": self.input_ids[None],
             "position_ids": self.position_ids[None],

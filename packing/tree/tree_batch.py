@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.segments import Number
+    from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.tree.statistics import TreeStatistics
     from trajpack.packing.types import Trajectory
@@ -116,7 +117,7 @@ class TreeBatch(TreeNodes):
 
     def with_advantages(  # noqa: PLR0913 - as PackedBatch.with_advantages
         self,
-        estimator: Estimator,
+        estimator: Estimator | Own,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -133,7 +134,8 @@ class TreeBatch(TreeNodes):
         layout ``"merged"`` (up to rounding if advantages are whitened). `share` has no influence.
 
         ``values``, ``ref_logprobs`` and ``logprobs`` are ``[entries]``; a value is that of a causal
-        critic at `entry_parent`. All else is as there, cost included.
+        critic at `entry_parent`. A function of your own gets `entries` as its batch. All else is as
+        there, cost included.
 
         Raises:
             TypeError: As there.

@@ -29,6 +29,8 @@ TINY |= {"decoder_attention_heads": 4, "num_attention_heads": 4, "num_heads": 8,
 TINY |= {"decoder_ffn_dim": 32, "dim_head": 8, "dim_ff": 32, "state_size": 8, "n_groups": 1}
 TINY |= {"chunk_size": 8, "attention_hidden_size": 32, "max_position_embeddings": 256}
 TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+FAMILIES = ["mamba2", "rwkv", "xlstm", "cpmant", "bart", "mbart", "pegasus", "marian", "plbart"]
+FAMILIES += ["blenderbot", "blenderbot-small"]
 LONGER = 20
 """Tokens of a shared prompt: more than the sliding windows of tiny models."""
 
@@ -375,7 +377,19 @@ def test_the_check_passes_where_a_tree_is_computed(family, dtype):
 
 @pytest.mark.parametrize(
     "family",
-    "mamba2 rwkv xlstm cpmant bart mbart pegasus marian plbart blenderbot blenderbot-small".split(),
+    [
+        "mamba2",
+        "rwkv",
+        "xlstm",
+        "cpmant",
+        "bart",
+        "mbart",
+        "pegasus",
+        "marian",
+        "plbart",
+        "blenderbot",
+        "blenderbot-small",
+    ],
 )
 def test_models_that_would_ignore_the_tree_are_refused(family):
     config = AutoConfig.for_model(family)

@@ -7,8 +7,6 @@ but those of its few pairs, whose tokens are in memory one behind the other.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -165,4 +163,11 @@ def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean) -> Non
         )  # fmt: skip
 
 
-fold_forward, slope_forward = partial(_launch, fold_kernel), partial(_launch, slope_kernel)
+def fold_forward(logits, tile, pairs, running, picked, *, with_mean) -> None:
+    """Fold a tile; arguments as for the reference."""
+    _launch(fold_kernel, logits, tile, pairs, running, picked, with_mean=with_mean)
+
+
+def slope_forward(logits, tile, pairs, rates, of_picked, *, with_mean) -> None:
+    """Overwrite a tile by its gradient; arguments as for the reference."""
+    _launch(slope_kernel, logits, tile, pairs, rates, of_picked, with_mean=with_mean)

@@ -75,8 +75,8 @@ class StoredTurns(NamedTuple):
     rows: tuple[int, ...]
     """Byte of the first row of each extra field."""
     cu_values: tuple[Ints, ...] = ()
-    """Of each ragged field: values before each generated token of the call, and generated tokens
-    without any."""
+    """Two counts of each ragged field before each generated token of the call: values, and tokens
+    without values."""
 
 
 ReserveRows: TypeAlias = Callable[[int], Mapping[str, npt.NDArray[Any]]]

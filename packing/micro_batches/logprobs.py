@@ -33,7 +33,7 @@ class LogprobMethods:
 
     @property
     def _generated(self) -> PackedBatch | MicroBatch:
-        """What has fields with a row for each generated token."""
+        """The batch whose fields have a row for each generated token."""
         return cast("PackedBatch | MicroBatch", self)
 
     def _predictions(self, most: int | None, *, each: bool) -> Predictions:

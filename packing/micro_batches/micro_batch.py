@@ -146,7 +146,7 @@ class MicroBatch(LabelMethods, LogprobMethods):
     """Generated tokens of `sequences`: those that `loss_mask` selects, or more where a sequence was
     cut off."""
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """Values of ragged fields, by name, to which rows in `fields` refer: the batch's own tensors."""
+    """Values of ragged fields by name, tensors of the batch; rows in `fields` refer to them."""
     value_counts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Values of each ragged field in `sequences`, and generated tokens without any, those that were
     cut off included."""

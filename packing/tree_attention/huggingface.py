@@ -20,8 +20,10 @@ MESSAGE = f"{NAME} attention"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 STATES = ("mamba", "ssm", "linear_", "conv", "rwkv", "lru", "xlstm")
 """Parts of the names of settings that only layers with a state have."""
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-DROPOUTS += (nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 """Modules that draw random numbers in training."""
 RANDOM = ("dropout", "pdrop", "dropout_rate", "dropout_prob", "jitter_noise", "jitter_eps")
 """Ends of the names of settings that draw random numbers in training."""

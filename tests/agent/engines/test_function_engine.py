@@ -195,5 +195,5 @@ def test_what_is_no_completion_is_malformed(returned: Any, message: str) -> None
 def test_what_is_no_asynchronous_function_is_refused() -> None:
     with pytest.raises(TypeError, match="function must be an asynchronous function, got 3"):
         FunctionEngine(3)  # type: ignore[arg-type]
-    with pytest.raises(GenerationError, match="function failed: TypeError: .*await"):
+    with pytest.raises(GenerationError, match=r"function failed: TypeError: .*await"):
         asked(lambda prompt_ids, sampling: ([1], [-1.0], False))

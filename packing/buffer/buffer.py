@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from trajpack.packing.tree.nodes import Boundary
     from trajpack.packing.tree.tree_batch import Share, TreeBatch
 
+ROUNDING = 0.01
+"""Log-probabilities up to this are 0 with the rounding errors of an engine."""
+MOST_LOOKED_AT = 1 << 16
+"""Log-probabilities of a call that are looked at for positive ones."""
 MOST_WAITING = 64
 """Turns that may wait for a table update; their update costs as much as a call."""
 
@@ -95,6 +100,17 @@ def pack(
     buffer = TrajectoryBuffer(device=device, fields=fields)
     buffer.extend(trajectories)
     return buffer.pack(layout=layout, impl=impl)
+
+
+def _warn_of_positive(logprobs: npt.NDArray[np.float32]) -> None:
+    """Warn if one of the first log-probabilities of a call is positive by more than rounding."""
+    if logprobs[:MOST_LOOKED_AT].max(initial=0.0) > ROUNDING:
+        warnings.warn(
+            "TrajectoryBuffer.extend: completion_logprobs has positive numbers, which are no "
+            "logarithms of probabilities: give the natural logarithm, neither negated nor as a "
+            "probability",
+            stacklevel=5,  # the caller of pack or add; one above that of extend
+        )
 
 
 class State(NamedTuple):
@@ -196,6 +212,9 @@ class TrajectoryBuffer:
             ValueError: If a value is out of range, lengths disagree, or the trajectories do
                 not fit the capacity. Every error names the trajectory, the turn, the expected and
                 the given value; no part of the call is stored.
+
+        Warns:
+            UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01.
 
         Each number is read once, and the read value is checked and stored. An array that another
         thread writes meanwhile may raise, but an unchecked value is never stored.
@@ -339,6 +358,7 @@ class TrajectoryBuffer:
         stream = self._staging.region.stream
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
         copy_numbers(intake, stream[used:logprobs], floats)
+        _warn_of_positive(floats)
         for begin, flat in blocks:
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[4 * begin : 4 * begin + size])

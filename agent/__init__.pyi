@@ -2,6 +2,7 @@
 
 from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
+from trajpack.agent.agents.episode_agent import EpisodeAgent as EpisodeAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
 from trajpack.agent.agents.registry import (
     make_agent as make_agent,

@@ -112,6 +112,10 @@ class ServerOptions:
     seed: int | None = None
     """Seed from which each request's seed is derived, with the episode and the number of the
     request; ``None`` leaves sampling to the servers."""
+    routed_experts: tuple[int, int] | None = None
+    """Layers with experts of the model, and experts of a token, to have each completion's
+    ``routed_experts``; ``None`` leaves them out. Servers report them if they were started with
+    ``--enable-return-routed-experts``."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_connections", "max_response_bytes")
@@ -122,6 +126,13 @@ class ServerOptions:
             raise ValueError(
                 f"logprobs must be 'raw', 'processed', 'detect' or None, got {self.logprobs!r}"
             )
+        routes = self.routed_experts
+        if routes is not None and (
+            not isinstance(routes, tuple)
+            or len(routes) != 2
+            or not all(type(size) is int and size > 0 for size in routes)
+        ):
+            raise ValueError(f"routed_experts must be (layers, experts of a token), got {routes!r}")
         token = self.token
         if not isinstance(token, str | None):
             raise TypeError(f"token must be a string, got {type(token).__name__}")

@@ -113,6 +113,17 @@ def _warn_of_positive(logprobs: npt.NDArray[np.float32]) -> None:
         )
 
 
+def _warn_of_retokenized(intake: ValidatedTurns) -> None:
+    """Warn if a prompt repeats its history with a few other tokens."""
+    if intake.has_retokenized:
+        warnings.warn(
+            "TrajectoryBuffer.extend: a prompt replaces a few tokens of its history, so that a new "
+            "sequence begins and the history is stored again: build prompts from the sampled token "
+            "ids, not from decoded text; statistics().breaks of the batch has the places",
+            stacklevel=4,  # the caller of pack or add; one above that of extend
+        )
+
+
 class State(NamedTuple):
     """Counts of a buffer; replaced as a whole at the end of a call, so that calls are atomic."""
 
@@ -214,7 +225,9 @@ class TrajectoryBuffer:
                 the given value; no part of the call is stored.
 
         Warns:
-            UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01.
+            UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01; if one
+                of its first 4 prompts that break a prefix replaces a few tokens of the history by a
+                few others, as re-tokenized text does.
 
         Each number is read once, and the read value is checked and stored. An array that another
         thread writes meanwhile may raise, but an unchecked value is never stored.
@@ -236,6 +249,7 @@ class TrajectoryBuffer:
                 "pack and clear it, or give it more capacity"
             )
         stored, num_words = self._append(intake)
+        _warn_of_retokenized(intake)
         new = state._replace(
             num_words=num_words,
             num_tokens=state.num_tokens + intake.num_tokens,

@@ -7,10 +7,13 @@ from typing import ClassVar
 
 
 class EpisodeError(RuntimeError):
-    """An episode ended without a trajectory."""
+    """An episode ended without a trajectory.
+
+    Attributes:
+        cause: Kind of failure in one word, for counts and for rules about retries.
+    """
 
     cause: ClassVar[str] = "agent"
-    """Kind of failure in one word, for counts and for rules about retries."""
 
     def __init__(self, qid: str, reason: str) -> None:
         super().__init__(f"episode {qid!r}: {reason}")

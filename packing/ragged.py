@@ -21,6 +21,10 @@ class Ragged(NamedTuple):
     `PackedBatch.ragged` returns tensors on the batch's device, with a row for each generated token:
     the ``support`` of `trajpack.kernels.token_logprobs`.
 
+    Attributes:
+        cu: int32 ``[rows + 1]``: number of values before each row; starts at 0, ends at the total.
+        values: ``[total, *shape]``: values of all rows, one behind the other.
+
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack
         >>> mask = TokenField("sampling_mask", torch.int32, ragged=True)
@@ -31,18 +35,19 @@ class Ragged(NamedTuple):
     """
 
     cu: Any
-    """int32 ``[rows + 1]``: number of values before each row; starts at 0, ends at the total."""
     values: Any
-    """``[total, *shape]``: values of all rows, one behind the other."""
 
 
 class RaggedBytes(NamedTuple):
-    """Converted rows of a ragged field."""
+    """Converted rows of a ragged field.
+
+    Attributes:
+        counts: ``[rows]``: number of values of each.
+        values: ``[total, bytes of a value]``.
+    """
 
     counts: npt.NDArray[np.int32]
-    """``[rows]``: number of values of each."""
     values: Bytes
-    """``[total, bytes of a value]``."""
 
 
 def flattened(values: Any) -> tuple[npt.NDArray[np.int32], Any]:

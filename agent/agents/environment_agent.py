@@ -11,19 +11,25 @@ from trajpack.agent.protocols import Prompt
 
 
 class Opening(NamedTuple):
-    """Action that begins an episode; it is answered with the first observation."""
+    """Action that begins an episode; it is answered with the first observation.
+
+    Attributes:
+        qid: Name of the episode in all later actions.
+        seed: Seed of the episode; None leaves it to the environment.
+    """
 
     qid: str
-    """Name of the episode in all later actions."""
     seed: int | None = None
-    """Seed of the episode; None leaves it to the environment."""
 
 
 class Closing(NamedTuple):
-    """Action that ends an episode at any time; it is answered without waiting."""
+    """Action that ends an episode at any time; it is answered without waiting.
+
+    Attributes:
+        qid: Name of the episode.
+    """
 
     qid: str
-    """Name of the episode."""
 
 
 class EnvironmentAgent(ChatAgent):

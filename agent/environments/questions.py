@@ -23,20 +23,23 @@ _MAX_LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its accepted answers."""
+    """A question with its accepted answers.
+
+    Attributes:
+        id: Unique among the questions used together.
+        messages: Chat messages that ask the question.
+        solutions: Accepted answers.
+        task_id: Kind of task, numbered by the data set.
+        gym_task: reasoning-gym task whose scorer judges the answer instead of ``solutions``.
+        gym_entry: Argument of that scorer.
+    """
 
     id: str
-    """Unique among the questions used together."""
     messages: tuple[Message, ...]
-    """Chat messages that ask the question."""
     solutions: tuple[str, ...]
-    """Accepted answers."""
     task_id: int | None = None
-    """Kind of task, numbered by the data set."""
     gym_task: str | None = None
-    """reasoning-gym task whose scorer judges the answer instead of ``solutions``."""
     gym_entry: Mapping[str, Any] | None = None
-    """Argument of that scorer."""
 
     @property
     def text(self) -> str:

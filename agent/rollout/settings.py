@@ -30,42 +30,45 @@ class RolloutSettings:
     neither continued from a log nor run by workers; otherwise requests share a random generator
     in an order that depends on the clock.
 
+    Attributes:
+        dataset: JSONL file of questions, see `load_questions`; ``None`` makes sums by
+            reasoning-gym.
+        model: Folder of a transformers causal language model and its tokenizer; ``None`` makes a
+            tiny one with random weights. With servers, the folder of the tokenizer.
+        num_prompts: Number of questions: the first ones of the file, or all if it has fewer.
+        group_size: Episodes for each question.
+        concurrency: Maximum number of running episodes.
+        max_new_tokens: Maximum number of tokens in a completion.
+        device: Device of the model and of the batch.
+        seed: Seed of the tiny model's weights, the generated questions and the sampling.
+        answers: Folder of the answer log; ``None`` keeps none.
+        servers: Addresses of the servers; without any, those in the environment (`ServerSettings`).
+        log: Folder of the `TrajectoryLog`, from which a rollout of the same settings continues.
+        num_workers: Ray actors, each with an engine of its own; 0 runs in this process.
+        max_attempts: Attempts at an episode before it counts as failed.
+        metrics_port: Port of the metrics on loopback; 0 takes a free one, ``None`` serves none.
+
     Raises:
         SetupError: If a value is out of range.
     """
 
     dataset: Path | None = None
-    """JSONL file of questions, see `load_questions`; ``None`` makes sums by reasoning-gym."""
     model: Path | None = None
-    """Folder of a transformers causal language model and its tokenizer; ``None`` makes a tiny
-    one with random weights. With servers, the folder of the tokenizer."""
     num_prompts: int = 16
-    """Number of questions: the first ones of the file, or all if it has fewer."""
     num_turns: int = 3
     group_size: int = 2
-    """Episodes for each question."""
     concurrency: int = 16
-    """Maximum number of running episodes."""
     max_new_tokens: int = 32
-    """Maximum number of tokens in a completion."""
     turn_discount: float = 1.0
     device: str = "cpu"
-    """Device of the model and of the batch."""
     seed: int = 0
-    """Seed of the tiny model's weights, the generated questions and the sampling."""
     answers: Path | None = None
-    """Folder of the answer log; ``None`` keeps none."""
     engine: EngineName = "transformers"
     servers: tuple[str, ...] = ()
-    """Addresses of the servers; without any, those in the environment (`ServerSettings`)."""
     log: Path | None = None
-    """Folder of the `TrajectoryLog`, from which a rollout of the same settings continues."""
     num_workers: int = 0
-    """Ray actors, each with an engine of its own; 0 runs in this process."""
     max_attempts: int = 1
-    """Attempts at an episode before it counts as failed."""
     metrics_port: int | None = None
-    """Port of the metrics on loopback; 0 takes a free one, ``None`` serves none."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

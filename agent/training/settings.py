@@ -25,26 +25,28 @@ class TrainSettings:
 
     The same settings give the same initial weights and the same questions. The sampled tokens
     also depend on the clock, since weights change while episodes run.
+
+    Attributes:
+        num_steps: Number of policy-gradient steps.
+        num_prompts: Questions for each step.
+        group_size: Episodes for each question.
+        num_turns: Maximum number of answers in an episode, which ends with the first right one.
+        warm_up_steps: Number of supervised steps before the first episode.
+        learning_rate: Learning rate of the policy-gradient steps.
+        capacity: Maximum number of tokens, or nodes, in a micro-batch.
+        layout: Layout of the batches; ``"tree"`` trains on trees.
+        seed: Seed of weights, questions, demonstrations and sampling.
     """
 
     num_steps: int = 30
-    """Number of policy-gradient steps."""
     num_prompts: int = 16
-    """Questions for each step."""
     group_size: int = 8
-    """Episodes for each question."""
     num_turns: int = 3
-    """Maximum number of answers in an episode, which ends with the first right one."""
     warm_up_steps: int = 120
-    """Number of supervised steps before the first episode."""
     learning_rate: float = 1e-3
-    """Learning rate of the policy-gradient steps."""
     capacity: int = 512
-    """Maximum number of tokens, or nodes, in a micro-batch."""
     layout: LayoutName = "merged"
-    """Layout of the batches; ``"tree"`` trains on trees."""
     seed: int = 0
-    """Seed of weights, questions, demonstrations and sampling."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _LIMITS.items():

@@ -91,16 +91,19 @@ def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
 
 
 class TreeQueryRun(NamedTuple):
-    """Consecutive nodes of one segment on one rank, with the fields of Megatron's own class."""
+    """Consecutive nodes of one segment on one rank, with the fields of Megatron's own class.
+
+    Attributes:
+        segment_index: Segment of the nodes.
+        global_start: Place of the first node in the whole row.
+        global_end: Place behind the last.
+        local_indices: int64: their places on the rank, consecutive.
+    """
 
     segment_index: int
-    """Segment of the nodes."""
     global_start: int
-    """Place of the first node in the whole row."""
     global_end: int
-    """Place behind the last."""
     local_indices: torch.Tensor
-    """int64: their places on the rank, consecutive."""
 
 
 def tree_rank_nodes(

@@ -33,14 +33,18 @@ Mode: TypeAlias = Literal["append", "read"]
 
 @dataclass(frozen=True)
 class LoggedEpisode:
-    """One episode of a log."""
+    """One episode of a log.
+
+    Attributes:
+        episode: Name of the episode.
+        trajectories: Trajectories of the episode; empty where it failed. Arrays are int32 and
+            float32.
+        error: Reason of the failure, or ``None``.
+    """
 
     episode: str
-    """Name of the episode."""
     trajectories: tuple[Trajectory, ...]
-    """Trajectories of the episode; empty where it failed. Arrays are int32 and float32."""
     error: str | None = None
-    """Reason of the failure, or ``None``."""
 
 
 class TrajectoryLog:

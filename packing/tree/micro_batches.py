@@ -46,16 +46,18 @@ class TreeMicroBatch(TreeNodes):
     Made by `TreeBatch.micro_batches`. Its nodes are those that `trajpack.pack_tree` makes of these
     chains alone, numbered from 0; padding follows them. A padding node is a tree of its own at
     depth 0, on which no entry lies. The padding is the last of `seqlens`.
+
+    Attributes:
+        entries: Entries of its turns: ``turn_ids`` are turns of the batch, ``position_ids`` nodes
+            of this micro-batch, ``sequences`` its turns, and ``fields`` hold the caller's tensors
+            too. They have no padding.
+        chains: Its chains, depth first: sequences of layout ``"merged"``.
+        num_padding: Padding nodes.
     """
 
     entries: MicroBatch
-    """Entries of its turns: ``turn_ids`` are turns of the batch, ``position_ids`` nodes of this
-    micro-batch, ``sequences`` its turns, and ``fields`` hold the caller's tensors too. They have
-    no padding."""
     chains: tuple[int, ...]
-    """Its chains, depth first: sequences of layout ``"merged"``."""
     num_padding: int
-    """Padding nodes."""
 
     @property
     def is_dummy(self) -> bool:

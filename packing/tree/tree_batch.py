@@ -82,16 +82,18 @@ class TreeBatch(TreeNodes):
 
     Tensors over nodes have shape ``[nodes]``, tensors over entries ``[entries]``. The order of the
     trees and branches is that of their token ids; the entries are in the order of the turns.
+
+    Attributes:
+        turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.
+        entries: Entries, turns and trajectories: all other tensors of a `PackedBatch`.
+        share: Weight of an entry, see `entry_weights`.
+        chains: Chains on the host: the sequences that layout ``"merged"`` has.
     """
 
     turn_prompt_node: torch.Tensor
-    """int32 ``[turns]``: node of the last token of each turn's prompt."""
     entries: Entries
-    """Entries, turns and trajectories: all other tensors of a `PackedBatch`."""
     share: Share
-    """Weight of an entry, see `entry_weights`."""
     chains: Chains
-    """Chains on the host: the sequences that layout ``"merged"`` has."""
 
     @property
     def num_turns(self) -> int:

@@ -9,6 +9,10 @@ from typing import ClassVar
 class EpisodeError(RuntimeError):
     """An episode ended without a trajectory.
 
+    Args:
+        qid: Name of the episode.
+        reason: What went wrong, in one sentence.
+
     Attributes:
         cause: Kind of failure in one word, for counts and for rules about retries.
     """

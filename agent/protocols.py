@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from trajpack.agent.errors import GenerationError
 from trajpack.packing.equality import same_rows, same_values
 from trajpack.packing.ragged import Ragged
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
 
@@ -38,6 +39,8 @@ class Prompt:
     input_ids: Sequence[int]
     task_id: int | None = None
     seed: int | None = None
+
+    __repr__ = brief_repr
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class GenerationOutput:
     version_end: int
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     sampling_mask: Ragged | None = None
+
+    __repr__ = brief_repr
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerationOutput):
@@ -179,6 +184,9 @@ class GenerationRequest(NamedTuple):
     qid: str
     token_ids: Sequence[int]
     sampling: Any
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 Observation: TypeAlias = tuple[str, Sequence[int], Any]

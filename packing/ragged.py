@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.packing.conversion import INT32_MAX, host_tensor, several, shown
+from trajpack.packing.representation import brief_repr
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -31,11 +32,14 @@ class Ragged(NamedTuple):
         >>> given = {"sampling_mask": [[3], [4, 9]]}  # or Ragged([0, 1, 3], [3, 4, 9])
         >>> turn = Turn([1, 2], [3, 4], [-0.5, -0.5], fields=given)
         >>> pack([Trajectory("a", [turn])], fields=[mask]).ragged("sampling_mask")
-        Ragged(cu=tensor([0, 1, 3], dtype=torch.int32), values=tensor([3, 4, 9], dtype=torch.int32))
+        Ragged(cu=tensor([0, 1, 3]), values=tensor([3, 4, 9]))
     """
 
     cu: Any
     values: Any
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 class RaggedBytes(NamedTuple):

@@ -12,13 +12,20 @@ import torch
 
 from trajpack.packing.conversion import several
 from trajpack.packing.equality import same_turns
+from trajpack.packing.representation import brief_repr
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
 
 
 class VersionSpan(NamedTuple):
-    """Completion tokens ``[start, end)`` that one version of the policy sampled."""
+    """Completion tokens ``[start, end)`` that one version of the policy sampled.
+
+    Attributes:
+        version: Number of weight updates before these tokens were sampled.
+        start: Index of the first token in the completion.
+        end: Index behind the last one.
+    """
 
     version: int
     start: int
@@ -63,6 +70,8 @@ class Turn:
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
     fields: Mapping[str, Any] | None = None
 
+    __repr__ = brief_repr
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
             return NotImplemented
@@ -91,6 +100,8 @@ class Trajectory:
     turn_discount: float = 1.0
     task_id: int | None = None
     birth_time_ms: int | None = None
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         try:

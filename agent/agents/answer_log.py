@@ -21,6 +21,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import printable
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789@_-.,:=+")
@@ -53,6 +54,8 @@ class LoggedTurn:
     reward: float
     version_start: int
     version_end: int
+
+    __repr__ = brief_repr
 
 
 class AnswerLog:

@@ -42,6 +42,12 @@ class EnvironmentAgent(ChatAgent):
     A prompt's tokens are those of `prompt_ids`: a chat that has a system message and no turn yet.
     The environment is one that takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment`
     does.
+
+    Args:
+        gconfig: Sampling parameters, handed to the engine unchanged.
+        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
+        limits: Limits of each conversation; None takes the default ones.
+        turn_discount: Discount from one turn to the next, stored in the trajectory.
     """
 
     def prompt_ids(self, instructions: str) -> list[int]:

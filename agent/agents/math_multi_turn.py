@@ -18,6 +18,7 @@ from trajpack.agent.agents.conversation import (
 )
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.packing.conversion import as_integer, as_number
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class MathMultiTurnAgent(ConversationAgent):
     generation_timeout: float | None = None
     _feedback_ids: dict[bool, list[int]] = field(init=False, repr=False)
     _log: AnswerLog | None = field(init=False, repr=False)
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         for name in ("n", "n_samples"):

@@ -16,6 +16,7 @@ from typing import Any
 
 from trajpack.agent.blocking_work import contained
 from trajpack.agent.errors import reason_of
+from trajpack.packing.representation import brief_repr
 
 _NUM_THREADS = 64
 """Threads for the functions of all tools. A function that hangs keeps its thread, so these are not
@@ -64,6 +65,8 @@ class Tool:
     function: Callable[..., Any]
     timeout_s: float = 10.0
     max_chars: int = 4096
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if not callable(self.function):

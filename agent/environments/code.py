@@ -13,6 +13,7 @@ from typing import Any
 from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.agent.sandbox.launcher import MAX_DEPTH, canonical
 from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
+from trajpack.packing.representation import brief_repr
 
 _MAX_ANSWER_CHARS = 65_536
 _NO_CODE, _PASSED, _WRONG, _NOT_RUN = "no_code", "passed", "wrong", "not_run"
@@ -38,6 +39,8 @@ class InputCase:
 
     stdin: str
     stdout: str
+
+    __repr__ = brief_repr
 
     def is_met_by(self, output: bytes) -> bool:
         """Return whether ``output`` equals the expected standard output."""
@@ -71,6 +74,8 @@ class ValueCase:
 
     expression: str
     value: Any
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if not _can_be_compared(self.value):
@@ -134,6 +139,8 @@ class CodeProblem:
     id: str
     cases: Sequence[InputCase | ValueCase]
     setup: str = ""
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if not self.cases:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.packing.optional import require
+from trajpack.packing.representation import brief_repr
 
 Message: TypeAlias = Mapping[str, str]
 """Message of a chat: ``role`` and ``content``."""
@@ -40,6 +41,8 @@ class Question:
     task_id: int | None = None
     gym_task: str | None = None
     gym_entry: Mapping[str, Any] | None = None
+
+    __repr__ = brief_repr
 
     @property
     def text(self) -> str:
@@ -102,7 +105,12 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
 
 
 def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
-    """Generate ``size`` questions of one reasoning-gym task; equal seeds give equal questions.
+    """Generate questions of one reasoning-gym task.
+
+    Args:
+        name: Task, as reasoning-gym names it.
+        size: Number of questions.
+        seed: Equal seeds give equal questions.
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.

@@ -22,6 +22,10 @@ class PackFigures(NamedTuple):
     """Numbers of a packed batch, all known to the host.
 
     Attributes:
+        num_trajectories: Trajectories.
+        num_turns: Turns of all trajectories.
+        num_sequences: Sequences in this layout.
+        num_tokens: Tokens of all sequences.
         num_generated: Tokens that were sampled.
         num_continuations: Turns after the first of their trajectory; None unless the layout is
             ``"merged"`` and without padding.
@@ -48,6 +52,7 @@ class WatchedPack:
     Attributes:
         batch: The packed batch; without one, only the time is known.
         plan: Plan of its micro-batches, for its fill.
+        error: Exception that ended the pack, or None.
         began_ns: Start, in nanoseconds since the epoch.
         seconds: Time on the host; a device may still be running.
     """
@@ -87,7 +92,11 @@ class PackObserver(Protocol):
 
 @contextmanager
 def watch_pack(*observers: PackObserver) -> Iterator[WatchedPack]:
-    """Time a pack, and report it to ``observers``.
+    """Time a pack, and report it to observers.
+
+    Args:
+        *observers: `RolloutMetrics`, `RolloutTracer`, or objects with a method ``pack_ended`` that
+            takes the `WatchedPack`.
 
     Errors of the block are raised to the caller; errors of an observer are logged.
 

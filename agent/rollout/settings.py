@@ -36,12 +36,15 @@ class RolloutSettings:
         model: Folder of a transformers causal language model and its tokenizer; ``None`` makes a
             tiny one with random weights. With servers, the folder of the tokenizer.
         num_prompts: Number of questions: the first ones of the file, or all if it has fewer.
+        num_turns: Turns of an episode.
         group_size: Episodes for each question.
         concurrency: Maximum number of running episodes.
         max_new_tokens: Maximum number of tokens in a completion.
+        turn_discount: Discount from one turn to the next.
         device: Device of the model and of the batch.
         seed: Seed of the tiny model's weights, the generated questions and the sampling.
         answers: Folder of the answer log; ``None`` keeps none.
+        engine: The model in this process, or servers of that kind.
         servers: Addresses of the servers; without any, those in the environment (`ServerSettings`).
         log: Folder of the `TrajectoryLog`, from which a rollout of the same settings continues.
         num_workers: Ray actors, each with an engine of its own; 0 runs in this process.

@@ -204,6 +204,9 @@ GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
 def not_all_equal(results: Sequence[EpisodeResult]) -> str | None:
     """Reject a group whose episodes all have the same sum of rewards: nothing to compare.
 
+    Args:
+        results: Episodes of the group that have succeeded.
+
     Returns:
         ``"all_equal"``, or None. A group of one is not rejected: it is compared with others.
     """

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory, Turn
 
@@ -35,6 +36,8 @@ class EpisodeResult:
     error: EpisodeError | None = None
     sample: int = 0
     attempts: int = 1
+
+    __repr__ = brief_repr
 
     @property
     def qid(self) -> str:
@@ -67,6 +70,8 @@ class GroupResult:
     prompt: Prompt
     results: tuple[EpisodeResult, ...]
     rejected: str | None = None
+
+    __repr__ = brief_repr
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:

@@ -272,8 +272,11 @@ def episode_reward(
 ) -> list[float | None]:
     """Return the scores of a `TRLRollout`; one of the trainer's ``reward_funcs``.
 
-    The mean number of turns and the share of episodes that were left out are logged as
-    ``episode/turns`` and ``episode/left_out``.
+    Args:
+        episode_reward: Score of each row, None where the episode was left out.
+        episode_turns: Turns of each row's episode.
+        log_metric: Given the mean number of turns as ``episode/turns``, and the share of episodes
+            that were left out as ``episode/left_out``.
     """
     if log_metric is not None and episode_reward:
         num_left_out = sum(reward is None for reward in episode_reward)
@@ -284,6 +287,9 @@ def episode_reward(
 
 def trl_dataset_rows(questions: Iterable[Question]) -> list[dict[str, Any]]:
     """Return questions as rows of a data set for the trainer, for ``Dataset.from_list``.
+
+    Args:
+        questions: Those that the `TRLRollout` is given.
 
     Example:
         >>> trl_dataset_rows([Question("sum", ({"role": "user", "content": "2 + 3?"},), ("5",))])

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
@@ -45,6 +46,8 @@ class LoggedEpisode:
     episode: str
     trajectories: tuple[Trajectory, ...]
     error: str | None = None
+
+    __repr__ = brief_repr
 
 
 class TrajectoryLog:

@@ -45,7 +45,8 @@ class TreeMicroBatch(TreeNodes):
 
     Made by `TreeBatch.micro_batches`. Its nodes are those that `trajpack.pack_tree` makes of these
     chains alone, numbered from 0; padding follows them. A padding node is a tree of its own at
-    depth 0, on which no entry lies. The padding is the last of `seqlens`.
+    depth 0, on which no entry lies. The padding is the last of `seqlens`. The
+    tensors over nodes are those of `TreeNodes`, a base class.
 
     Attributes:
         entries: Entries of its turns: ``turn_ids`` are turns of the batch, ``position_ids`` nodes

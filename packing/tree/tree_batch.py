@@ -81,7 +81,8 @@ class TreeBatch(TreeNodes):
     log-probability, version, return and advantage of its own.
 
     Tensors over nodes have shape ``[nodes]``, tensors over entries ``[entries]``. The order of the
-    trees and branches is that of their token ids; the entries are in the order of the turns.
+    trees and branches is that of their token ids; the entries are in the order of the turns. The
+    tensors over nodes are those of `TreeNodes`, a base class.
 
     Attributes:
         turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.

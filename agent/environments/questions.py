@@ -53,11 +53,12 @@ class Question:
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
     r"""Read questions from a JSONL file, one object per line.
 
-    A line is either of GSM8K's form, ``question`` and ``answer`` with the final answer
-    after ``####``, or has ``prompt`` (a string or a list of chat messages) and
-    ``solutions`` (a list of strings). ``query_id`` or ``id`` (a string or an integer) and
-    ``task_id`` (an integer) are optional; a question without id is called after the file
-    and the line, ``gsm8k_test-1``. Blank lines are skipped.
+    A line has a question: ``question``, ``prompt`` or ``messages``, a string or a list of chat
+    messages. It has accepted answers: ``solutions``, a list of strings, or ``answer``. An
+    ``answer`` is a number, a string without spaces, or a text with the final answer after
+    ``####``, GSM8K's form. ``query_id`` or ``id`` (a string or an integer) and ``task_id`` (an
+    integer) are optional; a question without id is called after the file and the line,
+    ``gsm8k_test-1``. Blank lines are skipped.
 
     Args:
         path: Path of the file.
@@ -174,27 +175,41 @@ def _parse(line: bytes, default_id: str) -> Question:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, got {type(fields).__name__}")
-    if "question" in fields:
-        messages = _messages(fields["question"], "question")
-        _, mark, final = _text(fields.get("answer"), "answer").rpartition("####")
-        if not mark or not final.strip():
-            raise ValueError("answer has no final answer after '####'")
-        solutions: Sequence[str] = (final.strip(),)
-    elif "prompt" in fields:
-        messages = _messages(fields["prompt"], "prompt")
-        given = fields.get("solutions")
-        if not isinstance(given, list) or not given:
-            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
-        solutions = [_text(solution, "solutions") for solution in given]
-    else:
-        raise ValueError("expected 'question' and 'answer', or 'prompt' and 'solutions'")
+    name = next((name for name in ("question", "prompt", "messages") if name in fields), None)
+    if name is None or not {"answer", "solutions"} & fields.keys():
+        raise ValueError(
+            "expected 'question', 'prompt' or 'messages', and 'answer' or 'solutions', got "
+            f"{', '.join(map(repr, fields)) or 'no fields'}"
+        )
+    messages = _messages(fields[name], name)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{name} must end with the question, not with an assistant's message")
     task_id = fields.get("task_id")
     if task_id is not None and (isinstance(task_id, bool) or not isinstance(task_id, int)):
         raise ValueError(f"task_id must be an integer, got {task_id!r}")
     question_id = fields.get("query_id", fields.get("id", default_id))
     if isinstance(question_id, int) and not isinstance(question_id, bool):
         question_id = str(question_id)
-    return Question(_text(question_id, "id"), messages, tuple(solutions), task_id)
+    return Question(_text(question_id, "id"), messages, _solutions(fields), task_id)
+
+
+def _solutions(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    if "solutions" in fields:
+        given = fields["solutions"]
+        if not isinstance(given, list) or not given:
+            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
+        return tuple(_text(solution, "solutions") for solution in given)
+    answer = fields["answer"]
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return (str(answer),)
+    _, mark, final = _text(answer, "answer").rpartition("####")
+    final = final.strip()
+    if not final or (not mark and len(final.split()) > 1):
+        raise ValueError(
+            "answer has several words and no final answer after '####'; a whole text goes into "
+            f"solutions, a list of strings; got {answer!r:.80}"
+        )
+    return (final,)
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from trajpack.agent.errors import SetupError
+from trajpack.agent.errors import SettingError
 
 EngineName: TypeAlias = Literal["transformers", "sglang", "vllm"]
 """The model in this process, or servers of that kind."""
@@ -33,8 +34,9 @@ class RolloutSettings:
     Attributes:
         dataset: JSONL file of questions, see `load_questions`; ``None`` makes sums by
             reasoning-gym.
-        model: Folder of a transformers causal language model and its tokenizer; ``None`` makes a
-            tiny one with random weights. With servers, the folder of the tokenizer.
+        model: Folder of a transformers causal language model and its tokenizer, or its name on
+            the Hugging Face hub; ``None`` makes a tiny one with random weights. With servers only
+            the tokenizer is read.
         num_prompts: Number of questions: the first ones of the file, or all if it has fewer.
         num_turns: Turns of an episode.
         group_size: Episodes for each question.
@@ -52,11 +54,11 @@ class RolloutSettings:
         metrics_port: Port of the metrics on loopback; 0 takes a free one, ``None`` serves none.
 
     Raises:
-        SetupError: If a value is out of range.
+        SettingError: If a value is out of range.
     """
 
     dataset: Path | None = None
-    model: Path | None = None
+    model: str | os.PathLike[str] | None = None
     num_prompts: int = 16
     num_turns: int = 3
     group_size: int = 2
@@ -76,24 +78,24 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             least = 0 if name == "num_workers" else 1
-            if not least <= getattr(self, name) <= MAX_COUNT:
-                limits = f"from {least} to {MAX_COUNT:,}"
-                raise SetupError(f"{name} must be {limits}, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not least <= value <= MAX_COUNT:
+                raise SettingError(name, f"must be from {least} to {MAX_COUNT:,}, got {value}")
         if not math.isfinite(self.turn_discount):
-            raise SetupError(f"turn_discount must be finite, got {self.turn_discount}")
+            raise SettingError("turn_discount", f"must be finite, got {self.turn_discount}")
         if not 0 <= self.seed < 2**32:
-            raise SetupError(f"seed must be in [0, 2**32), got {self.seed}")
+            raise SettingError("seed", f"must be in [0, 2**32), got {self.seed}")
         if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
-            raise SetupError(f"metrics_port must be in [0, 65536), got {self.metrics_port}")
+            raise SettingError("metrics_port", f"must be in [0, 65536), got {self.metrics_port}")
         if self.engine not in get_args(EngineName):
             names = ", ".join(get_args(EngineName))
-            raise SetupError(f"engine must be one of {names}, got {self.engine!r}")
+            raise SettingError("engine", f"must be one of {names}, got {self.engine!r}")
         if self.servers and not self.has_servers:
-            raise SetupError("servers need an engine that speaks to them: sglang or vllm")
+            raise SettingError("engine", "must be sglang or vllm where a server is given")
         if self.has_servers and self.model is None:
-            raise SetupError(
-                f"engine {self.engine!r} needs model: the folder of the tokenizer of the server's "
-                "model"
+            raise SettingError(
+                "model",
+                f"is missing: with {self.engine} it names the tokenizer of the server's model",
             )
 
     @property

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
-from trajpack.agent.rollout.files import tokenizer_folder
+from trajpack.agent.models.hub import model_folder
+from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
@@ -17,12 +18,14 @@ from trajpack.packing.tree.statistics import TreeStatistics
 
 
 def inspect_file(
-    file: Path, tokenizer: Path | None, num_sequences: int, width: int | None, *, full: bool
+    file: Path, tokenizer: str | None, num_sequences: int, width: int | None, *, full: bool
 ) -> int:
     """Show a summary of a batch and its first sequences; return the exit status."""
     batch = _load(file)
     beside = tokenizer_folder(file)
-    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
+    folder = beside if tokenizer is None and beside.is_dir() else None
+    if tokenizer is not None:
+        folder = model_folder(tokenizer, say, weights=False)
     num_shown = min(num_sequences, len(batch))
     rows = inspection.describe(batch)
     tree = _tree(batch)

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.files import check_writable
+from trajpack.agent.rollout.places import writable
 from trajpack.agent.training.grpo import StepRecord, Training
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.interruption import Interruption
@@ -48,12 +47,13 @@ def train(settings: TrainSettings, out: Path) -> int:
 
 
 def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> None:
-    if out.suffix != ".html" or out.is_dir():
-        raise SetupError(f"--out must be an .html file, got {out}")
-    with writing(out.parent):
-        check_writable(out.parent)
     require("plotly")  # before the training, not after it
     silence_transformers()
+    with writable(out.parent):
+        _train_and_write(settings, out, interruption)
+
+
+def _train_and_write(settings: TrainSettings, out: Path, interruption: Interruption) -> None:
     records: list[StepRecord] = []
     with _single_threaded(), TrainBoard(settings, make_console(stderr=True), say) as board:
 

@@ -100,7 +100,7 @@ def test_rollout_reports_its_results_without_control_characters(
     )
     batch = PackedBatch.load(batch_file)
     num_as_turns = sum(len(prompt) + len(completion) for _, prompt, completion in tokens(batch))
-    saved = f"of the tokens: {batch.num_tokens:,} in place of {num_as_turns:,} with a sequence"
+    saved = f"of the tokens: {batch.num_tokens:,} in place of {num_as_turns:,}, turn by turn"
     assert saved in " ".join(rolled_out.stdout.split())
     assert "4 finished, 0 of them failed" in rolled_out.stdout
     assert "random weights" in rolled_out.stdout

@@ -269,11 +269,12 @@ def report(
         (
             "packing saves",
             f"{1 - num_merged / num_as_turns:.0%} of the tokens: {num_merged:,} in place of "
-            f"{num_as_turns:,} with a sequence for each turn",
+            f"{num_as_turns:,}, turn by turn",
         ),
         (
-            "padding would add",
-            f"{capacity - batch.num_tokens:,} tokens to the {batch.num_tokens:,} of the batch",
+            "padding adds",
+            f"{capacity / batch.num_tokens - 1:.0%}: {capacity:,} tokens in place of "
+            f"{batch.num_tokens:,}",
         ),
         *describe(batch),
         *failure_rows(outcome.failures),

@@ -1,0 +1,130 @@
+"""The reference of the site: every public name, by the folder that defines it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from typing import Any, ClassVar
+
+import sphinx.application
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.environment import BuildEnvironment
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import nested_parse_with_titles
+
+PUBLIC_MODULES = {
+    "trajpack.packing": "trajpack",
+    "trajpack.kernels": "trajpack.kernels",
+    "trajpack.agent": "trajpack.agent",
+}
+"""Module from which the names of each layer are imported."""
+
+
+def exports(module: str) -> dict[str, list[str]]:
+    """Return the public names of a layer by the package of the module that defines them."""
+    found: dict[str, list[str]] = {}
+    for name in import_module(module).__all__:
+        value = getattr(import_module(module), name)
+        if not inspect.ismodule(value):
+            package = value.__module__.rpartition(".")[0]
+            home = value.__module__ if package == module else package
+            found.setdefault(home, []).append(name)
+    return dict(sorted(found.items()))
+
+
+class Exports(SphinxDirective):
+    """Documents the public names of a layer: ``.. exports:: trajpack.packing``.
+
+    ``also`` names classes that are not exported and that documented classes or docstrings name.
+    """
+
+    required_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"also": str.split}
+
+    def run(self) -> list[nodes.Node]:
+        """Return a section for each folder: its docstring and its names."""
+        (layer,) = self.arguments
+        public = PUBLIC_MODULES[layer]
+        homes = {
+            home: [f"{public}.{name}" for name in names] for home, names in exports(layer).items()
+        }
+        for path in self.options.get("also", []):
+            homes.setdefault(path.rpartition(".")[0].rpartition(".")[0], []).append(path)
+        lines = [f".. py:module:: {public}", ""]
+        for home, paths in sorted(homes.items()):
+            title = home.rpartition(".")[2].replace("_", " ").capitalize()
+            about = inspect.getdoc(import_module(home)) or ""
+            lines += [title, "-" * len(title), "", *about.splitlines(), ""]
+            for path in paths:
+                kind = "autoclass" if inspect.isclass(_value(path)) else "autofunction"
+                lines += [f".. {kind}:: {path}", ""]
+        section = nodes.section()
+        section.document = self.state.document
+        nested_parse_with_titles(self.state, StringList(lines, source=layer), section)
+        return section.children
+
+
+def _value(path: str) -> Any:
+    """Return what a dotted path leads to, or None."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: Any = import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            value = getattr(value, part, None)
+        return value
+    return None
+
+
+def documented(env: BuildEnvironment, target: str) -> str | None:
+    """Return the name under which the reference has what a docstring calls ``target``."""
+    known = env.domains.python_domain.objects
+    for module in ("", "trajpack.", "trajpack.kernels.", "trajpack.agent."):
+        if f"{module}{target}" in known:
+            return f"{module}{target}"
+    first, _, rest = target.partition(".")
+    if first != "trajpack":
+        return None
+    owner, value, attributes = target, _value(target), ""
+    while value is not None and owner:
+        for name in known:
+            if name.rpartition(".")[2] == owner.rpartition(".")[2] and _value(name) is value:
+                return f"{name}{attributes}" if f"{name}{attributes}" in known else name
+        owner, _, last = owner.rpartition(".")
+        value, attributes = _value(owner), f".{last}{attributes}"
+    return None
+
+
+def resolve(app: Any, env: BuildEnvironment, node: Any, content: nodes.Element) -> Any:
+    """Resolve references by short names and by the modules that define what they name."""
+    if node.get("refdomain") != "py":
+        return None
+    full = documented(env, node["reftarget"])
+    if full is None:
+        return None
+    domain = env.domains.python_domain
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, content)
+
+
+def sections(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Give ``Cost: ...`` and ``Reference: ...`` lines of their own, as napoleon wants them."""
+    text = "\n".join(lines)
+    text = re.sub(
+        r"^(Cost|Reference): (.+(?:\n +.+)*)",
+        lambda found: f"{found[1]}:\n    " + re.sub(r"\n +", "\n    ", found[2]),
+        text,
+        flags=re.MULTILINE,
+    )
+    lines[:] = text.splitlines()
+
+
+def setup(app: sphinx.application.Sphinx) -> dict[str, Any]:
+    """Register the directive."""
+    app.add_directive("exports", Exports)
+    app.connect("missing-reference", resolve)
+    app.connect("autodoc-process-docstring", sections, priority=100)
+    return {"parallel_read_safe": True}

@@ -82,7 +82,7 @@ class GenerationOutput:
         no_eos: True when generation stopped without an end-of-sequence token.
         version_start: Policy version of the first sampled token.
         version_end: Policy version of the last sampled token.
-        version_spans: `(version, start, end)` spans over the sampled tokens, where the engine
+        version_spans: ``(version, start, end)`` spans over the sampled tokens, where the engine
             reports them.
         sampling_mask: Tokens that each one was sampled from, where the engine reports them. They
             become the extra field of that name: declare ``TokenField("sampling_mask", torch.int32,

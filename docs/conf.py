@@ -36,11 +36,11 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
-    "inherited-members": "object, tuple, BaseException, Enum, Protocol, ThreadingHTTPServer",
+    "inherited-members": "object, int, tuple, BaseException, Enum, Protocol, ThreadingHTTPServer",
 }
 nitpick_ignore_regex = [  # types of other packages and of type variables
     ("py:class", r"(?!trajpack\.).*"),
-    ("py:obj", r"(torch|typing|collections)\..*"),
+    ("py:.*", r"(asyncio|collections|contextlib|torch|typing)\..*"),
 ]
 root_doc = "index"
 napoleon_numpy_docstring = False

@@ -51,7 +51,7 @@ class Turn:
         truncated: True when no end-of-sequence token was sampled.
         version_start: Policy version that sampled the first completion token.
         version_end: Policy version that sampled the last completion token.
-        version_spans: `(version, start, end)` spans that cover the completion, where the engine
+        version_spans: ``(version, start, end)`` spans that cover the completion, where the engine
             reports them.
         fields: Rows of the fields that the buffer declares (`TokenField`), by name.
 

@@ -95,7 +95,7 @@ class StalenessPolicy:
         batch_size: Results per version: episodes for `RolloutRunner.run`, groups for
             `RolloutRunner.run_groups`.
         max_token_age: A result whose oldest token is more versions than this behind the engine's,
-            when it is handed over, has failed as `stale`. ``None`` sets no limit.
+            when it is handed over, has failed as ``stale``. ``None`` sets no limit.
         num_accepted: Results accepted before this runner: what a checkpoint says. ``None`` counts
             one ``batch_size`` for each version that the engine has when the first episode begins.
 

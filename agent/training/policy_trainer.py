@@ -128,7 +128,7 @@ class PolicyTrainer:
         learning_rate: Learning rate of AdamW, reached after a ramp of ten batches.
         capacity: Maximum number of tokens in a micro-batch.
         num_epochs: Optimizer steps on each batch.
-        clip: As in `clipped_policy_loss`.
+        clip: Lower and upper distance from 1 at which the ratio of a token is clipped.
         max_gradient_norm: Gradients with a larger norm are scaled down to it.
         layout: Layout of the batches. ``"tree"`` trains a `TreeBatch`, and sets the model's
             attention to ``"trajpack_tree"``; the others train a `PackedBatch`.

@@ -1,4 +1,4 @@
-"""The ``rollout_func`` of TRL's `GRPOTrainer`: episodes of agents as rows that it trains on."""
+"""The ``rollout_func`` of TRL's ``GRPOTrainer``: episodes of agents as rows that it trains on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sum_of_rewards(result: EpisodeResult) -> float:
 
 @dataclass(eq=False)
 class TRLRollout:
-    """The ``rollout_func`` of TRL's `GRPOTrainer`, by an agent of this library.
+    """The ``rollout_func`` of TRL's ``GRPOTrainer``, by an agent of this library.
 
     Called with prompts and the trainer, it runs an episode for each prompt on the model that
     is being trained, with its current weights, and returns lists with one entry for each prompt,

@@ -55,10 +55,12 @@ class Exports(SphinxDirective):
         lines = [f".. py:module:: {public}", ""]
         for home, paths in sorted(homes.items()):
             title = home.rpartition(".")[2].replace("_", " ").capitalize()
-            about = inspect.getdoc(import_module(home)) or ""
+            about = re.sub("`+", "``", inspect.getdoc(import_module(home)) or "")
             lines += [title, "-" * len(title), "", *about.splitlines(), ""]
             for path in paths:
-                kind = "autoclass" if inspect.isclass(_value(path)) else "autofunction"
+                value = _value(path)
+                kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+                kind = f"auto{kind}"
                 lines += [f".. {kind}:: {path}", ""]
         section = nodes.section()
         section.document = self.state.document
@@ -86,6 +88,9 @@ def documented(env: BuildEnvironment, target: str) -> str | None:
     for module in ("", "trajpack.", "trajpack.kernels.", "trajpack.agent."):
         if f"{module}{target}" in known:
             return f"{module}{target}"
+    ends = [name for name in known if name.endswith(f".{target}")]
+    if len(ends) == 1 or (ends and target[0].isupper()):
+        return min(ends, key=len)
     first, _, rest = target.partition(".")
     if first != "trajpack":
         return None
@@ -103,7 +108,13 @@ def resolve(app: Any, env: BuildEnvironment, node: Any, content: nodes.Element) 
     """Resolve references by short names and by the modules that define what they name."""
     if node.get("refdomain") != "py":
         return None
-    full = documented(env, node["reftarget"])
+    target = node["reftarget"]
+    full = documented(env, target)
+    owner = _value(f"{node.get('py:module')}.{node.get('py:class')}")
+    for base in owner.__mro__ if inspect.isclass(owner) else ():
+        full = full or documented(env, f"{base.__module__}.{base.__qualname__}.{target}")
+        if full is None and target in {*dir(base), *getattr(base, "__annotations__", {})}:
+            return content  # an attribute that has no entry of its own
     if full is None:
         return None
     domain = env.domains.python_domain
@@ -122,9 +133,17 @@ def sections(app: Any, what: str, name: str, obj: Any, options: Any, lines: list
     lines[:] = text.splitlines()
 
 
+def skip(app: Any, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
+    """Leave out constants, and leave fields to the section Attributes of their class."""
+    is_constant = what == "module" and not callable(obj)
+    is_default = what == "class" and "." not in getattr(obj, "__qualname__", ".")
+    return True if is_constant or is_default or type(obj).__name__ == "_tuplegetter" else None
+
+
 def setup(app: sphinx.application.Sphinx) -> dict[str, Any]:
     """Register the directive."""
     app.add_directive("exports", Exports)
+    app.connect("autodoc-skip-member", skip)
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-docstring", sections, priority=100)
     return {"parallel_read_safe": True}

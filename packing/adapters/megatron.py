@@ -37,7 +37,7 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     micro-batch must be multiples of twice the context-parallel ranks times the tensor-parallel
     ones.
 
-    With ``lengths="padded"`` padded lengths stand for the true ones too, and `pad_between_seqs` is
+    With ``lengths="padded"`` padded lengths stand for the true ones too, and ``pad_between_seqs`` is
     False: for engines that treat padding as tokens.
 
     Cost: views; lengths are known to the host. No synchronisation.
@@ -171,7 +171,7 @@ def tree_packed_seq_params_kwargs(
     ============================ ===== ======= ====================================================
 
     An edge is an entry of the tree: edge e predicts ``tree.entries.input_ids[e]``, and log-
-    probabilities at ``tree_edge_output_indices`` go beside `rollout_logprobs`, `advantages` and
+    probabilities at ``tree_edge_output_indices`` go beside ``rollout_logprobs``, ``advantages`` and
     weights. A rank without edges has one local index, 0, and no output index. Padding is a segment
     of its own, a root.
 

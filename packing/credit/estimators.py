@@ -239,7 +239,7 @@ class GroupEstimator(Estimator):
 
     A trajectory's score is the undiscounted sum of its turns' rewards; each of its generated tokens
     gets the trajectory's advantage. Its group is `Trajectory.group`, or itself without one. Where
-    every group of a batch has one member, `with_advantages` warns.
+    every group of a batch has one member, `PackedBatch.with_advantages` warns.
     """
 
 

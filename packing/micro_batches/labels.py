@@ -169,7 +169,7 @@ class LabelMethods:
             ValueError: If there is no such field; see also `logprob_rows`.
 
         Cost: that of `logprob_rows`, and a dozen small operations. No synchronisation where `pack`
-            made the batch, `with_advantages` included; of any other batch as
+            made the batch, `PackedBatch.with_advantages` included; of any other batch as
             `PackedBatch.value_lens`.
         """
         return self._ragged_at(name, self.logprob_rows(most)[0])

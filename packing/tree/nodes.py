@@ -209,7 +209,7 @@ class TreeNodes:
 
     @property
     def advantages(self) -> torch.Tensor | None:
-        """float32 ``[entries]``: set by `with_advantages`, ``None`` at first."""
+        """float32 ``[entries]``: set by `PackedBatch.with_advantages`, ``None`` at first."""
         return self.entries.advantages
 
     def attention_mask(

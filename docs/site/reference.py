@@ -59,9 +59,9 @@ class Exports(SphinxDirective):
             lines += [title, "-" * len(title), "", *about.splitlines(), ""]
             for path in paths:
                 value = _value(path)
-                kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
-                kind = f"auto{kind}"
-                lines += [f".. {kind}:: {path}", ""]
+                kind = "class" if inspect.isclass(value) else "function"
+                kind = kind if callable(value) else "data"
+                lines += [f".. auto{kind}:: {path}", ""]
         section = nodes.section()
         section.document = self.state.document
         nested_parse_with_titles(self.state, StringList(lines, source=layer), section)
@@ -91,8 +91,7 @@ def documented(env: BuildEnvironment, target: str) -> str | None:
     ends = [name for name in known if name.endswith(f".{target}")]
     if len(ends) == 1 or (ends and target[0].isupper()):
         return min(ends, key=len)
-    first, _, rest = target.partition(".")
-    if first != "trajpack":
+    if not target.startswith("trajpack."):
         return None
     owner, value, attributes = target, _value(target), ""
     while value is not None and owner:

@@ -37,8 +37,8 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     micro-batch must be multiples of twice the context-parallel ranks times the tensor-parallel
     ones.
 
-    With ``lengths="padded"`` padded lengths stand for the true ones too, and ``pad_between_seqs`` is
-    False: for engines that treat padding as tokens.
+    With ``lengths="padded"`` padded lengths stand for the true ones too, and ``pad_between_seqs``
+    is False: for engines that treat padding as tokens.
 
     Cost: views; lengths are known to the host. No synchronisation.
 

@@ -69,7 +69,7 @@ def to_data_proto_dict(
     other extra fields  own    [B, R, …]                                   0
     =================== ======= ============ ============================== ============
 
-    These are ``tensors``. Padding of ``position_ids`` is 0 on the left, and the last position on the
+    These are ``tensors``. Padding of ``position_ids`` is 0 on the left, the last position on the
     right. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
     ``__num_turns__``, two per turn; ``min_global_steps`` and ``max_global_steps``, the policy
     versions. ``meta_info`` are the given entries of the proto, such as the temperature.

@@ -325,8 +325,9 @@ class TreeBatch(TreeNodes):
 
         Args:
             plan: Plan of the batch, such as ``batch.plan_micro_batches(capacity)``.
-            alignment: Rules for padding of the nodes: ``total_multiple``, ``total``, ``max_sequences``
-                (of trees) and ``token_id``. Its depths are 0 whatever ``positions`` is.
+            alignment: Rules for padding of the nodes: ``total_multiple``, ``total``,
+                ``max_sequences`` (of trees) and ``token_id``. Its depths are 0 whatever
+                ``positions`` is.
             tensors: ``[entries, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
                 loss, such as ``{"weights": batch.loss_weights("token_mean")}``. They become
                 ``entries.fields`` of the micro-batches, without gradients.

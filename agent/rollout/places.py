@@ -43,7 +43,9 @@ def is_continued(log: Path | None) -> bool:
     return log is not None and (log / SETTINGS_FILE).exists()
 
 
-def check_places(batch_file: Path, answers: Path | None, *, replace: bool) -> None:
+def check_places(
+    batch_file: Path, answers: Path | None, *, replace: bool, option: str = "--out"
+) -> None:
     """Check that a rollout overwrites only files of an earlier one, if it may ``replace`` them.
 
     Raises:
@@ -51,7 +53,7 @@ def check_places(batch_file: Path, answers: Path | None, *, replace: bool) -> No
             replaced, the folder of its tokenizer has other files, or ``answers`` is inside either.
     """
     if batch_file.suffix != ".safetensors" or batch_file.is_dir():
-        raise SetupError(f"--out must be a .safetensors file, got {batch_file}")
+        raise SetupError(f"{option} must be a .safetensors file, got {batch_file}")
     if batch_file.exists() and not replace:
         raise SetupError(f"{batch_file} exists; --force replaces it")
     folder = tokenizer_folder(batch_file)

@@ -48,8 +48,9 @@ def test_scripts_that_run_elsewhere_do():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_python_block_of_a_page_runs_alone(page):
+def test_each_python_block_of_a_page_runs_alone(page, tmp_path, monkeypatch):
     """Run each block after its set-up, which the site's button copies with it."""
+    monkeypatch.chdir(tmp_path)
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
     blocks = BLOCKS["blocks"](BLOCKS["texts_of"](page.read_text()))
     assert blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -23,6 +23,7 @@ from trajpack.commands.option_values import number, one_of, whole
 from trajpack.commands.terminal import readable, results, say
 
 _COUNT: Any = whole(1, MAX_COUNT)
+Order = Literal["batch", "best", "worst"]
 _LAYOUTS: Any = one_of(LayoutName)
 _FILE: Any = {"metavar": "FILE"}
 _FOLDER: Any = {"metavar": "FOLDER", "show_default": False}
@@ -50,8 +51,9 @@ def read(arguments: Sequence[str]) -> Work | int:
     )
     app.callback(invoke_without_command=True)(_top)
     app.command("rollout", short_help="Let a model answer questions, and pack the turns.")(rollout)
-    app.command("inspect", short_help="Show what is in a packed batch.")(inspect_batch)
     app.command("replay", short_help="Pack the episodes of a log.")(replay)
+    app.command("inspect", short_help="Show what is in a packed batch.")(inspect_batch)
+    app.command("report", short_help="Draw a batch or a log on a page.")(report)
     app.command("train", short_help="Let a tiny model learn sums, on a CPU.")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
@@ -213,7 +215,7 @@ def replay(
 _REPLAYED = "File of the batch. [default: none is written]"
 
 
-def inspect_batch(
+def inspect_batch(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of a packed batch.")],
     tokenizer: Annotated[
         str | None, typer.Option(metavar="MODEL", help=_TOKENIZER, show_default=False)
@@ -221,26 +223,74 @@ def inspect_batch(
     sequences: Annotated[
         int, typer.Option(**whole(0, MAX_COUNT), help="Number of sequences to show.")
     ] = 3,
+    name: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help=_ID, show_default=False)
+    ] = None,
+    group: Annotated[
+        str | None, typer.Option(metavar="GROUP", help=_GROUP, show_default=False)
+    ] = None,
+    order: Annotated[Order, typer.Option(**one_of(Order), help=_ORDER)] = "batch",
     width: Annotated[
         int | None, typer.Option(**whole(20, 10_000), help=_WIDTH, show_default=False)
     ] = None,
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> Work:
-    """Show what is in a packed batch, and the text of its first sequences by role.
+    """Show what is in a packed batch, and the text of some of its sequences by role.
 
-    Example: trajpack inspect batch.safetensors --sequences 1
+    Example: trajpack inspect batch.safetensors --order worst --sequences 1
     """
     readable(file)
-    from trajpack.commands.inspect import inspect_file
+    from trajpack.commands.inspect import Chosen, inspect_as_json, inspect_file
 
-    return partial(inspect_file, file, tokenizer, sequences, width, full=full)
+    if as_json:
+        return partial(inspect_as_json, file)
+    chosen = Chosen(name, group, order, sequences)
+    return partial(inspect_file, file, tokenizer, chosen, width=width, full=full)
 
 
+_ID = "Only the sequences of this trajectory."
+_GROUP = "Only the sequences of this group."
+_ORDER = "Order of the sequences: of the batch, or by summed rewards, best or worst first."
+_JSON = "Print numbers as JSON, those of `trajpack report`, and nothing else."
 _TOKENIZER = (
-    "Folder of a tokenizer, or its name on the Hugging Face hub. [default: the one beside FILE]"
+    "Folder of a tokenizer, or its name on the Hugging Face hub. [default: that of the batch]"
 )
 _FULL = "Show all tokens of a sequence, and all prefix breaks."
 _WIDTH = "Width in columns. [default: the terminal's]"
+
+
+def report(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="File of a packed batch, or folder of a log.")
+    ],
+    out: Annotated[Path | None, typer.Option(**_FILE, help=_PAGE, show_default=False)] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help=_TOKENIZER, show_default=False)
+    ] = None,
+    capacity: Annotated[
+        int | None, typer.Option(**_COUNT, help=_CAPACITY, show_default=False)
+    ] = None,
+    ranks: Annotated[int, typer.Option(**whole(1, 10_000), help="Data-parallel ranks.")] = 8,
+    align: Annotated[
+        int, typer.Option(**whole(1, 1 << 20), help="Multiple that each sequence is padded to.")
+    ] = 1,
+) -> Work:
+    """Write a page with pictures of a batch or a log: micro-batches, lengths, rewards and texts.
+
+    The page is one file that loads nothing. Its numbers are written as JSON beside it. A page
+    that exists is replaced.
+
+    Example: trajpack report batch.safetensors --capacity 16384 --out page.html
+    """
+    from trajpack.commands.report import report_source
+    from trajpack.packing.report.figures import ReportOptions
+
+    return partial(report_source, source, out, tokenizer, ReportOptions(capacity, ranks, align))
+
+
+_PAGE = "HTML file. [default: beside SOURCE, with .html]"
+_CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest sequence]"
 
 
 def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
@@ -274,6 +324,9 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
         int, typer.Option(**_SEED, help="Seed of the weights, the questions and the sampling.")
     ] = _Train.seed,
     out: Annotated[Path, typer.Option(**_FILE, help=_CURVES)] = Path("trajpack-train/train.html"),
+    batch: Annotated[
+        Path | None, typer.Option(**_FILE, help=_LAST_BATCH, show_default=False)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
 ) -> Work:
     """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
@@ -283,17 +336,20 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     Example: trajpack train --out demo/train.html
     """
     chosen: dict[str, Any] = dict(locals())  # an option is called as its setting is
-    del chosen["out"], chosen["force"]
+    del chosen["out"], chosen["batch"], chosen["force"]
     settings = _Train(**chosen)
     if out.suffix != ".html" or out.is_dir():
         raise SetupError(f"--out must be an .html file, got {out}")
     if out.exists() and not force:
         raise SetupError(f"{out} exists; --force replaces it")
+    if batch is not None:
+        check_places(batch, None, replace=force, option="--batch")
     say("loading torch and transformers")
     from trajpack.commands.train import train
 
-    return partial(train, settings, out)
+    return partial(train, settings, out, batch)
 
 
 _TRAINED = "merged: a sequence is a whole conversation; turns: one turn; tree: train on trees."
+_LAST_BATCH = "File of the batch of the last step. [default: none is written]"
 _CURVES = "HTML page of the curves: success, speed, fill and staleness."

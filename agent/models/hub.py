@@ -32,12 +32,12 @@ def model_folder(
 
     Raises:
         SetupError: If the hub cannot be reached, or has no such model for this user.
-        ModuleNotFoundError: If transformers, which brings huggingface_hub, is not installed.
+        ModuleNotFoundError: If huggingface_hub, which comes with transformers, is not installed.
     """
     folder = Path(model)
     if folder.exists() or not _NAME.fullmatch(str(model)):
         return folder
-    require("transformers")
+    require("huggingface_hub")
     from huggingface_hub import snapshot_download
 
     say(f"fetching {model} from the Hugging Face hub, if it is not kept already")

@@ -17,7 +17,7 @@ from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.app import OPTIONS
 
-COMMANDS = ("rollout", "inspect", "replay", "train")
+COMMANDS = ("rollout", "inspect", "replay", "report", "train")
 FRESH = [sys.executable, "-P", "-c", "from trajpack.cli import main; main()"]
 WITHOUT_TORCH = """
 import sys
@@ -29,7 +29,7 @@ assert not loaded, loaded
 """
 
 
-def test_help_and_refusals_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
+def test_help_and_refusals_load_neither_torch_nor_numpy() -> None:
     lines = [
         "--help", "--version", "-h", "", "rolout", "rollout --turns two",
         "rollout --dataset nope.jsonl", "rollout --engine vllm", "inspect nope.safetensors",
@@ -37,7 +37,7 @@ def test_help_and_refusals_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
     ]  # fmt: skip
     subprocess.run(
         [sys.executable, "-P", "-c", WITHOUT_TORCH],
-        input="\n".join(lines), cwd=tmp_path, check=True, capture_output=True, text=True,
+        input="\n".join(lines), check=True, capture_output=True, text=True,
     )  # fmt: skip
 
 

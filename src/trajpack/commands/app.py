@@ -26,6 +26,7 @@ _COUNT: Any = whole(1, MAX_COUNT)
 Order = Literal["batch", "best", "worst"]
 _LAYOUTS: Any = one_of(LayoutName)
 _FILE: Any = {"metavar": "FILE"}
+_NAME: Any = {"metavar": "MODEL", "show_default": False}
 _FOLDER: Any = {"metavar": "FOLDER", "show_default": False}
 _SEED: Any = whole(*LIMITS["seed"])
 
@@ -100,11 +101,9 @@ def _top(
 
 def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     dataset: Annotated[
-        Path | None, typer.Option(help=_DATASET, metavar="FILE", show_default=False)
+        Path | None, typer.Option(**_FILE, help=_DATASET, show_default=False)
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help=_MODEL, metavar="MODEL", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option(**_NAME, help=_MODEL)] = None,
     num_prompts: Annotated[
         int, typer.Option(**_COUNT, help="Number of questions.")
     ] = _Rollout.num_prompts,
@@ -217,9 +216,7 @@ _REPLAYED = "File of the batch. [default: none is written]"
 
 def inspect_batch(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of a packed batch.")],
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help=_TOKENIZER, show_default=False)
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(**_NAME, help=_TOKENIZER)] = None,
     sequences: Annotated[
         int, typer.Option(**whole(0, MAX_COUNT), help="Number of sequences to show.")
     ] = 3,
@@ -265,9 +262,7 @@ def report(
         Path, typer.Argument(metavar="SOURCE", help="File of a packed batch, or folder of a log.")
     ],
     out: Annotated[Path | None, typer.Option(**_FILE, help=_PAGE, show_default=False)] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help=_TOKENIZER, show_default=False)
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(**_NAME, help=_TOKENIZER)] = None,
     capacity: Annotated[
         int | None, typer.Option(**_COUNT, help=_CAPACITY, show_default=False)
     ] = None,

@@ -10,28 +10,10 @@ from typing import Any, ClassVar
 import sphinx.application
 from docutils import nodes
 from docutils.statemachine import StringList
+from names import PUBLIC_MODULES, exports, value_of
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
-
-PUBLIC_MODULES = {
-    "trajpack.packing": "trajpack",
-    "trajpack.kernels": "trajpack.kernels",
-    "trajpack.agent": "trajpack.agent",
-}
-"""Module from which the names of each layer are imported."""
-
-
-def exports(module: str) -> dict[str, list[str]]:
-    """Return the public names of a layer by the package of the module that defines them."""
-    found: dict[str, list[str]] = {}
-    for name in import_module(module).__all__:
-        value = getattr(import_module(module), name)
-        if not inspect.ismodule(value):
-            package = value.__module__.rpartition(".")[0]
-            home = value.__module__ if package == module else package
-            found.setdefault(home, []).append(name)
-    return dict(sorted(found.items()))
 
 
 class Exports(SphinxDirective):
@@ -58,7 +40,7 @@ class Exports(SphinxDirective):
             about = re.sub("`+", "``", inspect.getdoc(import_module(home)) or "")
             lines += [title, "-" * len(title), "", *about.splitlines(), ""]
             for path in paths:
-                value = _value(path)
+                value = value_of(path)
                 kind = "class" if inspect.isclass(value) else "function"
                 kind = kind if callable(value) else "data"
                 lines += [f".. auto{kind}:: {path}", ""]
@@ -66,20 +48,6 @@ class Exports(SphinxDirective):
         section.document = self.state.document
         nested_parse_with_titles(self.state, StringList(lines, source=layer), section)
         return section.children
-
-
-def _value(path: str) -> Any:
-    """Return what a dotted path leads to, or None."""
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            value: Any = import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for part in parts[count:]:
-            value = getattr(value, part, None)
-        return value
-    return None
 
 
 def documented(env: BuildEnvironment, target: str) -> str | None:
@@ -93,13 +61,13 @@ def documented(env: BuildEnvironment, target: str) -> str | None:
         return min(ends, key=len)
     if not target.startswith("trajpack."):
         return None
-    owner, value, attributes = target, _value(target), ""
+    owner, value, attributes = target, value_of(target), ""
     while value is not None and owner:
         for name in known:
-            if name.rpartition(".")[2] == owner.rpartition(".")[2] and _value(name) is value:
+            if name.rpartition(".")[2] == owner.rpartition(".")[2] and value_of(name) is value:
                 return f"{name}{attributes}" if f"{name}{attributes}" in known else name
         owner, _, last = owner.rpartition(".")
-        value, attributes = _value(owner), f".{last}{attributes}"
+        value, attributes = value_of(owner), f".{last}{attributes}"
     return None
 
 
@@ -109,7 +77,7 @@ def resolve(app: Any, env: BuildEnvironment, node: Any, content: nodes.Element) 
         return None
     target = node["reftarget"]
     full = documented(env, target)
-    owner = _value(f"{node.get('py:module')}.{node.get('py:class')}")
+    owner = value_of(f"{node.get('py:module')}.{node.get('py:class')}")
     for base in owner.__mro__ if inspect.isclass(owner) else ():
         full = full or documented(env, f"{base.__module__}.{base.__qualname__}.{target}")
         if full is None and target in {*dir(base), *getattr(base, "__annotations__", {})}:

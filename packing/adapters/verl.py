@@ -63,10 +63,10 @@ def to_data_proto_dict(
     advantages, returns float32 [B, R]       if the batch has advantages    0
     token_level_scores, float32 [B, R]       with advantages: rm_scores     0
     token_level_rewards
-    routed_experts,     its    [B, P+R, …]  extra fields                   0
+    routed_experts,     its     [B, P+R, …]  extra fields                   0
     teacher_ids,        own
     teacher_logprobs
-    other extra fields  own    [B, R, …]                                   0
+    other extra fields  own     [B, R, …]                                   0
     =================== ======= ============ ============================== ============
 
     These are ``tensors``. Padding of ``position_ids`` is 0 on the left, the last position on the

@@ -1,6 +1,8 @@
 """Completions of both engines: requests, resumptions, cancellation and whole rollouts."""
 
 import asyncio
+import base64
+import io
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +97,34 @@ def test_sglang_gets_token_ids_and_returns_a_checked_sample() -> None:
             "no_stop_trim": True,
             **NEUTRAL,
         }
+
+    asyncio.run(body())
+
+
+def test_routed_experts_are_asked_for_and_become_a_field() -> None:
+    routes = np.arange(24, dtype=np.int32).reshape(4, 2, 3)
+    with io.BytesIO() as file:
+        np.save(file, routes.astype(np.uint16))
+        npy = base64.b64encode(file.getvalue()).decode()
+
+    async def vllm(asked: Asked) -> Answer:
+        body = vllm_body([7, 8])
+        body["choices"][0]["routed_experts"] = npy
+        return Answer(body=body)
+
+    async def sglang(asked: Asked) -> Answer:
+        assert asked.payload["return_routed_experts"] is True
+        body = sglang_body([7, 8])
+        body["meta_info"]["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+        return Answer(body=body)
+
+    async def body() -> None:
+        asking = options(routed_experts=(2, 3))
+        for engine_type, say in ((VLLMEngine, vllm), (SGLangEngine, sglang)):
+            async with serving(engine_type, drawing(say), options=asking) as (_, engine):
+                fields = (await generate(engine)).fields
+                assert fields is not None
+                assert fields["routed_experts"].tolist() == [*routes.tolist(), [[0, 1, 2]] * 2]
 
     asyncio.run(body())
 

@@ -4,11 +4,13 @@ import asyncio
 import base64
 import io
 from collections.abc import Awaitable, Callable
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trajpack
 from tests.agent.servers.loopback import (
@@ -515,6 +517,39 @@ def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> None:
+    _, tokenizer = build_tiny_model()
+    answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
+    rows = [[token, *range(9, 9 + number)] for number, token in enumerate(answer)]
+    allowed = [token for row in rows for token in row]
+    ends = [0, *accumulate(map(len, rows))]
+    mask = rows if in_rows else {"token_ids": allowed, "offsets": ends}
+
+    async def draw(asked: Asked) -> Answer:
+        (choice,) = vllm_body(answer)["choices"]
+        return Answer(body={"choices": [choice | {"sampling_mask": mask}]})
+
+    async def body() -> list[Any]:
+        question = Question("q", ({"role": "user", "content": "2 + 3"},), ("5",))
+        agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=2)
+        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+            runner = RolloutRunner(engine, agent, ExactAnswerEnvironment([question]))
+            return [one async for one in runner.run([Prompt("q", [7, 8])])]
+
+    (result,) = asyncio.run(body())
+    field = trajpack.TokenField("sampling_mask", torch.int32, ragged=True)
+    batch = trajpack.pack(result.trajectories, fields=[field])
+    turns = batch.num_turns
+    assert result.error is None
+    assert turns == 2
+    assert batch.ragged("sampling_mask").values.tolist() == allowed * turns
+    assert batch.ragged("sampling_mask").cu.diff().tolist() == list(map(len, rows)) * turns
+    head = torch.zeros(len(tokenizer), 4)
+    found = batch.logprobs(torch.zeros(batch.num_tokens, 4), head, support="sampling_mask")
+    torch.testing.assert_close(found, -torch.tensor([*map(len, rows)] * turns).log())
 
 
 @pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])

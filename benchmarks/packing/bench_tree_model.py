@@ -3,7 +3,7 @@
 One thread, processor time, so that other work on the machine counts little. Rows run one by one,
 each by a call without a mask, and add their gradients up. The last lines of the table say what was
 shared, and which part of the token ratio came out as speed. Asserted is `LEAST` of it over separate
-turns, but for little work, and that the backend ``"auto"`` is not slower than the better of two by `MOST_TIMES`.
+turns, but for little work, and that ``"auto"`` takes no more than `MOST_TIMES` the better backend.
 """
 
 from functools import partial

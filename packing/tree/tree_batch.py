@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
+import numpy as np
 import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES
@@ -456,9 +457,14 @@ def tree_batch_of(
     # `data`: nodes and entries share memory, but a write to one is none to the other
     nodes = {name: written(source)[:num_nodes].data for name, source in NODE_FIELDS.items()}
     parents = written("turn_ids")[:num_nodes].data  # memory of a field that nodes do not have
-    torch.arange(-1, num_nodes - 1, out=parents)
-    rows = runs[: plan.num_node_rows]
-    parents[rows[:, Run.START].long()] = rows[:, PARENT]
+    if parents.device.type == "cpu":  # a tenth of the time of torch's operators
+        host, table = parents.numpy(), plan.runs[: plan.num_node_rows]
+        host[:] = np.arange(-1, num_nodes - 1, dtype=np.int32)
+        host[table[:, Run.START]] = table[:, PARENT]
+    else:
+        torch.arange(-1, num_nodes - 1, out=parents)
+        rows = runs[: plan.num_node_rows]
+        parents[rows[:, Run.START].long()] = rows[:, PARENT]
     chains, (ready, later) = plan.chains, of_entries
     bounds = ready["cu_generated"]
     entries = {

@@ -101,6 +101,9 @@ OTHERS = {
         "it keeps the softmax of all logits; ours computes the logits again, which is a fourth "
         "matrix product"
     ),
+    "liger chunk of a policy loss": (
+        "it folds the logits of a tile as they are; ours first takes the targets' out of them"
+    ),
     "the matrix products alone": "it folds no logits and computes none again",
     "index, made before": "where each row lies was worked out before",
     "index_select, made before": "where each row lies was worked out before",

@@ -1,7 +1,7 @@
 """Log-probabilities from hidden states, forward and backward: the same job done other ways.
 
 Each takes hidden states, an LM head, the rows to compute and their targets, and returns the
-log-probabilities and the gradients of hidden states and head. What is written are the most bytes
+log-probabilities and the gradients of hidden states and head. The last column has the most bytes
 that are allocated at once beside the inputs and the gradients. The bare products are the three
 matrix products that every way needs.
 """
@@ -153,7 +153,7 @@ def contest(
     def made(results: Callable[..., tuple[torch.Tensor, ...]], *rest: Any) -> dict[str, Any]:
         work = with_gradients(given, partial(results, given, *rest, entropy=entropy))
         most = most_bytes(quietly(work), device) - gradients
-        wrote = f"{most / 1e6:,.0f} MB beside gradients"
+        wrote = f"{most / 1e6:,.0f} MB"
         return {"work": work, "wrote": wrote, "tunes_threads": True}
 
     entrants = [

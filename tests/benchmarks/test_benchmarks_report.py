@@ -127,6 +127,21 @@ def test_committed_results_say_where_they_come_from():
                 assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
 
 
+def test_the_run_of_a_part_is_shown_with_its_own_hardware_and_memory(tmp_path):
+    first, second = (record_of([1.0], [2.0], workload=name) for name in "ab")
+    second["entries"][0]["wrote"] = "some"
+    part = results_of(first, second)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "cpu.json").write_text(json.dumps(part))
+    (loaded,) = report.load(tmp_path)
+    text = report.document([loaded])
+    assert provenance(part) in text
+    assert "| all / some |" in text
+    assert report.LEGEND not in text
+    assert "png" not in text
+    assert provenance(part) not in report.speed_section([loaded])
+
+
 def test_the_documents_are_what_the_committed_results_say(capsys):
     assert report.main(["--check"]) == 0, capsys.readouterr().out
 

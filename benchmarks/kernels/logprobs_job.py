@@ -182,4 +182,5 @@ def contest(
             entrants.append(Contender(name, None, "", missing=why))
         else:
             entrants.append(Contender(name, **made(call, module)))
-    return Contest(LOGPROBS, which, len(given.rows), check, clock=processor_clock), entrants
+    options: dict[str, Any] = {"rounds": 3, "seconds": 10, "clock": processor_clock}
+    return Contest(LOGPROBS, which, len(given.rows), check, **options), entrants

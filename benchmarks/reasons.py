@@ -102,7 +102,8 @@ OTHERS = {
         "matrix product"
     ),
     "liger chunk of a policy loss": (
-        "it folds the logits of a tile as they are; ours first takes the targets' out of them"
+        "it makes the same four products; ours also takes the targets' logits out of the sums, so "
+        "that the rest of a distribution is exact"
     ),
     "the matrix products alone": "it folds no logits and computes none again",
     "index, made before": "where each row lies was worked out before",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.contest import OURS
 from benchmarks.promises import FROM_ARRAYS, FROM_LISTS, PACK_ONLY, PROMISES, promised, ratio
-from benchmarks.tables import SIZES, Record, entry_of, provenance, render, short, winners
+from benchmarks.tables import Record, entry_of, provenance, render, short, winners
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,9 +42,8 @@ DEVICE_LEGEND = (
 
 
 def load(folder: Path = RESULTS) -> list[Record]:
-    """Return the committed results, the host's first; runs of a part are in folders."""
-    whole = (folder / f"{device}.json" for device in ("cpu", "gpu"))
-    paths = [*whole, *sorted(folder.glob("*/cpu.json"))]
+    """Return the committed results, the host's first."""
+    paths = (folder / f"{device}.json" for device in ("cpu", "gpu"))
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
@@ -104,8 +103,7 @@ def speed_section(results: Sequence[Record]) -> str:
                 rows.append(f"| {promise.words} | {min(times):.1f} to {max(times):.0f} |")
         if rows:
             parts.append("\n".join(["| | times faster |", "|---|---|", *rows]))
-        if rows or one["measured"] == "gpu":
-            parts.append(provenance(one))
+        parts.append(provenance(one))
     if not any(one["measured"] == "gpu" for one in results):
         parts.append("No GPU was measured; `make bench-gpu` is for a machine that has one.")
     return "\n\n".join([*parts, END])
@@ -115,11 +113,8 @@ def document(results: Sequence[Record]) -> str:
     """Return docs/benchmarks/results.md: every table."""
     parts = ["# Benchmark results", "Written by `python -m benchmarks.report`; [rules](README.md)."]
     for one in results:
-        if any(record["job"] == SIZES for record in one["contests"]):
-            parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
-            parts += _introduced(one)
-        else:
-            parts.append(render(one).strip())
+        parts.append(f"![milliseconds to pack, against tokens]({_plot(one)})")
+        parts += _introduced(one)
     return "\n\n".join(parts) + "\n"
 
 

@@ -45,7 +45,8 @@ def test_slime_to_prime_rl_with_advantages(batch: PackedBatch, tmp_path: Path) -
     assert done.status == 0, done.stderr
     assert f"written    {out}\n" in done.stdout
     assert rows_of(out) == prime_rl.to_training_samples(batch.with_advantages(GRPO()))
-    assert call(*command).status == 0
+    assert f"{out} exists; --force replaces it" in refusal(*command)
+    assert call(*command, "--force").status == 0
     assert rows_of(out)[0]["advantages"] is None
 
 

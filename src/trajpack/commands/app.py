@@ -24,6 +24,10 @@ from trajpack.commands.terminal import readable, results, say
 
 _COUNT: Any = whole(1, MAX_COUNT)
 Order = Literal["batch", "best", "worst"]
+Oversized = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
+Source = Literal["slime", "prime-rl", "areal", "trajpack"]
+Target = Literal["slime", "prime-rl", "torchtitan", "trajpack"]
+Credit = Literal["grpo", "dr-grpo", "rloo"]
 _LAYOUTS: Any = one_of(LayoutName)
 _FILE: Any = {"metavar": "FILE"}
 _NAME: Any = {"metavar": "MODEL", "show_default": False}
@@ -291,16 +295,16 @@ _CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest 
 
 
 def plan(
-    batch: Annotated[Path, typer.Argument(help="A batch that rollout or PackedBatch.save wrote.")],
+    batch: Annotated[Path, typer.Argument(metavar="FILE", help="File of a packed batch.")],
     capacity: Annotated[int, typer.Option(**_COUNT, help="Tokens of a micro-batch at most.")],
-    ranks: Annotated[int, typer.Option(min=1, max=10_000, help="Data-parallel ranks.")] = 1,
-    algorithm: Annotated[str | None, typer.Option(help=_ALGORITHM, show_default=False)] = None,
+    ranks: Annotated[int, typer.Option(**whole(1, 10_000), help="Data-parallel ranks.")] = 1,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_ALGORITHM, show_default=False)
+    ] = None,
     align: Annotated[
-        int, typer.Option(min=1, max=1 << 20, help="Multiple that each sequence is padded to.")
+        int, typer.Option(**whole(1, 1 << 20), help="Multiple that each sequence is padded to.")
     ] = 1,
-    oversized: Annotated[
-        Literal["raise", "drop", "truncate_at_turn", "own_bin"], typer.Option(help=_OVERSIZED)
-    ] = "raise",
+    oversized: Annotated[Oversized, typer.Option(**one_of(Oversized), help=_OVERSIZED)] = "raise",
     as_json: Annotated[bool, typer.Option("--json", help=_PLAN_JSON)] = False,
 ) -> Work:
     """Plan the micro-batches of a batch, and show their number, fill, padding and balance.
@@ -330,28 +334,24 @@ _PLAN_JSON = "Print the statistics and the sequences of each micro-batch as JSON
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(help=_CONVERTED)],
-    source: Annotated[
-        Literal["slime", "prime-rl", "areal", "trajpack"],
-        typer.Option("--from", help="Format of FILE."),
-    ],
-    target: Annotated[
-        Literal["slime", "prime-rl", "torchtitan", "trajpack"],
-        typer.Option("--to", help="Format to write."),
-    ],
-    out: Annotated[Path, typer.Option(help=_CONVERTED_OUT)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_CONVERTED)],
+    source: Annotated[Source, typer.Option("--from", **one_of(Source), help="Format of FILE.")],
+    target: Annotated[Target, typer.Option("--to", **one_of(Target), help="Format to write.")],
+    out: Annotated[Path, typer.Option(**_FILE, help=_CONVERTED_OUT)],
     advantages: Annotated[
-        Literal["grpo", "dr-grpo", "rloo"] | None,
-        typer.Option(help=_ADVANTAGES, show_default=False),
+        Credit | None, typer.Option(**one_of(Credit), help=_ADVANTAGES, show_default=False)
     ] = None,
     missing_reward: Annotated[
-        float | None, typer.Option(help=_MISSING_REWARD, show_default=False)
+        float | None, typer.Option(**number(), help=_MISSING_REWARD, show_default=False)
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
 ) -> Work:
     """Convert rollouts from one trainer's format to another's.
 
     Example: trajpack convert samples.jsonl --from slime --to prime-rl --out prime.jsonl
     """
+    if out.exists() and not out.is_dir() and not force:
+        raise SetupError(f"{out} exists; --force replaces it")
     from trajpack.commands.convert import convert_file
 
     return partial(

@@ -101,6 +101,10 @@ OTHERS = {
         "it keeps the softmax of all logits; ours computes the logits again, which is a fourth "
         "matrix product"
     ),
+    "liger chunk of a policy loss": (
+        "it makes the same four products; ours also takes the targets' logits out of the sums, so "
+        "that the rest of a distribution is exact"
+    ),
     "the matrix products alone": "it folds no logits and computes none again",
     "index, made before": "where each row lies was worked out before",
     "index_select, made before": "where each row lies was worked out before",

@@ -180,7 +180,7 @@ def entry_of(record: Record, name: str) -> Record | None:
 
 def _wrote(records: list[Record], name: str) -> str:
     entries = (entry_of(record, name) for record in records)
-    return next(entry["wrote"] for entry in entries if entry is not None)
+    return " / ".join(dict.fromkeys(entry["wrote"] for entry in entries if entry is not None))
 
 
 def _is_rival(name: str) -> bool:

@@ -127,6 +127,12 @@ def test_committed_results_say_where_they_come_from():
                 assert entry["best_ms"] is None or math.isfinite(entry["best_ms"])
 
 
+def test_what_differs_by_workload_is_shown_for_each():
+    first, second = (record_of([1.0], [2.0], workload=name) for name in "ab")
+    second["entries"][0]["wrote"] = "some"
+    assert "| all / some |" in render(results_of(first, second))
+
+
 def test_the_documents_are_what_the_committed_results_say(capsys):
     assert report.main(["--check"]) == 0, capsys.readouterr().out
 

@@ -19,11 +19,13 @@ from trajpack import (
     ReinforcePlusPlusBaseline,
     TokenField,
     TrajectoryBuffer,
+    TreeBatch,
     TurnGAE,
     TurnReturns,
     VTrace,
     kernels as k,
     pack_resident,
+    pack_tree,
 )
 
 SMALL = {"A": lengths_a(1 / 256), "B": lengths_b(1 / 32), "C": lengths_c(1 / 256)}
@@ -105,7 +107,7 @@ def other_calls(given: Drawn) -> Iterator[tuple[str, Call]]:
         "token_logprobs, bfloat16, a temperature a row",
         lambda impl: with_gradients(given, impl, lambda rows: 0.5 + rows % 3 / 2),
     )
-    tree = given.buffer.pack_tree().with_advantages(GRPO(), impl="torch")
+    tree = small_tree(given)
     yield "values of a tree", lambda impl: values_of_tree(tree, impl)
     yield "vtrace", lambda impl: k.vtrace(*both, *policies, **RATES, loss_mask=mask, impl=impl)
     known: dict[str, Any] = {"mask": mask, "max_seqlen": given.longest}
@@ -171,11 +173,24 @@ def with_gradients(given: Drawn, impl: Any, temperature: Callable[..., Any] | No
     return [*(one.detach() for one in several), *grads]
 
 
-def values_of_tree(tree: Any, impl: Any) -> Any:
+def small_tree(given: Drawn) -> TreeBatch:
+    """Return the tree of three trajectories, and of each with another last token."""
+    few = []
+    for one in given.trajectories[:3]:
+        (turn,) = one.turns
+        prompt, said = (np.asarray(ids) % 1000 for ids in (turn.prompt_ids, turn.completion_ids))
+        for more in range(2):
+            ids = np.append(said[:-1], said[-1:] + more)
+            turns = [replace(turn, prompt_ids=prompt, completion_ids=ids, reward=float(more))]
+            few.append(replace(one, id=f"{one.id} {more}", turns=turns))
+    return pack_tree(few, device=given.device)
+
+
+def values_of_tree(tree: TreeBatch, impl: Any) -> Any:
     """Return log-probabilities and entropies of a tree, the gradient of a loss, and its credit."""
     hidden, weight = (
         torch.linspace(-9, 9, 2 * size, device=tree.device).sin().view(size, 2).requires_grad_()
-        for size in (tree.num_nodes, 32_000)
+        for size in (tree.num_nodes, 1024)
     )
     logprobs, entropies = tree.logprobs(hidden, weight, entropy=True, impl=impl)
     credited = tree.with_advantages(GRPO(), impl=impl)

@@ -99,14 +99,7 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
-    "segment_logarithms_kernel": {
-        DEFAULT: BlockShape(
-            256,
-            128,
-            "A segment is a warp's, with 8 tokens a thread at once. 96 registers: 640 threads on "
-            "an SM request 46 KB of float32.",
-        )
-    },
+    "sum_slots_kernel": {DEFAULT: BlockShape(256, 32, "A warp, so sums are shuffles.")},
     "weigh_kernel": {
         DEFAULT: BlockShape(
             1024,

@@ -165,7 +165,7 @@ def whiten_kernel(
 
 def moments_forward(x: torch.Tensor, mask: torch.Tensor, shift: float) -> torch.Tensor:
     """Return moments and sums [8] of contiguous tensors, in one launch."""
-    x, mask = _aligned(x), _aligned(mask)
+    x, mask = aligned(x), aligned(mask)
     programs = max(triton.cdiv(x.shape[0], CHUNK), 1)
     results, counter = empty_results(programs, x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -188,7 +188,7 @@ def whiten_forward(
     center: bool,
 ) -> torch.Tensor:
     """Return whitened entries of contiguous tensors, in one launch; 3 of ``given`` are sums."""
-    x, mask = _aligned(x), _aligned(mask)
+    x, mask = aligned(x), aligned(mask)
     programs = triton.cdiv(x.shape[0], CHUNK)
     whitened = torch.empty(programs * CHUNK, dtype=torch.float32, device=x.device)
     if programs:
@@ -221,7 +221,7 @@ def _counter_of(device: torch.device, stream: int) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, a mask as bytes, copied if it is not aligned."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.int8)  # Triton takes a bool pointer for one bit

@@ -494,21 +494,23 @@ class PackedBatch(LabelMethods):
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
 
-        Cost: two launches for levels of tokens; three for segments that are turns, four for
-        trajectories; one more to normalize. No copy, no synchronisation.
+        Cost: two launches for levels of tokens, four for segments; of trajectories of a batch that
+        was not packed but copied or loaded, six small ones more. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.importance_weights`.
         """
-        from trajpack.kernels.corrections.importance_weights import importance_of_groups
+        from trajpack.kernels.corrections.importance_weights import weigh_tokens
+        from trajpack.kernels.corrections.slots import Places
 
         if per not in ("trajectory", "turn"):
             raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
-        return importance_of_groups(
-            logprobs, self.rollout_logprobs, self.loss_mask, correction,
-            segments=self.turn_spans, segment_ids=self.turn_ids,
-            groups=self.cu_turns if per == "trajectory" else None, impl=impl,
-        )  # fmt: skip
+        owners, num_slots = None, self.num_turns
+        if per == "trajectory":
+            owners, num_slots = self.group_order.owners, self.cu_turns.shape[0] - 1
+        places = Places(None, self.turn_ids, owners, self.num_turns, num_slots)
+        tokens = logprobs, self.rollout_logprobs, self.loss_mask
+        return weigh_tokens(*tokens, correction, places, impl)
 
     def _units(self, aggregation: str, per: str, truncated: str) -> dict[str, Any]:
         """Return the mask, the sequence of each token and the group of each trajectory."""

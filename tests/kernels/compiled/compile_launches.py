@@ -14,14 +14,10 @@ import torch
 from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
 from trajpack.kernels.corrections.importance_weights import Correction
-from trajpack.kernels.corrections.importance_weights_triton import (
-    PARTIALS,
-    group_logarithms,
-    merge_partials,
-    segment_logarithms,
-    weigh,
-)
-from trajpack.kernels.corrections.loss_weights_triton import count_slots, share
+from trajpack.kernels.corrections.importance_weights_triton import PARTIALS, merge, weigh
+from trajpack.kernels.corrections.loss_weights_triton import share
+from trajpack.kernels.corrections.slots import Places
+from trajpack.kernels.corrections.slots_triton import WORDS, sum_slots
 from trajpack.kernels.credit.turns import Turns
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_memory
@@ -85,11 +81,9 @@ DEMANDING = {
     "chunk_fold": {"mean of float32, masked"},
     "moments_forward": {"float64"},
     "whiten_forward": {"float64"},
-    "segment_logarithms": {"float32", "float64, ids"},
-    "group_logarithms": {"groups"},
-    "weigh": {"float32", "float64, ids"},
-    "merge_partials": {"partials"},
-    "count_slots": {"int64 ids, owners"},
+    "sum_slots": {"float64, bounds", "int64 ids, owners"},
+    "weigh": {"float32", "float64, bounds"},
+    "merge": {"by segment"},
     "share": {"int64 ids, owners"},
     "fold_forward": {"bfloat16, all", "float64, all"},
     "slope_forward": {"bfloat16, all", "float64, all"},
@@ -194,37 +188,41 @@ def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
 
 
 def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
-    """Importance weights of both dtypes, with and without segments."""
+    """Importance weights of both dtypes, without segments, by ids and by boundaries."""
     device, rule = cu_seqlens.device, Correction()
     ids = torch.zeros(99, dtype=torch.int32, device=device)
     mask = torch.zeros(99, dtype=torch.int8, device=device)
-    table = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
+    table = torch.zeros((9, WORDS), dtype=torch.int64, device=device)
+    by_ids, by_bounds = Places(None, ids, None, 8, 8), Places(cu_seqlens, None, ids[1:9], 8, 8)
     for dtype in (torch.float32, torch.float64):
         x, name = torch.zeros(99, dtype=dtype, device=device), str(dtype).removeprefix("torch.")
-        given: torch.Tensor | None
-        for given, label in ((None, name), (ids, f"{name}, ids")):
-            rows = {"segment_ids": given, "finish": True}
-            yield label, partial(segment_logarithms, x, x, mask, rule, cu_seqlens, **rows)
-            known = None if given is None else table[:3]
-            yield label, partial(weigh, x, x, mask, rule, given, known)
-    yield "groups", partial(group_logarithms, table[:3], rule, cu_seqlens)
-    yield "partials", partial(merge_partials, table, normalize=False)
+        yield name, partial(weigh, x, x, mask, rule, None, None)
+        for places, label in ((by_ids, f"{name}, ids"), (by_bounds, f"{name}, bounds")):
+            yield label, partial(sum_slots, mask, places, x, x)
+            yield label, partial(weigh, x, x, mask, rule, places, table)
+    partials = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
+    weights = torch.zeros(2048, device=device)
+    yield "by token", partial(merge, partials, weights, None, normalize=False)
+    yield "by segment", partial(merge, partials, weights, table[-1], normalize=True)
 
 
 def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
-    """Ids of sequences, with and without groups, or none."""
+    """Ids of sequences, with and without groups, or none; masks of tokens, or their numbers."""
     device = owners.device
-    mask = torch.zeros(99, dtype=torch.int8, device=device)
-    counts = torch.zeros(9, dtype=torch.int64, device=device)
-    rows = {"given": 0.0, "num_ids": 9, "num_slots": 8, "divides": True}
-    yield "no ids", partial(share, mask, None, None, mask, counts, **rows)
+    mask, numbers = (torch.zeros(99, dtype=t, device=device) for t in (torch.int8, torch.int32))
+    table = torch.zeros((9, 1), dtype=torch.int64, device=device)
+    rows: dict[str, Any] = {"given": 0.0, "divides": True}
+    yield "no ids", partial(share, mask, Places(None, None, None, 0, 0), None, table[-1], **rows)
     for dtype in (torch.int32, torch.int64):
         ids = torch.zeros(99, dtype=dtype, device=device)
-        label = f"{dtype} ids".removeprefix("torch.")
-        yield label, partial(count_slots, mask, ids, None, counts, 9)
-        yield label, partial(share, mask, ids, None, counts, counts, **rows)
-    yield f"{label}, owners", partial(count_slots, mask, ids, owners, counts, 9)
-    yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
+        label, places = f"{dtype} ids".removeprefix("torch."), Places(None, ids, None, 8, 8)
+        yield label, partial(sum_slots, mask, places)
+        yield label, partial(share, mask, places, table, None, **rows)
+    places = Places(None, ids, owners, 9, 8)
+    yield f"{label}, owners", partial(sum_slots, mask, places)
+    yield f"{label}, owners", partial(share, mask, places, table, table[-1], **rows)
+    yield "numbers", partial(sum_slots, numbers, places)
+    yield "numbers", partial(share, numbers, places, table, table[-1], **rows)
 
 
 def launches_of_logits(rows: torch.Tensor) -> Launches:

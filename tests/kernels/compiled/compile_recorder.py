@@ -17,13 +17,9 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from trajpack.kernels import block_shapes
-from trajpack.kernels.corrections.importance_weights_triton import (
-    group_logarithms_kernel,
-    merge_partials_kernel,
-    segment_logarithms_kernel,
-    weigh_kernel,
-)
-from trajpack.kernels.corrections.loss_weights_triton import count_slots_kernel, share_kernel
+from trajpack.kernels.corrections.importance_weights_triton import merge_kernel, weigh_kernel
+from trajpack.kernels.corrections.loss_weights_triton import share_kernel
+from trajpack.kernels.corrections.slots_triton import sum_slots_kernel
 from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
@@ -71,11 +67,9 @@ KERNELS = (
     spread_kernel,
     moments_kernel,
     whiten_kernel,
-    segment_logarithms_kernel,
-    group_logarithms_kernel,
+    sum_slots_kernel,
     weigh_kernel,
-    merge_partials_kernel,
-    count_slots_kernel,
+    merge_kernel,
     share_kernel,
     fold_kernel,
     slope_kernel,

@@ -30,7 +30,8 @@ from trajpack import (
     kernels,
     pack_resident,
 )
-from trajpack.kernels.corrections.importance_weights import importance_of_groups
+from trajpack.kernels.corrections.importance_weights import weigh_tokens
+from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
@@ -247,10 +248,10 @@ OPERATORS: Calls = {
     "importance_weights, of tokens": lambda size: kernels.importance_weights(
         floats(size), floats(size), marks(size), kernels.Correction(normalize=True), impl="triton"
     ),
-    "importance_weights, of trajectories": lambda size: importance_of_groups(
+    "importance_weights, of trajectories": lambda size: weigh_tokens(
         floats(size), floats(size), marks(size), kernels.Correction.mis(),
-        segments=boundaries_of(size), segment_ids=None,
-        groups=torch.tensor([0, len(boundaries_of(size)) - 1]).int(), impl="triton",
+        Places(boundaries_of(size), None, torch.zeros(size).int(), len(boundaries_of(size)) - 1, 1),
+        impl="triton",
     ),
     "loss_weights": lambda size: kernels.loss_weights(
         "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),

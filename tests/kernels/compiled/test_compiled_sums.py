@@ -159,11 +159,11 @@ def test_whole_tiles_are_weighed_by_loads_of_full_width(compiled: Any) -> None:
         assert variant["loads"][1] == importance_weights_triton.EACH, variant  # the last mask
 
 
-def test_tokens_of_a_segment_are_loaded_eight_at_a_time(compiled: Any) -> None:
-    for variant in compiled.variants("segment_logarithms_kernel"):
-        tokens = importance_weights_triton.LANES // 32 * 128 // variant["threads"]
-        assert variant["loads"][1] == tokens, variant
-        assert variant["stores"][8] == 3, variant
+def test_a_slot_is_summed_by_a_warp_in_atomic_additions_alone(compiled: Any) -> None:
+    for variant in compiled.variants("sum_slots_kernel"):
+        assert not variant["stores"], variant
+        if "bounds" not in variant["inputs"]:  # what an atomic returned reaches all lanes
+            assert variant["barriers"] <= 2, variant
 
 
 # --- loss weights
@@ -173,8 +173,3 @@ def test_loss_weights_are_stored_at_full_width_and_unmasked(compiled: Any) -> No
     for variant in compiled.variants("share_kernel"):
         assert variant["stores"] == {16: 1}, variant
         assert not variant["masked_stores"], variant
-
-
-def test_counts_are_added_by_atomics_alone(compiled: Any) -> None:
-    for variant in compiled.variants("count_slots_kernel"):
-        assert not variant["stores"], variant

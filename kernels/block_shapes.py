@@ -86,6 +86,9 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "is one round of each pass.",
         )
     },
+    "group_advantages_kernel, long": {
+        DEFAULT: BlockShape(2048, 256, "8 members a thread: an SM has one such group or two.")
+    },
     "credit_scan": {
         DEFAULT: BlockShape(
             128,
@@ -117,13 +120,7 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         )
     },
     "spread_kernel": {
-        DEFAULT: BlockShape(
-            4096,
-            256,
-            "A chunk of whitening, whose moments it stores: 16 tokens a thread. 128 registers: 512 "
-            "threads on an SM. Without the limit ptxas spills a register to fit one more block.",
-            most_registers=128,
-        )
+        DEFAULT: BlockShape(512, 32, "A warp with 16 tokens a thread: less search for each.")
     },
     "logit_statistics": {
         DEFAULT: BlockShape(

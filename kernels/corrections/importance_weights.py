@@ -335,7 +335,7 @@ def importance_weights_reference(
     log_ratios = (logprobs - rollout_logprobs).float()
     if places is not None:
         num_slots = places.num_slots
-        slots = slots_of_tokens(places, loss_mask.shape[0])
+        slots = slots_of_tokens(places, loss_mask.shape[0], loss_mask.device)
         loss_mask = loss_mask & (slots < num_slots)
         zeros = torch.zeros(num_slots + 1, dtype=torch.int64, device=loss_mask.device)
         counts = zeros.index_add_(0, slots, loss_mask.long())[:num_slots]

@@ -131,7 +131,7 @@ def weigh_kernel(
     end = tl.minimum(first + TILES * TILE, tokens)
     while first < end:
         count, segment, new, old = load_tokens(
-            mask + first + lane, ids, logprobs, rollout_logprobs, first, lane, tokens, TILE
+            mask + first + lane, ids, logprobs, rollout_logprobs, first, lane, tokens, False, TILE
         )
         counted = count != 0
         part = tl.full((THREADS, EACH), 1.0, tl.float32)

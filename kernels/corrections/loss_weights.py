@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -92,8 +92,18 @@ def loss_weights(
     places = _check_places(
         op, aggregation, loss_mask, sequence_ids, num_sequences, group_ids, num_groups
     )
+    check_denominator(aggregation, denominator, loss_mask.device)
+    chosen = resolve_impl(op, impl, loss_mask)
+    return shares_of(aggregation, loss_mask, places, denominator, chosen)
+
+
+def check_denominator(
+    aggregation: str, denominator: float | torch.Tensor | None, device: torch.device
+) -> None:
+    """Raise unless the denominator of `loss_weights` is one, and is there where it is needed."""
+    op = "loss_weights"
     if isinstance(denominator, torch.Tensor):
-        device, numbers = loss_mask.device, (*INTEGERS, torch.float32, torch.float64)
+        numbers = (*INTEGERS, torch.float32, torch.float64)
         check_tensor(
             op, "denominator", denominator, ndim=0, dtypes=numbers, device=device, constant=True
         )
@@ -101,42 +111,39 @@ def loss_weights(
         check_number(op, "denominator", denominator, above=0, finite=True)
     elif aggregation == "constant":
         raise ValueError(f"{op}: aggregation='constant' needs denominator")
-    chosen = resolve_impl(op, impl, loss_mask)
-    return shares_of(aggregation, loss_mask, places, denominator, chosen)
 
 
 def shares_of(
     aggregation: str,
     counts: torch.Tensor,
-    places: Places,
+    places: Places | None,
     denominator: float | torch.Tensor | None,
     impl: str,
 ) -> torch.Tensor:
     """Return the weight of a token in each entry of ``counts``, 0 where it has none.
 
-    ``counts`` are a mask over tokens, or int32 numbers of tokens. Arguments are checked.
+    ``counts`` are a mask over tokens, or boundaries, see `Places`; without places all tokens share
+    one slot. Arguments are checked.
     """
-    divides = places.ids is not None and aggregation != "sequence_mean_token_sum"
+    divides = places is not None and aggregation != "sequence_mean_token_sum"
     if impl == "triton":
         given = 0.0 if denominator is None else denominator
         on_device = given if isinstance(given, torch.Tensor) else None
+        tables = places[1:3] if places else (None, None)
         weights: torch.Tensor = torch.ops.trajpack.loss_weights(
-            counts.contiguous(),
-            *(None if one is None else one.contiguous() for one in places[1:3]),
+            *(None if one is None else one.contiguous() for one in (counts, *tables)),
             on_device,
             0.0 if on_device is not None else float(given),
-            list(places[3:]),
+            list(places[3:]) if places else [],
             divides,
         )
         return weights
-    slots = None if places.ids is None else slots_of_tokens(places, counts.shape[0])
-    found = _generated(counts, slots, places.num_slots)
+    counts, slots, found = _counted(counts, places)
     if denominator is None:
         denominator = _num_used(found, slots)
-    share = 1.0 / (
-        (found.clamp(min=1) if divides else torch.ones_like(found)).double() * denominator
-    )
-    if slots is not None:
+    found = found.clamp(min=1) if divides else torch.ones_like(found)
+    share = 1.0 / (found.double() * denominator)
+    if places is not None and slots is not None:
         share = torch.where(slots < places.num_slots, share[slots], 0.0)
     return torch.where(counts != 0, share, 0.0).float()
 
@@ -174,16 +181,28 @@ def loss_denominator(
     )
     if aggregation == "constant":
         raise ValueError(f"{op}: aggregation='constant' has the denominator that it is given")
-    slots = None if places.ids is None else slots_of_tokens(places, loss_mask.shape[0])
-    return _num_used(_generated(loss_mask, slots, places.num_slots), slots)
+    return denominator_of(loss_mask, places)
 
 
-def _generated(counts: torch.Tensor, slots: torch.Tensor | None, num_slots: int) -> torch.Tensor:
-    """Count generated tokens: all, or those of each slot and, last, of none."""
-    if slots is None:
-        return counts.sum()
-    zeros = counts.new_zeros(num_slots + 1, dtype=torch.int64)
-    return zeros.scatter_add_(0, slots, counts.long())
+def denominator_of(counts: torch.Tensor, places: Places | None) -> torch.Tensor:
+    """Return the `loss_denominator` of the entries of `shares_of`."""
+    _, slots, found = _counted(counts, places)
+    return _num_used(found, slots)
+
+
+def _counted(
+    counts: torch.Tensor, places: Places | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the tokens of each entry, its slot, and the tokens of each slot and, last, of none.
+
+    Without places there are no slots, and all tokens are counted together.
+    """
+    if places is None:
+        return counts, None, counts.sum()
+    counts = counts if places.ids is not None else counts.diff()
+    slots = slots_of_tokens(places, counts.shape[0], counts.device)
+    zeros = counts.new_zeros(places.num_slots + 1, dtype=torch.int64)
+    return counts, slots, zeros.scatter_add_(0, slots, counts.long())
 
 
 def _num_used(found: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
@@ -198,12 +217,12 @@ def _check_places(
     num_sequences: int | None,
     group_ids: torch.Tensor | None,
     num_groups: int | None,
-) -> Places:
-    """Return the places of tokens; without ids where all tokens share one."""
+) -> Places | None:
+    """Return the places of tokens, None where all tokens share one slot."""
     check_choice(op, "aggregation", aggregation, AGGREGATIONS)
     check_tensor(op, "loss_mask", loss_mask, dtypes=(torch.bool,))
     if aggregation in ("token_mean", "constant"):
-        return Places(None, None, None, 0, 0)
+        return None
     needs = f"{op}: aggregation={aggregation!r} needs"
     if sequence_ids is None or num_sequences is None:
         raise ValueError(f"{needs} sequence_ids and num_sequences")
@@ -238,13 +257,20 @@ def _run(
 ) -> torch.Tensor:
     from trajpack.kernels.corrections.loss_weights_triton import loss_weights_forward
 
-    places = Places(None, ids, owners, *sizes)
+    places = Places(None, ids, owners, *sizes) if sizes else None
     return loss_weights_forward(counts, places, denominator, given=given, divides=divides)
+
+
+def _fake(
+    counts: torch.Tensor, ids: torch.Tensor | None, owners: Any, *inputs: Any
+) -> torch.Tensor:
+    are_ends = ids is None and len(inputs[2]) > 0
+    return counts.new_empty(counts.shape[0] - are_ends, dtype=torch.float32)
 
 
 register_op(
     "loss_weights(Tensor counts, Tensor? ids, Tensor? owners, Tensor? denominator, float given, "
     "int[] sizes, bool divides) -> Tensor",
     _run,
-    lambda counts, *_: counts.new_empty(counts.shape, dtype=torch.float32),
+    _fake,
 )

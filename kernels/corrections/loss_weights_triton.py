@@ -9,7 +9,12 @@ import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 from trajpack.kernels.corrections.slots import Places
-from trajpack.kernels.corrections.slots_triton import load_tokens, slots_of, sum_slots
+from trajpack.kernels.corrections.slots_triton import (
+    entries_of,
+    load_tokens,
+    slots_of,
+    sum_slots,
+)
 from trajpack.kernels.reduce.whiten_triton import aligned
 
 TILE = block_shape("loss_weights", DEFAULT).block
@@ -21,18 +26,20 @@ TILE = block_shape("loss_weights", DEFAULT).block
 )
 def share_kernel(
     counts, ids, owners, num_segments, num_slots, table, denominator, weights,
-    tokens: tl.int64, given: tl.float64, divides, TILE: tl.constexpr,
+    tokens: tl.int64, given: tl.float64, divides, HAS_SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the weights of a tile; ``given`` is the denominator, if it is above 0."""
     first = tl.program_id(0).to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     place = tl.max_contiguous(counts + first + lane, 4)
-    count, segment, _, _ = load_tokens(place, ids, None, None, first, lane, tokens, TILE)
+    count, segment, _, _ = load_tokens(
+        place, ids, None, None, first, lane, tokens, HAS_SLOTS and ids is None, TILE
+    )
     counted = count != 0
     whole = given
     if denominator is not None:
         whole = tl.load(denominator).to(tl.float64)
-    if ids is not None:
+    if HAS_SLOTS:
         slot = slots_of(
             None, ids, owners, num_segments, num_slots, segment, first, lane, tokens, TILE
         )
@@ -46,7 +53,7 @@ def share_kernel(
 
 def loss_weights_forward(
     counts: torch.Tensor,
-    places: Places,
+    places: Places | None,
     denominator: torch.Tensor | None,
     *,
     given: float,
@@ -54,10 +61,10 @@ def loss_weights_forward(
 ) -> torch.Tensor:
     """Return weights of contiguous tensors, in one launch, or in two and one that fills zeros."""
     counts, table = aligned(counts), None
-    if places.ids is not None:
+    if places is not None and places.ids is not None:
         places = places._replace(ids=aligned(places.ids))
     is_given = given > 0 or denominator is not None
-    if places.ids is not None and (divides or not is_given):
+    if places is not None and (divides or not is_given):
         table = sum_slots(counts, places)
         denominator = denominator if is_given else table[-1]
     elif not is_given:
@@ -67,7 +74,7 @@ def loss_weights_forward(
 
 def share(
     counts: torch.Tensor,
-    places: Places,
+    places: Places | None,
     table: torch.Tensor | None,
     denominator: torch.Tensor | None,
     *,
@@ -75,13 +82,15 @@ def share(
     divides: bool,
 ) -> torch.Tensor:
     """Launch a program for each tile; return the weights."""
-    tiles = triton.cdiv(counts.shape[0], TILE)
+    entries = entries_of(counts, places)
+    tiles = triton.cdiv(entries, TILE)
     weights = torch.empty(tiles * TILE, dtype=torch.float32, device=counts.device)
     if tiles:
         with torch.cuda.device_of(counts):  # Triton launches on the current device
             share_kernel[(tiles,)](
-                counts, *places[1:], counts if table is None else table, denominator, weights,
-                counts.shape[0], given, int(divides), TILE=TILE,
+                counts, *(places or Places(None, None, None, 0, 0))[1:],
+                counts if table is None else table, denominator, weights, entries, given,
+                int(divides), HAS_SLOTS=places is not None, TILE=TILE,
                 **launch_on("loss_weights", counts.get_device()).options,
             )  # fmt: skip
-    return weights[: counts.shape[0]]
+    return weights[:entries]

@@ -15,7 +15,10 @@ UNIT = 2.0**-32
 
 
 class Places(NamedTuple):
-    """Slot of each token; any number may be out of range, and is then that of no slot."""
+    """Slot of each token; any number may be out of range, and is then that of no slot.
+
+    With neither bounds nor ids an entry is a segment, and boundaries count its tokens.
+    """
 
     bounds: torch.Tensor | None
     """int32 ``[segments + 1]``: boundaries of segments, where ids are ``None``."""
@@ -27,13 +30,13 @@ class Places(NamedTuple):
     num_slots: int
 
 
-def slots_of_tokens(places: Places, num_tokens: int) -> torch.Tensor:
+def slots_of_tokens(places: Places, num_tokens: int, device: torch.device) -> torch.Tensor:
     """Return int64 ``[tokens]``: the slot of each token, ``num_slots`` where there is none."""
     bounds, ids, owners, num_segments, num_slots = places
     if ids is None:
-        assert bounds is not None
-        token = torch.arange(num_tokens, dtype=torch.int32, device=bounds.device)
-        ids = torch.searchsorted(bounds, token, right=True) - 1
+        ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    if bounds is not None:
+        ids = torch.searchsorted(bounds, ids, right=True) - 1
     if owners is None:
         return _within(ids, num_slots)
     owners = _within(owners, num_slots)

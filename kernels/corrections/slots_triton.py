@@ -29,14 +29,20 @@ _NOBODY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def load_tokens(place, ids, logprobs, rollout_logprobs, first, lane, tokens, TILE: tl.constexpr):
+def load_tokens(
+    place, ids, logprobs, rollout_logprobs, first, lane, tokens,
+    ENDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Return what a tile's tokens have of each, 0 behind the last; lanes where there is nothing.
 
     ``place`` are the places of their counts, in chunks of 4: a mask, which could be loaded by 16,
-    would settle the layout of all loads.
+    would settle the layout of all loads. Where ``ENDS``, counts lie between boundaries.
     """
     inside = lane < tokens - first
-    if first + TILE <= tokens:  # all loads are in one branch, so they follow each other
+    if ENDS:
+        count = tl.load(place + 1, mask=inside, other=0) - tl.load(place, mask=inside, other=0)
+        segment, new, old = lane, lane, lane
+    elif first + TILE <= tokens:  # all loads are in one branch, so they follow each other
         count = tl.load(place)
         segment = lane if ids is None else tl.load(ids + first + lane)
         new = lane if logprobs is None else tl.load(logprobs + first + lane)
@@ -58,6 +64,8 @@ def slots_of(
     """Return the slot of each token of a tile, -1 where there is none; ``segment`` are its ids."""
     if ids is not None:
         segment = tl.where((segment >= 0) & (segment < num_segments), segment, -1).to(tl.int32)
+    elif bounds is None:
+        segment = tl.where(first + lane < tokens, (first + lane).to(tl.int32), -1)
     else:
         start = first.to(tl.int32)
         last = (tl.minimum(first + TILE, tokens) - 1).to(tl.int32)
@@ -98,8 +106,9 @@ def sum_slots_kernel(
     lane = tl.arange(0, TILE)
     place = tl.max_contiguous(counts + first + lane, 4)
     count, segment, new, old = load_tokens(
-        place, ids, logprobs, rollout_logprobs, first, lane, tokens, TILE
-    )
+        place, ids, logprobs, rollout_logprobs, first, lane, tokens,
+        ids is None and bounds is None, TILE,
+    )  # fmt: skip
     slot = slots_of(
         bounds, ids, owners, num_segments, num_slots, segment, first, lane, tokens, TILE
     )
@@ -145,17 +154,23 @@ def sum_slots(
 ) -> torch.Tensor:
     """Return int64 ``[slots + 1, words]`` sums; the last row's first is the slots with tokens.
 
-    ``counts`` are the tokens of each entry: a mask, or int32 numbers. ``words`` is 1, or `WORDS`
-    where logarithms are summed. A launch that fills zeros, and one with a warp for each tile.
+    ``counts`` are a mask of tokens, or boundaries, see `Places`. ``words`` is 1, or `WORDS` where
+    logarithms are summed. A launch that fills zeros, and one with a warp for each tile.
     """
     words = 1 if logprobs is None else WORDS
     shape = (places.num_slots + 1, words)
     table = torch.zeros(shape, dtype=torch.int64, device=counts.device)
-    launch = launch_on("sum_slots_kernel", counts.get_device())
-    if counts.shape[0]:
+    launch, entries = launch_on("sum_slots_kernel", counts.get_device()), entries_of(counts, places)
+    if entries:
         with torch.cuda.device_of(counts):  # Triton launches on the current device
-            sum_slots_kernel[(triton.cdiv(counts.shape[0], launch.block),)](
-                counts, logprobs, rollout_logprobs, *places, table, counts.shape[0],
+            sum_slots_kernel[(triton.cdiv(entries, launch.block),)](
+                counts, logprobs, rollout_logprobs, *places, table, entries,
                 int(clamps), WORDS=words, TILE=launch.block, **launch.options,
             )  # fmt: skip
     return table
+
+
+def entries_of(counts: torch.Tensor, places: Places | None) -> int:
+    """Return the number of entries that are counted."""
+    are_ends = places is not None and places.ids is None and places.bounds is None
+    return counts.shape[0] - int(are_ends)

@@ -20,7 +20,7 @@ from trajpack.packing.buffer.buffer import (
     write_batch,
 )
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Longest
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.assemble import NODE_FIELDS, assemble
 from trajpack.packing.tree.nodes import Boundary
@@ -96,7 +96,7 @@ def tree_of_buffer(
         nodes, entries = gather_tree(region, plan, buffer.fields, chosen)
     lazy = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
     given = {name: make() for name, make in lazy.items()}
-    runs = region.table("runs", counts.spans + 1)
+    runs = given.pop("runs")
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
         given |= {name: given[name].clone() for name in TABLE_ROWS}
     tables = {"cu_seqlens": given["cu_seqlens"], "turn_prompt_node": given["turn_begin"]}
@@ -106,7 +106,7 @@ def tree_of_buffer(
         "turn_returns": returns,
         "turn_begin": bounds[:-1].clone(),
         "cu_new": bounds,
-        "longest": Longest(counts.longest.generated, counts.longest.generated),
+        "longest": counts.longest._replace(new=counts.longest.generated),
         "cu_seqlens": bounds.clone(),
         "seqlens": tuple(np.diff(on_host).tolist()),
         "num_generated": state.num_generated,

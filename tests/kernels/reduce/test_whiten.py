@@ -14,10 +14,12 @@ from hypothesis import given, settings, strategies as st
 from trajpack.kernels import masked_moments, moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton
 from trajpack.kernels.reduce.whiten import (
-    CHUNK as CHUNK_ON_HOST,
     masked_moments_reference,
-    moments_and_sums,
+    merged_moments,
+    moments_of,
     moments_of_sums,
+    partial_moments,
+    whiten_by,
     whiten_reference,
 )
 from trajpack.testing import assert_same_bits
@@ -89,27 +91,19 @@ def test_it_equals_the_formula(impl: Any, size: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("size", SIZES)
 def test_the_references_equal_the_formula(size: int) -> None:
     x, mask = batch(size)
-    count, mean, squares, *_ = masked_moments_reference(x, mask)
+    moments = masked_moments_reference(x, mask)[:, None]
     for ddof, eps, center in ((1, 0.0, True), (0, 0.1, False)):
-        whitened = whiten_reference(
-            x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center
-        )
+        whitened = whiten_reference(x, mask, moments, ddof=ddof, eps=eps, center=center)
         assert_close(whitened, by_numpy(x, mask, ddof, eps, center))
 
 
-def test_many_chunks_on_the_host_equal_the_formula() -> None:
-    x, mask = batch(2 * CHUNK_ON_HOST + 5, mean=-7.0)
-    mask[CHUNK_ON_HOST : CHUNK_ON_HOST + 10] = False
-    assert_close(whiten(x, mask), by_numpy(x, mask))
-
-
-@pytest.mark.parametrize("at_once", [1, 4])
-def test_chunks_are_merged_in_several_groups(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_part_has_several_chunks(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whiten_triton, "CHUNK", 16)
     x, mask = batch(7 * 16 + 3)
     mask[32:48] = False  # a chunk without an entry that counts
     once = masked_moments(x, mask, impl="triton")
-    monkeypatch.setattr(whiten_triton, "PARTIALS", at_once)
+    monkeypatch.setattr(whiten_triton, "PARTS", parts)
     assert_close(whiten(x, mask, impl="triton"), by_numpy(x, mask))
     moments = masked_moments(x, mask, impl="triton")
     torch.testing.assert_close(moments, once, rtol=1e-14, atol=0)
@@ -223,18 +217,21 @@ def test_near_a_variance_of_one_it_equals_verl(impl: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("padding", [1, 3, CHUNK, 3 * CHUNK + 5, CHUNK_ON_HOST])
-def test_entries_appended_that_do_not_count_change_no_bit(impl: Any, padding: int) -> None:
-    x, mask = batch(CHUNK + 3001)
+@pytest.mark.parametrize("padding", [1, 3, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("size", [9, CHUNK, CHUNK + 3001])
+def test_entries_appended_that_do_not_count_change_no_bit(
+    impl: Any, size: int, padding: int
+) -> None:
+    x, mask = batch(size)
     longer = torch.cat([x, torch.full((padding,), float("nan"))])
     counts = torch.cat([mask, torch.zeros(padding, dtype=torch.bool)])
     for center in (True, False):
         padded = whiten(longer, counts, center=center, impl=impl)
         assert_same_bits(padded[: len(x)], whiten(x, mask, center=center, impl=impl))
         assert not padded[len(x) :].any()
-    moments = moments_and_sums(x, mask, impl=impl)
-    assert_same_bits(moments_and_sums(longer, counts, impl=impl), moments)
-    sums = moments[5:]
+    moments = masked_moments(x, mask, impl=impl)
+    assert_same_bits(masked_moments(longer, counts, impl=impl), moments)
+    sums = moment_sums(x, mask, impl=impl)
     expected = whiten(x, mask, sums=sums, impl=impl)
     assert_same_bits(whiten(longer, counts, sums=sums, impl=impl)[: len(x)], expected)
 
@@ -266,7 +263,7 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
         count, mean = 1000.0, 3.0
         entries = [count, count * mean, count * mean**2 * (1 + share)]
         sums = torch.tensor(entries, dtype=torch.float64)
-        _, found, squares = moments_of_sums(sums, 1.0)
+        _, found, squares, *_ = moments_of_sums(sums, 1.0)[:, 0]
         assert found.item() == mean + 1
         assert (squares.item() > 0) == kept
 
@@ -274,20 +271,26 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
 def test_whitening_takes_two_launches_and_with_sums_one(executor: Any) -> None:
     x, mask = batch(3 * CHUNK)
     sums = moment_sums(x, mask, impl="triton")
+    assert executor.launched == ["moments_kernel", "merge_moments_kernel"]
     whiten(x, mask, impl="triton")
+    assert executor.launched[2:] == ["moments_kernel", "whiten_kernel"]
     whiten(x, mask, sums=sums, impl="triton")
-    moments, whitening = "moments_kernel", "whiten_kernel"
-    assert executor.launched == [moments, moments, whitening, whitening]
+    whiten(x[:CHUNK], mask[:CHUNK], impl="triton")
+    assert executor.launched[4:] == ["whiten_kernel"] * 2
 
 
-def test_every_launch_merges_anew_and_in_the_same_order() -> None:
-    """The counter is 0 again after each launch."""
-    x, mask = batch(5 * CHUNK + 3)
-    first = moments_and_sums(x, mask, impl="triton")
-    for _ in range(3):
-        assert_same_bits(moments_and_sums(x, mask, impl="triton"), first)
-        shorter = moments_and_sums(x[:CHUNK], mask[:CHUNK], impl="triton")
-        assert shorter[0] == mask[:CHUNK].sum()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_counts_an_entry_as_often_as_a_mask_would(impl: Any, dtype: torch.dtype) -> None:
+    x, _ = batch(CHUNK + 50, dtype=dtype)
+    counts = torch.arange(len(x), dtype=torch.int32) % 4
+    x = torch.where(counts > 0, x.nan_to_num(1.0, 2.0, 3.0), torch.nan)
+    often = x.repeat_interleave(counts.long())
+    expected = by_loop(often.double().tolist())
+    assert_moments(moments_of(x, counts, impl), expected, tolerance=1e-12)
+    found, parts = whiten_by(x, counts, None, ddof=1, impl=impl)
+    assert_close(found[counts > 0].repeat_interleave(counts[counts > 0]), by_numpy(often, often == often))
+    assert not found[counts == 0].any()
+    assert_moments(merged_moments(parts), expected, tolerance=1e-12)
 
 
 """Moments under a mask, and the operators of moments and whitening: registered, traced, strict."""
@@ -305,9 +308,11 @@ def by_loop(values: list[float]) -> list[float]:
     return [len(values), mean, squares, min(values), max(values)]
 
 
-def assert_moments(actual: torch.Tensor, expected: list[float]) -> None:
+def assert_moments(
+    actual: torch.Tensor, expected: list[float], tolerance: float = 1e-13
+) -> None:
     assert actual.dtype == torch.float64
-    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -368,10 +373,12 @@ def test_a_counted_nan_shows_everywhere_but_in_the_count(impl: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> None:
     x, mask = torch.arange(9, dtype=dtype), torch.arange(9) % 3 > 0
-    moments = moments_and_sums(x, mask, impl=impl)
-    torch.library.opcheck(OPS.masked_moments.default, (x, mask, 0.5, impl))
-    for known in (moments, moments[5:].clone()):
-        torch.library.opcheck(OPS.whiten.default, (x, mask, known, 0.5, 1, 0.0, True, impl))
+    for counts in (mask, mask.int()):
+        parts = partial_moments(x, counts, impl)
+        torch.library.opcheck(OPS.masked_moments.default, (x, counts, impl))
+        torch.library.opcheck(OPS.merged_moments.default, (parts,))
+        for known in (None, parts):
+            torch.library.opcheck(OPS.whiten.default, (x, counts, known, 1, 0.0, True, impl))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -401,10 +408,9 @@ def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
 def test_the_references_read_no_value() -> None:
     x = torch.empty(7, device="meta")
     mask = torch.empty(7, device="meta", dtype=torch.bool)
-    count, mean, squares, *_ = masked_moments_reference(x, mask)
-    assert whiten_reference(
-        x, mask, (count, mean, squares), ddof=1, eps=0.0, center=False
-    ).shape == (7,)
+    moments = masked_moments_reference(x, mask)[:, None]
+    whitened = whiten_reference(x, mask, moments, ddof=1, eps=0.0, center=False)
+    assert whitened.shape == (7,)
 
 
 X, MASK = torch.ones(3), torch.ones(3, dtype=torch.bool)

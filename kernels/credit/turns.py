@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.dispatch import register_op
 from trajpack.kernels.fields.build import check_runs
 from trajpack.kernels.reduce.segment_reduce import segment_reduce_reference
@@ -280,7 +281,10 @@ def _fake_scores(turn_rewards: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor
     scores = turn_rewards.new_empty(inputs[2].shape[0] - 1)
     lengths = torch.empty_like(scores, dtype=torch.int32)
     valid = torch.empty_like(scores, dtype=torch.bool)
-    return scores, lengths, valid, lengths.new_empty((1, 2))
+    parts = 1
+    if inputs[-1] == "triton":
+        parts = -(-scores.shape[0] // block_shape("scores_kernel", DEFAULT).block)
+    return scores, lengths, valid, lengths.new_empty((parts, 2))
 
 
 def _fake_spread(turn_ids: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -234,17 +234,22 @@ def whiten_reference(
 def sums_of_moments(moments: torch.Tensor, shift: float) -> torch.Tensor:
     """Return the `moment_sums` of ``[5]`` moments."""
     count, mean, squares = moments[:3].unbind()
-    away = torch.where(count > 0, mean - shift, 0.0)
-    return torch.stack([count, count * away, squares + count * away * away])
+    away = mean - shift if shift else mean
+    total = count * away
+    return torch.stack([count, total, torch.addcmul(squares, total, away)])
 
 
 def moments_of_sums(sums: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return ``[5, 1]`` moments without extremes; deviations within the sums' rounding are 0."""
+    """Return ``[5, 1]`` moments; deviations within the sums' rounding are 0.
+
+    The extremes are not known: any two that differ stand for them.
+    """
     count, first, second = sums.detach().unbind()
     away = first / count.clamp(min=1)
-    squares = second - first * away
+    squares = torch.addcmul(second, first, away, value=-1)
     squares = torch.where(squares <= second * NOISE, 0.0, squares)
-    return torch.stack([count, shift + away, squares, count, count])[:, None]
+    mean = away + shift if shift else away
+    return torch.stack([count, mean, squares, -count, count])[:, None]
 
 
 def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.fields.gather_words_triton import gather_words_kernel
 from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_kernel,
-    members_by_nonzero_kernel,
+    order_kernel,
 )
 from trajpack.kernels.logprobs.logit_statistics_triton import fold_kernel, slope_kernel
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
@@ -37,6 +37,7 @@ from trajpack.kernels.reduce.segment_reduce_triton import (
     segment_reduce_kernel,
 )
 from trajpack.kernels.reduce.whiten_triton import (
+    merge_moments_kernel,
     moments_kernel,
     whiten_kernel,
 )
@@ -56,7 +57,7 @@ KERNELS = (
     gather_fields_kernel,
     gather_words_kernel,
     group_advantages_kernel,
-    members_by_nonzero_kernel,
+    order_kernel,
     pad_kernel,
     unpad_kernel,
     scores_kernel,
@@ -66,6 +67,7 @@ KERNELS = (
     select_tokens_kernel,
     spread_kernel,
     moments_kernel,
+    merge_moments_kernel,
     whiten_kernel,
     sum_slots_kernel,
     weigh_kernel,

@@ -396,9 +396,8 @@ LAUNCHERS: Calls = {
         [Rows(1, 4, 0)], "zero",
     ),
     "whiten": lambda size: whiten_forward(
-        empty(size), empty(size, dtype=torch.bool), empty(8, dtype=torch.float64),
-        shift=0.0, noise=0.0, ddof=1, eps=0.0, center=True,
+        empty(size), empty(size, dtype=torch.bool), None, ddof=1, eps=0.0, center=True,
     ),
-    "moments": lambda size: moments_forward(empty(size), empty(size, dtype=torch.bool), 0.5),
+    "moments": lambda size: moments_forward(empty(size), empty(size, dtype=torch.bool)),
 }  # fmt: skip
 """Launchers behind the operators, on tensors without values."""

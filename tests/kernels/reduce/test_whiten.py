@@ -288,7 +288,9 @@ def test_a_number_counts_an_entry_as_often_as_a_mask_would(impl: Any, dtype: tor
     expected = by_loop(often.double().tolist())
     assert_moments(moments_of(x, counts, impl), expected, tolerance=1e-12)
     found, parts = whiten_by(x, counts, None, ddof=1, impl=impl)
-    assert_close(found[counts > 0].repeat_interleave(counts[counts > 0]), by_numpy(often, often == often))
+    assert_close(
+        found[counts > 0].repeat_interleave(counts[counts > 0]), by_numpy(often, torch.ones_like(often, dtype=torch.bool))
+    )
     assert not found[counts == 0].any()
     assert_moments(merged_moments(parts), expected, tolerance=1e-12)
 
@@ -308,9 +310,7 @@ def by_loop(values: list[float]) -> list[float]:
     return [len(values), mean, squares, min(values), max(values)]
 
 
-def assert_moments(
-    actual: torch.Tensor, expected: list[float], tolerance: float = 1e-13
-) -> None:
+def assert_moments(actual: torch.Tensor, expected: list[float], tolerance: float = 1e-13) -> None:
     assert actual.dtype == torch.float64
     np.testing.assert_allclose(actual.numpy(), expected, rtol=tolerance, atol=tolerance)
 

@@ -288,9 +288,8 @@ def test_a_number_counts_an_entry_as_often_as_a_mask_would(impl: Any, dtype: tor
     expected = by_loop(often.double().tolist())
     assert_moments(moments_of(x, counts, impl), expected, tolerance=1e-12)
     found, parts = whiten_by(x, counts, None, ddof=1, impl=impl)
-    assert_close(
-        found[counts > 0].repeat_interleave(counts[counts > 0]), by_numpy(often, torch.ones_like(often, dtype=torch.bool))
-    )
+    every = torch.ones_like(often, dtype=torch.bool)
+    assert_close(found.repeat_interleave(counts.long()), by_numpy(often, every))
     assert not found[counts == 0].any()
     assert_moments(merged_moments(parts), expected, tolerance=1e-12)
 

@@ -9,6 +9,9 @@ from trajpack.agent.agents.registry import (
 )
 from trajpack.agent.agents.tool_agent import ToolAgent as ToolAgent
 from trajpack.agent.agents.tools import Tool as Tool
+from trajpack.agent.conversation_rows import (
+    conversations_to_trajectories as conversations_to_trajectories,
+)
 from trajpack.agent.engines.queues import QueuedEngine as QueuedEngine
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
 from trajpack.agent.environments.code import (
@@ -79,10 +82,7 @@ from trajpack.agent.servers.options import (
 from trajpack.agent.servers.settings import ServerSettings as ServerSettings
 from trajpack.agent.servers.sglang import SGLangEngine as SGLangEngine
 from trajpack.agent.servers.vllm import VLLMEngine as VLLMEngine
-from trajpack.agent.training.policy_trainer import (
-    PolicyTrainer as PolicyTrainer,
-    token_logprobs as token_logprobs,
-)
+from trajpack.agent.training.policy_trainer import PolicyTrainer as PolicyTrainer
 from trajpack.agent.trl.rollout import (
     TRLRollout as TRLRollout,
     episode_reward as episode_reward,

@@ -19,7 +19,7 @@ from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
 from trajpack.kernels.dispatch import resolve_impl
 from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
-from trajpack.kernels.validation import check_choice
+from trajpack.kernels.validation import check_choice, check_tensor
 from trajpack.packing.conversion import check_memory
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -30,8 +30,10 @@ from trajpack.packing.micro_batches.cutting import (
     merged,
     place_plan,
     place_selected,
+    summed,
 )
 from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.logprobs import LogprobMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.slots import Places
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.segments import Number
+    from trajpack.packing.credit.advantages import Own, Unit
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
     from trajpack.packing.plan.plan import Plan
@@ -81,7 +84,7 @@ class LayoutTokens(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(LabelMethods):
+class PackedBatch(LabelMethods, LogprobMethods):
     """Trajectories as flat, unpadded tensors on one device.
 
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape
@@ -334,7 +337,7 @@ class PackedBatch(LabelMethods):
 
     def with_advantages(  # noqa: PLR0913 - estimators need different tensors
         self,
-        estimator: Estimator,
+        estimator: Estimator | Own,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -349,11 +352,17 @@ class PackedBatch(LabelMethods):
 
         ``docs/credit.md`` has an example of each estimator. A generated token has the same values
         in every layout, bit for bit (up to rounding if advantages are whitened); all other tokens
-        have 0. Narrow `loss_mask` (as for staleness) after this call, not before: estimators
-        read the generated tokens from the turns. The new batch shares all other tensors.
+        have 0. Call `narrow` (as for staleness) after this, not before: estimators read the
+        generated tokens from the turns. The new batch shares all other tensors.
 
         Args:
-            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``.
+            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``. Or a
+                function ``(scores, group_ids, batch) -> advantages`` of your own: ``scores`` are
+                float64 ``[trajectories]``, the sums of the rewards, or the argument of that name;
+                ``group_ids`` and ``batch`` are this batch's. It gives floats for each trajectory,
+                turn, generated token or token of the batch; where it gives as many as there are
+                generated tokens by chance, `spread` says which are meant. Or these advantages
+                themselves, a tensor.
             values: ``[tokens]`` floats, value of the state before each token: the output of a
                 causal critic one token earlier.
             ref_logprobs: ``[tokens]`` floats of the reference policy, for the penalty ``kl``.
@@ -399,6 +408,63 @@ class PackedBatch(LabelMethods):
 
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
         return with_advantages(self, estimator, inputs, all_reduce=all_reduce, impl=impl)
+
+    def spread(self, x: torch.Tensor, of: Unit) -> torch.Tensor:
+        """Return values of trajectories, turns or generated tokens at the batch's tokens.
+
+        Args:
+            x: ``[trajectories, ...]``, ``[turns, ...]`` or ``[num_generated, ...]``, of any dtype.
+            of: ``"trajectory"``, ``"turn"`` or ``"token"``: a generated token, in the order of
+                `logprobs`.
+
+        Returns:
+            ``[tokens, ...]``, 0 where not generated. Differentiable with respect to ``x``.
+
+        Raises:
+            TypeError: If ``x`` is no tensor.
+            ValueError: If ``of`` is unknown, or ``x`` has another length or device.
+
+        Cost: up to six small operations. No synchronisation.
+
+        Example:
+            >>> import torch, trajpack
+            >>> turns = [trajpack.Turn([1], [2, 3], [-0.5] * 2), trajpack.Turn([4], [5], [-0.5])]
+            >>> batch = trajpack.pack([trajpack.Trajectory("a", turns)])
+            >>> batch.spread(torch.tensor([0.25, 0.75]), of="turn")
+            tensor([0.0000, 0.2500, 0.2500, 0.0000, 0.7500])
+        """
+        from trajpack.packing.credit.advantages import spread_over_tokens  # it imports this class
+
+        return spread_over_tokens(self, x, of)
+
+    def narrow(self, mask: torch.Tensor) -> Self:
+        """Return the batch with a `loss_mask` that is False where ``mask`` is.
+
+        Tokens that are masked have no weight in `loss_weights` and no row in `logprob_rows`, which
+        then has rows of -1 at its end: `num_generated` stays. Call it after `with_advantages`. A
+        file holds the mask of the turns; narrow it again after `load`.
+
+        Args:
+            mask: bool ``[tokens]``, such as of `trajpack.kernels.staleness_mask`.
+
+        Raises:
+            TypeError: If ``mask`` is not bool.
+            ValueError: If it has another shape or device.
+
+        Cost: one small operation. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turn = trajpack.Turn([1], [2, 3], [-0.5, -9.0])
+            >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
+            >>> batch.narrow(batch.rollout_logprobs > -5).loss_weights("token_mean")
+            tensor([0., 1., 0.])
+        """
+        check_tensor(
+            "narrow", "mask", mask, dtypes=(torch.bool,), device=self.device,
+            entries=self.num_tokens,
+        )  # fmt: skip
+        return self.replaced(loss_mask=self.loss_mask & mask)
 
     def loss_weights(
         self,
@@ -637,7 +703,9 @@ class PackedBatch(LabelMethods):
 
     @cached_property
     def value_lens(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Values of each ragged field in each sequence, by name; int64 arrays on the host.
+        """Values of each ragged field, by name: int64 ``[sequences, 2]`` on the host.
+
+        The second column has the generated tokens without any.
 
         Cost: as `generated_lens`; of another batch than a packed one, two copies a field of 4 bytes
         a token (synchronises).
@@ -646,18 +714,19 @@ class PackedBatch(LabelMethods):
         if known is not None:
             counted: Mapping[str, npt.NDArray[np.int64]] = known()
             return counted
-        lengths = {}
+        lengths, (seqlens, starts) = {}, self.host_lengths
         for name in self.ragged_values:
-            sequence = self.sequence_ids.cpu().numpy()
             counts = self.fields[name][:, 1].cpu().numpy()
-            sizes = np.bincount(sequence, weights=counts, minlength=len(self))
-            lengths[name] = sizes.astype(np.int64)
+            generated = self.turn_ids.cpu().numpy() >= 0
+            of_tokens = np.stack([counts, generated & (counts == 0)], 1)
+            before = np.pad(of_tokens.cumsum(0, dtype=np.int64), ((1, 0), (0, 0)))
+            lengths[name] = before[starts + seqlens] - before[starts]
         return lengths
 
     @property
-    def num_values(self) -> dict[str, int]:
-        """Values of each ragged field, by name. Cost: as `value_lens`."""
-        return {name: int(np.sum(lens)) for name, lens in self.value_lens.items()}
+    def value_counts(self) -> dict[str, tuple[int, int]]:
+        """Values of each ragged field, and generated tokens without any. Cost: as `value_lens`."""
+        return summed(self.value_lens)
 
     def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return `fields` and `ragged_values` that hold the values in the order of the tokens.
@@ -894,7 +963,7 @@ class PackedBatch(LabelMethods):
             fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
             rows = bits.masked_fill(is_context, fill).view(field.dtype)
         fields = {**self.fields, field.name: rows}
-        return dataclasses.replace(self, fields=fields, token_fields=declared)
+        return self.replaced(fields=fields, token_fields=declared)
 
     def report(
         self,
@@ -993,6 +1062,14 @@ class PackedBatch(LabelMethods):
         """Raise a `ValueError` if the batch has the padding of a `StaticBatch`."""
         if self.is_padded:
             raise ValueError("the batch is padded: take StaticBatch.unpadded()")
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return the batch with other fields, and with the lengths that the host knows."""
+        batch, later = dataclasses.replace(self, **changes), self.__dict__.get("_later", {})
+        kept = {name: later[name] for name in ("generated_lens", "value_lens") if name in later}
+        if kept:
+            batch.__dict__["_later"] = kept
+        return batch
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

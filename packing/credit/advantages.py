@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -35,6 +36,7 @@ from trajpack.kernels.reduce.whiten import (
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
 from trajpack.kernels.validation import check_tensor
+from trajpack.packing.conversion import shown
 from trajpack.packing.credit.estimators import (
     GAE,
     GPG,
@@ -83,6 +85,25 @@ RULES: dict[type[GroupEstimator], Rule] = {
 """Rule of each estimator that compares trajectories; its fields of the same names replace it."""
 
 AllReduce = Callable[[torch.Tensor], object]
+Own: TypeAlias = torch.Tensor | Callable[..., torch.Tensor]
+"""A caller's advantages, or the function of scores, groups and batch that computes them."""
+Unit: TypeAlias = Literal["trajectory", "turn", "token"]
+"""Unit of a caller's values; the tokens are the generated ones, in the order of the batch."""
+
+
+@dataclass(frozen=True)
+class OwnEstimator(Estimator):
+    """A caller's estimator."""
+
+    credit: Own
+
+    def __post_init__(self) -> None:  # nothing of it is a number to be checked
+        pass
+
+    @property
+    def name(self) -> str:
+        """Name in error messages."""
+        return getattr(self.credit, "__name__", type(self.credit).__name__)
 
 
 class Inputs(NamedTuple):
@@ -120,21 +141,20 @@ class Credit(NamedTuple):
 
 def with_advantages(
     batch: PackedBatch,
-    estimator: Estimator,
+    estimator: Estimator | Own,
     inputs: Inputs,
     *,
     all_reduce: AllReduce | None,
     impl: Impl,
 ) -> PackedBatch:
     """Implement `PackedBatch.with_advantages`."""
-    if not isinstance(estimator, (TokenEstimator, *RULES, TurnReturns)) or (
-        type(estimator) is TokenEstimator
-    ):
-        raise TypeError(f"{OP}: estimator must be an Estimator, got {estimator!r}")
+    estimator = _estimator_of(estimator)
     _check_inputs(batch, estimator, inputs)
     inputs = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))
     chosen = resolve_impl(OP, impl, batch.input_ids)
-    if isinstance(estimator, TokenEstimator):
+    if isinstance(estimator, OwnEstimator):
+        credit = _of_own(batch, estimator, inputs, chosen)
+    elif isinstance(estimator, TokenEstimator):
         credit = _of_tokens(batch, estimator, inputs, chosen)
     elif isinstance(estimator, GroupEstimator):
         if isinstance(estimator, GPG) and all_reduce is not None:
@@ -149,8 +169,8 @@ def with_advantages(
         values, _ = spread(
             turns, values, credit.steps, index=credit.place, weight=credit.weight, impl=chosen
         )
-    credited = dataclasses.replace(
-        batch, advantages=values, returns=credit.returns, metrics=None, metric_names=METRICS
+    credited = batch.replaced(
+        advantages=values, returns=credit.returns, metrics=None, metric_names=METRICS
     )
     # tables and numbers that are no fields, and what was computed from them
     known = batch.__dict__.keys() - {field.name for field in dataclasses.fields(batch)}
@@ -158,6 +178,20 @@ def with_advantages(
     del credited.__dict__["metrics"]  # computed at first access
     credited.__dict__["_later"] = batch.__dict__.get("_later", {}) | {"metrics": metrics}
     return credited
+
+
+def _estimator_of(given: Any) -> Estimator:
+    """Return an estimator; a function or a tensor as an `OwnEstimator`."""
+    is_class = isinstance(given, type)
+    if isinstance(given, torch.Tensor) or (callable(given) and not is_class):
+        return OwnEstimator(given)
+    is_known = isinstance(given, (TokenEstimator, *RULES, TurnReturns))
+    if is_known and type(given) is not TokenEstimator:
+        return cast("Estimator", given)
+    remedy = f"; make one: {given.__name__}()" if is_class else ""
+    raise TypeError(
+        f"{OP}: estimator must be an Estimator, a function or a tensor, got {given!r}{remedy}"
+    )
 
 
 def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> None:
@@ -177,7 +211,11 @@ def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> N
         ("ref_logprobs", penalized, "it has no kl"),
         ("bootstrap", needs["bootstrap"], "its truncated is not 'bootstrap'"),
         ("state_ids", needs["state_ids"], "it has no step groups"),
-        ("scores", isinstance(estimator, GroupEstimator), "it does not compare trajectories"),
+        (
+            "scores",
+            isinstance(estimator, GroupEstimator | OwnEstimator),
+            "it does not compare trajectories",
+        ),
     ):
         if getattr(inputs, name) is not None and not taken:
             raise ValueError(f"{OP}: {estimator.name} takes no {name}: {why}")
@@ -348,6 +386,63 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
         values, counts_of_turns, returns, are_shared=True, place=owners, steps=steps,
         weight=float(estimator.step_weight),
     )  # fmt: skip
+
+
+def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: str) -> Credit:
+    """Bring a caller's advantages to the tokens; their unit is the first with their number."""
+    rows: Any = estimator.credit
+    if not isinstance(rows, torch.Tensor):
+        scores = _members(batch, impl).scores if inputs.scores is None else inputs.scores.double()
+        rows = rows(scores, batch.group_ids, batch)
+    name = f"{OP}: {estimator.name}"
+    counts = {
+        "trajectory": batch.cu_turns.shape[0] - 1,
+        "turn": batch.num_turns,
+        "token": batch.num_generated,
+        "any token": batch.num_tokens,
+    }
+    entries = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.ndim == 1 else -1
+    unit = next((unit for unit, count in counts.items() if count == entries), None)
+    if unit is None or not rows.is_floating_point() or rows.device != batch.device:
+        shape = " or ".join(f"[{count}] ({unit})" for unit, count in counts.items())
+        got = shown(rows)
+        if isinstance(rows, torch.Tensor):
+            got = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+        raise ValueError(f"{name} must give floats {shape} on {batch.device}, got {got}")
+    same = unit in ("trajectory", "turn") and entries == batch.num_generated
+    if same and not bool((batch.cu_generated.diff() == 1).all()):  # rare, so it may synchronise
+        raise ValueError(
+            f"{name} gives {entries} numbers, but there are as many generated tokens as "
+            f"{unit}s: give batch.spread(x, of=...)"
+        )
+    rows = rows.detach().float()
+    if unit == "any token":
+        rows = rows.where(batch.turn_ids >= 0, 0.0)
+    else:
+        rows = spread_over_tokens(batch, rows, cast("Unit", unit))
+    return Credit(rows, lambda: batch.loss_mask, _returns(batch, impl))
+
+
+def spread_over_tokens(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.Tensor:
+    """Implement `PackedBatch.spread`."""
+    counts = {
+        "trajectory": batch.cu_turns.shape[0] - 1,
+        "turn": batch.num_turns,
+        "token": batch.num_generated,
+    }
+    if of not in counts:
+        raise ValueError(f"spread: of must be 'trajectory', 'turn' or 'token', got {of!r}")
+    check_tensor("spread", "x", x, or_more=True, device=batch.device, entries=counts[of], per=of)
+    is_generated = batch.turn_ids >= 0
+    is_generated = is_generated.reshape(-1, *[1] * (x.ndim - 1))
+    if of == "token":
+        empty = x.new_zeros(batch.num_tokens, *x.shape[1:])
+        return empty.masked_scatter(is_generated.expand_as(empty), x)
+    if not batch.num_turns:
+        return x.new_zeros(batch.num_tokens, *x.shape[1:])
+    if of == "trajectory":
+        x = x[batch.group_order.owners.long()]
+    return torch.where(is_generated, x[batch.turn_ids.long().clamp(min=0)], x.new_zeros(()))
 
 
 def num_groups_of(batch: PackedBatch) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.logprobs import LogprobMethods
 
+M = TypeVar("M")
 WITHOUT_STREAMS = ("cpu", "meta")
 """Device types without streams."""
 
@@ -30,6 +32,30 @@ def check_given(
         )
     if tensor.device != device:
         raise ValueError(f"tensors: {name!r} is on {tensor.device} but the batch is on {device}")
+
+
+def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
+    """Return a micro-batch with all of its tensors moved, each once."""
+    done: dict[int, torch.Tensor] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in done:
+                done[id(value)] = move(value)
+            return done[id(value)]
+        if isinstance(value, MicroBatch):
+            return replaced(value)
+        is_tensors = isinstance(value, Mapping)
+        return {name: of(one) for name, one in value.items()} if is_tensors else value
+
+    def replaced(one: Any) -> Any:
+        fields = dataclasses.fields(one)
+        return dataclasses.replace(
+            one, **{each.name: of(getattr(one, each.name)) for each in fields}
+        )
+
+    result: M = replaced(batch)
+    return result
 
 
 def record_storages(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
@@ -65,7 +91,7 @@ def model_inputs(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MicroBatch(LabelMethods):
+class MicroBatch(LabelMethods, LogprobMethods):
     """Some sequences of a packed batch, flat, in the given order and with the given padding.
 
     Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over
@@ -120,9 +146,10 @@ class MicroBatch(LabelMethods):
     """Generated tokens of `sequences`: those that `loss_mask` selects, or more where a sequence was
     cut off."""
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """What the rows of ragged fields in `fields` refer to, by name: the batch's own tensors."""
-    num_values: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Values of each ragged field in `sequences`, cut-off tokens included."""
+    """Values of ragged fields by name, tensors of the batch; rows in `fields` refer to them."""
+    value_counts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Values of each ragged field in `sequences`, and generated tokens without any, those that were
+    cut off included."""
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +204,14 @@ class MicroBatch(LabelMethods):
         given = [*self.fields.values(), *self.ragged_values.values()]
         record_storages([*self.tensors().values(), *given], stream)
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """Return the micro-batch on a device. Cost: one copy a tensor."""
+        return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
+        return moved(self, torch.Tensor.pin_memory)
+
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.
 
@@ -226,7 +261,9 @@ class MicroBatch(LabelMethods):
     ) -> dict[str, torch.Tensor]:
         """Return a rank's share of all tensors over tokens, extra fields among them, by name.
 
-        Boundaries stay those of the whole micro-batch. Values that depend on the next token are
+        Boundaries stay those of the whole micro-batch. A ragged field ``name`` has its rows, and
+        under ``ragged_values.name`` the values that they refer to, those of all tokens. Values that
+        depend on the next token are
         computed from the whole and passed, such as ``{"labels": micro_batch.labels()}``.
 
         Args:
@@ -260,4 +297,5 @@ class MicroBatch(LabelMethods):
         for name, tensor in (tensors or {}).items():
             check_given(name, tensor, whole, num_tokens=self.num_tokens, device=self.device)
         whole |= tensors or {}
-        return {name: tensor.index_select(0, index) for name, tensor in whole.items()}
+        values = {f"ragged_values.{name}": one for name, one in self.ragged_values.items()}
+        return {name: tensor.index_select(0, index) for name, tensor in whole.items()} | values

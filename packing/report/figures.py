@@ -18,7 +18,7 @@ from trajpack.packing.plan.ranks import plan_ranks
 from trajpack.packing.plan.units import Algorithm
 from trajpack.packing.text import one_line, printable
 from trajpack.packing.tree.merged import tree_of
-from trajpack.packing.tree.trie import branches_of
+from trajpack.packing.tree.trie import trie_of
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
@@ -140,9 +140,9 @@ def shared_prefixes(batch: PackedBatch) -> Numbers:
     if not len(lengths):
         return lengths
     starts = np.append(0, lengths.cumsum())[:-1]
-    branches = branches_of(batch.input_ids.numpy().astype(np.int32), starts, lengths)
+    trie = trie_of(batch.input_ids.numpy().astype(np.int32), starts, lengths)
     shared = np.zeros_like(lengths)
-    shared[branches.order] = branches.shared
+    shared[trie.order] = trie.shared
     return shared
 
 
@@ -331,7 +331,7 @@ def _breaks(batch: PackedBatch, decode: Decode | None) -> dict[str, Any]:
     """Return where and why prefixes broke, with some tokens around."""
     if batch.layout != "merged" or not batch.num_turns:
         return {"shown": [], "left_out": 0, "reasons": {}, "known": batch.layout == "merged"}
-    statistics = tree_of(batch, ("once", "shared")).statistics()
+    statistics = tree_of(batch).statistics()
     shown = [_break(batch, one, decode) for one in statistics.breaks[:MOST_BREAKS]]
     return {
         "shown": shown,

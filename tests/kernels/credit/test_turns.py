@@ -13,7 +13,6 @@ from trajpack.kernels.credit.turns import Turns, scores_of_trajectories, spread
 from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.testing import assert_same_bits, boundaries
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 """What trajectories have as a whole, by loops over their turns."""
 
 BLOCK = block_shape("scores_kernel", DEFAULT).block

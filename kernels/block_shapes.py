@@ -142,9 +142,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             4096,
             256,
-            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16. 112 registers: "
-            "512 threads on an SM request 40 KB. 128 threads take up to 234 registers; 512 take "
-            "about 60, for as many entries on an SM and twice the warps in each sum.",
+            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16; a block requests "
+            "20 KB. 128 threads take up to 234 registers.",
         )
     },
 } | {

@@ -20,6 +20,8 @@ from trajpack.kernels.validation import (
 OP = "group_advantages"
 MAX_COUNT = 2**31 - 4096
 """Largest number of members and of groups: the kernel counts them in int32, a tile further on."""
+MOST_COMPARED = 1024
+"""Members of a group up to which `order_by_state` compares them with each other."""
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -178,19 +180,25 @@ def group_advantages(  # noqa: PLR0913
         numbers = (*INTEGERS, *FLOATS)
         check_tensor(OP, "lengths", lengths, dtypes=numbers, constant=True, **per)  # type: ignore[arg-type]
     chosen = resolve_impl(OP, impl, scores)
-    order, segments, shares = group_ids, group_ids, None
-    if chosen == "triton":
-        order = torch.argsort(group_ids, stable=True)
-        group = torch.arange(num_groups + 1, device=scores.device)
-        segments = torch.searchsorted(group_ids[order].long(), group, out_int32=True)
+    shares = None
     if chosen == "triton" and scale == "nonzero":
         counted = (group_ids >= 0) & (group_ids < num_groups)
         counted = counted if valid is None else counted & valid
         shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()
-    members = Members(group_ids, num_groups, order, segments)
+    members = members_of(group_ids, num_groups, chosen)
     return advantages_of(
         scores, members, rule, lengths=lengths, valid=valid, shares=shares, impl=chosen
     )
+
+
+def members_of(group_ids: torch.Tensor, num_groups: int, impl: str) -> Members:
+    """Return groups by ids in any order; by Triton a stable sort and three operations find them."""
+    if impl == "torch":
+        return Members(group_ids, num_groups, group_ids, group_ids)
+    order = torch.argsort(group_ids, stable=True)
+    group = torch.arange(num_groups + 1, device=group_ids.device)
+    segments = torch.searchsorted(group_ids[order].long(), group, out_int32=True)
+    return Members(group_ids, num_groups, order, segments)
 
 
 def _check_rule(rule: Rule) -> None:
@@ -383,8 +391,8 @@ def _run(
     rule = Rule(*terms)
     if order is None:
         return group_advantages_reference(scores, groups, num_groups, rule, lengths, valid)
-    check_indices(OP, "order", order, scores.shape[0])
-    if groups.ndim == 1:
+    if groups.ndim == 1:  # the other is made by `order_by_state`
+        check_indices(OP, "order", order, scores.shape[0])
         check_segments_within(OP, "groups", groups, scores.shape[0])
     from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
 
@@ -398,13 +406,14 @@ def order_by_state(
     """Put members of one state next to each other in each group; for `Members`, by Triton alone.
 
     ``order`` is int32 ``[members]``, ``cu_groups`` int32 boundaries of the groups in it, ``states``
-    int32 or int64 ``[members]``. A negative state is in no group.
+    int32 or int64 ``[members]``. A negative state is in no group. Groups of more than
+    `MOST_COMPARED` members are for `number_pairs`: each member is compared with all of its group.
 
     Returns:
         int32 ``[members]``: the new order; and ``[members, 2]``: spans of the states in it, each at
         its first place, the spans at all other places empty.
 
-    Cost: one launch without a sort: each member is compared with all of its group.
+    Cost: one launch without a sort.
     """
     ordered: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.order_by_state(
         order, cu_groups, states

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LONG = 512
 """Members from which on a group is a larger program's."""
 COMPARED = 32
-"""Members of a program that orders them by state."""
+"""Members of a program that orders them by state, and of those that it compares them with."""
 
 
 @triton.jit
@@ -319,7 +319,7 @@ def advantages_of_sizes(
 @triton.jit(do_not_specialize=["num_groups", "num_members"])
 def order_kernel(
     order, cu_groups, states, ordered, spans, num_groups, num_members,
-    COMPARED: tl.constexpr, BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):  # fmt: skip
     """Write the places of ``COMPARED`` members by state, each compared with all of its group."""
     first = tl.program_id(0) * COMPARED
@@ -336,7 +336,7 @@ def order_kernel(
     at = tl.load(cu_groups + low)
     stop = tl.load(cu_groups + high + 1)
     while at < stop:
-        other = at + tl.arange(0, BLOCK)
+        other = at + tl.arange(0, COMPARED)
         compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[:, None]
         other = other[:, None]
         is_near = (other >= begin[None, :]) & (other < end[None, :])
@@ -344,7 +344,7 @@ def order_kernel(
         fewer += tl.sum((is_near & (compared < state[None, :])).to(tl.int32), 0)
         equal += tl.sum(same.to(tl.int32), 0)
         before += tl.sum((same & (other < place[None, :])).to(tl.int32), 0)
-        at += BLOCK
+        at += COMPARED
     start = begin + fewer
     own = start + before
     inside = first + tl.arange(0, COMPARED) <= last
@@ -366,6 +366,6 @@ def order_forward(
         with torch.cuda.device_of(order):
             order_kernel[(triton.cdiv(members, COMPARED),)](
                 order, cu_groups, states, ordered, spans, cu_groups.shape[0] - 1, members,
-                COMPARED=COMPARED, BLOCK=launch.block, **launch.options,
+                COMPARED=COMPARED, **launch.options,
             )  # fmt: skip
     return ordered, spans

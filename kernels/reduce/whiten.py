@@ -37,8 +37,8 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or ``x`` requires a gradient.
 
-    Cost: one launch up to 4,096 entries, else two. No copy of contiguous tensors that begin at a
-    multiple of 16 bytes, no host synchronisation.
+    Cost: one launch. No copy of contiguous tensors that begin at a multiple of 16 bytes, no host
+    synchronisation.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0, 6.0, float("nan")])
@@ -124,8 +124,9 @@ def whiten(
         ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``shift`` or
             ``eps`` is not finite, ``eps`` is negative, or ``ddof`` is neither 0 nor 1.
 
-    Cost: two launches, of which each reads ``x``; with ``sums`` one, and eight small operations. No
-    copy of contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation.
+    Cost: two launches, of which each reads ``x``; one up to 4,096 entries; with ``sums`` one, and
+    eight small operations. No copy of contiguous tensors that begin at a multiple of 16 bytes, no
+    host synchronisation.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0, 3.0]), torch.tensor([True, True, False, True])
@@ -155,28 +156,15 @@ def whiten(
     return whiten_by(x, mask, given, ddof=ddof, eps=eps, center=center, impl=impl)[0]
 
 
-def partial_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
-    """Return float64 ``[5, parts]``: the moments of up to 1,024 parts of the entries.
+def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
+    """Return the `masked_moments` of entries that count as often as ``counts`` says.
 
-    ``counts`` are a mask, or int32 numbers: how often each entry counts. Arguments are checked.
+    ``counts`` are a mask, or int32 numbers. Arguments are checked.
     """
-    parts: torch.Tensor = torch.ops.trajpack.masked_moments(
+    moments: torch.Tensor = torch.ops.trajpack.masked_moments(
         x.contiguous(), counts.contiguous(), impl
     )
-    return parts
-
-
-def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
-    """Return the `masked_moments` of entries that count as often as ``counts`` says."""
-    return merged_moments(partial_moments(x, counts, impl))
-
-
-def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Return ``[5]`` moments of all parts of `partial_moments`."""
-    if parts.shape[1] == 1:
-        return parts[:, 0]
-    merged: torch.Tensor = torch.ops.trajpack.merged_moments(parts)
-    return merged
+    return moments
 
 
 def whiten_by(
@@ -189,10 +177,10 @@ def whiten_by(
     eps: float = 0.0,
     center: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whiten the entries that count by ``[5, parts]`` moments, their own if ``None``.
+    """Whiten the entries that count by ``[5]`` moments, their own if ``None``.
 
     Returns:
-        The whitened entries, and ``[5, parts]`` moments of the entries if none were given.
+        The whitened entries, and ``[5]`` moments of the entries if none were given.
 
     Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
@@ -222,8 +210,8 @@ def masked_moments_reference(x: torch.Tensor, counts: torch.Tensor) -> torch.Ten
 def whiten_reference(
     x: torch.Tensor, mask: torch.Tensor, given: torch.Tensor, *, ddof: int, eps: float, center: bool
 ) -> torch.Tensor:
-    """Define `whiten_by` of one part in plain torch."""
-    count, mean, squares = given[:3, 0].unbind()
+    """Define `whiten_by` in plain torch."""
+    count, mean, squares = given[:3].unbind()
     varies = (count > ddof) & (squares != 0)
     std = squares.sqrt() / (count - ddof).clamp(min=1).sqrt()  # squares / count may underflow to 0
     scale = torch.where(varies, 1 / (std + eps), 0.0)
@@ -240,7 +228,7 @@ def sums_of_moments(moments: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 def moments_of_sums(sums: torch.Tensor, shift: float) -> torch.Tensor:
-    """Return ``[5, 1]`` moments; deviations within the sums' rounding are 0.
+    """Return ``[5]`` moments; deviations within the sums' rounding are 0.
 
     The extremes are not known: any two that differ stand for them.
     """
@@ -249,7 +237,7 @@ def moments_of_sums(sums: torch.Tensor, shift: float) -> torch.Tensor:
     squares = torch.addcmul(second, first, away, value=-1)
     squares = torch.where(squares <= second * NOISE, 0.0, squares)
     mean = away + shift if shift else away
-    return torch.stack([count, mean, squares, -count, count])[:, None]
+    return torch.stack([count, mean, squares, -count, count])
 
 
 def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
@@ -262,16 +250,10 @@ def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
 
 def _run_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
     if impl == "torch":
-        return masked_moments_reference(x, counts)[:, None]
+        return masked_moments_reference(x, counts)
     from trajpack.kernels.reduce.whiten_triton import moments_forward
 
     return moments_forward(x, counts)
-
-
-def _run_merge(parts: torch.Tensor) -> torch.Tensor:
-    from trajpack.kernels.reduce.whiten_triton import merge_forward
-
-    return merge_forward(parts)
 
 
 def _run_whiten(
@@ -284,34 +266,27 @@ def _run_whiten(
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if impl == "torch":
-        parts = masked_moments_reference(x, counts)[:, None] if given is None else given
-        whitened = whiten_reference(x, counts, parts, ddof=ddof, eps=eps, center=center)
-        return whitened, parts if given is None else parts.new_empty(0)
-    from trajpack.kernels.reduce.whiten_triton import whiten_forward
+        moments = masked_moments_reference(x, counts) if given is None else given
+        whitened = whiten_reference(x, counts, moments, ddof=ddof, eps=eps, center=center)
+    else:
+        from trajpack.kernels.reduce.whiten_triton import whiten_forward
 
-    whitened, parts = whiten_forward(x, counts, given, ddof=ddof, eps=eps, center=center)
-    return whitened, parts if given is None else parts.new_empty(0)
-
-
-def _fake_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
-    parts = 1
-    if impl == "triton":
-        from trajpack.kernels.reduce.whiten_triton import num_parts
-
-        parts = num_parts(x.shape[0])
-    return x.new_empty((5, parts), dtype=torch.float64)
+        whitened, moments = whiten_forward(x, counts, given, ddof=ddof, eps=eps, center=center)
+    return whitened, moments if given is None else moments.new_empty(0)
 
 
-def _fake_whiten(x: torch.Tensor, counts: Any, given: Any, *inputs: Any) -> tuple[Any, Any]:
-    none = x.new_empty(0, dtype=torch.float64)
-    parts = none if given is not None else _fake_moments(x, counts, inputs[-1])
-    return x.new_empty(x.shape, dtype=torch.float32), parts
+def _fake_moments(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(5, dtype=torch.float64)
+
+
+def _fake_whiten(x: torch.Tensor, counts: Any, given: Any, *_: Any) -> tuple[Any, Any]:
+    moments = _fake_moments(x) if given is None else x.new_empty(0, dtype=torch.float64)
+    return x.new_empty(x.shape, dtype=torch.float32), moments
 
 
 register_op(
     "masked_moments(Tensor x, Tensor counts, str impl) -> Tensor", _run_moments, _fake_moments
 )
-register_op("merged_moments(Tensor parts) -> Tensor", _run_merge, lambda parts: parts.new_empty(5))
 register_op(
     "whiten(Tensor x, Tensor counts, Tensor? given, int ddof, float eps, bool center, str impl) "
     "-> (Tensor, Tensor)",

@@ -3,12 +3,15 @@
 
 `moments_kernel` has at most `PARTS` programs. A program walks over every `PARTS`-th chunk of
 ``CHUNK`` entries, takes their mean, then their squared deviations, from registers, and merges
-the chunks one after another. Each program that whitens merges the parts, in an order that depends
-on their number alone. Chunks without a counted entry change no bit. Whitened chunks are stored
-whole, unmasked and full width; the loads of all chunks but the last are unmasked too.
+the chunks one after another. The last program, which an integer counter finds, merges the parts in
+an order that depends on their number alone. Chunks without a counted entry change no bit. Whitened
+chunks are stored whole, unmasked and full width; the loads of all chunks but the last are unmasked
+too.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import torch
 import triton
@@ -19,13 +22,16 @@ from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 CHUNK = block_shape("whiten", DEFAULT).block
 """The same on every architecture: it decides the order of the sums, as PARTS does."""
 PARTS = 256
+MOMENTS = tl.constexpr(5)
+COUNTERS = 1024
+"""Counters that are made at once."""
 ALIGNMENT = 16
 """Alignment of inputs in bytes, so that there is one layout and one order of sums."""
 
 
 @triton.jit
 def _load_chunk(x, counts, first, entries, CHUNK: tl.constexpr):
-    """Return the entries of the chunk at ``first``, 0 where they do not count, and their counts."""
+    """Return the entries of the chunk at ``first``, and how often they count."""
     lane = tl.arange(0, CHUNK)
     # else the mask, which could be loaded by 16, has the floats loaded in its layout, not theirs
     place = tl.max_contiguous(counts + first + lane, 4)
@@ -36,12 +42,13 @@ def _load_chunk(x, counts, first, entries, CHUNK: tl.constexpr):
         inside = lane < entries - first
         value = tl.load(x + first + lane, mask=inside, other=0.0)
         count = tl.load(place, mask=inside, other=0)
-    return tl.where(count != 0, value, 0.0), count
+    return value, count
 
 
 @triton.jit
 def _of_chunk(value, numbers):
     """Return the moments of a chunk."""
+    value = tl.where(numbers != 0, value, 0.0)
     low = tl.min(tl.where(numbers != 0, value, float("inf")), 0).to(tl.float64)
     high = tl.max(tl.where(numbers != 0, value, float("-inf")), 0).to(tl.float64)
     count = tl.sum(numbers.to(tl.int32), 0).to(tl.float64)
@@ -97,8 +104,13 @@ def _store(out, stride, count, mean, squares, low, high):
 
 
 @triton.jit(do_not_specialize=["entries"])
-def moments_kernel(x, counts, parts, entries: tl.int64, CHUNK: tl.constexpr):
-    """Write the moments of every chunk whose number leaves this program's as the remainder."""
+def moments_kernel(
+    x, counts, moments, counter, entries: tl.int64, CHUNK: tl.constexpr, PARTS: tl.constexpr
+):
+    """Write the moments of all entries, and behind them those of each program's chunks.
+
+    Program ``p`` takes every chunk whose number leaves ``p`` as the remainder. ``counter`` is 0.
+    """
     count = tl.full((), 0.0, tl.float64)
     mean, squares = count, count
     low, high = count + float("inf"), count - float("inf")
@@ -114,75 +126,53 @@ def moments_kernel(x, counts, parts, entries: tl.int64, CHUNK: tl.constexpr):
         count += number
         first += tl.num_programs(0).to(tl.int64) * CHUNK
     count, mean, squares, low, high = _settled(count, mean, squares, low, high)
-    _store(parts + tl.program_id(0), tl.num_programs(0), count, mean, squares, low, high)
-
-
-@triton.jit(do_not_specialize=["num_parts"])
-def merge_moments_kernel(parts, moments, num_parts, PARTS: tl.constexpr):
-    """Write the moments of all parts together."""
-    count, mean, squares, low, high = _merge(parts, num_parts, PARTS)
-    _store(moments, 1, count, mean, squares, low, high)
+    num_parts = tl.num_programs(0)
+    parts = moments + MOMENTS
+    _store(parts + tl.program_id(0), num_parts, count, mean, squares, low, high)
+    if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
+        count, mean, squares, low, high = _merge(parts, num_parts, PARTS)
+        _store(moments, 1, count, mean, squares, low, high)
 
 
 @triton.jit(
-    do_not_specialize=["entries", "num_parts", "ddof", "center"],
-    do_not_specialize_on_alignment=["given"],
+    do_not_specialize=["entries", "ddof", "center"], do_not_specialize_on_alignment=["given"]
 )
 def whiten_kernel(
-    x, counts, given, parts, whitened, entries: tl.int64, num_parts, ddof, eps: tl.float64, center,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    x, counts, given, moments, whitened, entries: tl.int64, ddof, eps: tl.float64, center,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Whiten chunks by the moments of parts, as `trajpack.kernels.reduce.whiten.whiten_reference`.
+    """Whiten a chunk by moments, as `trajpack.kernels.reduce.whiten.whiten_reference`.
 
-    One program alone takes its own moments if none are given, and writes them to ``parts``. Memory
-    is allocated for a whole last chunk.
+    One program alone takes its own moments if none are given, and writes them to ``moments``.
+    Memory is allocated for a whole last chunk.
     """
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    value, numbers = _load_chunk(x, counts, first, entries, CHUNK)
     if given is None:
-        value, numbers = _load_chunk(x, counts, tl.zeros((), tl.int64), entries, CHUNK)
         count, mean, squares, low, high = _of_chunk(value, numbers)
-        _store(parts, 1, count, mean, squares, low, high)
+        _store(moments, 1, count, mean, squares, low, high)
     else:
-        count, mean, squares, low, high = _merge(given, num_parts, PARTS)
+        count, mean, squares = tl.load(given), tl.load(given + 1), tl.load(given + 2)
     varies = (count > ddof) & (squares != 0.0)
     std = tl.sqrt(squares) / tl.sqrt(tl.maximum(count - ddof, 1.0))
     scale = tl.where(varies, 1.0 / tl.where(varies, std + eps, 1.0), 0.0)
     kept = tl.where(center != 0, 0.0, mean)
-    first = tl.program_id(0).to(tl.int64) * CHUNK
-    while first < entries:
-        value, numbers = _load_chunk(x, counts, first, entries, CHUNK)
-        result = tl.where(varies, (value.to(tl.float64) - mean) * scale, 0.0) + kept
-        result = tl.where(numbers != 0, result, 0.0)
-        tl.store(whitened + first + tl.arange(0, CHUNK), result.to(tl.float32))
-        first += tl.num_programs(0).to(tl.int64) * CHUNK
-
-
-def num_parts(entries: int) -> int:
-    """Return how many parts `moments_forward` makes of so many entries."""
-    return max(min(-(-entries // CHUNK), PARTS), 1)
+    result = tl.where(varies, tl.fma(value.to(tl.float64) - mean, scale, kept), kept)
+    result = tl.where(numbers != 0, result.to(tl.float32), 0.0)
+    tl.store(whitened + first + tl.arange(0, CHUNK), result)
 
 
 def moments_forward(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return moments ``[5, parts]`` of contiguous tensors, in one launch."""
+    """Return moments ``[5]`` of contiguous tensors, in one launch."""
     x, counts = aligned(x), aligned(counts)
-    programs = num_parts(x.shape[0])
-    parts = torch.empty((5, programs), dtype=torch.float64, device=x.device)
+    parts = max(min(triton.cdiv(x.shape[0], CHUNK), PARTS), 1)
+    moments = torch.empty(MOMENTS.value * (parts + 1), dtype=torch.float64, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        moments_kernel[(programs,)](
-            x, counts, parts, x.shape[0], CHUNK=CHUNK,
+        moments_kernel[(parts,)](
+            x, counts, moments, new_counter(x.device), x.shape[0], CHUNK=CHUNK, PARTS=PARTS,
             **launch_on("whiten", x.get_device()).options,
         )  # fmt: skip
-    return parts
-
-
-def merge_forward(parts: torch.Tensor) -> torch.Tensor:
-    """Return moments ``[5]`` of all parts, in one launch of one program."""
-    moments = parts.new_empty(5)
-    with torch.cuda.device_of(parts):
-        merge_moments_kernel[(1,)](
-            parts, moments, parts.shape[1], PARTS=PARTS,
-            **launch_on("whiten", parts.get_device()).options,
-        )  # fmt: skip
-    return moments
+    return moments[: MOMENTS.value]
 
 
 def whiten_forward(
@@ -194,24 +184,43 @@ def whiten_forward(
     eps: float,
     center: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whitened entries of contiguous tensors, and the moments of their parts.
+    """Return whitened entries of contiguous tensors, and their moments or those that are given.
 
     One launch with moments that are given, and for one chunk; else two.
     """
     x, counts = aligned(x), aligned(counts)
-    programs, chunks = num_parts(x.shape[0]), triton.cdiv(x.shape[0], CHUNK)
+    chunks = triton.cdiv(x.shape[0], CHUNK)
     whitened = torch.empty(chunks * CHUNK, dtype=torch.float32, device=x.device)
     if given is None and chunks != 1:
         given = moments_forward(x, counts)
-    parts = x.new_empty((5, 1), dtype=torch.float64) if given is None else given
+    moments = x.new_empty(MOMENTS.value, dtype=torch.float64) if given is None else given
     if chunks:
         with torch.cuda.device_of(x):
-            whiten_kernel[(programs,)](
-                x, counts, given, parts, whitened, x.shape[0], parts.numel() // 5, ddof, eps,
-                int(center), CHUNK=CHUNK, PARTS=PARTS,
-                **launch_on("whiten", x.get_device()).options,
+            whiten_kernel[(chunks,)](
+                x, counts, given, moments, whitened, x.shape[0], ddof, eps, int(center),
+                CHUNK=CHUNK, **launch_on("whiten", x.get_device()).options,
             )  # fmt: skip
-    return whitened[: x.shape[0]], parts
+    return whitened[: x.shape[0]], moments
+
+
+def new_counter(device: torch.device) -> torch.Tensor:
+    """Return an int32 that is 0 and that no other launch has, so none can leave it at a number.
+
+    One in `COUNTERS` calls on a stream launches a fill; so does each call in a capture, for the
+    graph is replayed.
+    """
+    if device.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        unused = _unused[device, torch.cuda.current_stream().cuda_stream]
+        if not unused:
+            unused.extend(torch.zeros(COUNTERS, dtype=torch.int32, device=device).split(1))
+        return unused.pop()
+
+
+_unused: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

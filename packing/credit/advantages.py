@@ -20,14 +20,15 @@ from trajpack.kernels.credit.turns import (
 )
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.groups.group_advantages import (
+    MOST_COMPARED,
     Members,
     Rule,
     advantages_of,
+    members_of,
     number_pairs,
     order_by_state,
 )
 from trajpack.kernels.reduce.whiten import (
-    merged_moments,
     moments_of,
     moments_of_sums,
     sums_of_moments,
@@ -364,12 +365,12 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     if not isinstance(estimator, GiGPO):
         return Credit(values, counts, returns, are_shared=True, place=owners)
     assert inputs.state_ids is not None
-    if impl == "triton":
+    if impl == "triton" and (longest or batch.num_turns) <= MOST_COMPARED:
         places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
         by_state = Members(batch.group_ids, num_groups, *places, longest)
     else:
         pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
-        by_state = Members(pairs, batch.num_turns, pairs, pairs)
+        by_state = members_of(pairs, batch.num_turns, impl)
     steps = advantages_of(
         batch.turn_returns,
         by_state,
@@ -508,8 +509,8 @@ def _whitened(
         return values, lambda: _moments(credit, impl)
     counts = credit.counts()
     if all_reduce is None:
-        whitened, parts = whiten_by(values, counts, None, ddof=whitening, impl=impl)
-        return whitened, lambda: merged_moments(parts)
+        whitened, own = whiten_by(values, counts, None, ddof=whitening, impl=impl)
+        return whitened, lambda: own
     own = moments_of(values, counts, impl)
     sums = sums_of_moments(own, 0.0)
     all_reduce(sums)

@@ -33,7 +33,7 @@ from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
-from trajpack.kernels.reduce.whiten_triton import merge_forward, moments_forward, whiten_forward
+from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import (
     fold_rows,
     steps_of_blocks,
@@ -73,7 +73,6 @@ DEMANDING = {
     "chunk_partials": {"mean of float32, masked"},
     "chunk_fold": {"mean of float32, masked"},
     "moments_forward": {"float64", "float64, numbers"},
-    "merge_forward": {"parts"},
     "whiten_forward": {"float64", "float64, numbers, own"},
     "sum_slots": {"float64, bounds", "int64 ids, owners"},
     "weigh": {"float32", "float64, bounds"},
@@ -151,9 +150,8 @@ def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
 
 def launches_of_whitening(returns: torch.Tensor) -> Launches:
     """Moments and whitening of both dtypes; inputs that are not aligned are moved first."""
-    given = torch.zeros((5, 3), dtype=torch.float64, device=returns.device)
+    given = torch.zeros(5, dtype=torch.float64, device=returns.device)
     options = {"ddof": 1, "eps": 0.0, "center": True}
-    yield "parts", partial(merge_forward, given)
     for dtype in (torch.float32, torch.float64):
         x = returns.to(dtype)
         label = str(dtype).removeprefix("torch.")

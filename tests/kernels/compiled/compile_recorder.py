@@ -36,11 +36,7 @@ from trajpack.kernels.reduce.segment_reduce_triton import (
     chunk_partials_kernel,
     segment_reduce_kernel,
 )
-from trajpack.kernels.reduce.whiten_triton import (
-    merge_moments_kernel,
-    moments_kernel,
-    whiten_kernel,
-)
+from trajpack.kernels.reduce.whiten_triton import moments_kernel, whiten_kernel
 from trajpack.kernels.scan.credit_scan_triton import (
     block_states_kernel,
     block_steps_kernel,
@@ -67,7 +63,6 @@ KERNELS = (
     select_tokens_kernel,
     spread_kernel,
     moments_kernel,
-    merge_moments_kernel,
     whiten_kernel,
     sum_slots_kernel,
     weigh_kernel,

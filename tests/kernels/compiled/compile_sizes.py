@@ -43,6 +43,7 @@ from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
 from trajpack.kernels.scan.scan_inputs import Scan
+from trajpack.packing.credit.estimators import GiGPO
 from trajpack.packing.plan.plan import plan_micro_batches
 
 SIZES = (1, 2, 5, 15, 16, 17, 48, 4096, 4097, 8192, 8193, 9001, 16_400)
@@ -305,6 +306,8 @@ def buffer_of(size: int, num_turns: int = 3) -> TrajectoryBuffer:
 def credited(size: int, estimator: Any, **inputs: Any) -> Any:
     batch = buffer_of(size).pack()
     given = {name: floats(batch.num_tokens) for name in inputs}
+    if isinstance(estimator, GiGPO):
+        given["state_ids"] = torch.zeros(batch.num_turns, dtype=torch.int64)
     return batch.with_advantages(estimator, **given, impl="triton")
 
 
@@ -340,6 +343,7 @@ PATHS: Calls = {
     "StaticBatch": filled,
     "split and merge": cut_and_merged,
     "GRPO": lambda size: credited(size, GRPO()),
+    "GiGPO": lambda size: credited(size, GiGPO()),
     "GAE": lambda size: credited(size, GAE(), values=floats),
     "VTrace": lambda size: credited(size, VTrace(), values=floats, logprobs=floats),
     "TurnReturns": lambda size: credited(size, TurnReturns()),

@@ -27,14 +27,14 @@ def stored_bytes(variant: dict[str, Any]) -> int:
 
 def test_a_member_is_stored_once_and_a_member_of_no_group_by_itself(compiled: Any) -> None:
     for variant in compiled.variants("group_advantages_kernel"):
-        kernel = "group_advantages_kernel" + ", long" * variant["inputs"].endswith("long")
+        kernel = "group_advantages_kernel" + ", long" * ("long" in variant["inputs"])
         members = block_shape(kernel, DEFAULT).block
         assert variant["stores"] == {4: members // variant["threads"] + 1}, variant
 
 
 def test_the_warp_of_a_group_waits_for_no_other(compiled: Any) -> None:
     for variant in compiled.variants("group_advantages_kernel"):
-        assert variant["barriers"] == 0 or variant["inputs"].endswith("long"), variant
+        assert variant["barriers"] == 0 or "long" in variant["inputs"], variant
 
 
 # --- segments
@@ -74,7 +74,8 @@ OF_A_THREAD = whiten_triton.CHUNK // block_shape("whiten", DEFAULT).threads
 def test_whitened_entries_are_stored_at_full_width_once_and_unmasked(compiled: Any) -> None:
     for variant in compiled.variants("whiten_kernel"):
         own = MOMENTS if "own" in variant["inputs"] else 0
-        assert variant["stores"] == Counter({16: OF_A_THREAD // 4, 8: own}), variant
+        assert stored_bytes(variant) == OF_A_THREAD * 4 + 8 * own, variant
+        assert variant["stores"][16] >= OF_A_THREAD // 4, variant
         assert (variant["masked_stores"] or 0) <= own, variant
 
 
@@ -84,36 +85,32 @@ def test_whole_chunks_are_loaded_at_full_width(compiled: Any, kernel: str) -> No
     for variant in compiled.variants(kernel):
         size = 8 if variant["inputs"].startswith("float64") else 4
         numbers = 4 if "numbers" in variant["inputs"] else 0
-        times = 2 if "own" in variant["inputs"] else 1
-        expected = times * OF_A_THREAD * (size + numbers) // 16
+        expected = OF_A_THREAD * (size + numbers) // 16
         assert variant["loads"][16] == expected, variant
 
 
 def test_sums_shuffle_and_wait_within_their_bounds(compiled: Any) -> None:
-    """Five sums of a chunk, each within a warp, then between warps."""
+    """Five sums of a chunk and five of the parts, each within a warp, then between warps."""
     for variant in compiled.variants("moments_kernel"):
-        assert 0 < variant["shuffles"] <= 76, variant
-        assert variant["barriers"] <= 16, variant
+        assert 0 < variant["shuffles"] <= 152, variant
+        assert variant["barriers"] <= 32, variant
 
 
-@pytest.mark.parametrize("kernel", ["moments_kernel", "merge_moments_kernel"])
-def test_moments_are_stored_once(compiled: Any, kernel: str) -> None:
-    for variant in compiled.variants(kernel):
-        assert variant["stores"] == {8: MOMENTS}, variant
+def test_moments_of_a_program_and_those_of_all_are_stored_once(compiled: Any) -> None:
+    for variant in compiled.variants("moments_kernel"):
+        assert stored_bytes(variant) == 8 * 2 * MOMENTS, variant
 
 
 # --- scores of trajectories, and values of their tokens
 
-TOKENS = (
-    block_shape("spread_kernel", DEFAULT).block // block_shape("spread_kernel", DEFAULT).threads
-)
-
 
 def test_spread_tokens_are_stored_at_full_width_and_unmasked(compiled: Any) -> None:
-    """Memory is allocated in whole tiles. A tile within one run has a branch of its own."""
+    """Memory is allocated in whole tiles. A tile within one run has a branch of its own, which may
+    share its stores with the other."""
     for variant in compiled.variants("spread_kernel"):
         outputs = 2 if label_of(variant) == "two of turns" else 1
-        assert variant["stores"] == {16: 2 * outputs * TOKENS // 4}, variant
+        once = outputs * block_shape("spread_kernel", DEFAULT).block // variant["threads"] // 4
+        assert variant["stores"] in ({16: once}, {16: 2 * once}), variant
         assert not variant["masked_stores"], variant
         assert variant["barriers"] == 0, variant
 

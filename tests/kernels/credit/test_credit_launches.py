@@ -30,7 +30,6 @@ SCAN = ["block_steps_kernel", "fold_rows_kernel", "block_states_kernel"]
 """Of trajectories of more than 4,096 tokens; else it is one launch."""
 WALK = ["walk_kernel"]
 MEASURE = ["moments_kernel"]
-"""One more merges the parts of more than 4,096 entries."""
 WHITEN = ["whiten_kernel"]
 """Of more than 4,096 entries ``MEASURE`` comes before it."""
 GROUP = ["scores_kernel", "group_advantages_kernel", "spread_kernel"]
@@ -148,8 +147,8 @@ def test_a_penalty_a_clip_and_a_bootstrap_add_no_launch() -> None:
 MORE = {
     "groups, cut-off masked": (GRPO(truncated="mask"), 3),
     "turn returns, cut-off masked": (TurnReturns(truncated="mask"), 4),
-    "a scan, cut-off masked": (GAE(truncated="mask"), 7),
-    "turns, cut-off masked": (TurnGAE(truncated="mask"), 8),
+    "a scan, cut-off masked": (GAE(truncated="mask"), 8),
+    "turns, cut-off masked": (TurnGAE(truncated="mask"), 9),
 }
 
 
@@ -205,4 +204,5 @@ def test_with_advantages_on_meta_runs_only_own_ops() -> None:
             batch.with_advantages(EVERY[name], impl="triton", **on_meta)
         launching = {op for op in recorded.counts if op.startswith("trajpack.")}
         quiet = {"aten.select.int", "aten.detach.default", "aten.slice.Tensor"}
-        assert set(recorded.counts) - launching - quiet <= {"aten.clone.default"}, name
+        known = {"aten.sub.Tensor"} if "aten::diff" in LAUNCHES[name] else set()
+        assert set(recorded.counts) - launching - quiet == known, name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,12 @@ from trajpack.kernels import masked_moments, moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton
 from trajpack.kernels.reduce.whiten import (
     masked_moments_reference,
-    merged_moments,
     moments_of,
     moments_of_sums,
-    partial_moments,
     whiten_by,
     whiten_reference,
 )
+from trajpack.kernels.reduce.whiten_triton import new_counter
 from trajpack.testing import assert_same_bits
 
 CHUNK = whiten_triton.CHUNK
@@ -90,7 +91,7 @@ def test_it_equals_the_formula(impl: Any, size: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("size", SIZES)
 def test_the_references_equal_the_formula(size: int) -> None:
     x, mask = batch(size)
-    moments = masked_moments_reference(x, mask)[:, None]
+    moments = masked_moments_reference(x, mask)
     for ddof, eps, center in ((1, 0.0, True), (0, 0.1, False)):
         whitened = whiten_reference(x, mask, moments, ddof=ddof, eps=eps, center=center)
         assert_close(whitened, by_numpy(x, mask, ddof, eps, center))
@@ -262,7 +263,7 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
         count, mean = 1000.0, 3.0
         entries = [count, count * mean, count * mean**2 * (1 + share)]
         sums = torch.tensor(entries, dtype=torch.float64)
-        _, found, squares, *_ = moments_of_sums(sums, 1.0)[:, 0]
+        _, found, squares, *_ = moments_of_sums(sums, 1.0)
         assert found.item() == mean + 1
         assert (squares.item() > 0) == kept
 
@@ -270,12 +271,59 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
 def test_whitening_takes_two_launches_and_with_sums_one(executor: Any) -> None:
     x, mask = batch(3 * CHUNK)
     sums = moment_sums(x, mask, impl="triton")
-    assert executor.launched == ["moments_kernel", "merge_moments_kernel"]
     whiten(x, mask, impl="triton")
-    assert executor.launched[2:] == ["moments_kernel", "whiten_kernel"]
+    assert executor.launched == ["moments_kernel"] * 2 + ["whiten_kernel"]
     whiten(x, mask, sums=sums, impl="triton")
     whiten(x[:CHUNK], mask[:CHUNK], impl="triton")
-    assert executor.launched[4:] == ["whiten_kernel"] * 2
+    assert executor.launched[3:] == ["whiten_kernel"] * 2
+
+
+def test_a_launch_that_ended_early_leaves_no_counter_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next launch has another counter, here as on a device."""
+    x, mask = batch(3 * CHUNK)
+    expected = masked_moments(x, mask, impl="triton")
+    given = []
+
+    def note(device: torch.device) -> torch.Tensor:
+        given.append(new_counter(device))
+        return given[-1]
+
+    monkeypatch.setattr(whiten_triton, "new_counter", note)
+    monkeypatch.setattr(whiten_triton, "_unused", defaultdict(list))
+    for _ in range(3):
+        assert_same_bits(masked_moments(x, mask, impl="triton"), expected)
+        given[-1].fill_(1)  # as if one of two programs had not ended
+    assert len({counter.data_ptr() for counter in given}) == 3
+
+
+def test_a_stream_has_its_own_counters_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        cuda_stream = 1
+
+    class Memory:
+        """A tensor on a device that this machine does not have."""
+
+        def split(self, size: int) -> list[object]:
+            return [object() for _ in range(whiten_triton.COUNTERS // size)]
+
+    made = []
+    monkeypatch.setattr(torch, "zeros", lambda size, **_: made.append(size) or Memory())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(whiten_triton, "_unused", defaultdict(list))
+    device, capturing = torch.device("cuda"), False
+    several = whiten_triton.COUNTERS
+    assert len({id(one) for one in [new_counter(device) for _ in range(several + 1)]}) > several
+    assert made == [several] * 2
+    monkeypatch.setattr(Stream, "cuda_stream", 2)
+    new_counter(device)
+    assert made == [several] * 3
+    capturing = True  # the graph sets its counter to 0 with every replay
+    new_counter(device)
+    assert made[3:] == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -286,11 +334,11 @@ def test_a_number_counts_an_entry_as_often_as_a_mask_would(impl: Any, dtype: tor
     often = x.repeat_interleave(counts.long())
     expected = by_loop(often.double().tolist())
     assert_moments(moments_of(x, counts, impl), expected, tolerance=1e-12)
-    found, parts = whiten_by(x, counts, None, ddof=1, impl=impl)
+    found, moments = whiten_by(x, counts, None, ddof=1, impl=impl)
     every = torch.ones_like(often, dtype=torch.bool)
     assert_close(found.repeat_interleave(counts.long()), by_numpy(often, every))
     assert not found[counts == 0].any()
-    assert_moments(merged_moments(parts), expected, tolerance=1e-12)
+    assert_moments(moments, expected, tolerance=1e-12)
 
 
 """Moments under a mask, and the operators of moments and whitening: registered, traced, strict."""
@@ -372,10 +420,9 @@ def test_a_counted_nan_shows_everywhere_but_in_the_count(impl: Any) -> None:
 def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> None:
     x, mask = torch.arange(9, dtype=dtype), torch.arange(9) % 3 > 0
     for counts in (mask, mask.int()):
-        parts = partial_moments(x, counts, impl)
+        moments = moments_of(x, counts, impl)
         torch.library.opcheck(OPS.masked_moments.default, (x, counts, impl))
-        torch.library.opcheck(OPS.merged_moments.default, (parts,))
-        for known in (None, parts):
+        for known in (None, moments):
             torch.library.opcheck(OPS.whiten.default, (x, counts, known, 1, 0.0, True, impl))
 
 
@@ -406,7 +453,7 @@ def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
 def test_the_references_read_no_value() -> None:
     x = torch.empty(7, device="meta")
     mask = torch.empty(7, device="meta", dtype=torch.bool)
-    moments = masked_moments_reference(x, mask)[:, None]
+    moments = masked_moments_reference(x, mask)
     whitened = whiten_reference(x, mask, moments, ddof=1, eps=0.0, center=False)
     assert whitened.shape == (7,)
 

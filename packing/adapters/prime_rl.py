@@ -90,7 +90,7 @@ def to_tensor_micro_batch(
         ValueError: As in all formats, and if there are not as many names as sequences, or a
             sampling mask has another shape.
 
-    Cost: views and some launches over the tokens; `env_names` is a list of the host. No
+    Cost: views and some launches over the tokens; ``env_names`` is a list of the host. No
     synchronisation.
     """
     op = "to_tensor_micro_batch"

@@ -67,7 +67,7 @@ def to_generator_output(
                                                else "stop"
     trajectory_ids         `TrajectoryID`      the group or else the id; number in the group
     is_last_step           bool                whether it is its trajectory's last sequence
-    rollout_expert_indices array [L - 1, *]    of extra field ``routed_experts``
+    rollout_expert_indices array [L - 1, …]    of extra field ``routed_experts``
     rollout_sample_support int32 array [R, K]  of extra field ``sampling_mask``; -1
     ====================== =================== ============================================
 
@@ -143,10 +143,10 @@ def to_training_input(
     rewards                float32      [B, R]             at a turn's last token      0
     rollout_logprobs       float32      [B, R]             0 where not generated       0
     advantages, returns    float32      [B, R]             if it has advantages        0
-    rollout_expert_indices PackedTensor [tokens, *]        field ``routed_experts``
+    rollout_expert_indices PackedTensor [tokens, …]        field ``routed_experts``
     router_padding_mask    bool         [B, S]             with it; True without route True
     rollout_sample_support PackedTensor [responses, K]     field ``sampling_mask``     -1
-    each other field       its own      [B, R, *]                                      0
+    each other field       its own      [B, R, …]                                      0
     ====================== ============ ================== =========================== =======
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
@@ -155,9 +155,9 @@ def to_training_input(
     0, 1, 2, ..., as in SkyRL. Not carried: policy versions, truncation, images.
 
     Raises:
-        ValueError: As in all formats, and if a response is longer than ``max_response_length``, as
-            in `rows_of`, a field has a dtype or a shape that SkyRL does not take, or a batch with
-            one of the two fields is empty.
+        ValueError: As in all formats, and if a response is longer than ``max_response_length``, a
+            field has a dtype or a shape that SkyRL does not take, or a batch with one of the two
+            fields is empty.
 
     Cost: a launch for each key and some over the turns. One host read of a number, which
     synchronises a device, unless ``max_response_length`` is given; two more for each

@@ -300,7 +300,7 @@ class TrajectoryBuffer:
         return tree_of_buffer(self, (share, boundary), impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
-        """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
+        """Write all trajectories to the memory of ``static``, by its ``fill`` and ``run``.
 
         Raises:
             ValueError: If the batch does not fit, or ``static`` has other fields.

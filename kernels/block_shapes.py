@@ -142,8 +142,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             4096,
             256,
-            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16; a block requests "
-            "20 KB. 128 threads take up to 234 registers.",
+            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16; one block "
+            "requests 20 KB. 128 threads take up to 234 registers.",
         )
     },
 } | {

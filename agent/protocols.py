@@ -12,13 +12,12 @@ queues are served too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
 from trajpack.packing.equality import same_rows, same_values
-from trajpack.packing.ragged import Ragged
 from trajpack.packing.representation import brief_repr
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
@@ -84,9 +83,9 @@ class GenerationOutput:
         version_end: Policy version of the last sampled token.
         version_spans: ``(version, start, end)`` spans over the sampled tokens, where the engine
             reports them.
-        sampling_mask: Tokens that each one was sampled from, where the engine reports them. They
-            become the extra field of that name: declare ``TokenField("sampling_mask", torch.int32,
-            ragged=True)``.
+        fields: Rows of extra fields that the engine reports, by name, as those of `Turn.fields`:
+            declare a `TokenField` of each name at the buffer. Engines of servers have
+            ``sampling_mask``, the tokens that each one was sampled from, and ``routed_experts``.
     """
 
     qid: str
@@ -97,7 +96,7 @@ class GenerationOutput:
     version_start: int
     version_end: int
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
-    sampling_mask: Ragged | None = None
+    fields: Mapping[str, Any] | None = None
 
     __repr__ = brief_repr
 
@@ -106,13 +105,10 @@ class GenerationOutput:
             return NotImplemented
         arrays = ("prompt_ids", "output_ids", "output_logprobs")
         mine, theirs = dict(vars(self)), dict(vars(other))
-        mask, other_mask = mine.pop("sampling_mask"), theirs.pop("sampling_mask")
-        if mask is None or other_mask is None:
-            if mask is not other_mask:
-                return False
-        elif not same_rows(mask, other_mask):
+        rows, other_rows = mine.pop("fields") or {}, theirs.pop("fields") or {}
+        if rows.keys() != other_rows.keys():
             return False
-        return all(
+        return all(same_rows(rows[name], other_rows[name]) for name in rows) and all(
             same_values(mine[name], theirs[name]) if name in arrays else mine[name] == theirs[name]
             for name in mine
         )

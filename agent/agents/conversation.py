@@ -93,6 +93,20 @@ class Exchange:
     success: bool = False
     reward: float = 0.0
 
+    def turn(self, prompt_ids: npt.NDArray[np.int32]) -> Turn:
+        """Return the turn, with the tokens of its prompt."""
+        return Turn(
+            prompt_ids=prompt_ids,
+            completion_ids=self.ids,
+            completion_logprobs=self.logprobs,
+            reward=self.reward,
+            truncated=bool(self.reply.no_eos),
+            version_start=self.version_start,
+            version_end=self.version_end,
+            version_spans=self.reply.version_spans,
+            fields=self.reply.fields,
+        )
+
 
 @dataclass(eq=False)
 class Conversation:
@@ -228,22 +242,7 @@ class Conversation:
     def turns(self) -> list[Turn]:
         """Return the turns; their prompts are views of one array."""
         conversation = as_ids("token_ids", self.token_ids)
-        return [
-            Turn(
-                prompt_ids=conversation[: one.start],
-                completion_ids=one.ids,
-                completion_logprobs=one.logprobs,
-                reward=one.reward,
-                truncated=bool(one.reply.no_eos),
-                version_start=one.version_start,
-                version_end=one.version_end,
-                version_spans=one.reply.version_spans,
-                fields=None
-                if one.reply.sampling_mask is None
-                else {"sampling_mask": one.reply.sampling_mask},
-            )
-            for one in self.exchanges
-        ]
+        return [one.turn(conversation[: one.start]) for one in self.exchanges]
 
     def trajectory(self, prompt: Prompt, turn_discount: float) -> Trajectory:
         """Return the conversation as a trajectory."""

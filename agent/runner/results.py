@@ -194,9 +194,10 @@ class RunOutcome:
         elif self._log_episodes("all") or self._log_rejections("all"):
             return
         elif group_size > 1 and self._num_trajectories > 1 and len(self._rewards) == 1:
-            _logger.info(
+            _logger.warning(
                 "all %d trajectories earned the same reward, %g: estimators that compare the "
-                "trajectories of a group give them no advantage",
+                "trajectories of a group give them no advantage; see the environment's answers, or "
+                "take other questions or a policy that answers some of them",
                 self._num_trajectories,
                 *self._rewards,
             )

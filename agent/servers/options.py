@@ -106,6 +106,9 @@ class ServerOptions:
             the distribution that it is sampled from.
         seed: Seed from which each request's seed is derived, with the episode and the number of the
             request; ``None`` leaves sampling to the servers.
+        routed_experts: Layers with experts of the model, and experts of a token, to have each
+            completion's ``routed_experts``; ``None`` leaves them out. Servers report them if they
+            were started with ``--enable-return-routed-experts``.
 
     Raises:
         TypeError: If a value is of another type.
@@ -123,6 +126,7 @@ class ServerOptions:
     logprobs: LogprobSemantics | Literal["detect"] | None = None
     allow_other_logprobs: bool = False
     seed: int | None = None
+    routed_experts: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_connections", "max_response_bytes")
@@ -133,6 +137,13 @@ class ServerOptions:
             raise ValueError(
                 f"logprobs must be 'raw', 'processed', 'detect' or None, got {self.logprobs!r}"
             )
+        routes = self.routed_experts
+        if routes is not None and (
+            not isinstance(routes, tuple)
+            or len(routes) != 2
+            or not all(type(size) is int and size > 0 for size in routes)
+        ):
+            raise ValueError(f"routed_experts must be (layers, experts of a token), got {routes!r}")
         token = self.token
         if not isinstance(token, str | None):
             raise TypeError(f"token must be a string, got {type(token).__name__}")

@@ -24,7 +24,7 @@ from trajpack.packing.rows.rows import (
     row_groups,
     widths_of,
 )
-from trajpack.packing.rows.sampling_mask import mask_rows
+from trajpack.packing.rows.sampling_mask import mask_rows, without_padding
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
@@ -233,7 +233,7 @@ def from_generator_output(
 
     ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
     route was captured; declare the `TokenField` with ``generated_only=False``) and
-    ``"sampling_mask"`` (rows of the completion, int32, -1 behind the last token).
+    ``"sampling_mask"`` (rows of the completion, ragged).
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)
@@ -285,7 +285,9 @@ def _entry(
     if by_token and as_array.dtype == object:  # None is among them
         reward = [given(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
     prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
-    rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
+    rows: dict[str, Any] = {field: host_array(output[CARRIED[field]][row]) for field in fields}
+    if "sampling_mask" in rows:
+        rows["sampling_mask"] = without_padding(rows["sampling_mask"])
     if "routed_experts" in rows:
         rows["routed_experts"] = reading.routes_of_all(
             f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)

@@ -74,6 +74,23 @@ def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int 
     return ("left", None, None) if back is None else ("rewritten" if back[1] else "stripped", *back)
 
 
+def is_retokenized(history: bytes, prompt: bytes) -> bool:
+    """Return whether a prompt replaces up to 8 tokens of its history by up to 8 others.
+
+    That is what tokens of decoded text do, or a template that ends messages in its own way.
+
+    Args:
+        history: int32 tokens of the whole history.
+        prompt: int32 tokens of the whole prompt.
+
+    Cost: one comparison of both; three sorts of what is behind the first token that differs.
+    """
+    one, other = np.frombuffer(history, np.int32), np.frombuffer(prompt, np.int32)
+    begin = _agreeing(one, other)
+    reason, removed, added = reason_of(one[begin:], other[begin:])
+    return reason == "rewritten" and 0 < (removed or 0) <= RUN and 0 < (added or 0) <= RUN
+
+
 def _back_in_history(history: Tokens, prompt: Tokens) -> tuple[int, int] | None:
     """Return the removed and added tokens of `PrefixBreak`: the place with fewest added ones."""
     found = list[tuple[int, int]]()

@@ -17,7 +17,7 @@ from trajpack.agent.rollout.settings import RolloutSettings
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.app import OPTIONS
 
-COMMANDS = ("rollout", "inspect", "replay", "report", "train")
+COMMANDS = ("convert", "inspect", "plan", "replay", "report", "rollout", "train")
 FRESH = [sys.executable, "-P", "-c", "from trajpack.cli import main; main()"]
 WITHOUT_TORCH = """
 import sys

@@ -24,6 +24,10 @@ from trajpack.commands.terminal import readable, results, say
 
 _COUNT: Any = whole(1, MAX_COUNT)
 Order = Literal["batch", "best", "worst"]
+Oversized = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
+Source = Literal["slime", "prime-rl", "areal", "trajpack"]
+Target = Literal["slime", "prime-rl", "torchtitan", "trajpack"]
+Credit = Literal["grpo", "dr-grpo", "rloo"]
 _LAYOUTS: Any = one_of(LayoutName)
 _FILE: Any = {"metavar": "FILE"}
 _NAME: Any = {"metavar": "MODEL", "show_default": False}
@@ -55,6 +59,8 @@ def read(arguments: Sequence[str]) -> Work | int:
     app.command("replay", short_help="Pack the episodes of a log.")(replay)
     app.command("inspect", short_help="Show what is in a packed batch.")(inspect_batch)
     app.command("report", short_help="Draw a batch or a log on a page.")(report)
+    app.command("plan", short_help="Show the micro-batches of a saved batch.")(plan)
+    app.command("convert", short_help="Write the rollouts of one trainer for another.")(convert)
     app.command("train", short_help="Let a tiny model learn sums, on a CPU.")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
@@ -286,6 +292,83 @@ def report(
 
 _PAGE = "HTML file. [default: beside SOURCE, with .html]"
 _CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest sequence]"
+
+
+def plan(
+    batch: Annotated[Path, typer.Argument(metavar="FILE", help="File of a packed batch.")],
+    capacity: Annotated[int, typer.Option(**_COUNT, help="Tokens of a micro-batch at most.")],
+    ranks: Annotated[int, typer.Option(**whole(1, 10_000), help="Data-parallel ranks.")] = 1,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_ALGORITHM, show_default=False)
+    ] = None,
+    align: Annotated[
+        int, typer.Option(**whole(1, 1 << 20), help="Multiple that each sequence is padded to.")
+    ] = 1,
+    oversized: Annotated[Oversized, typer.Option(**one_of(Oversized), help=_OVERSIZED)] = "raise",
+    as_json: Annotated[bool, typer.Option("--json", help=_PLAN_JSON)] = False,
+) -> Work:
+    """Plan the micro-batches of a batch, and show their number, fill, padding and balance.
+
+    Example: trajpack plan batch.safetensors --capacity 16384 --ranks 8
+    """
+    from trajpack.commands.plan import plan_file
+
+    return partial(
+        plan_file,
+        batch,
+        capacity,
+        ranks,
+        algorithm=algorithm,
+        align=align,
+        oversized=oversized,
+        as_json=as_json,
+    )
+
+
+_ALGORITHM = (
+    "next_fit, first_fit_decreasing, best_fit_decreasing, karmarkar_karp or "
+    "longest_processing_time. [default: best_fit_decreasing, or with several ranks the last]"
+)
+_OVERSIZED = "Treatment of a sequence that is longer than the capacity."
+_PLAN_JSON = "Print the statistics and the sequences of each micro-batch as JSON."
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_CONVERTED)],
+    source: Annotated[Source, typer.Option("--from", **one_of(Source), help="Format of FILE.")],
+    target: Annotated[Target, typer.Option("--to", **one_of(Target), help="Format to write.")],
+    out: Annotated[Path, typer.Option(**_FILE, help=_CONVERTED_OUT)],
+    advantages: Annotated[
+        Credit | None, typer.Option(**one_of(Credit), help=_ADVANTAGES, show_default=False)
+    ] = None,
+    missing_reward: Annotated[
+        float | None, typer.Option(**number(), help=_MISSING_REWARD, show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+) -> Work:
+    """Convert rollouts from one trainer's format to another's.
+
+    Example: trajpack convert samples.jsonl --from slime --to prime-rl --out prime.jsonl
+    """
+    if out.exists() and not out.is_dir() and not force:
+        raise SetupError(f"{out} exists; --force replaces it")
+    from trajpack.commands.convert import convert_file
+
+    return partial(
+        convert_file,
+        file,
+        source,
+        target,
+        out=out,
+        advantages=advantages,
+        missing_reward=missing_reward,
+    )
+
+
+_CONVERTED = "JSONL, or a .pt file that torch.save wrote; a saved batch with --from trajpack."
+_CONVERTED_OUT = "JSONL or .pt file to write; a .safetensors file with --to trajpack."
+_ADVANTAGES = "Estimator of the advantages. [default: none, or those of a saved batch]"
+_MISSING_REWARD = "Reward of rollouts that have none. [default: they are refused]"
 
 
 def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters

@@ -86,6 +86,9 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "is one round of each pass.",
         )
     },
+    "group_advantages_kernel, long": {
+        DEFAULT: BlockShape(2048, 256, "8 members a thread: an SM has one such group or two.")
+    },
     "credit_scan": {
         DEFAULT: BlockShape(
             128,
@@ -99,14 +102,7 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },
-    "segment_logarithms_kernel": {
-        DEFAULT: BlockShape(
-            256,
-            128,
-            "A segment is a warp's, with 8 tokens a thread at once. 96 registers: 640 threads on "
-            "an SM request 46 KB of float32.",
-        )
-    },
+    "sum_slots_kernel": {DEFAULT: BlockShape(256, 32, "A warp, so sums are shuffles.")},
     "weigh_kernel": {
         DEFAULT: BlockShape(
             1024,
@@ -124,13 +120,7 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         )
     },
     "spread_kernel": {
-        DEFAULT: BlockShape(
-            4096,
-            256,
-            "A chunk of whitening, whose moments it stores: 16 tokens a thread. 128 registers: 512 "
-            "threads on an SM. Without the limit ptxas spills a register to fit one more block.",
-            most_registers=128,
-        )
+        DEFAULT: BlockShape(512, 32, "A warp with 16 tokens a thread: less search for each.")
     },
     "logit_statistics": {
         DEFAULT: BlockShape(
@@ -152,9 +142,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             4096,
             256,
-            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16. 112 registers: "
-            "512 threads on an SM request 40 KB. 128 threads take up to 234 registers; 512 take "
-            "about 60, for as many entries on an SM and twice the warps in each sum.",
+            "16 entries a thread: 80 bytes of float32 and mask, four stores of 16; one block "
+            "requests 20 KB. 128 threads take up to 234 registers.",
         )
     },
 } | {

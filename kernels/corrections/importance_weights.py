@@ -6,16 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 
-from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
-from trajpack.kernels.reduce.segment_reduce import (
-    check_segments,
-    owners_of_entries,
-    segment_sum,
+from trajpack.kernels.corrections.slots import (
+    LOG_BOUND,
+    Places,
+    slots_of_tokens,
+    sum_logarithms,
 )
+from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
+from trajpack.kernels.reduce.segment_reduce import check_segments, owners_of_entries
 from trajpack.kernels.validation import (
-    check_boundaries,
     check_choice,
     check_number,
     check_segments_within,
@@ -81,8 +83,8 @@ class Rejection:
 
     @property
     def log_window(self) -> tuple[float, float]:
-        """Logarithms of the bounds."""
-        return math.log(self.low) if self.low else -math.inf, math.log(self.high)
+        """Float32 logarithms of the bounds, rounded inward."""
+        return _log_window(self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,11 @@ class Correction:
         return cls(level=level, outside="mask", low=low, high=high)
 
     @property
+    def log_window(self) -> tuple[float, float]:
+        """Float32 logarithms of the bounds, rounded inward."""
+        return _log_window(self.low, self.high)
+
+    @property
     def needs_segments(self) -> bool:
         """Whether a level is one of segments."""
         levels = {self.level, self.rejection.level if self.rejection else "none"}
@@ -177,11 +184,17 @@ def _check_window(kind: str, low: float, high: float) -> None:
         raise ValueError(f"{kind}: must have 0 <= low <= high, got low={low} and high={high}")
 
 
+def _log_window(low: float, high: float) -> tuple[float, float]:
+    """Return the float32 numbers next to the logarithms, inside of their window."""
+    logs = np.array([math.log(low) if low else -math.inf, math.log(high)])
+    least, most = logs.astype(np.float32)
+    least = np.nextafter(least, np.float32(math.inf)) if least < logs[0] else least
+    most = np.nextafter(most, np.float32(-math.inf)) if most > logs[1] else most
+    return float(least), float(most)
+
+
 OP = "importance_weights"
 DTYPES = (torch.float32, torch.float64)
-LOG_BOUND = 20.0
-"""Logarithms of ratios are clamped to ``[-LOG_BOUND, LOG_BOUND]``, as in verl."""
-
 IMPORTANCE_METRICS = (
     "tokens",
     "ratio_mean",
@@ -214,9 +227,10 @@ def importance_weights(
     A token's ratio is ``exp(logprobs - rollout_logprobs)``. Level ``"segment"`` sums these
     logarithms over the segment's generated tokens, level ``"geometric"`` averages them; the
     logarithm is then clamped to ±20. For a `Rejection` the logarithms of tokens are clamped to ±20
-    before they are summed, and sums and means are not: as in verl. `Correction` defines the weight
-    of a ratio. For turns, pass ``turn_spans`` and ``turn_ids`` of a packed batch; for sequences,
-    ``cu_seqlens``.
+    before they are summed, and sums and means are not: as in verl. Logarithms are float32. Their
+    sums are exact, of multiples of 2⁻³²; a token's logarithm beyond ±1024 counts as infinite.
+    `Correction` defines the weight of a ratio. For turns, pass ``turn_spans`` and ``turn_ids`` of a
+    packed batch; for sequences, ``cu_seqlens``.
 
     Args:
         logprobs: ``[tokens]`` float32 or float64: of the trainer's policy, before its update.
@@ -228,8 +242,8 @@ def importance_weights(
             and one past the last. Needed for a level of segments, else unused.
         segment_ids: ``[tokens]`` int32 or int64: the token's segment; outside ``[0, segments)``:
             none, and weight 0. Without it the segment is searched in ``segments``.
-        impl: As of `segment_sum`. The implementations agree to 3e-7 of a weight, and to rounding
-            of float64 in metrics.
+        impl: As of `segment_sum`. The implementations agree to 3e-7 of a weight and to 1e-6 of a
+            metric; counts and shares are equal.
 
     Returns:
         weights: ``[tokens]`` float32: 0 where ``loss_mask`` is False. Not differentiable. A NaN in
@@ -247,12 +261,12 @@ def importance_weights(
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or a level of segments has none.
 
-    Cost: two launches, which read 9 bytes of a token and write 4. Segments add one, which sums each
-    by one warp, and reads the tokens once more; ``segment_ids`` that are not given add another.
-    ``normalize`` adds one. Sums in float64. No copy of contiguous tensors that begin at a multiple
-    of 16 bytes, no host synchronisation. With torch's implementation 55 to 95 small operations.
-    Metrics and the mean of ``Correction(normalize=True)`` are of this rank; means combine by
-    ``tokens``.
+    Cost: two launches, which read 9 bytes of a token and write 4. Segments add two: one fills
+    zeros, one reads the tokens once more and adds integers atomically. ``normalize`` reads and
+    writes the weights once more. Ids of spans that are not given add a dozen small operations. No
+    copy of contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation. With
+    torch's implementation 55 to 95 small operations. Metrics and the mean of
+    ``Correction(normalize=True)`` are of this rank; means combine by ``tokens``.
 
     Example:
         >>> logprobs = torch.tensor([-1.0, -0.1, 0.0])
@@ -265,45 +279,46 @@ def importance_weights(
         Levels, bounds and rejection: verl ``rollout_corr_helper.py``. The geometric ratio: GSPO,
         arXiv 2507.18071. The rules: `Correction`.
     """
-    return importance_of_groups(
-        logprobs, rollout_logprobs, loss_mask, correction,
-        segments=segments, segment_ids=segment_ids, groups=None, impl=impl,
-    )  # fmt: skip
-
-
-def importance_of_groups(
-    logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    loss_mask: torch.Tensor,
-    correction: Correction,
-    *,
-    segments: torch.Tensor | None,
-    segment_ids: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    impl: Impl,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `importance_weights` where several segments may be one.
-
-    ``groups`` are int32 boundaries ``[groups + 1]`` among the segments: those of one group have
-    one ratio, which is of all their tokens. Each is a group of its own if None.
-    """
     check_weighed(logprobs, rollout_logprobs, loss_mask, correction)
-    if not correction.needs_segments:
-        segments = segment_ids = groups = None
-    elif segments is None:
-        raise ValueError(f"{OP}: a level of segments needs segments, got {correction!r}")
-    else:
+    places = None
+    if correction.needs_segments:
+        if segments is None:
+            raise ValueError(f"{OP}: a level of segments needs segments, got {correction!r}")
         device, tokens = loss_mask.device, loss_mask.shape[0]
         check_segments(OP, segments, device)
+        num_segments = segments.shape[0] - int(segments.ndim == 1)
         if segment_ids is not None:
             integers = (torch.int32, torch.int64)
             check_tensor(
                 OP, "segment_ids", segment_ids, dtypes=integers, device=device, entries=tokens
             )
+        elif segments.ndim == 2:
+            check_segments_within(OP, "segments", segments, tokens)
+            owner, inside = owners_of_entries(segments, tokens)
+            segment_ids = torch.where(inside, owner, -1)
+        bounds = segments.contiguous() if segment_ids is None else None
+        places = Places(bounds, segment_ids, None, num_segments, num_segments)
+    return weigh_tokens(logprobs, rollout_logprobs, loss_mask, correction, places, impl)
+
+
+def weigh_tokens(
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    correction: Correction,
+    places: Places | None,
+    impl: Impl,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of `importance_weights`; a slot of ``places`` is a segment there."""
+    check_weighed(logprobs, rollout_logprobs, loss_mask, correction)
     rejection = correction.rejection or Rejection()
+    if not correction.needs_segments:
+        places = None
+    *tables, num_segments, num_slots = places or Places(None, None, None, 0, 0)
     weights, metrics = torch.ops.trajpack.importance_weights(
-        *(one.detach().contiguous() for one in (logprobs, rollout_logprobs, loss_mask)),
-        [None if one is None else one.contiguous() for one in (segments, segment_ids, groups)],
+        [one.detach().contiguous() for one in (logprobs, rollout_logprobs, loss_mask)],
+        [None if one is None else one.contiguous() for one in tables],
+        [num_segments, num_slots],
         [correction.level, correction.outside, rejection.level if correction.rejection else ""],
         [correction.low, correction.high, rejection.low, rejection.high],
         correction.normalize,
@@ -317,61 +332,60 @@ def importance_weights_reference(
     rollout_logprobs: torch.Tensor,
     loss_mask: torch.Tensor,
     correction: Correction,
-    segments: torch.Tensor | None,
-    segment_ids: torch.Tensor | None,
-    groups: torch.Tensor | None,
+    places: Places | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Define `importance_of_groups` in plain torch; no value is read by the host."""
-    slots, num_slots = loss_mask, 0
-    if segments is not None:
-        slots, num_slots = _slots(loss_mask, segments, segment_ids, groups)
+    """Define `weigh_tokens` in plain torch; no value is read by the host."""
+    slots, num_slots, used = loss_mask, 0, loss_mask
+    log_ratios = (logprobs - rollout_logprobs).float()
+    if places is not None:
+        num_slots = places.num_slots
+        slots = slots_of_tokens(places, loss_mask.shape[0], loss_mask.device)
         loss_mask = loss_mask & (slots < num_slots)
-    log_ratios = logprobs.double() - rollout_logprobs.double()
-
-    def summed(values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each group's counted entries."""
-        assert segments is not None
-        sums = segment_sum(values, segments, mask=loss_mask, impl="torch")
-        return sums if groups is None else segment_sum(sums, groups, impl="torch")
+        zeros = torch.zeros(num_slots + 1, dtype=torch.int64, device=loss_mask.device)
+        counts = zeros.index_add_(0, slots, loss_mask.long())[:num_slots]
+        used = counts > 0
 
     def of_level(logarithms: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the logarithms, or their sum or mean over each group."""
+        """Return the logarithms, or their sum or mean over each slot."""
         if level not in OF_SEGMENTS:
             return logarithms
-        sums = summed(logarithms)
-        return sums if level == "segment" else sums / summed(loss_mask).clamp(min=1)
+        sums = sum_logarithms(torch.where(loss_mask, logarithms, 0.0), slots, num_slots)
+        return sums if level == "segment" else sums / counts.clamp(min=1)
 
     def at_tokens(values: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the value of each token, or of its group."""
+        """Return the value of each token, or of its slot."""
         return torch.cat([values, values.new_zeros(1)])[slots] if level in OF_SEGMENTS else values
 
     level, rejection = correction.level, correction.rejection
-    ratios = of_level(log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND).exp()
-    bounded = _bounded(ratios, correction)
+    logs = of_level(log_ratios, level).clamp(-LOG_BOUND, LOG_BOUND)
+    bounded = _bounded(logs, correction)
     if correction.normalize:
-        counts = summed(loss_mask) > 0 if level in OF_SEGMENTS else loss_mask
-        mean = torch.where(counts, bounded, 0.0).sum() / counts.sum().clamp(min=1)
+        counted = used if level in OF_SEGMENTS else loss_mask
+        mean = torch.where(counted, bounded, 0.0).sum() / counted.sum().clamp(min=1)
         bounded = bounded / torch.where(mean > 0, mean, 1.0)
-    weights, ratios = at_tokens(bounded, level), at_tokens(ratios, level)
+    weights, logs = at_tokens(bounded, level), at_tokens(logs, level)
     kept = loss_mask
     if rejection is not None:
-        logarithms = of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
+        looked = of_level(log_ratios.clamp(-LOG_BOUND, LOG_BOUND), rejection.level)
         low, high = rejection.log_window
-        kept = kept & at_tokens((logarithms >= low) & (logarithms <= high), rejection.level)
+        kept = kept & at_tokens((looked >= low) & (looked <= high), rejection.level)
     weights = torch.where(kept, weights, 0.0)
-    metrics = _metrics(loss_mask, correction, log_ratios, ratios=ratios, kept=kept, weights=weights)
+    metrics = _metrics(loss_mask, correction, log_ratios, logs=logs, kept=kept, weights=weights)
     return weights.float(), metrics
 
 
-def _bounded(ratios: torch.Tensor, correction: Correction) -> torch.Tensor:
+def _bounded(logs: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """Return weights of clamped logarithms, before normalization and rejection."""
+    ratios = logs.double().exp()
     if correction.level == "none":
         return torch.ones_like(ratios)
-    if correction.outside == "truncate":
-        return ratios.clamp(correction.low, correction.high)
+    if correction.outside == "keep":
+        return ratios
+    low, high = correction.log_window
     if correction.outside == "mask":
-        inside = (ratios >= correction.low) & (ratios <= correction.high)
-        return torch.where(inside, ratios, 0.0)
-    return ratios
+        return torch.where((logs >= low) & (logs <= high), ratios, 0.0)
+    ratios = torch.where(logs < low, correction.low, ratios)
+    return torch.where(logs > high, correction.high, ratios)
 
 
 def _metrics(
@@ -379,27 +393,27 @@ def _metrics(
     correction: Correction,
     log_ratios: torch.Tensor,
     *,
-    ratios: torch.Tensor,
+    logs: torch.Tensor,
     kept: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Return the metrics of `IMPORTANCE_METRICS`."""
     if mask.shape[0] == 0:
         return weights.new_zeros(len(IMPORTANCE_METRICS))
-    num = mask.sum()
+    num, ratios, (low, high) = mask.sum(), logs.double().exp(), correction.log_window
 
     def mean(values: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, values, 0.0).sum() / num
 
     total, squares = weights.sum(), (weights * weights).sum()
-    x = log_ratios.clamp(-LOG_BOUND, LOG_BOUND)
+    x = log_ratios.double().clamp(-LOG_BOUND, LOG_BOUND)
     measured = (
         num.double(),
         mean(ratios),
         torch.where(mask, ratios, torch.inf).amin(),
         torch.where(mask, ratios, -torch.inf).amax(),
-        mean((ratios < correction.low).double()),
-        mean((ratios > correction.high).double()),
+        mean((logs < low).double()),
+        mean((logs > high).double()),
         mean((~kept).double()),
         total / num,
         torch.where(mask, weights, 0.0).amax(),
@@ -408,27 +422,6 @@ def _metrics(
         mean(torch.expm1(x) - x),
     )
     return torch.where(num > 0, torch.stack(measured), 0.0)
-
-
-def _slots(
-    loss_mask: torch.Tensor,
-    segments: torch.Tensor,
-    segment_ids: torch.Tensor | None,
-    groups: torch.Tensor | None,
-) -> tuple[torch.Tensor, int]:
-    """Return the group of each token, their number for none; and the number of groups."""
-    num = segments.shape[0] - (segments.ndim == 1)
-    if segment_ids is not None:
-        slots = torch.where((segment_ids < 0) | (segment_ids >= num), num, segment_ids).long()
-    else:
-        owner, inside = owners_of_entries(segments, loss_mask.shape[0])
-        slots = torch.where(inside, owner, num)
-    if groups is None:
-        return slots, num
-    segment = torch.arange(num + 1, device=loss_mask.device)
-    owners = torch.searchsorted(groups[1:].long(), segment, right=True)
-    owners[num:] = groups.shape[0] - 1
-    return owners[slots], groups.shape[0] - 1
 
 
 def check_weighed(
@@ -451,10 +444,9 @@ def check_weighed(
 
 
 def _run(
-    logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    loss_mask: torch.Tensor,
-    segmented: list[torch.Tensor | None],
+    tokens: list[torch.Tensor],
+    tables: list[torch.Tensor | None],
+    sizes: list[int],
     names: list[Any],
     bounds: list[float],
     normalize: bool,
@@ -464,27 +456,24 @@ def _run(
     low, high, reject_low, reject_high = bounds
     rejection = Rejection(reject_low, reject_high, rejected) if rejected else None
     correction = Correction(level, outside, low, high, normalize, rejection)
-    tensors = logprobs, rollout_logprobs, loss_mask
-    segments, _, groups = segmented
-    if segments is not None:
-        check_segments_within(OP, "segments", segments, loss_mask.shape[0])
-    if segments is not None and groups is not None:
-        num_segments = segments.shape[0] - (segments.ndim == 1)
-        check_boundaries(OP, groups, num_segments, name="groups", end="segments")
+    places = Places(*tables, *sizes) if correction.needs_segments else None  # type: ignore[arg-type]
+    if tables[0] is not None:
+        check_segments_within(OP, "segments", tables[0], tokens[0].shape[0])
     if impl == "torch":
-        return importance_weights_reference(*tensors, correction, *segmented)
-    from trajpack.kernels.corrections.importance_weights_triton import importance_weights_forward
+        run = importance_weights_reference
+    else:
+        from trajpack.kernels.corrections import importance_weights_triton
 
-    return importance_weights_forward(*tensors, correction, *segmented)
+        run = importance_weights_triton.importance_weights_forward
+    return run(tokens[0], tokens[1], tokens[2], correction, places)
 
 
 register_op(
-    "importance_weights(Tensor logprobs, Tensor rollout_logprobs, Tensor loss_mask, "
-    "Tensor?[] segmented, str[] names, float[] bounds, bool normalize, str impl) "
-    "-> (Tensor, Tensor)",
+    "importance_weights(Tensor[] tokens, Tensor?[] tables, SymInt[] sizes, str[] names, "
+    "float[] bounds, bool normalize, str impl) -> (Tensor, Tensor)",
     _run,
-    lambda logprobs, *_: (
-        logprobs.new_empty(logprobs.shape, dtype=torch.float32),
-        logprobs.new_empty(len(IMPORTANCE_METRICS), dtype=torch.float64),
+    lambda tokens, *_: (
+        tokens[0].new_empty(tokens[0].shape, dtype=torch.float32),
+        tokens[0].new_empty(len(IMPORTANCE_METRICS), dtype=torch.float64),
     ),
 )

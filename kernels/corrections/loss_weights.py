@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from trajpack.kernels.corrections.slots import Places, slots_of_tokens
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.validation import check_choice, check_integer, check_number, check_tensor
 
@@ -72,8 +73,8 @@ def loss_weights(
 
     Cost: one launch for ``"constant"``, two for ``"token_mean"``, three for all others, one of
     which fills zeros. They read 5 bytes of a token to count and 5 to write its 4. Counts are added
-    by atomic additions of integers. No copy, no host synchronisation. With torch's implementation
-    up to 36 small operations over tokens and sequences.
+    by atomic additions of integers. No copy of contiguous tensors that begin at a multiple of 16
+    bytes, no host synchronisation. With torch's implementation up to 36 small operations.
 
     Example:
         >>> loss_mask = torch.tensor([False, True, True, True, True])
@@ -88,11 +89,21 @@ def loss_weights(
         rollout: slime, ``rollout_mask_sums``.
     """
     op = "loss_weights"
-    ids, owners, sizes = _check_slots(
+    places = _check_places(
         op, aggregation, loss_mask, sequence_ids, num_sequences, group_ids, num_groups
     )
+    check_denominator(aggregation, denominator, loss_mask.device)
+    chosen = resolve_impl(op, impl, loss_mask)
+    return shares_of(aggregation, loss_mask, places, denominator, chosen)
+
+
+def check_denominator(
+    aggregation: str, denominator: float | torch.Tensor | None, device: torch.device
+) -> None:
+    """Raise unless the denominator of `loss_weights` is one, and is there where it is needed."""
+    op = "loss_weights"
     if isinstance(denominator, torch.Tensor):
-        device, numbers = loss_mask.device, (*INTEGERS, torch.float32, torch.float64)
+        numbers = (*INTEGERS, torch.float32, torch.float64)
         check_tensor(
             op, "denominator", denominator, ndim=0, dtypes=numbers, device=device, constant=True
         )
@@ -100,27 +111,41 @@ def loss_weights(
         check_number(op, "denominator", denominator, above=0, finite=True)
     elif aggregation == "constant":
         raise ValueError(f"{op}: aggregation='constant' needs denominator")
-    if resolve_impl(op, impl, loss_mask) == "triton":
-        given = None if isinstance(denominator, torch.Tensor) else denominator
-        on_device = denominator if isinstance(denominator, torch.Tensor) else None
+
+
+def shares_of(
+    aggregation: str,
+    counts: torch.Tensor,
+    places: Places | None,
+    denominator: float | torch.Tensor | None,
+    impl: str,
+) -> torch.Tensor:
+    """Return the weight of a token in each entry of ``counts``, 0 where it has none.
+
+    ``counts`` are a mask over tokens, or boundaries, see `Places`; without places all tokens share
+    one slot. Arguments are checked.
+    """
+    divides = places is not None and aggregation != "sequence_mean_token_sum"
+    if impl == "triton":
+        given = 0.0 if denominator is None else denominator
+        on_device = given if isinstance(given, torch.Tensor) else None
+        tables = places[1:3] if places else (None, None)
         weights: torch.Tensor = torch.ops.trajpack.loss_weights(
-            *(None if one is None else one.contiguous() for one in (loss_mask, ids, owners)),
+            *(None if one is None else one.contiguous() for one in (counts, *tables)),
             on_device,
-            float(given or 0),
-            sizes,
-            ids is not None and aggregation != "sequence_mean_token_sum",
+            0.0 if on_device is not None else float(given),
+            list(places[3:]) if places else [],
+            divides,
         )
         return weights
-    slots, num_slots = _slots(ids, owners, sizes), sizes[1]
-    counts = _generated(loss_mask, slots, num_slots)
+    counts, slots, found = _counted(counts, places)
     if denominator is None:
-        denominator = _num_used(counts, slots)
-    if slots is None or aggregation == "sequence_mean_token_sum":
-        counts = torch.ones_like(counts)
-    share = 1.0 / (counts.clamp(min=1).double() * denominator)
-    if slots is not None:
-        share = torch.where(slots < num_slots, share[slots], 0.0)
-    return torch.where(loss_mask, share, 0.0).float()
+        denominator = _num_used(found, slots)
+    found = found.clamp(min=1) if divides else torch.ones_like(found)
+    share = 1.0 / (found.double() * denominator)
+    if places is not None and slots is not None:
+        share = torch.where(slots < places.num_slots, share[slots], 0.0)
+    return torch.where(counts != 0, share, 0.0).float()
 
 
 def loss_denominator(
@@ -151,27 +176,40 @@ def loss_denominator(
         ``global_batch_size`` and ``batch_num_tokens`` of verl's ``agg_loss``.
     """
     op = "loss_denominator"
-    ids, owners, sizes = _check_slots(
+    places = _check_places(
         op, aggregation, loss_mask, sequence_ids, num_sequences, group_ids, num_groups
     )
     if aggregation == "constant":
         raise ValueError(f"{op}: aggregation='constant' has the denominator that it is given")
-    slots = _slots(ids, owners, sizes)
-    return _num_used(_generated(loss_mask, slots, sizes[1]), slots)
+    return denominator_of(loss_mask, places)
 
 
-def _generated(loss_mask: torch.Tensor, slots: torch.Tensor | None, num: int) -> torch.Tensor:
-    """Count generated tokens: all, or those of each of ``num`` slots and, last, of none."""
-    if slots is None:
-        return loss_mask.sum()
-    return loss_mask.new_zeros(num + 1, dtype=torch.int64).scatter_add_(0, slots, loss_mask.long())
+def denominator_of(counts: torch.Tensor, places: Places | None) -> torch.Tensor:
+    """Return the `loss_denominator` of the entries of `shares_of`."""
+    _, slots, found = _counted(counts, places)
+    return _num_used(found, slots)
 
 
-def _num_used(counts: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
-    return counts if slots is None else (counts[:-1] > 0).sum()
+def _counted(
+    counts: torch.Tensor, places: Places | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the tokens of each entry, its slot, and the tokens of each slot and, last, of none.
+
+    Without places there are no slots, and all tokens are counted together.
+    """
+    if places is None:
+        return counts, None, counts.sum()
+    counts = counts if places.ids is not None else counts.diff()
+    slots = slots_of_tokens(places, counts.shape[0], counts.device)
+    zeros = counts.new_zeros(places.num_slots + 1, dtype=torch.int64)
+    return counts, slots, zeros.scatter_add_(0, slots, counts.long())
 
 
-def _check_slots(
+def _num_used(found: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+    return found if slots is None else (found[:-1] > 0).sum()
+
+
+def _check_places(
     op: str,
     aggregation: str,
     loss_mask: torch.Tensor,
@@ -179,12 +217,12 @@ def _check_slots(
     num_sequences: int | None,
     group_ids: torch.Tensor | None,
     num_groups: int | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, list[int]]:
-    """Return ids, groups of ids, and the numbers of ids and slots; ids are None if unused."""
+) -> Places | None:
+    """Return the places of tokens, None where all tokens share one slot."""
     check_choice(op, "aggregation", aggregation, AGGREGATIONS)
     check_tensor(op, "loss_mask", loss_mask, dtypes=(torch.bool,))
     if aggregation in ("token_mean", "constant"):
-        return None, None, [0, 0]
+        return None
     needs = f"{op}: aggregation={aggregation!r} needs"
     if sequence_ids is None or num_sequences is None:
         raise ValueError(f"{needs} sequence_ids and num_sequences")
@@ -192,7 +230,7 @@ def _check_slots(
     device, tokens = loss_mask.device, loss_mask.shape[0]
     check_tensor(op, "sequence_ids", sequence_ids, dtypes=INTEGERS, device=device, entries=tokens)
     if aggregation != "prompt_mean":
-        return sequence_ids, None, [num_sequences, num_sequences]
+        return Places(None, sequence_ids, None, num_sequences, num_sequences)
     if group_ids is None or num_groups is None:
         raise ValueError(f"{needs} group_ids and num_groups")
     check_integer(op, "num_groups", num_groups)
@@ -205,31 +243,13 @@ def _check_slots(
         entries=num_sequences,
         per="sequence",
     )
-    return sequence_ids, group_ids, [num_sequences, num_groups]
-
-
-def _slots(
-    ids: torch.Tensor | None, owners: torch.Tensor | None, sizes: list[int]
-) -> torch.Tensor | None:
-    """Return the slot of each token, their number for none; None if all tokens share one."""
-    if ids is None:
-        return None
-    sequences = _within(ids, sizes[0])
-    if owners is None:
-        return sequences
-    groups = _within(owners, sizes[1])
-    return torch.cat([groups, groups.new_full((1,), sizes[1])])[sequences]
-
-
-def _within(ids: torch.Tensor, num: int) -> torch.Tensor:
-    """Return int64 ids, ``num`` for those outside ``[0, num)``."""
-    return torch.where((ids >= 0) & (ids < num), ids, num).long()
+    return Places(None, sequence_ids, group_ids, num_sequences, num_groups)
 
 
 def _run(
-    loss_mask: torch.Tensor,
-    sequence_ids: torch.Tensor | None,
-    group_ids: torch.Tensor | None,
+    counts: torch.Tensor,
+    ids: torch.Tensor | None,
+    owners: torch.Tensor | None,
     denominator: torch.Tensor | None,
     given: float,
     sizes: list[int],
@@ -237,15 +257,20 @@ def _run(
 ) -> torch.Tensor:
     from trajpack.kernels.corrections.loss_weights_triton import loss_weights_forward
 
-    return loss_weights_forward(
-        loss_mask, sequence_ids, group_ids, denominator,
-        given=given, num_ids=sizes[0], num_slots=sizes[1], divides=divides,
-    )  # fmt: skip
+    places = Places(None, ids, owners, *sizes) if sizes else None
+    return loss_weights_forward(counts, places, denominator, given=given, divides=divides)
+
+
+def _fake(
+    counts: torch.Tensor, ids: torch.Tensor | None, owners: Any, *inputs: Any
+) -> torch.Tensor:
+    are_ends = ids is None and len(inputs[2]) > 0
+    return counts.new_empty(counts.shape[0] - are_ends, dtype=torch.float32)
 
 
 register_op(
-    "loss_weights(Tensor loss_mask, Tensor? sequence_ids, Tensor? group_ids, Tensor? denominator, "
-    "float given, int[] sizes, bool divides) -> Tensor",
+    "loss_weights(Tensor counts, Tensor? ids, Tensor? owners, Tensor? denominator, float given, "
+    "int[] sizes, bool divides) -> Tensor",
     _run,
-    lambda loss_mask, *_: loss_mask.new_empty(loss_mask.shape, dtype=torch.float32),
+    _fake,
 )

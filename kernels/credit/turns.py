@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trajpack.kernels.block_shapes import DEFAULT, block_shape
 from trajpack.kernels.dispatch import register_op
-from trajpack.kernels.reduce.segment_reduce import segment_reduce_torch
-from trajpack.kernels.reduce.whiten import run_moments
+from trajpack.kernels.fields.build import check_runs
+from trajpack.kernels.reduce.segment_reduce import segment_reduce_reference
+from trajpack.kernels.runs import Run
 from trajpack.kernels.scan.credit_scan import run_scan
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
 from trajpack.kernels.validation import (
@@ -21,36 +23,26 @@ from trajpack.kernels.validation import (
 
 
 class Turns(NamedTuple):
-    """Location of the turns of a batch."""
+    """Location of the turns' generated tokens."""
 
     turn_ids: torch.Tensor
-    """int32 ``[tokens]``: turn that generated each token, or -1."""
-    cu_turns: torch.Tensor
-    """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
-    spans: torch.Tensor
-    """int32 ``[turns, 2]``: first generated token of each turn, and one past its last."""
+    """int32 ``[tokens]``: turn that generated each token, or -1. Read by ``impl="torch"`` alone."""
+    runs: torch.Tensor
+    """int32 ``[runs + 1, 8]``, see `trajpack.kernels.runs.Run`. Read by Triton alone."""
 
 
 class Scores(NamedTuple):
     """Trajectories as members of their groups: ``[trajectories]`` each."""
 
     scores: torch.Tensor
-    """float64: sum of the turns' rewards."""
+    """float64: sum of the turns' rewards, or the scores that were given."""
     lengths: torch.Tensor
     """int32: number of generated tokens."""
     valid: torch.Tensor
     """bool: False where the last turn was truncated."""
-
-
-class TokenSpread(NamedTuple):
-    """Values at the generated tokens, and their moments."""
-
-    rows: torch.Tensor
-    """float32 ``[tokens]``, 0 where not generated."""
-    others: torch.Tensor
-    """float32 ``[tokens]``: the second of two values; else empty."""
-    moments: torch.Tensor
-    """float64 ``[8]``: `masked_moments`, then `moment_sums`, of the generated tokens' ``rows``."""
+    shares: torch.Tensor
+    """int32 ``[parts, 2]``: the trajectories with turns in each part of all, and those of them
+    with a score that is not 0. Only valid ones count, if ``masks``."""
 
 
 def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
@@ -131,49 +123,50 @@ def scores_of_trajectories(
     *,
     clip: float,
     impl: str,
+    given: torch.Tensor | None = None,
+    masks: bool = False,
 ) -> Scores:
     """Sum the rewards and the generated tokens of each trajectory's turns.
 
     ``turn_rewards`` are float64, ``cu_generated`` int32 ``[turns + 1]``: generated tokens before
-    each turn. Scores are clipped to ``[-clip, clip]``.
+    each turn. ``given`` are floats ``[trajectories]`` in place of the sums. Scores are clipped to
+    ``[-clip, clip]``.
 
     Cost: one launch. No copy, no host synchronisation.
     """
     return Scores(
         *torch.ops.trajpack.scores_of_trajectories(
-            turn_rewards, turn_truncated, cu_generated, cu_turns, clip, impl
+            turn_rewards, turn_truncated, cu_generated, cu_turns, given, clip, masks, impl
         )
     )
 
 
-def spread_of_trajectories(
+def spread(
     turns: Turns,
-    rows: torch.Tensor | None,
-    steps: torch.Tensor | None,
+    values: torch.Tensor | None,
+    steps: torch.Tensor | None = None,
     *,
-    weight: float,
     impl: str,
-) -> TokenSpread:
-    """Give each generated token its trajectory's row plus ``weight`` times its turn's step.
+    index: torch.Tensor | None = None,
+    others: torch.Tensor | None = None,
+    weight: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give each generated token ``values[index[turn]] + weight * steps[turn]`` of its turn.
 
-    ``rows`` are float32 ``[trajectories]``, ``steps`` float32 ``[turns]``; one of them may be
-    ``None``, for 0.
+    ``values`` and ``others``, read at the same ``index``, are float32, ``steps`` float32
+    ``[turns]``, and ``index`` int32 ``[turns]``; without it a turn's value is at its own number.
 
-    Cost: one launch. No copy, no host synchronisation.
+    Returns:
+        float32 ``[tokens]``, 0 where not generated; and the same of ``others``, else an empty
+        tensor.
+
+    Cost: one launch, which writes 4 bytes of a token and reads the run table. No copy, no host
+    synchronisation.
     """
-    return TokenSpread(*torch.ops.trajpack.spread(*turns, rows, steps, None, weight, impl))
-
-
-def spread_of_turns(
-    turns: Turns, rows: torch.Tensor, others: torch.Tensor, impl: str
-) -> TokenSpread:
-    """Give each generated token two values from the first generated token of its turn.
-
-    ``rows`` and ``others`` are float32 ``[tokens]``, read at the turns' first tokens alone.
-
-    Cost: one launch. No copy, no host synchronisation.
-    """
-    return TokenSpread(*torch.ops.trajpack.spread(*turns, rows, None, others, 0.0, impl))
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.spread(
+        *turns, values, steps, index, others, weight, impl
+    )
+    return found
 
 
 def _run_credit(turn_ids: torch.Tensor, cu_turns: torch.Tensor, *inputs: Any) -> tuple[Any, Any]:
@@ -222,63 +215,61 @@ def _run_scores(
     turn_truncated: torch.Tensor,
     cu_generated: torch.Tensor,
     cu_turns: torch.Tensor,
-    clip: float,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *inputs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    given, clip, masks, impl = inputs
     num_turns = turn_rewards.shape[0]
     check_boundaries("scores_of_trajectories", cu_turns, num_turns, name="cu_turns", end="turns")
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
-        return scores_forward(turn_rewards, turn_truncated, cu_generated, cu_turns, clip)
-    scores = segment_reduce_torch(turn_rewards, cu_turns, None, "sum").clamp(-clip, clip)
+        tables = turn_rewards, turn_truncated, cu_generated, cu_turns
+        return scores_forward(*tables, given, clip=clip, masks=masks)
+    scores = given
+    if scores is None:
+        scores = segment_reduce_reference(turn_rewards, cu_turns, None, "sum")
+    scores = scores.double().clamp(-clip, clip)
     ends = cu_turns[1:].long()
     lengths = cu_generated[cu_turns.long()].diff()
-    if not turn_rewards.shape[0]:
-        return scores, lengths, torch.ones_like(lengths, dtype=torch.bool)
-    has_turns = ends > cu_turns[:-1]
-    return scores, lengths, ~(has_turns & turn_truncated[(ends - 1).clamp(min=0)])
+    counted = ends > cu_turns[:-1]
+    valid = torch.ones_like(counted)
+    if num_turns:
+        valid = ~(counted & turn_truncated[(ends - 1).clamp(min=0)])
+    counted = counted & valid if masks else counted
+    shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()[None]
+    return scores, lengths, valid, shares
 
 
 def _run_spread(
-    turn_ids: torch.Tensor,
-    cu_turns: torch.Tensor,
-    spans: torch.Tensor,
-    rows: torch.Tensor | None,
-    steps: torch.Tensor | None,
-    others: torch.Tensor | None,
-    weight: float,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_turns = spans.shape[0]
-    check_boundaries("spread", cu_turns, num_turns, name="cu_turns", end="turns")
-    check_segments_within("spread", "spans", spans, turn_ids.shape[0])
+    turn_ids: torch.Tensor, runs: torch.Tensor, *inputs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values, steps, index, others, weight, impl = inputs
+    if index is not None:
+        check_indices("spread", "index", index, values.shape[0] + 1)  # an empty turn may end them
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import spread_forward
 
-        check_indices("spread", "turn_ids", turn_ids, num_turns, least=-1)
-        turns = Turns(turn_ids, cu_turns, spans)
-        return spread_forward(turns, rows, steps, others=others, weight=weight)
-    if others is not None:
-        assert rows is not None
-        first = spans[:, 0].long()
-        spread, other = (_take(_take(table, first), turn_ids.long()) for table in (rows, others))
-    else:
-        of_turns = spans.new_zeros(spans.shape[0], dtype=torch.float32)
-        if rows is not None:
-            turn = torch.arange(spans.shape[0], device=spans.device)
-            of_turns = _take(rows, torch.searchsorted(cu_turns[1:].long(), turn, right=True))
-        if steps is not None:
-            of_turns = of_turns + weight * steps
-        spread, other = _take(of_turns, turn_ids.long()), of_turns.new_empty(0)
-    return spread, other, run_moments(spread, turn_ids >= 0, 0.0, "torch")
+        turns = next(one for one in (index, steps, values) if one is not None).shape[0]
+        check_runs("spread", runs, turn_ids.shape[0])
+        if (table := values_to_check(runs)) is not None:
+            generates = table[:, Run.START].diff() > table[:-1, Run.GENERATED]
+            check_indices("spread", "turns of runs", table[:-1, Run.TURN][generates], turns)
+        return spread_forward(turn_ids.shape[0], runs, *inputs[:4], weight=weight)
+    turn = turn_ids.long()
+    place = turn if index is None else _take(index, turn)
+    spread = torch.zeros_like(turn_ids, dtype=torch.float32)
+    if values is not None:
+        spread = _take(values, torch.where(turn < 0, -1, place.long()))
+    if steps is not None:
+        spread = spread + weight * _take(steps, turn)
+    if others is None:
+        return spread, spread.new_empty(0)
+    return spread, _take(others, torch.where(turn < 0, -1, place.long()))
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the rows at ``index``; 0 where it is out of range."""
-    exists = (index >= 0) & (index < rows.shape[0])
-    rows = torch.cat([rows, rows.new_zeros(1)])
-    return rows[torch.where(exists, index, rows.shape[0] - 1)]
+    """Return the rows at ``index``; 0 where it is negative."""
+    return torch.cat([rows, rows.new_zeros(1)])[index]
 
 
 def _fake_credit(turn_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,20 +277,19 @@ def _fake_credit(turn_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.T
     return advantages, torch.empty_like(advantages)
 
 
-def _fake_scores(
-    turn_rewards: torch.Tensor, *inputs: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake_scores(turn_rewards: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
     scores = turn_rewards.new_empty(inputs[2].shape[0] - 1)
     lengths = torch.empty_like(scores, dtype=torch.int32)
-    return scores, lengths, torch.empty_like(scores, dtype=torch.bool)
+    valid = torch.empty_like(scores, dtype=torch.bool)
+    parts = 1
+    if inputs[-1] == "triton":
+        parts = -(-scores.shape[0] // block_shape("scores_kernel", DEFAULT).block)
+    return scores, lengths, valid, lengths.new_empty((parts, 2))
 
 
-def _fake_spread(
-    turn_ids: torch.Tensor, *inputs: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    spread = turn_ids.new_empty(turn_ids.shape[0], dtype=torch.float32)
-    other = spread.new_empty(0) if inputs[4] is None else torch.empty_like(spread)
-    return spread, other, spread.new_empty(8, dtype=torch.float64)
+def _fake_spread(turn_ids: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    spread = torch.empty_like(turn_ids, dtype=torch.float32)
+    return spread, spread.new_empty(0) if inputs[4] is None else torch.empty_like(spread)
 
 
 register_op(
@@ -313,13 +303,14 @@ register_op(
 )
 register_op(
     "scores_of_trajectories(Tensor turn_rewards, Tensor turn_truncated, Tensor cu_generated, "
-    "Tensor cu_turns, float clip, str impl) -> (Tensor, Tensor, Tensor)",
+    "Tensor cu_turns, Tensor? given, float clip, bool masks, str impl) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     _run_scores,
     _fake_scores,
 )
 register_op(
-    "spread(Tensor turn_ids, Tensor cu_turns, Tensor spans, Tensor? rows, Tensor? steps, "
-    "Tensor? others, float weight, str impl) -> (Tensor, Tensor, Tensor)",
+    "spread(Tensor turn_ids, Tensor runs, Tensor? values, Tensor? steps, Tensor? index, "
+    "Tensor? others, float weight, str impl) -> (Tensor, Tensor)",
     _run_spread,
     _fake_spread,
 )

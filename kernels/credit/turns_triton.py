@@ -3,50 +3,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
-from trajpack.kernels.reduce.whiten_triton import (
-    CHUNK,
-    PARTIALS,
-    RESULTS,
-    empty_results,
-    store_moments,
-)
+from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-if TYPE_CHECKING:
-    from trajpack.kernels.credit.turns import Turns
+ROW = tl.constexpr(RUN_WIDTH)
+GENERATED = tl.constexpr(int(Run.GENERATED))
+TURN = tl.constexpr(int(Run.TURN))
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "masks"])
 def scores_kernel(
-    turn_rewards,
-    turn_truncated,
-    cu_generated,
-    cu_turns,
-    scores,
-    lengths,
-    valid,
-    num_segments,
-    clip: tl.float64,
-    BLOCK: tl.constexpr,
-):
-    """Write the scores of ``BLOCK`` trajectories."""
+    turn_rewards, turn_truncated, cu_generated, cu_turns, given, scores, lengths, valid, shares,
+    num_segments, clip: tl.float64, masks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of ``BLOCK`` trajectories, and how many of them count and are not 0."""
     segment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = segment < num_segments
     begin = tl.load(cu_turns + segment, mask=exists, other=0)
     end = tl.load(cu_turns + segment + 1, mask=exists, other=0)
-    score = tl.zeros((BLOCK,), tl.float64)
-    longest = tl.max(end - begin, 0)
-    done = 0
-    while done < longest:
-        score += tl.load(turn_rewards + begin + done, mask=begin + done < end, other=0.0)
-        done += 1
+    if given is not None:
+        score = tl.load(given + segment, mask=exists, other=0.0).to(tl.float64)
+    else:
+        score = tl.zeros((BLOCK,), tl.float64)
+        longest = tl.max(end - begin, 0)
+        done = 0
+        while done < longest:
+            score += tl.load(turn_rewards + begin + done, mask=begin + done < end, other=0.0)
+            done += 1
     score = tl.where(score > clip, clip, tl.where(score < -clip, -clip, score))  # NaN stays
     tl.store(scores + segment, score, mask=exists)
     first = tl.load(cu_generated + begin, mask=exists, other=0)
@@ -54,6 +42,10 @@ def scores_kernel(
     tl.store(lengths + segment, past - first, mask=exists)
     cut = tl.load(turn_truncated + end - 1, mask=exists & (end > begin), other=0)
     tl.store(valid + segment, (cut == 0).to(tl.int8), mask=exists)
+    counted = (end > begin) & ((cut == 0) | (masks == 0))
+    part = shares + 2 * tl.program_id(0)
+    tl.store(part, tl.sum(counted.to(tl.int32), 0))
+    tl.store(part + 1, tl.sum((counted & (score != 0)).to(tl.int32), 0))
 
 
 def scores_forward(
@@ -61,113 +53,100 @@ def scores_forward(
     turn_truncated: torch.Tensor,
     cu_generated: torch.Tensor,
     cu_turns: torch.Tensor,
+    given: torch.Tensor | None,
+    *,
     clip: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masks: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch one lane per trajectory; return the fields of `Scores`."""
     num_segments = cu_turns.shape[0] - 1
     device = turn_rewards.device
+    launch = launch_on("scores_kernel", turn_rewards.get_device())
+    programs = triton.cdiv(num_segments, launch.block)
     scores = torch.empty(num_segments, dtype=torch.float64, device=device)
     lengths = torch.empty(num_segments, dtype=torch.int32, device=device)
     valid = torch.empty(num_segments, dtype=torch.bool, device=device)
-    launch = launch_on("scores_kernel", turn_rewards.get_device())
-    if num_segments:
+    shares = torch.empty((programs, 2), dtype=torch.int32, device=device)
+    if programs:
         with torch.cuda.device_of(turn_rewards):  # Triton launches on the current device
-            scores_kernel[(triton.cdiv(num_segments, launch.block),)](
-                turn_rewards,
-                turn_truncated.view(torch.int8),
-                cu_generated,
-                cu_turns,
-                scores,
-                lengths,
-                valid.view(torch.int8),
-                num_segments,
-                clip,
-                BLOCK=launch.block,
-                **launch.options,
-            )
-    return scores, lengths, valid
+            scores_kernel[(programs,)](
+                turn_rewards, turn_truncated.view(torch.int8), cu_generated, cu_turns, given,
+                scores, lengths, valid.view(torch.int8), shares, num_segments, clip, int(masks),
+                BLOCK=launch.block, **launch.options,
+            )  # fmt: skip
+    return scores, lengths, valid, shares
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_segments"])
+@triton.jit
+def _value_of(values, steps, place, turn, known, weight):
+    """Return ``values[place] + weight * steps[turn]``."""
+    value = tl.zeros_like(turn).to(tl.float32)
+    if values is not None:
+        value = tl.load(values + place, mask=known, other=0.0)
+    if steps is not None:
+        value += weight * tl.load(steps + turn, mask=known, other=0.0)
+    return value
+
+
+@triton.jit(do_not_specialize=["stride", "num_runs", "num_tokens"])
 def spread_kernel(
-    turn_ids,
-    cu_turns,
-    spans,
-    rows,
-    steps,
-    others,
-    spread,
-    second,
-    results,
-    counter,
-    num_tokens,
-    num_segments,
-    weight: tl.float64,
-    CHUNK: tl.constexpr,
-    PARTIALS: tl.constexpr,
-):
-    """Write a chunk of tokens, and the moments of all chunks.
-
-    Memory is allocated for a whole last chunk.
-    """
-    chunk = tl.program_id(0)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    turn = tl.load(turn_ids + at, mask=at < num_tokens, other=-1)
-    generated = turn >= 0
-    highest = tl.max(turn, 0)
-    lowest = tl.min(tl.where(generated, turn, highest), 0)
-    value = tl.zeros((CHUNK,), tl.float32)
-    if others is None:
-        if rows is not None:  # noqa: SIM102 - the compiler takes one condition at a time
-            if highest >= 0:
-                low = find_segment(cu_turns, num_segments, lowest, 1)
-                high = find_segment(cu_turns, num_segments, highest, 1)
-                trajectory = find_segments(cu_turns, low, high, tl.maximum(turn, lowest), 1)
-                value = tl.load(rows + trajectory, mask=generated, other=0.0)
-        if steps is not None:
-            step = tl.load(steps + turn, mask=generated, other=0.0)
-            value = (value + weight * step).to(tl.float32)
+    runs, values, steps, index, others, spread, second, stride, num_runs, num_tokens, weight,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of tokens; memory is allocated in whole tiles."""
+    first = tl.program_id(0) * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    low = find_segment(runs, num_runs, first, ROW)
+    row = runs + low * ROW
+    is_one = tl.load(row + ROW) >= first + BLOCK
+    if is_one:  # the tile lies inside one run
+        context = tl.load(row + GENERATED)
+        known = first + BLOCK - tl.load(row) > context
+        turn = tl.load(row + TURN)
+        place = turn
+        if index is not None:
+            place = tl.load(index + turn * stride, mask=known, other=0)
+        generated = token - tl.load(row) >= context
+        value = _value_of(values, steps, place, turn, known, weight)
+        tl.store(spread + token, tl.where(generated, value, 0.0))
+        if others is not None:
+            value = _value_of(others, None, place, turn, known, weight)
+            tl.store(second + token, tl.where(generated, value, 0.0))
     else:
-        first = tl.load(spans + 2 * turn, mask=generated, other=0)
-        value = tl.load(rows + first, mask=generated, other=0.0)
-        other = tl.load(others + first, mask=generated, other=0.0)
-        tl.store(second + at, other)
-    tl.store(spread + at, value)
-    store_moments(value, generated, results, counter, 0.0, PARTIALS)
+        last = tl.minimum(first + BLOCK, num_tokens) - 1
+        high = find_segment(runs, num_runs, last, ROW)
+        inside = tl.minimum(token, last)  # memory behind the last token is not used
+        rows = runs + find_segments(runs, low, high, inside, ROW) * ROW
+        generates = inside - tl.load(rows) >= tl.load(rows + GENERATED)
+        turns = tl.load(rows + TURN)
+        places = turns
+        if index is not None:
+            places = tl.load(index + turns * stride, mask=generates, other=0)
+        tl.store(spread + token, _value_of(values, steps, places, turns, generates, weight))
+        if others is not None:
+            tl.store(second + token, _value_of(others, None, places, turns, generates, weight))
 
 
 def spread_forward(
-    turns: Turns,
-    rows: torch.Tensor | None,
+    num_tokens: int,
+    runs: torch.Tensor,
+    values: torch.Tensor | None,
     steps: torch.Tensor | None,
-    *,
+    index: torch.Tensor | None,
     others: torch.Tensor | None,
+    *,
     weight: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch one program per chunk; return rows, others and the moments of `store_moments`."""
-    turn_ids, cu_turns, spans = turns
-    num_tokens, device = turn_ids.shape[0], turn_ids.device
-    chunks = max(triton.cdiv(num_tokens, CHUNK), 1)
-    memory = torch.empty(chunks * CHUNK, dtype=torch.float32, device=device)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch a program for each tile; return the tokens' values, and their other ones."""
+    size = triton.cdiv(num_tokens, TILE) * TILE
+    memory = torch.empty(size, dtype=torch.float32, device=runs.device)
     second = torch.empty_like(memory) if others is not None else memory.new_empty(0)
-    results, counter = empty_results(chunks, device)
-    with torch.cuda.device_of(turn_ids):  # Triton launches on the current device
-        spread_kernel[(chunks,)](
-            turn_ids,
-            cu_turns,
-            spans,
-            rows,
-            steps,
-            others,
-            memory,
-            second,
-            results,
-            counter,
-            num_tokens,
-            cu_turns.shape[0] - 1,
-            weight,
-            CHUNK=CHUNK,
-            PARTIALS=PARTIALS,
-            **launch_on("spread_kernel", turn_ids.get_device()).options,
-        )
-    return memory[:num_tokens], second[:num_tokens], results[:RESULTS]
+    launch = launch_on("spread_kernel", runs.get_device())
+    if num_tokens:
+        with torch.cuda.device_of(runs):
+            spread_kernel[(triton.cdiv(num_tokens, launch.block),)](
+                runs, values, steps, index, others, memory, second,
+                1 if index is None else index.stride(0), runs.shape[0] - 1, num_tokens, weight,
+                BLOCK=launch.block, **launch.options,
+            )  # fmt: skip
+    return memory[:num_tokens], second[:num_tokens]

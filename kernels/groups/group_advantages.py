@@ -8,16 +8,20 @@ import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
 from trajpack.kernels.validation import (
+    check_boundaries,
     check_choice,
     check_indices,
     check_integer,
     check_number,
+    check_segments_within,
     check_tensor,
 )
 
 OP = "group_advantages"
 MAX_COUNT = 2**31 - 4096
 """Largest number of members and of groups: the kernel counts them in int32, a tile further on."""
+MOST_COMPARED = 1024
+"""Members of a group up to which `order_by_state` compares them with each other."""
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -29,19 +33,19 @@ Singleton: TypeAlias = Literal["raw", "zero"]
 
 
 class Members(NamedTuple):
-    """Members in an order that puts those of one group next to each other."""
+    """Groups of members: by ids for ``impl="torch"``, and by places in an order for Triton."""
 
     group_ids: torch.Tensor
-    """int32 or int64: the group of each member, or of each owner."""
-    order: torch.Tensor | None
-    """int32 or int64 ``[members]``: a permutation of the members. Sums follow it. ``None`` for
-    ``impl="torch"``, which needs none."""
-    states: torch.Tensor | None = None
-    """int32 or int64 ``[members]``: divides groups further; a negative one is in no group."""
-    inner: torch.Tensor | None = None
-    """int64 ``[members]``: place in ``order`` of each place, if ``order`` is permuted once more."""
-    owners: torch.Tensor | None = None
-    """int32 ``[members]``: index in ``group_ids``, where several members share one entry."""
+    """int32 or int64 ``[members]``: group of each member."""
+    num_groups: int
+    order: torch.Tensor
+    """int32 or int64 ``[members]``: a permutation in which members of a group are neighbours. Sums
+    follow it."""
+    segments: torch.Tensor
+    """int32: boundaries ``[groups + 1]`` of the groups' places in the order, or spans
+    ``[members, 2]``. A span that ends a place before it begins is a member of no group."""
+    longest: int | None = None
+    """Upper bound of a group's members, if the host knows one."""
 
 
 class Rule(NamedTuple):
@@ -140,9 +144,10 @@ def group_advantages(  # noqa: PLR0913
             go with the baseline, lengths are missing or not needed, or ``scores`` or ``lengths``
             requires grad.
 
-    Cost: a stable sort of the ids and one launch, which reads each member four times; one launch
-    more with ``"nonzero"``. Linear in the members beside the sort. No copy, no host
-    synchronisation. With ``impl="torch"`` one pass for each statistic.
+    Cost: a stable sort of the ids, three small operations that find the groups in it, and one
+    launch, which reads each member four times; another above 512 members, for groups that long.
+    Three more with ``"nonzero"``. No copy, no host synchronisation. With ``impl="torch"`` one pass
+    for each statistic.
 
     Example:
         >>> scores, groups = torch.tensor([1.0, 0.0, 5.0, 0.0]), torch.tensor([0, 1, 0, 0])
@@ -175,11 +180,25 @@ def group_advantages(  # noqa: PLR0913
         numbers = (*INTEGERS, *FLOATS)
         check_tensor(OP, "lengths", lengths, dtypes=numbers, constant=True, **per)  # type: ignore[arg-type]
     chosen = resolve_impl(OP, impl, scores)
-    order = torch.argsort(group_ids, stable=True) if chosen == "triton" else None
-    members = Members(group_ids.contiguous(), order)
+    shares = None
+    if chosen == "triton" and scale == "nonzero":
+        counted = (group_ids >= 0) & (group_ids < num_groups)
+        counted = counted if valid is None else counted & valid
+        shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()
+    members = members_of(group_ids, num_groups, chosen)
     return advantages_of(
-        scores, members, num_groups, rule, lengths=lengths, valid=valid, impl=chosen
+        scores, members, rule, lengths=lengths, valid=valid, shares=shares, impl=chosen
     )
+
+
+def members_of(group_ids: torch.Tensor, num_groups: int, impl: str) -> Members:
+    """Return groups by ids in any order; by Triton a stable sort and three operations find them."""
+    if impl == "torch":
+        return Members(group_ids, num_groups, group_ids, group_ids)
+    order = torch.argsort(group_ids, stable=True)
+    group = torch.arange(num_groups + 1, device=group_ids.device)
+    segments = torch.searchsorted(group_ids[order].long(), group, out_int32=True)
+    return Members(group_ids, num_groups, order, segments)
 
 
 def _check_rule(rule: Rule) -> None:
@@ -200,27 +219,32 @@ def _check_rule(rule: Rule) -> None:
 def advantages_of(
     scores: torch.Tensor,
     members: Members,
-    num_groups: int,
     rule: Rule,
     *,
     impl: str,
     lengths: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `group_advantages` of members whose order is known; arguments are checked.
 
-    Cost: one launch, with ``scale="nonzero"`` two; linear in the members.
+    ``shares`` are int32 ``[parts, 2]``, for ``scale="nonzero"`` by Triton: the counted members in
+    each part of all, and those of them with a score that is not 0.
+
+    Cost: one launch, another where a group may have more than 512 members; one more that fills
+    zeros where members may be in no group.
     """
+    order, groups = None, members.group_ids
+    if impl == "triton":
+        order, groups = members.order, members.segments
     advantages: torch.Tensor = torch.ops.trajpack.group_advantages(
-        scores.contiguous(),
-        *members,
-        num_groups,
+        *(None if one is None else one.contiguous() for one in (scores, groups, order)),
+        members.num_groups,
         *rule[:3],
         float(rule.eps),
         rule.singleton,
-        None if lengths is None else lengths.contiguous(),
-        None if valid is None else valid.contiguous(),
-        impl,
+        *(None if one is None else one.contiguous() for one in (lengths, valid, shares)),
+        members.longest,
     )
     return advantages
 
@@ -360,35 +384,52 @@ def _center(
     return (zero, zero, no_floor) if rule.baseline == "none" else (sums.low, mean, no_floor)
 
 
-def _run(scores: torch.Tensor, *inputs: Any) -> torch.Tensor:
-    members, (num_groups, *rule, lengths, valid, impl) = Members(*inputs[:5]), inputs[5:]
-    for name, size in (
-        ("order", scores.shape[0]),
-        ("inner", scores.shape[0]),
-        ("owners", members.group_ids.shape[0]),
-    ):
-        if (indices := getattr(members, name)) is not None:
-            check_indices(OP, name, indices, size)
-    if impl == "triton":
-        from trajpack.kernels.groups.group_advantages_triton import (
-            group_advantages_forward,
-            members_by_nonzero,
-        )
+def _run(
+    scores: torch.Tensor, groups: torch.Tensor, order: torch.Tensor | None, *inputs: Any
+) -> torch.Tensor:
+    num_groups, *terms, lengths, valid, shares, longest = inputs
+    rule = Rule(*terms)
+    if order is None:
+        return group_advantages_reference(scores, groups, num_groups, rule, lengths, valid)
+    if groups.ndim == 1:  # the other is made by `order_by_state`
+        check_indices(OP, "order", order, scores.shape[0])
+        check_segments_within(OP, "groups", groups, scores.shape[0])
+    from trajpack.kernels.groups.group_advantages_triton import group_advantages_forward
 
-        share, given = None, {"lengths": lengths, "valid": valid}
-        if rule[1] == "nonzero":  # the scale
-            share = members_by_nonzero(scores, members.group_ids, num_groups, valid)
-        return group_advantages_forward(
-            scores, members, num_groups, Rule(*rule), **given, share=share
-        )
-    group_ids, owners, states = members.group_ids, members.owners, members.states
-    if owners is not None:
-        group_ids = group_ids[owners.long()]
-    if states is not None:
-        inside = (group_ids >= 0) & (group_ids < num_groups)
-        group_ids = number_pairs(group_ids, torch.where(inside, states, -1))
-        num_groups = scores.shape[0]
-    return group_advantages_reference(scores, group_ids, num_groups, Rule(*rule), lengths, valid)
+    given = {"lengths": lengths, "valid": valid, "shares": shares}
+    return group_advantages_forward(scores, groups, order, rule, **given, longest=longest)
+
+
+def order_by_state(
+    order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put members of one state next to each other in each group; for `Members`, by Triton alone.
+
+    ``order`` is int32 ``[members]``, ``cu_groups`` int32 boundaries of the groups in it, ``states``
+    int32 or int64 ``[members]``. A negative state is in no group. Groups of more than
+    `MOST_COMPARED` members are for `number_pairs`: each member is compared with all of its group.
+
+    Returns:
+        int32 ``[members]``: the new order; and ``[members, 2]``: spans of the states in it, each at
+        its first place, the spans at all other places empty.
+
+    Cost: one launch without a sort.
+    """
+    ordered: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.order_by_state(
+        order, cu_groups, states
+    )
+    return ordered
+
+
+def _run_order(
+    order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_indices("order_by_state", "order", order, states.shape[0])
+    size = states.shape[0]
+    check_boundaries("order_by_state", cu_groups, size, name="cu_groups", end="members")
+    from trajpack.kernels.groups.group_advantages_triton import order_forward
+
+    return order_forward(order, cu_groups, states)
 
 
 def number_pairs(group_ids: torch.Tensor, state_ids: torch.Tensor) -> torch.Tensor:
@@ -413,9 +454,14 @@ def number_pairs(group_ids: torch.Tensor, state_ids: torch.Tensor) -> torch.Tens
 
 
 register_op(
-    "group_advantages(Tensor scores, Tensor group_ids, Tensor? order, Tensor? states, "
-    "Tensor? inner, Tensor? owners, SymInt num_groups, str baseline, str scale, int ddof, "
-    "float eps, str singleton, Tensor? lengths, Tensor? valid, str impl) -> Tensor",
+    "group_advantages(Tensor scores, Tensor groups, Tensor? order, SymInt num_groups, "
+    "str baseline, str scale, int ddof, float eps, str singleton, Tensor? lengths, Tensor? valid, "
+    "Tensor? shares, SymInt? longest) -> Tensor",
     _run,
     lambda scores, *_: torch.empty_like(scores, dtype=torch.float32),
+)
+register_op(
+    "order_by_state(Tensor order, Tensor cu_groups, Tensor states) -> (Tensor, Tensor)",
+    _run_order,
+    lambda order, *_: (torch.empty_like(order), order.new_empty((order.shape[0], 2))),
 )

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton kernel of group statistics: one warp a group, over its members in a given order.
+"""Triton kernels of group statistics: a program a group, over its members in a given order.
 
-Members stand in an order that puts those of one group next to each other. Program p looks at place
-p. If a group begins there, it reads the group's members in blocks: for their number and the lowest
-and highest score, for sums of the excess over the lowest, and to write them. All other programs
-end at once. Time is linear in the members, and the sums of a group depend on its members and
-their order alone.
+Members stand in an order that puts those of one group next to each other. A program reads the
+members of its group in blocks: for their number and the lowest and highest score, for sums of the
+excess over the lowest, and to write them. A group of more than ``LONG`` members is left to a second
+launch of larger programs. Time is linear in the members, and the sums of a group depend on its
+members and their order alone.
 
 Every sum is over differences from the group's lowest score. For float32 scores of similar size
 these are exact in float64, so the order of members rarely matters, and the variance loses at most
@@ -23,33 +23,22 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.search_triton import find_segment, find_segments
 
 if TYPE_CHECKING:
-    from trajpack.kernels.groups.group_advantages import Members, Rule
+    from trajpack.kernels.groups.group_advantages import Rule
+
+LONG = 512
+"""Members from which on a group is a larger program's."""
+COMPARED = 32
+"""Members of a program that orders them by state, and of those that it compares them with."""
 
 
 @triton.jit
-def _member_at(members, place, known):
-    """Return the member at a place, its group and its state; the group is -1 if there is none."""
-    group_ids, order, states, inner, owners = members
-    if inner is not None:
-        place = tl.load(inner + place, mask=known, other=0)
-    member = tl.load(order + place, mask=known, other=0)
-    owner = member
-    if owners is not None:
-        owner = tl.load(owners + member, mask=known, other=0)
-    group = tl.load(group_ids + owner, mask=known, other=-1)
-    state = group * 0
-    if states is not None:
-        state = tl.load(states + member, mask=known, other=-1)
-    return member, tl.where(state < 0, -1, group), state
-
-
-@triton.jit
-def _load_block(members, scores, valid, at, end):
+def _load_block(order, scores, valid, at, end):
     """Return the members at places, which exist and which count, and the scores of these."""
     exists = at < end
-    member, _, _ = _member_at(members, at, exists)
+    member = tl.load(order + at, mask=exists, other=0)
     counts = exists
     if valid is not None:
         counts = exists & (tl.load(valid + member, mask=exists, other=0) != 0)
@@ -58,7 +47,7 @@ def _load_block(members, scores, valid, at, end):
 
 
 @triton.jit
-def _extremes(members, scores, valid, begin, end, BLOCK: tl.constexpr):
+def _extremes(order, scores, valid, begin, end, BLOCK: tl.constexpr):
     """Return the number of counted members, and their lowest and highest scores."""
     infinity = float("inf")
     counted = tl.zeros((BLOCK,), tl.int32)
@@ -66,7 +55,7 @@ def _extremes(members, scores, valid, begin, end, BLOCK: tl.constexpr):
     high = tl.full((BLOCK,), -infinity, tl.float64)
     at = begin
     while at < end:
-        _, _, counts, score = _load_block(members, scores, valid, at + tl.arange(0, BLOCK), end)
+        _, _, counts, score = _load_block(order, scores, valid, at + tl.arange(0, BLOCK), end)
         counted += counts.to(tl.int32)
         low = tl.minimum(low, tl.where(counts, score, infinity))
         high = tl.maximum(high, tl.where(counts, score, -infinity))
@@ -76,7 +65,7 @@ def _extremes(members, scores, valid, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sums(
-    members, scores, lengths, valid, begin, end, low, high,
+    order, scores, lengths, valid, begin, end, low, high,
     BASELINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return sum and sum of squares of the scores' excess over the lowest, and two more.
@@ -92,7 +81,7 @@ def _sums(
     at = begin
     while at < end:
         place = at + tl.arange(0, BLOCK)
-        member, _, counts, score = _load_block(members, scores, valid, place, end)
+        member, _, counts, score = _load_block(order, scores, valid, place, end)
         excess = tl.where(counts, score - low, 0.0)
         total += excess
         square += excess * excess
@@ -113,7 +102,7 @@ def _sums(
 
 @triton.jit
 def _squares_without_one(
-    members, scores, valid, begin, end, end_score, other_score, others, BLOCK: tl.constexpr
+    order, scores, valid, begin, end, end_score, other_score, others, BLOCK: tl.constexpr
 ):
     """Return Σ(score - mean)² without one member whose score is ``end_score``."""
     at_end = tl.zeros((BLOCK,), tl.int32)
@@ -122,7 +111,7 @@ def _squares_without_one(
     at = begin
     while at < end:
         place = at + tl.arange(0, BLOCK)
-        _, _, counts, score = _load_block(members, scores, valid, place, end)
+        _, _, counts, score = _load_block(order, scores, valid, place, end)
         stays = counts & (score != end_score)
         at_end += (counts & (score == end_score)).to(tl.int32)
         far = tl.where(stays, score - other_score, 0.0)
@@ -187,72 +176,55 @@ def _factor(
     return factor, alone
 
 
-@triton.jit(do_not_specialize=["num_members", "num_groups"])
-def members_by_nonzero_kernel(
-    scores, group_ids, valid, share, num_members, num_groups: tl.int64, BLOCK: tl.constexpr
-):
-    """Write the counted members of all groups by those of them whose score is not 0."""
+@triton.jit
+def _members_by_nonzero(shares, num_parts, BLOCK: tl.constexpr):
+    """Return the counted members of all groups by those of them whose score is not 0."""
     counted = tl.zeros((BLOCK,), tl.int32)
     nonzero = tl.zeros((BLOCK,), tl.int32)
     at = 0
-    while at < num_members:
-        member = at + tl.arange(0, BLOCK)
-        exists = member < num_members
-        group = tl.load(group_ids + member, mask=exists, other=-1)
-        counts = (group >= 0) & (group < num_groups)
-        if valid is not None:
-            counts = counts & (tl.load(valid + member, mask=exists, other=0) != 0)
-        score = tl.load(scores + member, mask=counts, other=0.0)
-        counted += counts.to(tl.int32)
-        nonzero += (counts & (score != 0)).to(tl.int32)
+    while at < num_parts:
+        part = at + tl.arange(0, BLOCK)
+        counted += tl.load(shares + 2 * part, mask=part < num_parts, other=0)
+        nonzero += tl.load(shares + 2 * part + 1, mask=part < num_parts, other=0)
         at += BLOCK
     most = tl.maximum(tl.sum(nonzero, 0), 1)
-    tl.store(share, tl.sum(counted, 0).to(tl.float64) / most.to(tl.float64))
+    return tl.sum(counted, 0).to(tl.float64) / most.to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["num_members", "num_groups", "ddof", "raw"])
+@triton.jit(do_not_specialize=["stride", "least", "most", "num_parts", "ddof", "raw"])
 def group_advantages_kernel(
-    scores, members, lengths, valid, share, advantages, num_members, num_groups: tl.int64, ddof,
-    eps: tl.float64, raw, BASELINE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    scores, order, segments, lengths, valid, shares, advantages, stride, least, most, num_parts,
+    ddof, eps: tl.float64, raw,
+    BASELINE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    begin = tl.program_id(0)
-    one, group, state = _member_at(members, begin, True)
-    _before, group_before, state_before = _member_at(members, begin - 1, begin > 0)
-    in_group = (group >= 0) & (group < num_groups)
-    same = (group == group_before) & (state == state_before)
-    if not in_group:
-        tl.store(advantages + one, 0.0)
-    reads = in_group & ((begin == 0) | (same == 0))  # a group begins here
-    end = begin
-    while reads:
-        at = end + tl.arange(0, BLOCK)
-        _others, groups, states = _member_at(members, at, at < num_members)
-        continues = (groups == group) & (states == state)
-        found = tl.min(tl.where(continues, BLOCK, tl.arange(0, BLOCK)), 0)
-        end += found
-        reads = found == BLOCK
-    if end > begin:
+    """Write the advantages of a group of ``least`` to ``most`` members."""
+    place = segments + tl.program_id(0) * stride
+    begin = tl.load(place)
+    end = tl.load(place + 1)
+    if (end < begin) & (least == 0):  # a member of no group
+        tl.store(advantages + tl.load(order + begin), 0.0)
+    elif (end > begin) & (end - begin >= least) & (end - begin <= most):
         _write_group(
-            scores, members, lengths, valid, share, advantages, begin, end, ddof, eps, raw,
-            BASELINE, SCALE, BLOCK,
+            scores, order, lengths, valid, shares, advantages, begin, end, num_parts, ddof, eps,
+            raw, BASELINE, SCALE, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _write_group(
-    scores, members, lengths, valid, share, advantages, begin, end, ddof, eps, raw,
+    scores, order, lengths, valid, shares, advantages, begin, end, num_parts, ddof, eps, raw,
     BASELINE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the advantages of the members at [begin, end)."""
-    number, low, high = _extremes(members, scores, valid, begin, end, BLOCK)
+    number, low, high = _extremes(order, scores, valid, begin, end, BLOCK)
     low = tl.where(number > 0, low, 0.0)
     count = number.to(tl.float64)
     total, square, one, other = _sums(
-        members, scores, lengths, valid, begin, end, low, high, BASELINE, BLOCK
+        order, scores, lengths, valid, begin, end, low, high, BASELINE, BLOCK
     )
     by_nonzero = tl.full((), 1.0, tl.float64)
     if SCALE == "nonzero":
-        by_nonzero = tl.load(share)
+        by_nonzero = _members_by_nonzero(shares, num_parts, BLOCK)
     mean = total / tl.maximum(count, 1.0)
     shift, center, floor = _center(low, high, mean, one, other, BASELINE)
     off = low + mean - shift - center
@@ -262,8 +234,8 @@ def _write_group(
     if SCALE == "leave_one_out_std":
         squares = square - mean * total
         others = count - 1.0
-        of_low = _squares_without_one(members, scores, valid, begin, end, low, high, others, BLOCK)
-        of_high = _squares_without_one(members, scores, valid, begin, end, high, low, others, BLOCK)
+        of_low = _squares_without_one(order, scores, valid, begin, end, low, high, others, BLOCK)
+        of_high = _squares_without_one(order, scores, valid, begin, end, high, low, others, BLOCK)
         degrees = others - ddof
         share_of_one = tl.where(degrees > 0, 1.0 / tl.maximum(degrees, 1.0), 0.0)
     factor = tl.where(alone, raw * by_nonzero, factor) + (total - total)
@@ -273,7 +245,7 @@ def _write_group(
     at = begin
     while at < end:
         place = at + tl.arange(0, BLOCK)
-        member, exists, counts, score = _load_block(members, scores, valid, place, end)
+        member, exists, counts, score = _load_block(order, scores, valid, place, end)
         excess = score - shift - center
         advantage = excess * factor
         if SCALE == "leave_one_out_std":
@@ -289,39 +261,111 @@ def _write_group(
         at += BLOCK
 
 
-def members_by_nonzero(
-    scores: torch.Tensor, group_ids: torch.Tensor, num_groups: int, valid: torch.Tensor | None
-) -> torch.Tensor:
-    """Launch one program over all members; return float64 ``[1]``."""
-    share = torch.empty(1, dtype=torch.float64, device=scores.device)
-    launch = launch_on("group_advantages_kernel", scores.get_device())
-    with torch.cuda.device_of(scores):  # Triton launches on the current device
-        members_by_nonzero_kernel[(1,)](
-            scores, group_ids, None if valid is None else valid.view(torch.uint8), share,
-            scores.shape[0], num_groups, BLOCK=launch.block, **launch.options,
-        )  # fmt: skip
-    return share
-
-
 def group_advantages_forward(
     scores: torch.Tensor,
-    members: Members,
-    num_groups: int,
+    segments: torch.Tensor,
+    order: torch.Tensor,
     rule: Rule,
     *,
     lengths: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
-    share: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
+    longest: int | None = None,
 ) -> torch.Tensor:
-    """Launch a program for each member; ``share`` is that of `members_by_nonzero`."""
-    advantages = torch.empty_like(scores, dtype=torch.float32)
-    launch = launch_on("group_advantages_kernel", scores.get_device())
-    if scores.shape[0]:
-        marks = None if valid is None else valid.view(torch.uint8)
-        with torch.cuda.device_of(scores):
-            group_advantages_kernel[(scores.shape[0],)](
-                scores, tuple(members), lengths, marks, share, advantages, scores.shape[0],
-                num_groups, rule.ddof, rule.eps, int(rule.singleton == "raw"),
-                BASELINE=rule.baseline, SCALE=rule.scale, BLOCK=launch.block, **launch.options,
+    """Launch a program for each group, and larger ones where one may be long.
+
+    Members of no group get 0: where ``longest`` is not known, boundaries may leave some out.
+    """
+    members, num_groups = scores.shape[0], segments.shape[0] - (segments.ndim == 1)
+    fill = torch.zeros if longest is None and segments.ndim == 1 else torch.empty
+    advantages = fill(members, dtype=torch.float32, device=scores.device)
+    if members and num_groups:
+        advantages_of_sizes(
+            scores, segments, order, rule, advantages, lengths=lengths, valid=valid, shares=shares
+        )
+        if (members if longest is None else min(longest, members)) > LONG:
+            advantages_of_sizes(
+                scores, segments, order, rule, advantages,
+                lengths=lengths, valid=valid, shares=shares, long=True,
             )  # fmt: skip
     return advantages
+
+
+def advantages_of_sizes(
+    scores: torch.Tensor,
+    segments: torch.Tensor,
+    order: torch.Tensor,
+    rule: Rule,
+    advantages: torch.Tensor,
+    *,
+    lengths: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+    shares: torch.Tensor | None = None,
+    long: bool = False,
+) -> None:
+    """Launch a program for each group, which ends at once if the group has another size."""
+    kernel = "group_advantages_kernel"
+    launch = launch_on(f"{kernel}, long" if long else kernel, scores.get_device())
+    with torch.cuda.device_of(scores):  # Triton launches on the current device
+        group_advantages_kernel[(segments.shape[0] - (segments.ndim == 1),)](
+            scores, order, segments, lengths, None if valid is None else valid.view(torch.uint8),
+            shares, advantages, segments.ndim, LONG + 1 if long else 0,
+            2**31 - 1 if long else LONG, 0 if shares is None else shares.numel() // 2, rule.ddof,
+            rule.eps, int(rule.singleton == "raw"), BASELINE=rule.baseline, SCALE=rule.scale,
+            BLOCK=launch.block, **launch.options,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_groups", "num_members"])
+def order_kernel(
+    order, cu_groups, states, ordered, spans, num_groups, num_members,
+    COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Write the places of ``COMPARED`` members by state, each compared with all of its group."""
+    first = tl.program_id(0) * COMPARED
+    last = tl.minimum(first + COMPARED, num_members) - 1
+    low = find_segment(cu_groups, num_groups, first, 1)
+    high = find_segment(cu_groups, num_groups, last, 1)
+    place = tl.minimum(first + tl.arange(0, COMPARED), last)
+    group = find_segments(cu_groups, low, high, place, 1)
+    begin, end = tl.load(cu_groups + group), tl.load(cu_groups + group + 1)
+    member = tl.load(order + place)
+    state = tl.load(states + member)
+    fewer = tl.zeros((COMPARED,), tl.int32)
+    equal, before = fewer, fewer
+    at = tl.load(cu_groups + low)
+    stop = tl.load(cu_groups + high + 1)
+    while at < stop:
+        other = at + tl.arange(0, COMPARED)
+        compared = tl.load(states + tl.load(order + other, mask=other < stop, other=0))[:, None]
+        other = other[:, None]
+        is_near = (other >= begin[None, :]) & (other < end[None, :])
+        same = is_near & (compared == state[None, :])
+        fewer += tl.sum((is_near & (compared < state[None, :])).to(tl.int32), 0)
+        equal += tl.sum(same.to(tl.int32), 0)
+        before += tl.sum((same & (other < place[None, :])).to(tl.int32), 0)
+        at += COMPARED
+    start = begin + fewer
+    own = start + before
+    inside = first + tl.arange(0, COMPARED) <= last
+    tl.store(ordered + own, member, mask=inside)
+    # the first of a state has its span; a span that ends before it begins is of no group
+    size = tl.where(state < 0, -1, tl.where(before == 0, equal, 0))
+    tl.store(spans + 2 * own, own, mask=inside)
+    tl.store(spans + 2 * own + 1, own + size, mask=inside)
+
+
+def order_forward(
+    order: torch.Tensor, cu_groups: torch.Tensor, states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch a program for each ``COMPARED`` members; return the results of `order_by_state`."""
+    members = order.shape[0]
+    ordered, spans = torch.empty_like(order), order.new_empty((members, 2))
+    if members:
+        launch = launch_on("group_advantages_kernel", order.get_device())
+        with torch.cuda.device_of(order):
+            order_kernel[(triton.cdiv(members, COMPARED),)](
+                order, cu_groups, states, ordered, spans, cu_groups.shape[0] - 1, members,
+                COMPARED=COMPARED, **launch.options,
+            )  # fmt: skip
+    return ordered, spans

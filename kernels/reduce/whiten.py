@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
 import torch
 
 from trajpack.kernels.dispatch import Impl, register_op, resolve_impl
@@ -12,8 +13,6 @@ OP = "whiten"
 NOISE = 2.0**-46
 """Part of the sum of squares that is treated as rounding: the square of 2⁻²³, the spacing of
 float32, and about 100 roundings of float64."""
-CHUNK = 32_768
-"""Entries computed at once on the host: 256 KB of float64."""
 
 
 def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
@@ -38,8 +37,8 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         TypeError: If a dtype or a type is none of the above.
         ValueError: If shapes or devices disagree, or ``x`` requires a gradient.
 
-    Cost: one launch, two in a captured graph, and 40 bytes of scratch for 4,096 entries. No copy of
-    contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation.
+    Cost: one launch. No copy of contiguous tensors that begin at a multiple of 16 bytes, no host
+    synchronisation.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0, 6.0, float("nan")])
@@ -51,7 +50,7 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
         variances, 1979.
     """
     _check_counted("masked_moments", x, mask)
-    return moments_and_sums(x, mask, impl=resolve_impl("masked_moments", impl, x))[:5]
+    return moments_of(x, mask, resolve_impl("masked_moments", impl, x))
 
 
 def moment_sums(
@@ -59,9 +58,9 @@ def moment_sums(
 ) -> torch.Tensor:
     """Return sums that data-parallel ranks add up, with one all-reduce, for `whiten`.
 
-    Arguments, errors and cost are those of `masked_moments`. ``shift`` is a finite number that is
-    subtracted from every entry, the same on every rank: the nearer to the mean, the more precise is
-    the variance from the sums; see `whiten`.
+    Arguments and errors are those of `masked_moments`; the cost is six small operations more.
+    ``shift`` is a finite number that is subtracted from every entry, the same on every rank: the
+    nearer to the mean, the more precise is the variance from the sums; see `whiten`.
 
     Returns:
         ``[3]`` float64: count, Σ(x - shift), Σ(x - shift)². Not differentiable.
@@ -77,18 +76,7 @@ def moment_sums(
     """
     _check_counted("moment_sums", x, mask)
     check_number("moment_sums", "shift", shift, finite=True)
-    impl = resolve_impl("moment_sums", impl, x)
-    return moments_and_sums(x, mask, shift=float(shift), impl=impl)[5:]
-
-
-def moments_and_sums(
-    x: torch.Tensor, mask: torch.Tensor, *, shift: float = 0.0, impl: str
-) -> torch.Tensor:
-    """Return ``[8]``: `masked_moments`, then `moment_sums`; arguments are checked."""
-    found: torch.Tensor = torch.ops.trajpack.masked_moments(
-        x.contiguous(), mask.contiguous(), shift, impl
-    )
-    return found
+    return sums_of_moments(moments_of(x, mask, resolve_impl("moment_sums", impl, x)), shift)
 
 
 def whiten(
@@ -136,8 +124,9 @@ def whiten(
         ValueError: If shapes or devices disagree, ``x`` requires a gradient, ``shift`` or
             ``eps`` is not finite, ``eps`` is negative, or ``ddof`` is neither 0 nor 1.
 
-    Cost: `masked_moments`, and one launch, which reads ``x`` again; with ``sums`` that one alone.
-    No copy of contiguous tensors that begin at a multiple of 16 bytes, no host synchronisation.
+    Cost: two launches, of which each reads ``x``; one up to 4,096 entries; with ``sums`` one, and
+    eight small operations. No copy of contiguous tensors that begin at a multiple of 16 bytes, no
+    host synchronisation.
 
     Example:
         >>> x, mask = torch.tensor([1.0, 2.0, 9.0, 3.0]), torch.tensor([True, True, False, True])
@@ -163,114 +152,92 @@ def whiten(
         if sums.shape[0] != 3:
             raise ValueError(f"{OP}: sums must have 3 entries, got shape {list(sums.shape)}")
     impl = resolve_impl(OP, impl, x)
-    given = moments_and_sums(x, mask, impl=impl) if sums is None else sums.detach().contiguous()
-    return whiten_by(x, mask, given, shift=shift, ddof=ddof, eps=eps, center=center, impl=impl)
+    given = None if sums is None else moments_of_sums(sums, shift)
+    return whiten_by(x, mask, given, ddof=ddof, eps=eps, center=center, impl=impl)[0]
+
+
+def moments_of(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
+    """Return the `masked_moments` of entries that count as often as ``counts`` says.
+
+    ``counts`` are a mask, or int32 numbers. Arguments are checked.
+    """
+    moments: torch.Tensor = torch.ops.trajpack.masked_moments(
+        x.contiguous(), counts.contiguous(), impl
+    )
+    return moments
 
 
 def whiten_by(
     x: torch.Tensor,
-    mask: torch.Tensor,
-    given: torch.Tensor,
+    counts: torch.Tensor,
+    given: torch.Tensor | None,
     *,
     ddof: int,
     impl: str,
-    shift: float = 0.0,
     eps: float = 0.0,
     center: bool = True,
-) -> torch.Tensor:
-    """Whiten by ``given``: 3 entries of `moment_sums`, or the 8 of `moments_and_sums`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whiten the entries that count by ``[5]`` moments, their own if ``None``.
 
-    Arguments are checked. Cost: one launch.
+    Returns:
+        The whitened entries, and ``[5]`` moments of the entries if none were given.
+
+    Cost: one launch; with moments of their own another for more than 4,096 entries.
     """
-    whitened: torch.Tensor = torch.ops.trajpack.whiten(
-        x.contiguous(), mask.contiguous(), given, float(shift), ddof, float(eps), center, impl
+    whitened: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.whiten(
+        x.contiguous(), counts.contiguous(), given, ddof, float(eps), center, impl
     )
     return whitened
 
 
-def masked_moments_reference(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Define `masked_moments` in plain torch; no value is read by the host."""
-    values = x.double()
-    one = x.new_ones(1, dtype=torch.float64)  # one more entry, since amin needs one
-    low = torch.cat([torch.where(mask, values, float("inf")), one / 0]).amin()
-    high = torch.cat([torch.where(mask, values, float("-inf")), one / -0.0]).amax()
-    count = mask.sum().double()
-    mean = torch.where(mask, values, 0.0).sum() / count.clamp(min=1)
+def masked_moments_reference(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Define `moments_of` in plain torch; no value is read by the host."""
+    mask = counts != 0
+    values = torch.where(mask, x.double(), 0.0)
+    if not x.shape[0]:
+        return values.new_tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf])
+    low = torch.where(mask, values, torch.inf).amin()
+    high = torch.where(mask, values, -torch.inf).amax()
+    weights, count = counts.double(), counts.sum().double()
+    mean = (weights * values).sum() / count.clamp(min=1)
     mean = torch.where(low == high, low, mean)
-    squares = torch.where(mask, values - mean, 0.0).square().sum()
-    squares = torch.where(low == high, 0.0, squares)
-    low, high = (torch.where(mean.isnan(), mean, bound) for bound in (low, high))
+    away = torch.where(mask, values - mean, 0.0)
+    squares = torch.where(low == high, 0.0, (weights * (away * away)).sum())
+    low, high = (torch.where(mean.isnan(), mean, end) for end in (low, high))
     return torch.stack([count, mean, squares, low, high])
 
 
-def masked_moments_torch(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Compute `masked_moments` for ``impl="torch"``: on the host by numpy, in chunks.
-
-    A chunk stays in cache, which is 3 to 5 times faster than whole tensors.
-    """
-    if x.device.type != "cpu":
-        return masked_moments_reference(x, mask)
-    values, counted, found = x.detach().numpy(), mask.numpy(), []
-    with np.errstate(all="ignore"):
-        for begin in range(0, values.size, CHUNK):
-            chunk = values[begin : begin + CHUNK][counted[begin : begin + CHUNK]].astype(np.float64)
-            if chunk.size:
-                low, high, total = chunk.min(), chunk.max(), chunk.sum()
-                chunk -= total / chunk.size
-                found.append((chunk.size, total, (chunk * chunk).sum(), low, high))
-        if not found:
-            return torch.tensor([0.0, 0.0, 0.0, np.inf, -np.inf], dtype=torch.float64)
-        counts, totals, squares, lows, highs = np.array(found).T
-        low, high, count = lows.min(), highs.max(), counts.sum()
-        mean = low if low == high else totals.sum() / count
-        away = totals / counts - mean
-        square = 0.0 if low == high else (squares + counts * (away * away)).sum()
-        low, high = (mean, mean) if np.isnan(mean) else (low, high)
-    return torch.tensor([count, mean, square, low, high], dtype=torch.float64)
-
-
 def whiten_reference(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    moments: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    *,
-    ddof: int,
-    eps: float,
-    center: bool,
+    x: torch.Tensor, mask: torch.Tensor, given: torch.Tensor, *, ddof: int, eps: float, center: bool
 ) -> torch.Tensor:
-    """Whiten by count, mean and Σ(x - mean)² in plain torch; on the host by numpy, in chunks."""
-    count, mean, squares = moments
+    """Define `whiten_by` in plain torch."""
+    count, mean, squares = given[:3].unbind()
     varies = (count > ddof) & (squares != 0)
     std = squares.sqrt() / (count - ddof).clamp(min=1).sqrt()  # squares / count may underflow to 0
     scale = torch.where(varies, 1 / (std + eps), 0.0)
-    kept = torch.zeros_like(mean) if center else mean
-    if x.device.type != "cpu":
-        values = torch.where(varies, (x.double() - mean) * scale, 0.0) + kept
-        return torch.where(mask, values, 0.0).float()
-    entries, counted, factor = x.detach().numpy(), mask.numpy(), float(scale)
-    whitened = np.full(entries.size, float(kept), np.float32)
-    with np.errstate(all="ignore"):
-        for begin in range(0, entries.size, CHUNK):
-            part = slice(begin, begin + CHUNK)
-            if factor:
-                chunk = np.subtract(entries[part], float(mean), dtype=np.float64)
-                chunk *= factor
-                chunk += float(kept)
-                whitened[part] = chunk
-            bits = whitened[part].view(np.int32)
-            bits *= counted[part]  # 0 where not counted, NaN too; faster than a masked store
-    return torch.from_numpy(whitened)
+    values = torch.where(varies, (x.double() - mean) * scale, 0.0)
+    return torch.where(mask != 0, values if center else values + mean, 0.0).float()
 
 
-def moments_of_sums(
-    sums: torch.Tensor, shift: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, mean and Σ(x - mean)², 0 if within the rounding of the sums."""
-    count, first, second = sums.unbind()
+def sums_of_moments(moments: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return the `moment_sums` of ``[5]`` moments."""
+    count, mean, squares = moments[:3].unbind()
+    away = mean - shift if shift else mean
+    total = count * away
+    return torch.stack([count, total, torch.addcmul(squares, total, away)])
+
+
+def moments_of_sums(sums: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return ``[5]`` moments; deviations within the sums' rounding are 0.
+
+    The extremes are not known: any two that differ stand for them.
+    """
+    count, first, second = sums.detach().unbind()
     away = first / count.clamp(min=1)
-    squares = second - first * away
+    squares = torch.addcmul(second, first, away, value=-1)
     squares = torch.where(squares <= second * NOISE, 0.0, squares)
-    return count, shift + away, squares
+    mean = away + shift if shift else away
+    return torch.stack([count, mean, squares, -count, count])
 
 
 def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
@@ -281,50 +248,48 @@ def _check_counted(op: str, x: torch.Tensor, mask: torch.Tensor) -> None:
     )
 
 
-def run_moments(x: torch.Tensor, mask: torch.Tensor, shift: float, impl: str) -> torch.Tensor:
-    """Return `moments_and_sums` of contiguous tensors."""
-    if impl == "triton":
-        from trajpack.kernels.reduce.whiten_triton import moments_forward
+def _run_moments(x: torch.Tensor, counts: torch.Tensor, impl: str) -> torch.Tensor:
+    if impl == "torch":
+        return masked_moments_reference(x, counts)
+    from trajpack.kernels.reduce.whiten_triton import moments_forward
 
-        return moments_forward(x, mask, shift)
-    moments = masked_moments_torch(x, mask)
-    count, mean, squares = moments[:3].unbind()
-    away = torch.where(count > 0, mean - shift, 0.0)
-    sums = torch.stack([count, count * away, squares + count * away * away])
-    return torch.cat([moments, sums])
+    return moments_forward(x, counts)
 
 
 def _run_whiten(
     x: torch.Tensor,
-    mask: torch.Tensor,
-    given: torch.Tensor,
-    shift: float,
+    counts: torch.Tensor,
+    given: torch.Tensor | None,
     ddof: int,
     eps: float,
     center: bool,
     impl: str,
-) -> torch.Tensor:
-    if impl == "triton":
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if impl == "torch":
+        moments = masked_moments_reference(x, counts) if given is None else given
+        whitened = whiten_reference(x, counts, moments, ddof=ddof, eps=eps, center=center)
+    else:
         from trajpack.kernels.reduce.whiten_triton import whiten_forward
 
-        return whiten_forward(
-            x, mask, given, shift=shift, noise=NOISE, ddof=ddof, eps=eps, center=center
-        )
-    if given.shape[0] == 3:
-        count, mean, squares = moments_of_sums(given, shift)
-    else:
-        count, mean, squares = given[:3].unbind()
-    return whiten_reference(x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center)
+        whitened, moments = whiten_forward(x, counts, given, ddof=ddof, eps=eps, center=center)
+    return whitened, moments if given is None else moments.new_empty(0)
+
+
+def _fake_moments(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(5, dtype=torch.float64)
+
+
+def _fake_whiten(x: torch.Tensor, counts: Any, given: Any, *_: Any) -> tuple[Any, Any]:
+    moments = _fake_moments(x) if given is None else x.new_empty(0, dtype=torch.float64)
+    return x.new_empty(x.shape, dtype=torch.float32), moments
 
 
 register_op(
-    "masked_moments(Tensor x, Tensor mask, float shift, str impl) -> Tensor",
-    run_moments,
-    lambda x, *_: x.new_empty(8, dtype=torch.float64),
+    "masked_moments(Tensor x, Tensor counts, str impl) -> Tensor", _run_moments, _fake_moments
 )
 register_op(
-    "whiten(Tensor x, Tensor mask, Tensor given, float shift, int ddof, float eps, bool center, "
-    "str impl) -> Tensor",
+    "whiten(Tensor x, Tensor counts, Tensor? given, int ddof, float eps, bool center, str impl) "
+    "-> (Tensor, Tensor)",
     _run_whiten,
-    lambda x, *_: x.new_empty(x.shape, dtype=torch.float32),
+    _fake_whiten,
 )

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajpack.kernels.corrections.loss_weights import AGGREGATIONS
+from trajpack.kernels.dispatch import resolve_impl
 from trajpack.kernels.fields.gather_fields import UNITS
-from trajpack.kernels.validation import check_tensor
+from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, Run
+from trajpack.kernels.validation import check_choice, check_tensor
 from trajpack.packing.conversion import check_memory
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -38,6 +41,7 @@ from trajpack.packing.types import Trajectory
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
+    from trajpack.kernels.corrections.slots import Places
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.segments import Number
     from trajpack.packing.credit.advantages import Own, Unit
@@ -57,11 +61,15 @@ class GroupOrder(NamedTuple):
         trajectories: ``[trajectories]``: a permutation, stable within a group.
         turns: ``[turns]``: a permutation, stable within a group.
         owners: ``[turns]``: the trajectory of each turn.
+        cu_trajectories: ``[groups + 1]``: boundaries of the groups in ``trajectories``.
+        cu_turns: ``[groups + 1]``: boundaries of the groups in ``turns``.
     """
 
     trajectories: torch.Tensor
     turns: torch.Tensor
     owners: torch.Tensor
+    cu_trajectories: torch.Tensor
+    cu_turns: torch.Tensor
 
 
 class LayoutTokens(NamedTuple):
@@ -437,9 +445,9 @@ class PackedBatch(LabelMethods, LogprobMethods):
             >>> batch.spread(torch.tensor([0.25, 0.75]), of="turn")
             tensor([0.0000, 0.2500, 0.2500, 0.0000, 0.7500])
         """
-        from trajpack.packing.credit.advantages import spread  # it imports this class
+        from trajpack.packing.credit.advantages import spread_over_tokens  # it imports this class
 
-        return spread(self, x, of)
+        return spread_over_tokens(self, x, of)
 
     def narrow(self, mask: torch.Tensor) -> Self:
         """Return the batch with a `loss_mask` that is False where ``mask`` is.
@@ -477,6 +485,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         per: SequenceOf = "trajectory",
         denominator: float | torch.Tensor | None = None,
         truncated: Literal["keep", "mask"] = "keep",
+        impl: Impl = "auto",
     ) -> torch.Tensor:
         """Return weights with which a plain sum over tokens is the aggregated loss.
 
@@ -494,6 +503,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
                 spread over ranks: the sum of their `loss_denominator`. ``"constant"`` needs it.
             truncated: ``"mask"`` gives weight 0 to trajectories whose last turn is truncated, and
                 does not count them.
+            impl: See `trajpack.kernels`.
 
         Returns:
             float32 ``[tokens]``, 0 where not generated.
@@ -502,8 +512,10 @@ class PackedBatch(LabelMethods, LogprobMethods):
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: that of `trajpack.kernels.loss_weights`, and a few small operations over turns and
-        tokens where a sequence is a trajectory. No copy, no synchronisation.
+        Cost: one launch for ``"token_mean"`` and four for all others, of which one is over tokens.
+        Of a batch whose `loss_mask` was narrowed, or that was not packed but copied or loaded, that
+        of `trajpack.kernels.loss_weights` and a dozen small operations. A few more with
+        ``truncated="mask"``. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.loss_weights`.
@@ -515,10 +527,18 @@ class PackedBatch(LabelMethods, LogprobMethods):
             >>> batch.loss_weights("token_mean")
             tensor([0.0000, 0.5000, 0.5000])
         """
-        from trajpack.kernels.corrections.loss_weights import loss_weights
+        from trajpack.kernels.corrections.loss_weights import check_denominator, shares_of
+        from trajpack.kernels.credit.turns import Turns, spread
 
-        units = self._units(aggregation, per, truncated)
-        return loss_weights(aggregation, **units, denominator=denominator)
+        counts, places = self._units(aggregation, per, truncated)
+        check_denominator(aggregation, denominator, self.device)
+        if aggregation == "token_mean" and denominator is None and truncated == "keep":
+            denominator = self.num_generated if self._is_whole else None
+        chosen = resolve_impl("loss_weights", impl, self.input_ids)
+        weights = shares_of(aggregation, counts, places, denominator or None, chosen)
+        if places is None or places.ids is not None:
+            return weights
+        return spread(Turns(self.turn_ids, self.run_table), weights, impl=chosen)[0]
 
     def loss_denominator(
         self,
@@ -546,9 +566,14 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Reference:
             `trajpack.kernels.loss_weights`.
         """
-        from trajpack.kernels.corrections.loss_weights import loss_denominator
+        from trajpack.kernels.corrections.loss_weights import denominator_of
 
-        return loss_denominator(aggregation, **self._units(aggregation, per, truncated))
+        counts, places = self._units(aggregation, per, truncated)
+        if aggregation == "constant":
+            raise ValueError(
+                "loss_denominator: aggregation='constant' has the denominator that it is given"
+            )
+        return denominator_of(counts, places)
 
     def importance_weights(
         self,
@@ -574,68 +599,104 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Raises:
             ValueError: If ``per`` is unknown, or see `trajpack.kernels.importance_weights`.
 
-        Cost: two launches for levels of tokens; three for segments that are turns, four for
-        trajectories; one more to normalize. No copy, no synchronisation.
+        Cost: two launches for levels of tokens, four for segments; of trajectories of a batch that
+        was not packed but copied or loaded, six small ones more. No copy, no synchronisation.
 
         Reference:
             `trajpack.kernels.importance_weights`.
         """
-        from trajpack.kernels.corrections.importance_weights import importance_of_groups
+        from trajpack.kernels.corrections.importance_weights import weigh_tokens
+        from trajpack.kernels.corrections.slots import Places
 
         if per not in ("trajectory", "turn"):
             raise ValueError(f"importance_weights: per must be 'trajectory' or 'turn', got {per!r}")
-        return importance_of_groups(
-            logprobs, self.rollout_logprobs, self.loss_mask, correction,
-            segments=self.turn_spans, segment_ids=self.turn_ids,
-            groups=self.cu_turns if per == "trajectory" else None, impl=impl,
-        )  # fmt: skip
+        owners, num_slots = None, self.num_turns
+        if per == "trajectory":
+            owners, num_slots = self.group_order.owners, self.cu_turns.shape[0] - 1
+        places = Places(None, self.turn_ids, owners, self.num_turns, num_slots)
+        tokens = logprobs, self.rollout_logprobs, self.loss_mask
+        return weigh_tokens(*tokens, correction, places, impl)
 
-    def _units(self, aggregation: str, per: str, truncated: str) -> dict[str, Any]:
-        """Return the mask, the sequence of each token and the group of each trajectory."""
-        if per not in ("trajectory", "turn", "row"):
-            raise ValueError(
-                f"loss_weights: per must be 'trajectory', 'turn' or 'row', got {per!r}"
-            )
+    def _units(
+        self, aggregation: str, per: str, truncated: str
+    ) -> tuple[torch.Tensor, Places | None]:
+        """Return what counts tokens, and their slots; see `shares_of`."""
+        from trajpack.kernels.corrections.slots import Places
+
+        check_choice("loss_weights", "aggregation", aggregation, AGGREGATIONS)
+        check_choice("loss_weights", "per", per, get_args(SequenceOf))
+        check_choice("loss_weights", "truncated", truncated, ("keep", "mask"))
         if per != "trajectory" and not aggregation.startswith("sequence_mean"):
             raise ValueError(f"loss_weights: aggregation={aggregation!r} takes no per={per!r}")
-        if truncated not in ("keep", "mask"):
-            raise ValueError(f"loss_weights: truncated must be 'keep' or 'mask', got {truncated!r}")
-        units: dict[str, Any] = {"loss_mask": self.loss_mask}
-        if per == "turn":
-            units |= {"sequence_ids": self.turn_ids, "num_sequences": self.num_turns}
-        elif per == "row":
-            num_rows = self.cu_seqlens.shape[0] - 1
-            units |= {"sequence_ids": self.sequence_ids, "num_sequences": num_rows}
-        by_trajectory = per == "trajectory" and aggregation not in ("token_mean", "constant")
-        if truncated == "keep" and not by_trajectory:
-            return units
-        turn = torch.arange(self.num_turns + 1, device=self.device)  # the last has no trajectory
-        trajectory = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True)
-        of_tokens = trajectory[self.turn_ids.long()]
+        has_slots = aggregation not in ("token_mean", "constant")
+        owners, num_slots, mask = None, self.num_turns, self.loss_mask
+        if per == "row":
+            owners, num_slots = self.turn_sequence, self.cu_seqlens.shape[0] - 1
+        elif per == "trajectory" and has_slots:
+            owners, num_slots = self.group_order.owners, self.cu_turns.shape[0] - 1
+            if aggregation == "prompt_mean":
+                owners = self.group_ids[owners]
         if truncated == "mask" and self.num_turns:
             cut_off = self.turn_truncated[(self.cu_turns[1:].long() - 1).clamp(min=0)]
-            units["loss_mask"] = self.loss_mask & ~torch.cat([cut_off, cut_off[:1]])[of_tokens]
-        if not by_trajectory:
-            return units
-        num_trajectories = self.cu_turns.shape[0] - 1
-        units |= {"sequence_ids": of_tokens, "num_sequences": num_trajectories}
-        if aggregation == "prompt_mean":
-            units |= {"group_ids": self.group_ids, "num_groups": num_trajectories}
-        return units
+            cut_off = cut_off[self.group_order.owners]
+            if has_slots and owners is None:
+                owners = torch.arange(self.num_turns, dtype=torch.int32, device=self.device)
+            if owners is not None:
+                owners = torch.where(cut_off, -1, owners)
+            else:
+                mask = mask & ~torch.cat([cut_off, cut_off[:1]])[self.turn_ids]
+        if not has_slots:
+            return mask, None
+        if self._is_whole:
+            return self.cu_generated, Places(None, None, owners, self.num_turns, num_slots)
+        return mask, Places(None, self.turn_ids, owners, self.num_turns, num_slots)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether `loss_mask` is the one that packing wrote: all generated tokens."""
+        mask = self.loss_mask
+        return self._has("longest") and not mask.is_inference() and mask._version == 0
 
     @cached_property
     def group_order(self) -> GroupOrder:
-        """Orders that the host made when it packed; of any other batch, six launches of torch."""
-        later = self.__dict__.get("_later", {})
-        tables = ("order_of_trajectories", "order_of_turns", "turn_trajectory")
-        if "turn_trajectory" in later or "turn_trajectory" in self.__dict__:
+        """Orders that the host made when it packed; of any other batch, a dozen launches."""
+        if self._has("turn_trajectory"):
+            tables = ["order_of_trajectories", "order_of_turns", "turn_trajectory"]
+            tables += ["cu_group_trajectories", "cu_group_turns"]
             return GroupOrder(*(getattr(self, name) for name in tables))
         turn = torch.arange(self.num_turns, device=self.device)
         last = max(self.cu_turns.shape[0] - 2, 0)
         owners = torch.searchsorted(self.cu_turns[1:].long(), turn, right=True).clamp(max=last)
-        order = torch.argsort(self.group_ids, stable=True)
-        turns = torch.argsort(self.group_ids[owners], stable=True)
-        return GroupOrder(order, turns, owners.int())
+        of_turns = self.group_ids[owners]
+        orders = [torch.argsort(ids, stable=True).int() for ids in (self.group_ids, of_turns)]
+        group = torch.arange(self.num_groups + 1, dtype=torch.int32, device=self.device)
+        pairs = zip((self.group_ids, of_turns), orders, strict=True)
+        ends = [torch.searchsorted(ids[order], group, out_int32=True) for ids, order in pairs]
+        return GroupOrder(orders[0], orders[1], owners.int(), ends[0], ends[1])
+
+    @cached_property
+    def run_table(self) -> torch.Tensor:
+        """int32 ``[runs + 1, 8]``, see `trajpack.kernels.runs.Run`: which turn generated what.
+
+        The table that the host made when it packed; of any other batch a sort of the turns and a
+        dozen small operations make one without token ids, log-probabilities and versions.
+        """
+        if self._has("runs"):
+            known: torch.Tensor = getattr(self, "runs")  # noqa: B009 - no field
+            return known
+        order = torch.argsort(self.turn_spans[:, 0], stable=True)
+        begin, end = self.turn_spans[order].unbind(1)
+        table = begin.new_zeros((len(order) + 2, RUN_WIDTH))
+        table[1:-1, Run.START] = end.cummax(0).values
+        table[-1, Run.START] = self.num_tokens
+        table[:-2, Run.GENERATED] = (begin - table[:-2, Run.START]).clamp(min=0)
+        table[-2, Run.GENERATED] = MAX_TOKENS  # what is behind the last turn
+        table[:-2, Run.TURN] = order
+        return table
+
+    def _has(self, name: str) -> bool:
+        """Return whether packing left a table or a number that is no field."""
+        return name in self.__dict__ or name in self.__dict__.get("_later", {})
 
     @cached_property
     def generated_lens(self) -> tuple[int, ...]:

@@ -303,7 +303,8 @@ class TrajectoryBuffer:
         ready |= {"layout": layout, "num_generated": state.num_generated}
         lazy = lazy_columns(region, self._labels, self._tables, counts=counts)
         if self.device.type == "cpu":  # later calls write to the memory of the tables
-            ready |= {name: lazy.pop(name)().clone() for name in TABLE_ROWS}
+            kept = [*TABLE_ROWS, *["runs"] * (chosen == "triton")]
+            ready |= {name: lazy.pop(name)().clone() for name in kept}
         return PackedBatch.with_lazy_columns(ready, lazy | later)
 
     def pack_tree(
@@ -480,6 +481,7 @@ def lazy_columns(
             name: partial(region.table, name, getattr(counts, number) + addend)
             for name, (number, addend) in TABLE_ROWS.items()
         },
+        "runs": partial(region.table, "runs", counts.spans + 1),
         "seqlens": lambda: tuple(seqlens.tolist()),
         "generated_lens": lambda: tuple(generated.tolist()),
         "value_lens": lambda: tables.by_field(values),

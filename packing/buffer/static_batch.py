@@ -107,6 +107,7 @@ class StaticBatch:
             spans=max_runs + 1,
             sequences=max_turns + 1,
             tokens=capacity,
+            groups=max_turns,
         )
         self._lazy: dict[str, Any] = {}
         self._returns = torch.zeros(max_turns, device=self.device)
@@ -161,7 +162,7 @@ class StaticBatch:
         seqlens = np.diff(tables["cu_seqlens"][: self.max_turns + 2])
         labels = lazy_columns(self._arena, buffer._labels, buffer._tables, counts=counts)
         padded = lazy_columns(self._arena, (), buffer._tables, counts=self._counts)
-        self._lazy = labels | {name: padded[name] for name in TABLE_ROWS}
+        self._lazy = labels | {name: padded[name] for name in (*TABLE_ROWS, "runs")}
         self._lazy["seqlens"] = lambda: tuple(seqlens.tolist())
         self._lazy |= {"layout": lambda: layout, "num_generated": lambda: state.num_generated}
 
@@ -259,6 +260,8 @@ class StaticBatch:
             ("order_of_turns", turns),
         ):
             tables[name][used:] = np.arange(used, len(tables[name]))
+        for name in ("cu_group_trajectories", "cu_group_turns"):
+            tables[name][counts.groups + 1 :] = self.max_turns  # padding is one more group
         if self.fields:
             tables["field_sources"][spans:] = 0
 

@@ -35,6 +35,8 @@ COLUMNS = {
     "group_ids": Column(I32),
     "order_of_trajectories": Column(I32),
     "order_of_turns": Column(I32),
+    "cu_group_trajectories": Column(I32),
+    "cu_group_turns": Column(I32),
     "turn_trajectory": Column(I32),
     **{field.name: Column(field.numpy_dtype) for field in TURN_FIELDS},
 }
@@ -53,6 +55,8 @@ TABLE_ROWS = {
     "group_ids": ("trajectories", 0),
     "order_of_trajectories": ("trajectories", 0),
     "order_of_turns": ("turns", 0),
+    "cu_group_trajectories": ("groups", 1),
+    "cu_group_turns": ("groups", 1),
     "turn_trajectory": ("turns", 0),
 }
 """Tables that are tensors of a batch. Their numbers of rows: a number of `Counts` and an addend."""
@@ -106,12 +110,14 @@ class Span(IntEnum):
 
 
 class Longest(NamedTuple):
-    """Maxima over the trajectories."""
+    """Maxima over the trajectories and groups."""
 
     generated: int = 0
     """Generated tokens of a trajectory."""
     new: int = 0
     """Tokens that are new with the turns of a trajectory, from `PackedBatch.turn_begin` on."""
+    group: int = 0
+    """Turns of a group."""
 
 
 class Counts(NamedTuple):
@@ -262,7 +268,7 @@ class BatchTables:
         bounds = tables["cu_seqlens"][before.sequences : sequences + 1]
         bounds[:] = np.append(starts[opens], num_tokens)
         self._write_lengths(before.sequences, bounds, generated.cumsum(0), opens)
-        self._order_groups(tables, counts, before)
+        largest_group = self._order_groups(tables, counts, before)
         turn = spans[:, Span.TURN]
         first = turn[::-1]  # written in reverse, a turn's first span is written last
         tables["turn_sequence"][turn] = sequence
@@ -270,7 +276,9 @@ class BatchTables:
         tables["turn_spans"][turn, 1] = ends
         tables["turn_begin"][first] = (starts - context + held)[::-1]
         return counts._replace(
-            sequences=sequences, tokens=num_tokens, longest=_count_new(tables, counts, before)
+            sequences=sequences,
+            tokens=num_tokens,
+            longest=_count_new(tables, counts, before)._replace(group=largest_group),
         )
 
     def _write_lengths(
@@ -358,19 +366,20 @@ class BatchTables:
 
     def _order_groups(
         self, tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: Counts
-    ) -> None:
+    ) -> int:
         """Write trajectories and turns in the order of their groups, stable within a group.
 
         Groups are numbered as they appear. While their members are contiguous, only new rows are
-        written.
+        written. Returns the turns of the largest group.
         """
         group_ids = tables["group_ids"][: counts.trajectories]
         known = max(before.trajectories - 1, 0)
         self._is_ordered &= not (np.diff(group_ids[known:]) < 0).any()
         first_trajectory, first_turn = before.trajectories, before.turns
+        first = int(group_ids[known]) + 1 if first_trajectory else 0  # group that is new
         order, turn_order = (
-            np.arange(first, end)
-            for first, end in (
+            np.arange(begin, end)
+            for begin, end in (
                 (first_trajectory, counts.trajectories),
                 (first_turn, counts.turns),
             )
@@ -378,12 +387,19 @@ class BatchTables:
         if not self._is_ordered:
             if counts.groups <= 1 << 16:
                 group_ids = group_ids.astype(np.uint16)  # sorted in linear time
-            first_trajectory = first_turn = 0
+            first_trajectory = first_turn = first = 0
             order = np.argsort(group_ids, kind="stable")
             owners = tables["turn_trajectory"][: counts.turns]
             turn_order = np.argsort(group_ids[owners], kind="stable")
         tables["order_of_trajectories"][first_trajectory : counts.trajectories] = order
         tables["order_of_turns"][first_turn : counts.turns] = turn_order
+        bounds = np.searchsorted(group_ids[order], np.arange(first, counts.groups + 1))
+        tables["cu_group_trajectories"][first : counts.groups + 1] = first_trajectory + bounds
+        cu_turns, cu_group_turns = tables["cu_turns"], tables["cu_group_turns"]
+        ends = np.append(0, np.cumsum(cu_turns[order + 1] - cu_turns[order]))
+        cu_group_turns[first : counts.groups + 1] = first_turn + ends[bounds]
+        turns = np.diff(cu_group_turns[max(first - 1, 0) : counts.groups + 1])
+        return int(turns.max(initial=before.longest.group))
 
     def _spans_of(self, block: StoredTurns, counts: Counts) -> Ints:
         """Return the rows of `Span` of stored turns; write the positions of extra fields' rows."""
@@ -447,9 +463,8 @@ def _count_new(tables: Mapping[str, npt.NDArray[Any]], counts: Counts, before: C
     cu_new[before.turns + 1 : counts.turns + 1] = cu_new[before.turns] + np.cumsum(new)
     bounds = tables["cu_turns"][before.trajectories : counts.trajectories + 1]
     sizes = (np.diff(tables[name][bounds]) for name in ("cu_generated", "cu_new"))
-    return Longest(
-        *(int(of.max(initial=most)) for of, most in zip(sizes, before.longest, strict=True))
-    )
+    most = before.longest
+    return Longest(*(int(of.max(initial=most[n])) for n, of in enumerate(sizes)))
 
 
 def check_layout(layout: str) -> None:

@@ -20,7 +20,7 @@ from trajpack.packing.buffer.buffer import (
     write_batch,
 )
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Longest
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.plan import TreePlan
@@ -105,11 +105,11 @@ def tree_of_buffer(
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
         given = {name: table.clone() for name, table in given.items()}
     cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
-    del later["seqlens"]
+    del later["seqlens"], later["runs"]  # those of nodes
     given |= {
         "turn_returns": returns,
         "cu_new": given["cu_generated"],
-        "longest": Longest(counts.longest.generated, counts.longest.generated),
+        "longest": counts.longest._replace(new=counts.longest.generated),
         "num_generated": state.num_generated,
         "fields": entries,
         "ragged_values": values_of(region.stream, buffer.fields),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +13,27 @@ import torch
 
 from trajpack.kernels.credit.turns import (
     Scores,
-    TokenSpread,
     Turns,
     credit_of_turns,
     scores_of_trajectories,
-    spread_of_trajectories,
-    spread_of_turns,
+    spread,
 )
 from trajpack.kernels.dispatch import Impl, resolve_impl
-from trajpack.kernels.groups.group_advantages import Members, Rule, advantages_of
-from trajpack.kernels.reduce.whiten import moments_and_sums, whiten_by
+from trajpack.kernels.groups.group_advantages import (
+    MOST_COMPARED,
+    Members,
+    Rule,
+    advantages_of,
+    members_of,
+    number_pairs,
+    order_by_state,
+)
+from trajpack.kernels.reduce.whiten import (
+    moments_of,
+    moments_of_sums,
+    sums_of_moments,
+    whiten_by,
+)
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
 from trajpack.kernels.validation import check_tensor
@@ -107,14 +119,25 @@ class Inputs(NamedTuple):
 
 
 class Credit(NamedTuple):
-    """Result of an estimator before whitening."""
+    """Result of an estimator before whitening.
 
-    advantages: torch.Tensor
+    Advantages of tokens, or of turns or trajectories, whose tokens share them. Moments over tokens
+    are those of turns or trajectories, each as often as it has tokens.
+    """
+
+    values: torch.Tensor
+    """float32: advantages, 0 where they do not count."""
+    counts: Callable[[], torch.Tensor]
+    """How often each counts: bool ``[tokens]``, or int32 numbers of tokens."""
     returns: torch.Tensor
-    counted: torch.Tensor | None
-    """bool ``[tokens]``: tokens that count; ``None`` if all that were generated do."""
-    spread: TokenSpread | None = None
-    """Advantages with the moments that the kernel stored, if it did."""
+    """float32 ``[tokens]``."""
+    are_shared: bool = False
+    """Whether the tokens of a turn share the value at ``place``."""
+    place: torch.Tensor | None = None
+    """int32 ``[turns]``: place of each turn's value; its own number if ``None``."""
+    steps: torch.Tensor | None = None
+    """float32 ``[turns]``: added to the values of the turns' tokens, times ``weight``."""
+    weight: float = 1.0
 
 
 def with_advantages(
@@ -140,26 +163,21 @@ def with_advantages(
         _warn_of_singletons(batch, estimator)
         credit = _of_groups(batch, estimator, inputs, chosen)
     else:
-        spread = _turn_returns(batch, chosen)
-        counted = _counted(batch, chosen) if estimator.truncated == "mask" else None
-        returns = advantages = spread.rows
-        if counted is not None:
-            advantages = torch.where(counted, advantages, 0.0)
-        elif estimator.whitening is None:
-            returns = returns.clone()
-        credit = Credit(advantages, returns, counted, spread)
-    advantages, moments = _finish(batch, credit, estimator.whitening, all_reduce, chosen)
+        credit = _of_turns(batch, estimator, chosen)
+    values, metrics = _whitened(credit, estimator.whitening, all_reduce, chosen)
+    if credit.are_shared:
+        turns = Turns(batch.turn_ids, batch.run_table)
+        values, _ = spread(
+            turns, values, credit.steps, index=credit.place, weight=credit.weight, impl=chosen
+        )
     credited = batch.replaced(
-        advantages=advantages,
-        returns=credit.returns,
-        metrics=None,
-        metric_names=METRICS,
+        advantages=values, returns=credit.returns, metrics=None, metric_names=METRICS
     )
-    if isinstance(moments, torch.Tensor):
-        credited.__dict__["metrics"] = moments
-    else:  # computed at first access
-        del credited.__dict__["metrics"]
-        credited.__dict__.setdefault("_later", {})["metrics"] = moments
+    # tables and numbers that are no fields, and what was computed from them
+    known = batch.__dict__.keys() - {field.name for field in dataclasses.fields(batch)}
+    credited.__dict__.update({name: batch.__dict__[name] for name in known})
+    del credited.__dict__["metrics"]  # computed at first access
+    credited.__dict__["_later"] = batch.__dict__.get("_later", {}) | {"metrics": metrics}
     return credited
 
 
@@ -275,8 +293,8 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         clamp = inf if estimator.kl.clamp is None else float(estimator.kl.clamp)
         options |= {"kl_coefficient": float(estimator.kl.coefficient), "kl_clamp": clamp}
     scanned = chunks_of(batch, estimator)
-    by_turn = isinstance(estimator, TurnGAE)
-    advantages, returns = credit_of_turns(
+    by_turn, masks = isinstance(estimator, TurnGAE), estimator.truncated == "mask"
+    values, returns = credit_of_turns(
         scanned.chunks,
         batch.cu_turns,
         batch.turn_ids,
@@ -294,58 +312,82 @@ def _of_tokens(batch: PackedBatch, estimator: TokenEstimator, inputs: Inputs, im
         limits=Limits(**options),
         by_turn=by_turn,
     )
-    counted = _counted(batch, impl) if estimator.truncated == "mask" else None
-    spread = None
-    if by_turn:
-        spread = spread_of_turns(_turns(batch), advantages, returns, impl)
-        advantages, returns = spread.rows, spread.others
-    if counted is not None:
-        advantages = torch.where(counted, advantages, 0.0)
-    return Credit(advantages, returns, counted, spread)
+    turns = Turns(batch.turn_ids, batch.run_table) if by_turn or masks else None
+    if by_turn and turns is not None:
+        first = batch.turn_spans[:, 0]
+        values, returns = spread(turns, values, index=first, others=returns, impl=impl)
+    if not masks or turns is None:
+        return Credit(values, lambda: batch.loss_mask, returns)
+    valid = _members(batch, impl).valid.float()
+    counts = spread(turns, valid, index=batch.group_order.owners, impl=impl)[0] > 0
+    return Credit(torch.where(counts, values, 0.0), lambda: counts, returns)
+
+
+def _of_turns(batch: PackedBatch, estimator: Estimator, impl: str) -> Credit:
+    """Take the turns' returns as advantages."""
+    values, returns = batch.turn_returns, _returns(batch, impl)
+    if estimator.truncated == "keep":
+        return Credit(values, batch.cu_generated.diff, returns, are_shared=True)
+    valid = _members(batch, impl).valid[batch.group_order.owners]
+    values = torch.where(valid, values, 0.0)
+    return Credit(values, lambda: batch.cu_generated.diff() * valid, returns, are_shared=True)
 
 
 def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, impl: str) -> Credit:
     """Compare the trajectories of each group."""
     clip = inf if estimator.reward_clip is None else float(estimator.reward_clip)
-    members = _members(batch, impl, clip)
-    scores = members.scores
-    if inputs.scores is not None:
-        scores = inputs.scores.double().clamp(-clip, clip)
-    valid = members.valid if estimator.truncated == "mask" else None
+    masks = estimator.truncated == "mask"
+    members = _members(batch, impl, given=inputs.scores, clip=clip, masks=masks)
+    valid = members.valid if masks else None
     rule = next(RULES[kind] for kind in type(estimator).__mro__ if kind in RULES)
     own = {name: getattr(estimator, name) for name in Rule._fields if hasattr(estimator, name)}
     if isinstance(estimator, ReinforcePlusPlusBaseline):
         own.pop("ddof")  # of the whitening
     rule, order, num_groups = rule._replace(**own), batch.group_order, num_groups_of(batch)
-    rows = advantages_of(
-        scores,
-        Members(batch.group_ids, order.trajectories),
-        num_groups,
+    known = None if batch.is_padded else getattr(batch, "longest", None)
+    longest = None if known is None else int(known.group)
+    by_group = Members(
+        batch.group_ids, num_groups, order.trajectories, order.cu_trajectories, longest
+    )
+    values = advantages_of(
+        members.scores,
+        by_group,
         rule,
         lengths=members.lengths if isinstance(estimator, OPO) else None,
         valid=valid,
+        shares=members.shares if isinstance(estimator, GPG) else None,
         impl=impl,
     )
-    steps, weight = None, 0.0
-    if isinstance(estimator, GiGPO):
-        assert inputs.state_ids is not None
-        inner = None
-        if impl == "triton":
-            inner = torch.argsort(inputs.state_ids[order.turns], stable=True)
-        by_state = Members(batch.group_ids, order.turns, inputs.state_ids, inner, order.owners)
-        steps = advantages_of(
-            batch.turn_returns,
-            by_state,
-            num_groups,
-            rule,
-            valid=None if valid is None else valid[order.owners],
-            impl=impl,
-        )
-        weight = estimator.step_weight
-    spread = spread_of_trajectories(_turns(batch), rows, steps, weight=weight, impl=impl)
-    returns = batch.returns if batch.advantages is None else _turn_returns(batch, impl).rows
-    counted = None if valid is None else _counted(batch, impl, members)
-    return Credit(spread.rows, returns, counted, spread)
+    returns, owners = _returns(batch, impl), order.owners
+
+    def counts() -> torch.Tensor:
+        return members.lengths if valid is None else members.lengths * valid
+
+    if not isinstance(estimator, GiGPO):
+        return Credit(values, counts, returns, are_shared=True, place=owners)
+    assert inputs.state_ids is not None
+    if impl == "triton" and (longest or batch.num_turns) <= MOST_COMPARED:
+        places = order_by_state(order.turns, order.cu_turns, inputs.state_ids)
+        by_state = Members(batch.group_ids, num_groups, *places, longest)
+    else:
+        pairs = number_pairs(batch.group_ids[owners], inputs.state_ids)
+        by_state = members_of(pairs, batch.num_turns, impl)
+    steps = advantages_of(
+        batch.turn_returns,
+        by_state,
+        rule,
+        valid=None if valid is None else valid[owners],
+        impl=impl,
+    )
+
+    def counts_of_turns() -> torch.Tensor:
+        sizes = batch.cu_generated.diff()
+        return sizes if valid is None else sizes * valid[owners]
+
+    return Credit(
+        values, counts_of_turns, returns, are_shared=True, place=owners, steps=steps,
+        weight=float(estimator.step_weight),
+    )  # fmt: skip
 
 
 def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: str) -> Credit:
@@ -379,12 +421,11 @@ def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: s
     if unit == "any token":
         rows = rows.where(batch.turn_ids >= 0, 0.0)
     else:
-        rows = spread(batch, rows, cast("Unit", unit))
-    returns = batch.returns if batch.advantages is None else _turn_returns(batch, impl).rows
-    return Credit(rows, returns, None)
+        rows = spread_over_tokens(batch, rows, cast("Unit", unit))
+    return Credit(rows, lambda: batch.loss_mask, _returns(batch, impl))
 
 
-def spread(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.Tensor:
+def spread_over_tokens(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.Tensor:
     """Implement `PackedBatch.spread`."""
     counts = {
         "trajectory": batch.cu_turns.shape[0] - 1,
@@ -432,55 +473,55 @@ def _warn_of_singletons(batch: PackedBatch, estimator: GroupEstimator) -> None:
     )
 
 
-def _turns(batch: PackedBatch) -> Turns:
-    return Turns(batch.turn_ids, batch.cu_turns, batch.turn_spans)
-
-
-def _turn_returns(batch: PackedBatch, impl: str) -> TokenSpread:
+def _returns(batch: PackedBatch, impl: str) -> torch.Tensor:
     """Return the turns' returns at their tokens, also of a batch that has other returns."""
-    return spread_of_trajectories(_turns(batch), None, batch.turn_returns, weight=1.0, impl=impl)
+    if batch.advantages is None:
+        return batch.returns
+    turns = Turns(batch.turn_ids, batch.run_table)
+    return spread(turns, batch.turn_returns, impl=impl)[0]
 
 
-def _members(batch: PackedBatch, impl: str, clip: float = inf) -> Scores:
+def _members(
+    batch: PackedBatch,
+    impl: str,
+    *,
+    given: torch.Tensor | None = None,
+    clip: float = inf,
+    masks: bool = False,
+) -> Scores:
     return scores_of_trajectories(
         batch.turn_rewards,
         batch.turn_truncated,
         batch.cu_generated,
         batch.cu_turns,
+        given=given,
         clip=clip,
+        masks=masks,
         impl=impl,
     )
 
 
-def _counted(batch: PackedBatch, impl: str, members: Scores | None = None) -> torch.Tensor:
-    """Return bool ``[tokens]``: generated tokens of trajectories that were not truncated."""
-    valid = (_members(batch, impl) if members is None else members).valid.float()
-    return spread_of_trajectories(_turns(batch), valid, None, weight=0.0, impl=impl).rows > 0
-
-
-def _finish(
-    batch: PackedBatch,
-    credit: Credit,
-    whitening: int | None,
-    all_reduce: AllReduce | None,
-    impl: str,
-) -> tuple[torch.Tensor, torch.Tensor | Callable[[], torch.Tensor]]:
-    """Return advantages, whitened over all ranks if asked for, and their moments before.
-
-    Without whitening the moments are a function that computes them.
-    """
-    advantages, mask = credit.advantages, batch.loss_mask
-    moments = None if credit.spread is None else credit.spread.moments
-    if credit.counted is not None:
-        mask, moments = credit.counted, None
+def _whitened(
+    credit: Credit, whitening: int | None, all_reduce: AllReduce | None, impl: str
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Return values, whitened over all ranks if asked for, and a function for the metrics."""
+    values = credit.values
     if whitening is None:
-        if moments is not None:
-            return advantages, moments[:5]
-        return advantages, lambda: moments_and_sums(advantages, mask, impl=impl)[:5]
-    if moments is None:
-        moments = moments_and_sums(advantages, mask, impl=impl)
-    given = moments
-    if all_reduce is not None:
-        given = moments[5:]
-        all_reduce(given)
-    return whiten_by(advantages, mask, given, ddof=whitening, impl=impl), moments[:5]
+        return values, lambda: _moments(credit, impl)
+    counts = credit.counts()
+    if all_reduce is None:
+        whitened, own = whiten_by(values, counts, None, ddof=whitening, impl=impl)
+        return whitened, lambda: own
+    own = moments_of(values, counts, impl)
+    sums = sums_of_moments(own, 0.0)
+    all_reduce(sums)
+    given = moments_of_sums(sums, 0.0)
+    return whiten_by(values, counts, given, ddof=whitening, impl=impl)[0], lambda: own
+
+
+def _moments(credit: Credit, impl: str) -> torch.Tensor:
+    """Return the moments of values that were not whitened."""
+    if credit.steps is None or credit.place is None:
+        return moments_of(credit.values, credit.counts(), impl)
+    of_turns = credit.values[credit.place] + credit.weight * credit.steps
+    return moments_of(of_turns, credit.counts(), impl)

@@ -39,7 +39,7 @@ def on_architecture(monkeypatch: pytest.MonkeyPatch):
 def test_every_shape_can_be_launched_and_says_why(kernel: str, shape: BlockShape) -> None:
     assert shape.block & (shape.block - 1) == 0, "a power of 2"
     assert shape.threads in (32, 64, 128, 256, 512)
-    assert len(shape.reason) > 40
+    assert shape.reason.endswith(".")
     if kernel in ("build_kernel", "gather_fields_kernel", "select_tokens_kernel"):
         assert TILE % shape.block == 0, "outputs are allocated in tiles, and written to their end"
 

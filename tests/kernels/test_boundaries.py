@@ -11,7 +11,6 @@ from torch.autograd.profiler import profile
 
 from trajpack import kernels
 from trajpack.kernels import validation
-from trajpack.kernels.corrections.importance_weights import importance_of_groups
 from trajpack.kernels.credit.turns import (
     Turns,
     credit_of_turns,
@@ -164,11 +163,10 @@ def compared(order=ORDER, **tables):
     return advantages_of(ROWS, members, 1, Rule("mean", "std", 1, 0.0, "raw"), impl="triton")
 
 
-def weighed(segments=TURNS, groups=None):
-    return importance_of_groups(
-        ROWS, ROWS, GIVEN, kernels.Correction.mis(), segments=segments, segment_ids=TURN_IDS,
-        groups=groups, impl="triton",
-    )  # fmt: skip
+def weighed(segments):
+    return kernels.importance_weights(
+        ROWS, ROWS, GIVEN, kernels.Correction.mis(), segments=segments, impl="triton"
+    )
 
 
 def gathered(byte=0):
@@ -224,10 +222,12 @@ FOLLOWED = {
         lambda table=IDS: compared(owners=table), ints(0, 1, 0, 0),
         "group_advantages: owners must be in [0, 1)",
     ),
-    "weighed segments": (weighed, ints([0, 2], [2, 5]), "importance_weights: segments must lie"),
-    "weighed groups": (
-        lambda table=CU_TURNS: weighed(groups=table), ints(0, 1, 3),
-        "importance_weights: groups must go from 0 to segments 2",
+    "weighed segments": (
+        lambda table=CU_TURNS: weighed(table), ints(0, 1, 5), "importance_weights: segments must",
+    ),
+    "weighed spans": (
+        lambda table=TURNS: weighed(table), ints([0, 2], [2, 5]),
+        "importance_weights: segments must lie",
     ),
     "rows": (gathered, 17, "gather_fields: sources must keep bytes of field 0 within 32, run 0"),
     "pieces": (

@@ -14,26 +14,18 @@ import torch
 from compile_recorder import crowded_kernel, hinted_kernel, masked_kernel, shuffled_kernel
 
 from trajpack.kernels.corrections.importance_weights import Correction
-from trajpack.kernels.corrections.importance_weights_triton import (
-    PARTIALS,
-    group_logarithms,
-    merge_partials,
-    segment_logarithms,
-    weigh,
-)
-from trajpack.kernels.corrections.loss_weights_triton import count_slots, share
-from trajpack.kernels.credit.turns import Turns
+from trajpack.kernels.corrections.importance_weights_triton import PARTIALS, merge, weigh
+from trajpack.kernels.corrections.loss_weights_triton import share
+from trajpack.kernels.corrections.slots import Places
+from trajpack.kernels.corrections.slots_triton import WORDS, sum_slots
 from trajpack.kernels.credit.turns_triton import scores_forward, spread_forward
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import UNITS, RowLayout, empty_units
 from trajpack.kernels.fields.gather_fields_triton import write_rows
 from trajpack.kernels.fields.gather_words_triton import gather_words_forward
-from trajpack.kernels.groups.group_advantages import Members, Rule
-from trajpack.kernels.groups.group_advantages_triton import (
-    group_advantages_forward,
-    members_by_nonzero,
-)
+from trajpack.kernels.groups.group_advantages import Rule
+from trajpack.kernels.groups.group_advantages_triton import advantages_of_sizes, order_forward
 from trajpack.kernels.logprobs.logit_statistics import Tile
 from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
 from trajpack.kernels.logprobs.pair_logits import Logits, Pairs
@@ -41,11 +33,7 @@ from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
-from trajpack.kernels.reduce.whiten import NOISE
-from trajpack.kernels.reduce.whiten_triton import (
-    moments_forward,
-    whiten_forward,
-)
+from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import (
     fold_rows,
     steps_of_blocks,
@@ -72,26 +60,24 @@ DEMANDING = {
     "steps_of_blocks": {"chunks, k3"},
     "fold_rows": {"chunks, by turn"},
     "write_blocks": {"chunks, vtrace"},
-    "scores_forward": {"turns"},
-    "spread_forward": {"trajectories and steps"},
-    "group_advantages_forward": {
+    "scores_forward": {"turns", "given"},
+    "spread_forward": {"trajectories and steps", "two of turns"},
+    "advantages_of_sizes": {
         "mean by std",
         "second_best by std",
         "leave_one_out by leave_one_out_std, valid",
-        "mean by std, steps, valid",
+        "mean by std, valid, long",
     },
-    "members_by_nonzero": {"valid"},
+    "order_forward": {"int64"},
     "segment_rows": {"mean of float32, masked"},
     "chunk_partials": {"mean of float32, masked"},
     "chunk_fold": {"mean of float32, masked"},
-    "moments_forward": {"float64"},
-    "whiten_forward": {"float64"},
-    "segment_logarithms": {"float32", "float64, ids"},
-    "group_logarithms": {"groups"},
-    "weigh": {"float32", "float64, ids"},
-    "merge_partials": {"partials"},
-    "count_slots": {"int64 ids, owners"},
-    "share": {"int64 ids, owners"},
+    "moments_forward": {"float64", "float64, numbers"},
+    "whiten_forward": {"float64", "float64, numbers, own"},
+    "sum_slots": {"float64, bounds", "int64 ids, owners"},
+    "weigh": {"float32", "float64, bounds"},
+    "merge": {"by segment"},
+    "share": {"int64 ids, owners", "ends"},
     "fold_forward": {"bfloat16, all", "float64, all"},
     "slope_forward": {"bfloat16, all", "float64, all"},
 }
@@ -164,14 +150,16 @@ def launches_of_every_row(cu_seqlens: torch.Tensor) -> Launches:
 
 def launches_of_whitening(returns: torch.Tensor) -> Launches:
     """Moments and whitening of both dtypes; inputs that are not aligned are moved first."""
-    given = torch.zeros(4, dtype=torch.float64, device=returns.device)[1:]
-    options = {"shift": 0.5, "noise": NOISE, "ddof": 1, "eps": 0.0, "center": True}
+    given = torch.zeros(5, dtype=torch.float64, device=returns.device)
+    options = {"ddof": 1, "eps": 0.0, "center": True}
     for dtype in (torch.float32, torch.float64):
         x = returns.to(dtype)
-        mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
         label = str(dtype).removeprefix("torch.")
-        yield label, partial(moments_forward, x, mask, 0.5)
-        yield label, partial(whiten_forward, x, mask, given, **options)
+        for kind, suffix in ((torch.bool, ""), (torch.int32, ", numbers")):
+            counts = torch.zeros(x.shape, dtype=kind, device=x.device)
+            yield f"{label}{suffix}", partial(moments_forward, x, counts)
+            yield f"{label}{suffix}", partial(whiten_forward, x, counts, given, **options)
+            yield f"{label}{suffix}, own", partial(whiten_forward, x, counts, None, **options)
 
 
 def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
@@ -195,37 +183,42 @@ def launches_of_segments(cu_seqlens: torch.Tensor) -> Launches:
 
 
 def launches_of_importance(cu_seqlens: torch.Tensor) -> Launches:
-    """Importance weights of both dtypes, with and without segments."""
+    """Importance weights of both dtypes, without segments, by ids and by boundaries."""
     device, rule = cu_seqlens.device, Correction()
     ids = torch.zeros(99, dtype=torch.int32, device=device)
     mask = torch.zeros(99, dtype=torch.int8, device=device)
-    table = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
+    table = torch.zeros((9, WORDS), dtype=torch.int64, device=device)
+    by_ids, by_bounds = Places(None, ids, None, 8, 8), Places(cu_seqlens, None, ids[1:9], 8, 8)
     for dtype in (torch.float32, torch.float64):
         x, name = torch.zeros(99, dtype=dtype, device=device), str(dtype).removeprefix("torch.")
-        given: torch.Tensor | None
-        for given, label in ((None, name), (ids, f"{name}, ids")):
-            rows = {"segment_ids": given, "finish": True}
-            yield label, partial(segment_logarithms, x, x, mask, rule, cu_seqlens, **rows)
-            known = None if given is None else table[:3]
-            yield label, partial(weigh, x, x, mask, rule, given, known)
-    yield "groups", partial(group_logarithms, table[:3], rule, cu_seqlens)
-    yield "partials", partial(merge_partials, table, normalize=False)
+        yield name, partial(weigh, x, x, mask, rule, None, None)
+        for places, label in ((by_ids, f"{name}, ids"), (by_bounds, f"{name}, bounds")):
+            yield label, partial(sum_slots, mask, places, x, x)
+            yield label, partial(weigh, x, x, mask, rule, places, table)
+    partials = torch.zeros((PARTIALS, 8), dtype=torch.float64, device=device)
+    weights = torch.zeros(2048, device=device)
+    yield "by token", partial(merge, partials, weights, None, normalize=False)
+    yield "by segment", partial(merge, partials, weights, table[-1], normalize=True)
 
 
 def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
-    """Ids of sequences, with and without groups, or none."""
+    """Ids of sequences, with and without groups, or none; masks of tokens, or their numbers."""
     device = owners.device
-    mask = torch.zeros(99, dtype=torch.int8, device=device)
-    counts = torch.zeros(9, dtype=torch.int64, device=device)
-    rows = {"given": 0.0, "num_ids": 9, "num_slots": 8, "divides": True}
-    yield "no ids", partial(share, mask, None, None, mask, counts, **rows)
+    mask, numbers = (torch.zeros(99, dtype=t, device=device) for t in (torch.int8, torch.int32))
+    table = torch.zeros((9, 1), dtype=torch.int64, device=device)
+    rows: dict[str, Any] = {"given": 0.0, "divides": True}
+    yield "no ids", partial(share, mask, None, None, table[-1], **rows)
     for dtype in (torch.int32, torch.int64):
         ids = torch.zeros(99, dtype=dtype, device=device)
-        label = f"{dtype} ids".removeprefix("torch.")
-        yield label, partial(count_slots, mask, ids, None, counts, 9)
-        yield label, partial(share, mask, ids, None, counts, counts, **rows)
-    yield f"{label}, owners", partial(count_slots, mask, ids, owners, counts, 9)
-    yield f"{label}, owners", partial(share, mask, ids, owners, counts, counts, **rows)
+        label, places = f"{dtype} ids".removeprefix("torch."), Places(None, ids, None, 8, 8)
+        yield label, partial(sum_slots, mask, places)
+        yield label, partial(share, mask, places, table, None, **rows)
+    places = Places(None, ids, owners, 9, 8)
+    yield f"{label}, owners", partial(sum_slots, mask, places)
+    yield f"{label}, owners", partial(share, mask, places, table, table[-1], **rows)
+    places = Places(None, None, owners, 98, 8)
+    yield "ends", partial(sum_slots, numbers, places)
+    yield "ends", partial(share, numbers, places, table, table[-1], **rows)
 
 
 def launches_of_logits(rows: torch.Tensor) -> Launches:
@@ -345,42 +338,41 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
     device = cu_turns.device
     words = torch.zeros(64, dtype=torch.int32, device=device)
     rows = torch.zeros(64, device=device)
-    turns = Turns(words, cu_turns, words.view(32, 2))
+    runs, index = words[:24].view(3, 8), words[:32]
     truncated = torch.zeros(32, dtype=torch.bool, device=device)
-    yield (
-        "turns",
-        partial(scores_forward, rows[:32].double(), truncated, words[:33], cu_turns, 1.0),
-    )
-    yield "trajectories", partial(spread_forward, turns, rows, None, others=None, weight=0.5)
-    yield (
-        "trajectories and steps",
-        partial(spread_forward, turns, rows, rows, others=None, weight=0.5),
-    )
-    yield "turns", partial(spread_forward, turns, rows, None, others=rows, weight=0.5)
+    inputs = rows[:32].double(), truncated, words[:33], cu_turns
+    for label, given in (("turns", None), ("given", rows), ("given, float64", rows.double())):
+        yield label, partial(scores_forward, *inputs, given, clip=1.0, masks=False)
+    for label, given in {
+        "turns": (rows, None, None, None),
+        "trajectories": (rows, None, index, None),
+        "trajectories and steps": (rows, rows, index, None),
+        "two of turns": (rows, None, index, rows),
+    }.items():
+        yield label, partial(spread_forward, 1500, runs, *given, weight=0.5)
 
 
 def launches_of_groups(scores: torch.Tensor) -> Launches:
     """What is summed in each way that a recipe asks for, with and without marks."""
     ids = torch.zeros_like(scores, dtype=torch.int64)
     valid, small = ids.bool(), ids.int()
-    by_ids, by_order = Members(ids, ids), Members(small, small)
-    steps = Members(small, small, ids, ids, small)
+    spans = torch.stack([small, small], 1)
 
-    def launch(baseline: str, scale: str, members: Members, **more: torch.Tensor) -> partial[Any]:
+    def launch(baseline: str, scale: str, order: torch.Tensor, **more: Any) -> partial[Any]:
         rule = Rule(baseline, scale, 1, 1e-6, "raw")
-        kind = scores.double() if members is by_order else scores
-        return partial(group_advantages_forward, kind, members, 40, rule, **more)
+        kind, segments = (scores.double(), small) if order is small else (scores, spans)
+        return partial(advantages_of_sizes, kind, segments, order, rule, scores, **more)
 
-    yield "mean by std", launch("mean", "std", by_order)
-    yield "mean by std, steps, valid", launch("mean", "std", steps, valid=valid)
-    yield "length_weighted", launch("length_weighted", "none", by_ids, lengths=ids)
-    yield "second_best by std", launch("second_best", "std", by_ids)
-    others = launch("leave_one_out", "leave_one_out_std", by_order, valid=valid)
+    yield "mean by std", launch("mean", "std", small)
+    yield "mean by std, valid, long", launch("mean", "std", small, valid=valid, long=True)
+    yield "length_weighted", launch("length_weighted", "none", ids, lengths=ids)
+    yield "second_best by std", launch("second_best", "std", ids)
+    others = launch("leave_one_out", "leave_one_out_std", small, valid=valid)
     yield "leave_one_out by leave_one_out_std, valid", others
-    yield "none by std_about_baseline", launch("none", "std_about_baseline", by_ids)
-    share = scores[:1].double()
-    yield "mean by nonzero, valid", launch("mean", "nonzero", by_order, valid=valid, share=share)
-    yield "valid", partial(members_by_nonzero, scores.double(), small, 40, valid)
+    yield "none by std_about_baseline", launch("none", "std_about_baseline", ids)
+    yield "mean by nonzero, valid", launch("mean", "nonzero", small, valid=valid, shares=small[:2])
+    for label, states in (("int32", small), ("int64", ids)):
+        yield label, partial(order_forward, small, small, states)
 
 
 def launches_of_selections(words: torch.Tensor) -> Launches:

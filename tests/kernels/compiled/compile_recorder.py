@@ -17,20 +17,16 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from trajpack.kernels import block_shapes
-from trajpack.kernels.corrections.importance_weights_triton import (
-    group_logarithms_kernel,
-    merge_partials_kernel,
-    segment_logarithms_kernel,
-    weigh_kernel,
-)
-from trajpack.kernels.corrections.loss_weights_triton import count_slots_kernel, share_kernel
+from trajpack.kernels.corrections.importance_weights_triton import merge_kernel, weigh_kernel
+from trajpack.kernels.corrections.loss_weights_triton import share_kernel
+from trajpack.kernels.corrections.slots_triton import sum_slots_kernel
 from trajpack.kernels.credit.turns_triton import scores_kernel, spread_kernel
 from trajpack.kernels.fields.build_triton import build_kernel
 from trajpack.kernels.fields.gather_fields_triton import gather_fields_kernel
 from trajpack.kernels.fields.gather_words_triton import gather_words_kernel
 from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_kernel,
-    members_by_nonzero_kernel,
+    order_kernel,
 )
 from trajpack.kernels.logprobs.logit_statistics_triton import fold_kernel, slope_kernel
 from trajpack.kernels.rearrange.pad_triton import pad_kernel, unpad_kernel
@@ -40,10 +36,7 @@ from trajpack.kernels.reduce.segment_reduce_triton import (
     chunk_partials_kernel,
     segment_reduce_kernel,
 )
-from trajpack.kernels.reduce.whiten_triton import (
-    moments_kernel,
-    whiten_kernel,
-)
+from trajpack.kernels.reduce.whiten_triton import moments_kernel, whiten_kernel
 from trajpack.kernels.scan.credit_scan_triton import (
     block_states_kernel,
     block_steps_kernel,
@@ -60,7 +53,7 @@ KERNELS = (
     gather_fields_kernel,
     gather_words_kernel,
     group_advantages_kernel,
-    members_by_nonzero_kernel,
+    order_kernel,
     pad_kernel,
     unpad_kernel,
     scores_kernel,
@@ -71,11 +64,9 @@ KERNELS = (
     spread_kernel,
     moments_kernel,
     whiten_kernel,
-    segment_logarithms_kernel,
-    group_logarithms_kernel,
+    sum_slots_kernel,
     weigh_kernel,
-    merge_partials_kernel,
-    count_slots_kernel,
+    merge_kernel,
     share_kernel,
     fold_kernel,
     slope_kernel,

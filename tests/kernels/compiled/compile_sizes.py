@@ -30,7 +30,8 @@ from trajpack import (
     kernels,
     pack_resident,
 )
-from trajpack.kernels.corrections.importance_weights import importance_of_groups
+from trajpack.kernels.corrections.importance_weights import weigh_tokens
+from trajpack.kernels.corrections.slots import Places
 from trajpack.kernels.fields.build import empty_memory
 from trajpack.kernels.fields.build_triton import write_fields
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
@@ -42,6 +43,7 @@ from trajpack.kernels.reduce.segment_reduce_triton import segment_reduce_forward
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
 from trajpack.kernels.scan.credit_scan_triton import credit_scan_forward
 from trajpack.kernels.scan.scan_inputs import Scan
+from trajpack.packing.credit.estimators import GiGPO
 from trajpack.packing.plan.plan import plan_micro_batches
 
 SIZES = (1, 2, 5, 15, 16, 17, 48, 4096, 4097, 8192, 8193, 9001, 16_400)
@@ -247,10 +249,10 @@ OPERATORS: Calls = {
     "importance_weights, of tokens": lambda size: kernels.importance_weights(
         floats(size), floats(size), marks(size), kernels.Correction(normalize=True), impl="triton"
     ),
-    "importance_weights, of trajectories": lambda size: importance_of_groups(
+    "importance_weights, of trajectories": lambda size: weigh_tokens(
         floats(size), floats(size), marks(size), kernels.Correction.mis(),
-        segments=boundaries_of(size), segment_ids=None,
-        groups=torch.tensor([0, len(boundaries_of(size)) - 1]).int(), impl="triton",
+        Places(boundaries_of(size), None, torch.zeros(size).int(), len(boundaries_of(size)) - 1, 1),
+        impl="triton",
     ),
     "loss_weights": lambda size: kernels.loss_weights(
         "sequence_mean_token_mean", marks(size), torch.zeros(size, dtype=torch.int32),
@@ -304,6 +306,8 @@ def buffer_of(size: int, num_turns: int = 3) -> TrajectoryBuffer:
 def credited(size: int, estimator: Any, **inputs: Any) -> Any:
     batch = buffer_of(size).pack()
     given = {name: floats(batch.num_tokens) for name in inputs}
+    if isinstance(estimator, GiGPO):
+        given["state_ids"] = torch.zeros(batch.num_turns, dtype=torch.int64)
     return batch.with_advantages(estimator, **given, impl="triton")
 
 
@@ -339,6 +343,7 @@ PATHS: Calls = {
     "StaticBatch": filled,
     "split and merge": cut_and_merged,
     "GRPO": lambda size: credited(size, GRPO()),
+    "GiGPO": lambda size: credited(size, GiGPO()),
     "GAE": lambda size: credited(size, GAE(), values=floats),
     "VTrace": lambda size: credited(size, VTrace(), values=floats, logprobs=floats),
     "TurnReturns": lambda size: credited(size, TurnReturns()),
@@ -391,9 +396,8 @@ LAUNCHERS: Calls = {
         [Rows(1, 4, 0)], "zero",
     ),
     "whiten": lambda size: whiten_forward(
-        empty(size), empty(size, dtype=torch.bool), empty(8, dtype=torch.float64),
-        shift=0.0, noise=0.0, ddof=1, eps=0.0, center=True,
+        empty(size), empty(size, dtype=torch.bool), None, ddof=1, eps=0.0, center=True,
     ),
-    "moments": lambda size: moments_forward(empty(size), empty(size, dtype=torch.bool), 0.5),
+    "moments": lambda size: moments_forward(empty(size), empty(size, dtype=torch.bool)),
 }  # fmt: skip
 """Launchers behind the operators, on tensors without values."""

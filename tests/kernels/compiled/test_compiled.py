@@ -38,31 +38,29 @@ KERNELS = {
     "block_steps_kernel": Bounds(10, 80, 128),
     "fold_rows_kernel": Bounds(4, 40, 64),
     "block_states_kernel": Bounds(10, 96, 128),
-    "group_advantages_kernel": Bounds(7, 96, 96),  # a block of 32 threads each
-    "members_by_nonzero_kernel": Bounds(1, 40, 64),  # one block in all
+    "group_advantages_kernel": Bounds(7, 128, 128),  # a block of 32 threads each
+    "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
     "segment_reduce_kernel": Bounds(6, 48, 64),  # ten blocks of 128 threads; eight waves
     "chunk_partials_kernel": Bounds(2, 40, 64),
     "chunk_fold_kernel": Bounds(2, 40, 64),
-    "moments_kernel": Bounds(2, 112, 128),  # two blocks of 256 threads; four waves
-    "whiten_kernel": Bounds(2, 112, 128),
-    "segment_logarithms_kernel": Bounds(4, 120, 128),  # four blocks of 128 threads; four waves
-    "group_logarithms_kernel": Bounds(1, 48, 64),
-    "weigh_kernel": Bounds(4, 128, 128),  # two blocks of 256 threads; four waves
-    "merge_partials_kernel": Bounds(1, 128, 128),
-    "count_slots_kernel": Bounds(3, 64, 72),
-    "share_kernel": Bounds(4, 64, 72),
-    "spread_kernel": Bounds(3, 128, 128),  # two blocks of 256 threads
-    "scores_kernel": Bounds(1, 40, 40),  # an SM is full
+    "moments_kernel": Bounds(4, 168, 168),  # a block of 256 threads requests 20 KB; three waves
+    "whiten_kernel": Bounds(8, 168, 128),  # with moments of its own, of one block; else 80
+    "sum_slots_kernel": Bounds(8, 96, 96),  # a warp, or 20 of them on an SM
+    "weigh_kernel": Bounds(6, 128, 128),  # two blocks of 256 threads; four waves
+    "merge_kernel": Bounds(2, 128, 128),
+    "share_kernel": Bounds(5, 64, 72),
+    "spread_kernel": Bounds(4, 72, 64),  # a warp, or 28 of them on an SM
+    "scores_kernel": Bounds(3, 40, 40),  # an SM is full
     "fold_kernel": Bounds(8, 128, 128),  # four blocks of 128 threads
     "slope_kernel": Bounds(8, 128, 128),
 }
 """An SM has 65,536 registers; a SIMD of gfx942 has 512 per lane."""
 MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}
 """Kernels that need more with one version: past 2 GiB, seven waves instead of eight."""
-ADDS_INTEGERS = {"count_slots_kernel", "moments_kernel", "spread_kernel"}
+ADDS_INTEGERS = {"sum_slots_kernel", "moments_kernel"}
 """Kernels with atomic additions: of integers, which are the same in any order."""
 MOST_SCALARS_SPILLED = {"walk_kernel": 24, "block_steps_kernel": 24, "block_states_kernel": 24}
-MOST_SCALARS_SPILLED |= {"weigh_kernel": 24}
+MOST_SCALARS_SPILLED |= {"weigh_kernel": 32}
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")

@@ -26,14 +26,15 @@ def stored_bytes(variant: dict[str, Any]) -> int:
 
 
 def test_a_member_is_stored_once_and_a_member_of_no_group_by_itself(compiled: Any) -> None:
-    members = block_shape("group_advantages_kernel", DEFAULT).block
     for variant in compiled.variants("group_advantages_kernel"):
+        kernel = "group_advantages_kernel" + ", long" * ("long" in variant["inputs"])
+        members = block_shape(kernel, DEFAULT).block
         assert variant["stores"] == {4: members // variant["threads"] + 1}, variant
 
 
 def test_the_warp_of_a_group_waits_for_no_other(compiled: Any) -> None:
     for variant in compiled.variants("group_advantages_kernel"):
-        assert variant["barriers"] == 0, variant
+        assert variant["barriers"] == 0 or "long" in variant["inputs"], variant
 
 
 # --- segments
@@ -68,77 +69,56 @@ def test_entries_are_loaded_once_and_several_are_in_flight(compiled: Any) -> Non
 
 OF_ENTRIES = ("moments_kernel", "whiten_kernel")
 OF_A_THREAD = whiten_triton.CHUNK // block_shape("whiten", DEFAULT).threads
-STORED = MOMENTS + whiten_triton.RESULTS
-"""Moments of a chunk, then the results of all chunks, one by one."""
-MERGED = (MOMENTS + 2) * whiten_triton.PARTIALS // block_shape("whiten", DEFAULT).threads
-"""Loads of the last program: count and sum of a chunk are read twice."""
 
 
 def test_whitened_entries_are_stored_at_full_width_once_and_unmasked(compiled: Any) -> None:
     for variant in compiled.variants("whiten_kernel"):
-        assert stored_bytes(variant) == OF_A_THREAD * 4, variant
-        assert set(variant["stores"]) == {16}, variant
-        assert not variant["masked_stores"], variant
+        own = MOMENTS if "own" in variant["inputs"] else 0
+        assert stored_bytes(variant) == OF_A_THREAD * 4 + 8 * own, variant
+        assert variant["stores"][16] >= OF_A_THREAD // 4, variant
+        assert (variant["masked_stores"] or 0) <= own, variant
 
 
 @pytest.mark.parametrize("kernel", OF_ENTRIES)
 def test_whole_chunks_are_loaded_at_full_width(compiled: Any, kernel: str) -> None:
     """The last chunk, which may have an end, is loaded entry by entry in a branch of its own."""
     for variant in compiled.variants(kernel):
-        size, loads = 8 if variant["inputs"].startswith("float64") else 4, variant["loads"]
-        assert loads[16] == OF_A_THREAD * size // 16, variant
-        assert loads[1] == OF_A_THREAD, variant  # the last mask
-        last = OF_A_THREAD if size == 4 else 0
-        assert loads[4] == OF_A_THREAD // 4 + last, variant  # masks, last entries
+        size = 8 if variant["inputs"].startswith("float64") else 4
+        numbers = 4 if "numbers" in variant["inputs"] else 0
+        expected = OF_A_THREAD * (size + numbers) // 16
+        assert variant["loads"][16] == expected, variant
 
 
 def test_sums_shuffle_and_wait_within_their_bounds(compiled: Any) -> None:
-    """Five sums of a chunk and five of all, each within a warp, then between warps."""
+    """Five sums of a chunk and five of the parts, each within a warp, then between warps."""
     for variant in compiled.variants("moments_kernel"):
         assert 0 < variant["shuffles"] <= 152, variant
-        assert variant["barriers"] <= 31, variant
-    for variant in compiled.variants("whiten_kernel"):
-        assert (variant["shuffles"], variant["barriers"]) == (0, 0), variant
+        assert variant["barriers"] <= 32, variant
 
 
-def test_moments_are_stored_once_and_the_counter_is_reset(compiled: Any) -> None:
+def test_moments_of_a_program_and_those_of_all_are_stored_once(compiled: Any) -> None:
     for variant in compiled.variants("moments_kernel"):
-        assert stored_bytes(variant) == 8 * STORED + 4, variant
+        assert stored_bytes(variant) == 8 * 2 * MOMENTS, variant
 
 
-# --- scores of trajectories, and their spread over tokens
-
-TOKENS = whiten_triton.CHUNK // block_shape("spread_kernel", DEFAULT).threads
-READS = {"trajectories": 2, "trajectories and steps": 3, "turns": 4}
-"""Loads per token: its turn; its trajectory's row, its turn's step; or its turn's begin and the
-two values there."""
+# --- scores of trajectories, and values of their tokens
 
 
-def test_spread_tokens_are_stored_at_full_width_and_a_chunk_leaves_its_moments(
-    compiled: Any,
-) -> None:
-    """Memory is allocated in whole chunks, so no store of tokens is masked."""
+def test_spread_tokens_are_stored_at_full_width_and_unmasked(compiled: Any) -> None:
+    """Memory is allocated in whole tiles. A tile within one run has a branch of its own, which may
+    share its stores with the other."""
     for variant in compiled.variants("spread_kernel"):
-        outputs = 2 if label_of(variant) == "turns" else 1
-        assert stored_bytes(variant) == 4 * outputs * TOKENS + 8 * STORED + 4, variant
-        assert variant["stores"][16] >= outputs * TOKENS // 4, variant
-        assert (variant["masked_stores"] or 0) <= STORED + 1, variant
-
-
-def test_a_token_is_read_once_and_a_search_reads_little(compiled: Any) -> None:
-    """Boundaries of trajectories are read too: of the first, of the last, of each token's."""
-    for variant in compiled.variants("spread_kernel"):
-        kind = label_of(variant)
-        searched = 0 if kind == "turns" else TOKENS + 2
-        assert variant["loads"] == Counter({4: READS[kind] * TOKENS + searched, 8: MERGED}), variant
-        assert 0 < variant["shuffles"] <= (140 if compiled.is_nvidia else 164), variant
-        assert variant["barriers"] <= (31 if kind == "turns" else 43), variant
+        outputs = 2 if label_of(variant) == "two of turns" else 1
+        once = outputs * block_shape("spread_kernel", DEFAULT).block // variant["threads"] // 4
+        assert variant["stores"] in ({16: once}, {16: 2 * once}), variant
+        assert not variant["masked_stores"], variant
+        assert variant["barriers"] == 0, variant
 
 
 def test_a_trajectory_is_stored_once(compiled: Any) -> None:
-    """Its score, its length, and whether it counts."""
+    """Its score, its length, and whether it counts; and two numbers of all."""
     for variant in compiled.variants("scores_kernel"):
-        assert variant["stores"] == {8: 1, 4: 1, 1: 1}, variant
+        assert variant["stores"] == {8: 1, 4: 3, 1: 1}, variant
 
 
 # --- importance weights
@@ -159,11 +139,11 @@ def test_whole_tiles_are_weighed_by_loads_of_full_width(compiled: Any) -> None:
         assert variant["loads"][1] == importance_weights_triton.EACH, variant  # the last mask
 
 
-def test_tokens_of_a_segment_are_loaded_eight_at_a_time(compiled: Any) -> None:
-    for variant in compiled.variants("segment_logarithms_kernel"):
-        tokens = importance_weights_triton.LANES // 32 * 128 // variant["threads"]
-        assert variant["loads"][1] == tokens, variant
-        assert variant["stores"][8] == 3, variant
+def test_a_slot_is_summed_by_a_warp_in_atomic_additions_alone(compiled: Any) -> None:
+    for variant in compiled.variants("sum_slots_kernel"):
+        assert not variant["stores"], variant
+        if "bounds" not in variant["inputs"]:  # what an atomic returned reaches all lanes
+            assert variant["barriers"] <= 2, variant
 
 
 # --- loss weights
@@ -173,8 +153,3 @@ def test_loss_weights_are_stored_at_full_width_and_unmasked(compiled: Any) -> No
     for variant in compiled.variants("share_kernel"):
         assert variant["stores"] == {16: 1}, variant
         assert not variant["masked_stores"], variant
-
-
-def test_counts_are_added_by_atomics_alone(compiled: Any) -> None:
-    for variant in compiled.variants("count_slots_kernel"):
-        assert not variant["stores"], variant

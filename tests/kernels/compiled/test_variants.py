@@ -15,10 +15,12 @@ from tests.kernels.conftest import builds
 from trajpack import kernels
 
 PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "vtrace": 2, "split and merge": 2}
+PARTS |= {"whiten": 2, "whiten, large": 2}
 """Operators that launch a kernel for two things: a scan and its gradient, the values behind the
-tokens and V-trace, a micro-batch and the batch that is merged. All others launch it for one."""
-SHARED = {"fold_rows_kernel"}
-"""Kernels of which two parts may launch the same variant."""
+tokens and V-trace, a micro-batch and the batch that is merged, whitening by moments of one chunk
+and of several. All others launch it for one."""
+SHARED = {"fold_rows_kernel", "moments_kernel"}
+"""Kernels of which two parts may launch the same variant, or one part none."""
 
 
 @builds("90")

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape
-from trajpack.kernels.credit.turns import (
-    Turns,
-    scores_of_trajectories,
-    spread_of_trajectories,
-    spread_of_turns,
-)
-from trajpack.kernels.reduce.whiten import whiten_by
-from trajpack.kernels.reduce.whiten_triton import CHUNK
+from trajpack.kernels.credit.turns import Turns, scores_of_trajectories, spread
+from trajpack.kernels.runs import RUN_WIDTH, TILE, Run
 from trajpack.testing import assert_same_bits, boundaries
 
 """What trajectories have as a whole, by loops over their turns."""
@@ -59,6 +52,21 @@ def test_scores_lengths_and_validity_equal_a_loop(name: str, clip: float, impl: 
     assert got.scores.dtype == torch.float64
     assert (got.lengths.tolist(), got.lengths.dtype) == (lengths, torch.int32)
     assert (got.valid.tolist(), got.valid.dtype) == (valid, torch.bool)
+    has_turns = cu_turns.diff() > 0
+    for masks in (False, True):
+        shares = scores_of_trajectories(*inputs, clip=clip, masks=masks, impl=impl).shares
+        counted = has_turns & got.valid if masks else has_turns
+        expected = [int(counted.sum()), int((counted & (got.scores != 0)).sum())]
+        assert shares.sum(0).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_that_are_given_replace_the_sums(dtype: torch.dtype, impl: str) -> None:
+    inputs = scored_turns([2, 1, 0, 3])
+    given = torch.tensor([0.5, -3.0, 0.25, 0.0], dtype=dtype)
+    got = scores_of_trajectories(*inputs, given=given, clip=2.0, impl=impl)
+    assert got.scores.tolist() == [0.5, -2.0, 0.25, 0.0]
+    assert got.shares.sum(0).tolist() == [3, 2]
 
 
 def test_scores_have_the_same_bits_alone_and_packed(impl: str) -> None:
@@ -71,7 +79,7 @@ def test_scores_have_the_same_bits_alone_and_packed(impl: str) -> None:
             rewards[begin:end], truncated[begin:end], cu_generated[begin : end + 1],
             boundaries([end - begin]), clip=float("inf"), impl=impl,
         )  # fmt: skip
-        for whole, one in zip(together, alone, strict=True):
+        for whole, one in zip(together[:3], alone[:3], strict=True):
             assert_same_bits(whole[index : index + 1], one)
 
 
@@ -88,27 +96,38 @@ def test_a_score_that_is_no_number_stays_one(impl: str) -> None:
 def test_scores_read_no_value(name: str, impl: str) -> None:
     on_meta = (tensor.to("meta") for tensor in scored_turns(SCORED[name]))
     got = scores_of_trajectories(*on_meta, clip=1.0, impl=impl)
-    for tensor, dtype in zip(got, (torch.float64, torch.int32, torch.bool), strict=True):
+    for tensor, dtype in zip(got[:3], (torch.float64, torch.int32, torch.bool), strict=True):
         assert (tensor.shape[0], tensor.dtype) == (len(SCORED[name]), dtype)
 
 
-"""From turns and trajectories to their tokens: by loops over turns, with moments of the result."""
+"""From turns and trajectories to their tokens: by loops over turns."""
 
 
-def turns_of(sizes: list[list[int]], gap: int = 2) -> Turns:
-    """Turns of each trajectory that generated so many tokens, with others before each."""
-    flat = [size for trajectory in sizes for size in trajectory]
-    ids, spans = [], []
-    for turn, size in enumerate(flat):
-        ids += [-1] * (turn * gap % 5)
-        spans.append([len(ids), len(ids) + size])
-        ids += [turn] * size
+def turns_of(sizes: list[list[int]], gap: int = 2) -> tuple[Turns, torch.Tensor, torch.Tensor]:
+    """Turns of each trajectory that generated so many tokens, others before each; owners; spans.
+
+    A turn of more than one token has two runs, as of two policy versions. Padding ends the tokens.
+    """
+    ids: list[int] = []
+    runs, spans, owners = [], [], []
+    for owner, trajectory in enumerate(sizes):
+        for size in trajectory:
+            turn, context = len(spans), len(spans) * gap % 5
+            cut = size // 2
+            for start, more, own in ((len(ids), context, cut), (0, 0, size - cut)):
+                if own or more or not cut:
+                    runs.append({Run.START: start or len(ids), Run.GENERATED: more, Run.TURN: turn})
+                    ids += [-1] * more + [turn] * own
+            spans.append([len(ids) - size, len(ids)])
+            owners.append(owner)
+    runs.append({Run.START: len(ids), Run.GENERATED: 2**31 - 1, Run.SOURCE: -1})
     ids += [-1] * gap
-    return Turns(
-        torch.tensor(ids, dtype=torch.int32),
-        boundaries([len(trajectory) for trajectory in sizes]),
-        torch.tensor(spans, dtype=torch.int32).view(-1, 2),
-    )
+    table = torch.zeros(len(runs) + 1, RUN_WIDTH, dtype=torch.int32)
+    for row, run in zip(table, [*runs, {Run.START: len(ids)}], strict=True):
+        for column, number in run.items():
+            row[column] = number
+    turns = Turns(torch.tensor(ids, dtype=torch.int32), table)
+    return turns, torch.tensor(owners).int(), torch.tensor(spans).int().view(-1, 2)
 
 
 SIZES: dict[str, list[list[int]]] = {
@@ -117,32 +136,9 @@ SIZES: dict[str, list[list[int]]] = {
     "turns without tokens": [[0, 0], [2, 0, 1], [0]],
     "one token": [[1]],
     "many": [[3, 1, 4], [1, 5], [9, 0, 2, 6], [5], [3, 5, 8], [9, 7]],
-    "more than a chunk": [[1500, 900], [], [2500], [0, 17]],
-    "the edge of a chunk": [[CHUNK - 2], [1]],
+    "more than a tile": [[1500, 900], [], [2500], [0, 17]],
+    "the edge of a tile": [[TILE - 2], [1]],
 }
-
-
-def owner_of(turns: Turns) -> list[int]:
-    """Trajectory of each turn."""
-    sizes = turns.cu_turns.diff().tolist()
-    return [index for index, size in enumerate(sizes) for _ in range(size)]
-
-
-def check_moments(spread: Any, turns: Turns, impl: str) -> None:
-    mask = turns.turn_ids >= 0
-    own = spread.rows[mask].double().numpy()
-    expected = [0, 0, 0, np.inf, -np.inf]
-    if own.size:
-        expected = [own.size, own.mean(), own.size * own.var(), own.min(), own.max()]
-    np.testing.assert_allclose(spread.moments[:5], expected, 1e-9, 1e-12)
-    sums = [own.size, own.sum(), np.square(own).sum()]
-    np.testing.assert_allclose(spread.moments[5:], sums, 1e-9, 1e-12)
-    for ddof in (0, 1):
-        whitened = whiten_by(spread.rows, mask, spread.moments, ddof=ddof, impl=impl)
-        scale = own.std(ddof=ddof) if len(set(own.tolist())) > 1 else 1.0
-        exact = (own - own.mean()) / scale if own.size else own
-        np.testing.assert_allclose(whitened[mask], exact, 1e-5, 1e-5)
-        assert not whitened[~mask].any()
 
 
 @pytest.mark.parametrize("weight", [None, 0.5])
@@ -150,82 +146,88 @@ def check_moments(spread: Any, turns: Turns, impl: str) -> None:
 def test_a_token_gets_its_trajectory_row_plus_its_turn_step(
     name: str, weight: float | None, impl: str
 ) -> None:
-    turns = turns_of(SIZES[name])
+    turns, owners, spans = turns_of(SIZES[name])
     rows = torch.linspace(-2, 3, len(SIZES[name]))
-    steps = torch.linspace(-1, 5, len(turns.spans)) if weight else None
-    spread = spread_of_trajectories(turns, rows, steps, weight=weight or 0.0, impl=impl)
-    owner, expected = owner_of(turns), []
+    steps = torch.linspace(-1, 5, len(spans)) if weight else None
+    found, others = spread(turns, rows, steps, index=owners, weight=weight or 1.0, impl=impl)
+    expected = []
     for turn in turns.turn_ids.tolist():
-        number = float(rows[owner[turn]]) if turn >= 0 else 0.0
+        number = float(rows[owners[turn]]) if turn >= 0 else 0.0
         if steps is not None and weight and turn >= 0:
             number += weight * float(steps[turn])
         expected.append(number)
-    assert spread.rows.dtype == torch.float32
-    assert spread.others.shape == (0,)
-    torch.testing.assert_close(spread.rows, torch.tensor(expected), rtol=1e-6, atol=1e-7)
-    check_moments(spread, turns, impl)
+    assert found.dtype == torch.float32
+    assert others.shape == (0,)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_token_gets_its_turn_value_or_step(name: str, impl: str) -> None:
+    turns, _, spans = turns_of(SIZES[name])
+    table = torch.linspace(-1, 5, len(spans))
+    expected = [float(table[turn]) if turn >= 0 else 0.0 for turn in turns.turn_ids.tolist()]
+    for given in ((table, None), (None, table)):
+        assert_same_bits(spread(turns, *given, impl=impl)[0], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_token_gets_the_values_of_its_turns_first_token(name: str, impl: str) -> None:
     """What stands elsewhere is undefined, and never read."""
-    turns = turns_of(SIZES[name])
+    turns, _, spans = turns_of(SIZES[name])
     tables = [torch.full((len(turns.turn_ids),), torch.nan) for _ in range(2)]
-    firsts = [begin for begin, end in turns.spans.tolist() if end > begin]
+    firsts = [begin for begin, end in spans.tolist() if end > begin]
     for index, table in enumerate(tables):
         table[firsts] = torch.linspace(-1 - index, 4, len(firsts))
-    spread = spread_of_turns(turns, *tables, impl)
-    first = dict(enumerate(turns.spans[:, 0].tolist()))
-    for table, rows in zip(tables, (spread.rows, spread.others), strict=True):
+    found = spread(turns, tables[0], index=spans[:, 0], others=tables[1], impl=impl)
+    first = dict(enumerate(spans[:, 0].tolist()))
+    for table, rows in zip(tables, found, strict=True):
         expected = [float(table[first[t]]) if t >= 0 else 0.0 for t in turns.turn_ids.tolist()]
         assert_same_bits(rows, torch.tensor(expected))
-    check_moments(spread, turns, impl)
 
 
 def test_both_implementations_move_the_same_bits() -> None:
-    turns = turns_of(SIZES["more than a chunk"])
-    rows = torch.tensor([0.1, 0.2, 1e-30, -7.0])
+    turns, owners, _ = turns_of(SIZES["more than a tile"])
+    rows, steps = torch.tensor([0.1, 0.2, 1e-30, -7.0]), torch.linspace(-1, 1, len(owners))
     pair = [
-        spread_of_trajectories(turns, rows, None, weight=0.0, impl=i).rows
-        for i in ("torch", "triton")
+        spread(turns, rows, steps, index=owners, weight=0.3, impl=i)[0] for i in ("torch", "triton")
     ]
     assert_same_bits(*pair)
 
 
-def test_padding_turns_change_no_token(impl: str) -> None:
-    """The padding of a batch of fixed size: its turns have no tokens, its trajectories no turns."""
-    turns = turns_of([[2, 1], [3]])
-    more = Turns(
-        turns.turn_ids,
-        torch.cat([turns.cu_turns, torch.tensor([5, 5], dtype=torch.int32)]),
-        torch.cat([turns.spans, torch.full((2, 2), len(turns.turn_ids), dtype=torch.int32)]),
-    )
-    rows = torch.tensor([1.0, 2.0, torch.nan, torch.nan])
-    expected = spread_of_trajectories(turns, rows[:2], None, weight=0.0, impl=impl).rows
-    assert_same_bits(spread_of_trajectories(more, rows, None, weight=0.0, impl=impl).rows, expected)
-    table = torch.linspace(1, 2, len(turns.turn_ids))
-    pair = [spread_of_turns(these, table, table, impl).rows for these in (turns, more)]
-    assert_same_bits(*pair)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_token_is_written_once_and_its_turn_is_not_read(arch: int) -> None:
+    """4 bytes of each are written, in whole sectors; of a run 32 are read, whatever its length."""
+    from tests.ptx.executor import on_executor
+
+    turns, owners, _ = turns_of([[4000], [3000, 5000]])
+    num = len(turns.turn_ids)
+    with on_executor(arch, counts=True) as executor:
+        spread(turns, torch.ones(2), index=owners, impl="triton")
+    report = executor.reports["spread_kernel"]
+    assert report.launches == 1
+    assert report.touched["load"] < 32 * (len(turns.runs) + 10)
+    assert 0 <= report.touched["store"] / num - 4 < 0.2
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_no_value_is_read_from_the_device(impl: str) -> None:
-    turns = Turns(*(tensor.to("meta") for tensor in turns_of(SIZES["many"])))
+    turns, owners, spans = turns_of(SIZES["many"])
+    turns = Turns(*(tensor.to("meta") for tensor in turns))
     rows = torch.ones(6, device="meta")
-    spread = spread_of_trajectories(turns, rows, None, weight=0.0, impl=impl)
-    assert spread.rows.shape == turns.turn_ids.shape
-    mask = turns.turn_ids >= 0
-    assert spread.moments.shape == (8,)
-    table = torch.ones(len(mask), device="meta")
-    assert spread_of_turns(turns, table, table, impl).others.shape == mask.shape
+    found, _ = spread(turns, rows, index=owners.to("meta"), impl=impl)
+    assert found.shape == turns.turn_ids.shape
+    table = torch.ones_like(found)
+    first = spans[:, 0].to("meta")
+    assert spread(turns, table, index=first, others=table, impl=impl)[1].shape == found.shape
 
 
 def test_the_ops_are_registered_right(impl: str) -> None:
     scores = torch.ops.trajpack.scores_of_trajectories
     for name in ("nothing", "none of them", "some"):
-        torch.library.opcheck(scores, (*scored_turns(SCORED[name]), 1.0, impl))
-    turns = turns_of(SIZES["many"])
+        torch.library.opcheck(scores, (*scored_turns(SCORED[name]), None, 1.0, False, impl))
+    turns, owners, spans = turns_of(SIZES["many"])
     rows, steps = torch.ones(6), torch.ones(15)
-    table = torch.ones(len(turns.turn_ids))
-    for inputs in ((rows, None, None), (rows, steps, None), (table, None, table)):
+    table, first = torch.ones(len(turns.turn_ids)), spans[:, 0].contiguous()
+    for inputs in ((rows, None, owners, None), (rows, steps, owners, None),
+                   (table, None, first, table), (None, steps, None, None)):  # fmt: skip
         torch.library.opcheck(torch.ops.trajpack.spread, (*turns, *inputs, 0.5, impl))

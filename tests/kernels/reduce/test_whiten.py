@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,13 @@ from hypothesis import given, settings, strategies as st
 from trajpack.kernels import masked_moments, moment_sums, whiten
 from trajpack.kernels.reduce import whiten_triton
 from trajpack.kernels.reduce.whiten import (
-    CHUNK as CHUNK_ON_HOST,
     masked_moments_reference,
-    moments_and_sums,
+    moments_of,
     moments_of_sums,
+    whiten_by,
     whiten_reference,
 )
+from trajpack.kernels.reduce.whiten_triton import new_counter
 from trajpack.testing import assert_same_bits
 
 CHUNK = whiten_triton.CHUNK
@@ -88,27 +91,19 @@ def test_it_equals_the_formula(impl: Any, size: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("size", SIZES)
 def test_the_references_equal_the_formula(size: int) -> None:
     x, mask = batch(size)
-    count, mean, squares, *_ = masked_moments_reference(x, mask)
+    moments = masked_moments_reference(x, mask)
     for ddof, eps, center in ((1, 0.0, True), (0, 0.1, False)):
-        whitened = whiten_reference(
-            x, mask, (count, mean, squares), ddof=ddof, eps=eps, center=center
-        )
+        whitened = whiten_reference(x, mask, moments, ddof=ddof, eps=eps, center=center)
         assert_close(whitened, by_numpy(x, mask, ddof, eps, center))
 
 
-def test_many_chunks_on_the_host_equal_the_formula() -> None:
-    x, mask = batch(2 * CHUNK_ON_HOST + 5, mean=-7.0)
-    mask[CHUNK_ON_HOST : CHUNK_ON_HOST + 10] = False
-    assert_close(whiten(x, mask), by_numpy(x, mask))
-
-
-@pytest.mark.parametrize("at_once", [1, 4])
-def test_chunks_are_merged_in_several_groups(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_part_has_several_chunks(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whiten_triton, "CHUNK", 16)
     x, mask = batch(7 * 16 + 3)
     mask[32:48] = False  # a chunk without an entry that counts
     once = masked_moments(x, mask, impl="triton")
-    monkeypatch.setattr(whiten_triton, "PARTIALS", at_once)
+    monkeypatch.setattr(whiten_triton, "PARTS", parts)
     assert_close(whiten(x, mask, impl="triton"), by_numpy(x, mask))
     moments = masked_moments(x, mask, impl="triton")
     torch.testing.assert_close(moments, once, rtol=1e-14, atol=0)
@@ -222,18 +217,21 @@ def test_near_a_variance_of_one_it_equals_verl(impl: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("padding", [1, 3, CHUNK, 3 * CHUNK + 5, CHUNK_ON_HOST])
-def test_entries_appended_that_do_not_count_change_no_bit(impl: Any, padding: int) -> None:
-    x, mask = batch(CHUNK + 3001)
+@pytest.mark.parametrize("padding", [1, 3, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("size", [9, CHUNK, CHUNK + 3001])
+def test_entries_appended_that_do_not_count_change_no_bit(
+    impl: Any, size: int, padding: int
+) -> None:
+    x, mask = batch(size)
     longer = torch.cat([x, torch.full((padding,), float("nan"))])
     counts = torch.cat([mask, torch.zeros(padding, dtype=torch.bool)])
     for center in (True, False):
         padded = whiten(longer, counts, center=center, impl=impl)
         assert_same_bits(padded[: len(x)], whiten(x, mask, center=center, impl=impl))
         assert not padded[len(x) :].any()
-    moments = moments_and_sums(x, mask, impl=impl)
-    assert_same_bits(moments_and_sums(longer, counts, impl=impl), moments)
-    sums = moments[5:]
+    moments = masked_moments(x, mask, impl=impl)
+    assert_same_bits(masked_moments(longer, counts, impl=impl), moments)
+    sums = moment_sums(x, mask, impl=impl)
     expected = whiten(x, mask, sums=sums, impl=impl)
     assert_same_bits(whiten(longer, counts, sums=sums, impl=impl)[: len(x)], expected)
 
@@ -265,7 +263,7 @@ def test_sums_that_are_mostly_rounding_are_no_variance() -> None:
         count, mean = 1000.0, 3.0
         entries = [count, count * mean, count * mean**2 * (1 + share)]
         sums = torch.tensor(entries, dtype=torch.float64)
-        _, found, squares = moments_of_sums(sums, 1.0)
+        _, found, squares, *_ = moments_of_sums(sums, 1.0)
         assert found.item() == mean + 1
         assert (squares.item() > 0) == kept
 
@@ -274,19 +272,73 @@ def test_whitening_takes_two_launches_and_with_sums_one(executor: Any) -> None:
     x, mask = batch(3 * CHUNK)
     sums = moment_sums(x, mask, impl="triton")
     whiten(x, mask, impl="triton")
+    assert executor.launched == ["moments_kernel"] * 2 + ["whiten_kernel"]
     whiten(x, mask, sums=sums, impl="triton")
-    moments, whitening = "moments_kernel", "whiten_kernel"
-    assert executor.launched == [moments, moments, whitening, whitening]
+    whiten(x[:CHUNK], mask[:CHUNK], impl="triton")
+    assert executor.launched[3:] == ["whiten_kernel"] * 2
 
 
-def test_every_launch_merges_anew_and_in_the_same_order() -> None:
-    """The counter is 0 again after each launch."""
-    x, mask = batch(5 * CHUNK + 3)
-    first = moments_and_sums(x, mask, impl="triton")
+def test_a_launch_that_ended_early_leaves_no_counter_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next launch has another counter, here as on a device."""
+    x, mask = batch(3 * CHUNK)
+    expected = masked_moments(x, mask, impl="triton")
+    given = []
+
+    def note(device: torch.device) -> torch.Tensor:
+        given.append(new_counter(device))
+        return given[-1]
+
+    monkeypatch.setattr(whiten_triton, "new_counter", note)
+    monkeypatch.setattr(whiten_triton, "_unused", defaultdict(list))
     for _ in range(3):
-        assert_same_bits(moments_and_sums(x, mask, impl="triton"), first)
-        shorter = moments_and_sums(x[:CHUNK], mask[:CHUNK], impl="triton")
-        assert shorter[0] == mask[:CHUNK].sum()
+        assert_same_bits(masked_moments(x, mask, impl="triton"), expected)
+        given[-1].fill_(1)  # as if one of two programs had not ended
+    assert len({counter.data_ptr() for counter in given}) == 3
+
+
+def test_a_stream_has_its_own_counters_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        cuda_stream = 1
+
+    class Memory:
+        """A tensor on a device that this machine does not have."""
+
+        def split(self, size: int) -> list[object]:
+            return [object() for _ in range(whiten_triton.COUNTERS // size)]
+
+    made = []
+    monkeypatch.setattr(torch, "zeros", lambda size, **_: made.append(size) or Memory())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(whiten_triton, "_unused", defaultdict(list))
+    device, capturing = torch.device("cuda"), False
+    several = whiten_triton.COUNTERS
+    assert len({id(one) for one in [new_counter(device) for _ in range(several + 1)]}) > several
+    assert made == [several] * 2
+    monkeypatch.setattr(Stream, "cuda_stream", 2)
+    new_counter(device)
+    assert made == [several] * 3
+    capturing = True  # the graph sets its counter to 0 with every replay
+    new_counter(device)
+    assert made[3:] == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_counts_an_entry_as_often_as_a_mask_would(impl: Any, dtype: torch.dtype) -> None:
+    x, _ = batch(CHUNK + 50, dtype=dtype)
+    counts = torch.arange(len(x), dtype=torch.int32) % 4
+    x = torch.where(counts > 0, x.nan_to_num(1.0, 2.0, 3.0), torch.nan)
+    often = x.repeat_interleave(counts.long())
+    expected = by_loop(often.double().tolist())
+    assert_moments(moments_of(x, counts, impl), expected, tolerance=1e-12)
+    found, moments = whiten_by(x, counts, None, ddof=1, impl=impl)
+    every = torch.ones_like(often, dtype=torch.bool)
+    assert_close(found.repeat_interleave(counts.long()), by_numpy(often, every))
+    assert not found[counts == 0].any()
+    assert_moments(moments, expected, tolerance=1e-12)
 
 
 """Moments under a mask, and the operators of moments and whitening: registered, traced, strict."""
@@ -304,9 +356,9 @@ def by_loop(values: list[float]) -> list[float]:
     return [len(values), mean, squares, min(values), max(values)]
 
 
-def assert_moments(actual: torch.Tensor, expected: list[float]) -> None:
+def assert_moments(actual: torch.Tensor, expected: list[float], tolerance: float = 1e-13) -> None:
     assert actual.dtype == torch.float64
-    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -367,10 +419,11 @@ def test_a_counted_nan_shows_everywhere_but_in_the_count(impl: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_operators_are_registered_right(impl: Any, dtype: torch.dtype) -> None:
     x, mask = torch.arange(9, dtype=dtype), torch.arange(9) % 3 > 0
-    moments = moments_and_sums(x, mask, impl=impl)
-    torch.library.opcheck(OPS.masked_moments.default, (x, mask, 0.5, impl))
-    for known in (moments, moments[5:].clone()):
-        torch.library.opcheck(OPS.whiten.default, (x, mask, known, 0.5, 1, 0.0, True, impl))
+    for counts in (mask, mask.int()):
+        moments = moments_of(x, counts, impl)
+        torch.library.opcheck(OPS.masked_moments.default, (x, counts, impl))
+        for known in (None, moments):
+            torch.library.opcheck(OPS.whiten.default, (x, counts, known, 1, 0.0, True, impl))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -400,10 +453,9 @@ def test_shapes_alone_are_enough_on_the_meta_device(impl: Any) -> None:
 def test_the_references_read_no_value() -> None:
     x = torch.empty(7, device="meta")
     mask = torch.empty(7, device="meta", dtype=torch.bool)
-    count, mean, squares, *_ = masked_moments_reference(x, mask)
-    assert whiten_reference(
-        x, mask, (count, mean, squares), ddof=1, eps=0.0, center=False
-    ).shape == (7,)
+    moments = masked_moments_reference(x, mask)
+    whitened = whiten_reference(x, mask, moments, ddof=1, eps=0.0, center=False)
+    assert whitened.shape == (7,)
 
 
 X, MASK = torch.ones(3), torch.ones(3, dtype=torch.bool)

@@ -99,11 +99,14 @@ def test_new_tokens_are_counted_and_the_longest_trajectory_is_known(first, secon
         batch = buffer.pack(layout)
         cu_new, bounds = batch.cu_new, batch.cu_turns.long()
         assert torch.equal(cu_new.diff(), batch.turn_spans[:, 1] - batch.turn_begin)
-        for most, table in zip(batch.longest, (batch.cu_generated, cu_new), strict=True):
+        for most, table in zip(batch.longest[:2], (batch.cu_generated, cu_new), strict=True):
             assert most == max(table[bounds].diff().tolist(), default=0)
+        of_turns = batch.group_ids[batch.group_order.owners.long()]
+        assert batch.longest.group == max(of_turns.bincount().tolist(), default=0)
+        assert torch.equal(batch.group_order.cu_turns.diff(), of_turns.bincount())
     entries = buffer.pack_tree().entries
     assert torch.equal(entries.cu_new, batch.cu_generated)
-    assert entries.longest == (batch.longest.generated, batch.longest.generated)
+    assert entries.longest == batch.longest._replace(new=batch.longest.generated)
 
 
 def one_turn(group):

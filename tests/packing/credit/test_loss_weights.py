@@ -182,9 +182,11 @@ def test_wrong_input_is_named():
     batch = pack(some_trajectories(), device="cpu")
     with pytest.raises(ValueError, match="loss_weights: aggregation must be one of"):
         batch.loss_weights("mean")
-    with pytest.raises(ValueError, match="truncated must be 'keep' or 'mask', got 'drop'"):
+    with pytest.raises(ValueError, match="truncated must be one of 'keep', 'mask', got 'drop'"):
         batch.loss_weights("token_mean", truncated="drop")
-    with pytest.raises(ValueError, match="per must be 'trajectory', 'turn' or 'row', got 'group'"):
+    with pytest.raises(
+        ValueError, match="per must be one of 'trajectory', 'turn', 'row', got 'group'"
+    ):
         batch.loss_weights("sequence_mean_token_mean", per="group")
     for aggregation in ("token_mean", "prompt_mean", "constant"):
         with pytest.raises(ValueError, match=f"aggregation='{aggregation}' takes no per='turn'"):

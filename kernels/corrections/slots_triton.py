@@ -1,0 +1,176 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Triton kernel of sums over slots: numbers of tokens, and sums of their logarithmic ratios.
+
+A slot is a segment of tokens, or all segments of one owner. A warp reads a tile of tokens and takes
+the slots that it finds there one after another. It adds a slot's part of the tile by atomic
+additions of integers, which are exact in any order. So the sums of a slot depend on its tokens
+alone, and a slot may have any length.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trajpack.kernels.block_shapes import launch_on
+from trajpack.kernels.corrections.slots import FAR, LOG_BOUND, UNIT, Places
+from trajpack.kernels.search_triton import find_segment, find_segments
+
+WORDS = 4
+"""int64 of a slot where logarithms are summed: its number of tokens, with marks from bit 32 on of a
+NaN, an infinity and a negative one among them; the sums of logarithms and of clamped ones."""
+NAN, ABOVE, BELOW = (tl.constexpr(1 << bit) for bit in (32, 33, 34))
+_FAR, _BOUND = tl.constexpr(FAR), tl.constexpr(LOG_BOUND)
+_SHIFT = tl.constexpr(1.5 * 2**52 * UNIT)
+"""A number plus this has the number's multiple of ``UNIT`` as its low bits."""
+_SHIFT_BITS = tl.constexpr((1023 + 20 << 52) + (1 << 51))
+_NOBODY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def load_tokens(
+    place, ids, logprobs, rollout_logprobs, first, lane, tokens,
+    ENDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return what a tile's tokens have of each, 0 behind the last; lanes where there is nothing.
+
+    ``place`` are the places of their counts, in chunks of 4: a mask, which could be loaded by 16,
+    would settle the layout of all loads. Where ``ENDS``, counts lie between boundaries.
+    """
+    inside = lane < tokens - first
+    if ENDS:
+        count = tl.load(place + 1, mask=inside, other=0) - tl.load(place, mask=inside, other=0)
+        segment, new, old = lane, lane, lane
+    elif first + TILE <= tokens:  # all loads are in one branch, so they follow each other
+        count = tl.load(place)
+        segment = lane if ids is None else tl.load(ids + first + lane)
+        new = lane if logprobs is None else tl.load(logprobs + first + lane)
+        old = lane if logprobs is None else tl.load(rollout_logprobs + first + lane)
+    else:
+        count = tl.load(place, mask=inside, other=0)
+        segment = lane if ids is None else tl.load(ids + first + lane, mask=inside, other=0)
+        new = lane if logprobs is None else tl.load(logprobs + first + lane, mask=inside, other=0)
+        old = new
+        if logprobs is not None:
+            old = tl.load(rollout_logprobs + first + lane, mask=inside, other=0)
+    return count.to(tl.int32), segment, new, old
+
+
+@triton.jit
+def slots_of(
+    bounds, ids, owners, num_segments, num_slots, segment, first, lane, tokens, TILE: tl.constexpr
+):
+    """Return the slot of each token of a tile, -1 where there is none; ``segment`` are its ids."""
+    if ids is not None:
+        segment = tl.where((segment >= 0) & (segment < num_segments), segment, -1).to(tl.int32)
+    elif bounds is None:
+        segment = tl.where(first + lane < tokens, (first + lane).to(tl.int32), -1)
+    else:
+        start = first.to(tl.int32)
+        last = (tl.minimum(first + TILE, tokens) - 1).to(tl.int32)
+        low = find_segment(bounds, num_segments, start, 1)
+        high = find_segment(bounds, num_segments, last, 1)
+        place = tl.minimum(start + lane, last)
+        segment = find_segments(bounds, low, high, place, 1)
+        begin = tl.load(bounds + segment, mask=segment < num_segments, other=0)
+        end = tl.load(bounds + segment + 1, mask=segment < num_segments, other=0)
+        segment = tl.where((place >= begin) & (place < end), segment, -1)
+    if owners is not None:
+        owner = tl.load(owners + segment, mask=segment >= 0, other=-1)
+        segment = tl.where((owner >= 0) & (owner < num_slots), owner, -1).to(tl.int32)
+    return segment
+
+
+@triton.jit
+def _units(log):
+    """Return 2⁵³ plus the multiple of ``UNIT`` next to a logarithm."""
+    return (log + _SHIFT).to(tl.int64, bitcast=True) + ((1 << 53) - _SHIFT_BITS)
+
+
+@triton.jit
+def _any(mark):
+    return tl.max(mark.to(tl.int64), 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_segments", "num_slots", "tokens", "clamps"],
+    do_not_specialize_on_alignment=["bounds", "owners"],
+)
+def sum_slots_kernel(
+    counts, logprobs, rollout_logprobs, bounds, ids, owners, num_segments, num_slots, table,
+    tokens: tl.int64, clamps, WORDS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add a tile's tokens to their slots, and the slots that had none yet to the last row."""
+    first = tl.program_id(0).to(tl.int64) * TILE
+    lane = tl.arange(0, TILE)
+    place = tl.max_contiguous(counts + first + lane, 4)
+    count, segment, new, old = load_tokens(
+        place, ids, logprobs, rollout_logprobs, first, lane, tokens,
+        ids is None and bounds is None, TILE,
+    )  # fmt: skip
+    slot = slots_of(
+        bounds, ids, owners, num_segments, num_slots, segment, first, lane, tokens, TILE
+    )
+    left = tl.where((slot >= 0) & (count != 0), slot, _NOBODY)
+    if logprobs is not None:
+        log = (new - old).to(tl.float32).to(tl.float64)
+        is_far = (tl.abs(log) <= _FAR) == 0
+        units = _units(tl.where(is_far, 0.0, log))
+        has_far = tl.max((is_far & (left < _NOBODY)).to(tl.int32), 0)
+    current = tl.min(left, 0)
+    while current < _NOBODY:
+        own = left == current
+        row = table + current.to(tl.int64) * WORDS
+        if logprobs is None:
+            found = tl.sum(tl.where(own, count, 0), 0).to(tl.int64)
+        else:
+            total = tl.sum(tl.where(own, units, 0), 0)
+            found = (total + (1 << 52)) >> 53
+            tl.atomic_add(row + 1, total - (found << 53), sem="relaxed")
+            if clamps != 0:
+                clamped = tl.where(log > _BOUND, _BOUND, tl.where(log < -_BOUND, -_BOUND, log))
+                clamped = _units(tl.where(log == log, clamped, 0.0))  # noqa: PLR0124
+                total = tl.sum(tl.where(own, clamped, 0), 0)
+                tl.atomic_add(row + 2, total - (found << 53), sem="relaxed")
+            if has_far != 0:
+                marks = _any(own & (log != log)) * NAN + _any(own & (log > _FAR)) * ABOVE  # noqa: PLR0124
+                marks += _any(own & (log < -_FAR)) * BELOW
+                tl.atomic_or(row, marks, sem="relaxed")
+        known = tl.atomic_add(row, found, sem="relaxed")
+        is_new = (known & 0xFFFFFFFF) == 0
+        tl.atomic_add(table + num_slots.to(tl.int64) * WORDS, 1, mask=is_new, sem="relaxed")
+        left = tl.where(own, _NOBODY, left)
+        current = tl.min(left, 0)
+
+
+def sum_slots(
+    counts: torch.Tensor,
+    places: Places,
+    logprobs: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+    *,
+    clamps: bool = False,
+) -> torch.Tensor:
+    """Return int64 ``[slots + 1, words]`` sums; the last row's first is the slots with tokens.
+
+    ``counts`` are a mask of tokens, or boundaries, see `Places`. ``words`` is 1, or `WORDS` where
+    logarithms are summed. A launch that fills zeros, and one with a warp for each tile.
+    """
+    words = 1 if logprobs is None else WORDS
+    shape = (places.num_slots + 1, words)
+    table = torch.zeros(shape, dtype=torch.int64, device=counts.device)
+    launch, entries = launch_on("sum_slots_kernel", counts.get_device()), entries_of(counts, places)
+    if entries:
+        with torch.cuda.device_of(counts):  # Triton launches on the current device
+            sum_slots_kernel[(triton.cdiv(entries, launch.block),)](
+                counts, logprobs, rollout_logprobs, *places, table, entries,
+                int(clamps), WORDS=words, TILE=launch.block, **launch.options,
+            )  # fmt: skip
+    return table
+
+
+def entries_of(counts: torch.Tensor, places: Places | None) -> int:
+    """Return the number of entries that are counted."""
+    are_ends = places is not None and places.ids is None and places.bounds is None
+    return counts.shape[0] - int(are_ends)

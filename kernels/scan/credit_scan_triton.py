@@ -47,8 +47,10 @@ from trajpack.kernels.search_triton import find_segment, find_segments
 
 BLOCK = block_shape("credit_scan", DEFAULT).block
 """Entries of a block. The same on every architecture, because it fixes the order of sums."""
+ROW = 4 * BLOCK
+"""Entries of a row: a long segment is cut into rows, counted from its end, of a program each."""
 LONGEST_WALK = 16 * BLOCK
-"""Longest segment that one program scans; the blocks of longer ones are scanned at once."""
+"""Longest segment that one program scans."""
 EACH = tl.constexpr(8)
 """Entries of a lane."""
 LANE_SHIFT = tl.constexpr(3)
@@ -145,8 +147,9 @@ def scan_block(weight, increment, rate, place, state, FORM: tl.constexpr):
         if 1 << doubling < place.shape[0]:
             before = tl.maximum(lane - (1 << doubling), 0)
             joins = place >= 1 << doubling
-            joined = add_carry(total, decay, tl.gather(total, before, 0))
-            total = tl.where(joins, joined, total)
+            carry = tl.gather(total, before, 0)
+            carried = tl.fma(decay.to(total.dtype), carry, total)
+            total = tl.where(joins & (carry != 0), carried, total)
             decay = tl.where(joins, decay * tl.gather(decay, before, 0), decay)
     before = tl.maximum(lane - 1, 0)
     behind = tl.where(place == 0, 0.0, tl.gather(total, before, 0))
@@ -292,7 +295,7 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
     nothing = tl.zeros_like(reward)
     one = nothing + 1.0
     passed = passed_on(reward, is_last, FORM[1])
-    of_second = 0.0, 0.0, 0.0
+    of_second = ()
     if FORM[0] == VTRACE:
         limits = inputs[2]
         own_gamma = gamma.to(reward.dtype)
@@ -301,8 +304,8 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
         c = clip_ratio(ratio, generated, limits[4])
         increment, passes = observe(generated, own_gamma * value, passed, nothing, FORM[1])
         following, decay, total = scan_block(passes, increment, rate, place, states[1], FORM)
-        of_second = decay, total.to(tl.float64), 0.0
-        if outputs is None:
+        of_second = decay, total.to(tl.float64), tl.zeros_like(decay)
+        if len(outputs) == 0:
             start = tl.zeros_like(decay)
             share, _, _ = scan_block(passes, nothing, rate, place, start + 1.0, FORM)
             share *= own_gamma * rho
@@ -325,11 +328,10 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
         own = tl.fma(nothing + own_rate, reward, own)
         increment, weight = observe(generated, own, passed, one, FORM[1])
     states, decay, total = scan_block(weight, increment, rate, place, states[0], FORM)
-    if outputs is not None:
+    if len(outputs) > 0:
         written = exists
         if inputs[0][3] is not None:
             written = generated
-        main, other = outputs
         if FORM[0] == ADJOINT:
             first = adjoint_of(generated, reward, states, own_rate, is_last, FORM[1])
         elif FORM[0] == VTRACE:
@@ -340,10 +342,10 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
             second = reward + states
         if FORM[0] != ADJOINT:
             first = tl.where(generated, first, 0.0)
-        tl.store(main + at, first.to(tl.float32), mask=written)
-        if other is not None:
+        tl.store(outputs[0] + at, first.to(tl.float32), mask=written)
+        if len(outputs) > 1:
             second = tl.where(generated, second, 0.0)
-            tl.store(other + at, second.to(tl.float32), mask=written)
+            tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
     return (decay, total.to(tl.float64)) + of_second
 
 
@@ -362,11 +364,13 @@ def adjoint_of(generated, reward, states, rate, is_first, OBSERVATION: tl.conste
 
 @triton.jit
 def carry_on(effect, states):
-    """Return the states before a block."""
-    decay, increment, second_decay, second_increment, factor = effect
-    first, second = states
-    increment = add_carry(increment, factor, second)
-    return add_carry(increment, decay, first), add_carry(second_increment, second_decay, second)
+    """Return the states before a stretch of entries, from its effect and the states behind it."""
+    increment = effect[1]
+    second = states[1]
+    if len(effect) > 2:
+        increment = add_carry(increment, effect[4], second)
+        second = add_carry(effect[3], effect[2], second)
+    return add_carry(increment, effect[0], states[0]), second
 
 
 @triton.jit
@@ -384,7 +388,7 @@ def span_of(chunks, cu_seqlens, segment):
 
 @triton.jit
 def segments_of(inputs, segment, past):
-    """Return of segments their first position, length, last chunk, γ, λ, and the state behind them.
+    """Return of segments their first and past-last position, last chunk, γ, λ, and state behind.
 
     Those from ``past`` on have no entries.
     """
@@ -405,7 +409,7 @@ def segments_of(inputs, segment, past):
             if len(chunks[6]) > 0:
                 goes_on = tl.load(chunks[6][0] + own_last) != 0
         tail = gamma * tl.load(bootstrap + segment, mask=goes_on, other=0.0).to(tl.float64)
-    return begin, tl.where(is_given, end - begin, 0), own_last, gamma, lam, tail
+    return begin, tl.where(is_given, end, begin), own_last, gamma, lam, tail
 
 
 @triton.jit
@@ -416,7 +420,8 @@ def lay_out(inputs, number, past, shift, BLOCK: tl.constexpr):
     """
     chunks, cu_seqlens = inputs[0][3], inputs[1][0]
     entry = tl.arange(0, BLOCK)
-    begin, length, own_last, gamma, lam, _ = segments_of(inputs, number + (entry >> shift), past)
+    begin, end, own_last, gamma, lam, _ = segments_of(inputs, number + (entry >> shift), past)
+    top = end - 1 - (entry & ((1 << shift) - 1))
     lane = tl.arange(0, BLOCK // EACH)
     lane_shift = shift - LANE_SHIFT
     _, _, _, own_gamma, own_lam, tail = segments_of(inputs, number + (lane >> lane_shift), past)
@@ -426,39 +431,80 @@ def lay_out(inputs, number, past, shift, BLOCK: tl.constexpr):
         first = tl.load(cu_seqlens + number)
         after = tl.load(cu_seqlens + tl.minimum(number + (BLOCK >> shift), past))
         range_of_chunks = first, tl.maximum(after - 1, first)
-    laid = begin + length - 1, length, own_last, gamma, lam, range_of_chunks
+    laid = top, begin, end, range_of_chunks, own_last, gamma, lam
     return laid, (lane & ((1 << lane_shift) - 1), rate), tail
 
 
 @triton.jit
-def entries_of(laid, start, shift, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what `scan_entries` takes of the entries that have ``start`` or more behind them."""
-    last, length, own_last, gamma, lam, range_of_chunks = laid
-    rank = start + (tl.arange(0, BLOCK) & ((1 << shift) - 1))
-    is_last = rank == 0
+def entries_of(laid, start, FORM: tl.constexpr):
+    """Return what `scan_entries` takes, ``start`` entries before the tops."""
+    top, begin, end, range_of_chunks, own_last, gamma, lam = laid
+    position = top - start
+    is_last = position == end - 1
     if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
-        is_last = rank == length - 1
-    return last - rank, rank < length, is_last, range_of_chunks, own_last, gamma, lam
+        is_last = position == begin
+    return position, position >= begin, is_last, range_of_chunks, own_last, gamma, lam
 
 
 @triton.jit
-def block_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, SIZES: tl.constexpr):
-    """Find the block that ends in a window, if it is of a long segment and does not begin it.
+def row_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, SIZES: tl.constexpr):
+    """Find the row that ends in a window, if it is of a long segment and does not begin it.
 
-    Window w is the positions [w * BLOCK, (w + 1) * BLOCK). The window's first position belongs to
-    the segment of such a block, so there is at most one per window. Return its segment, the number
-    of entries behind it, and whether it exists. ``SIZES`` are BLOCK and the longest walk.
+    Window w is the positions [w * ROW, (w + 1) * ROW). The window's first position belongs to the
+    segment of such a row, so there is at most one per window. Return its segment, the number of
+    entries behind it, and whether it exists. ``SIZES`` are those of a block, a row and the longest
+    walk.
     """
-    BLOCK: tl.constexpr = SIZES[0]
+    ROW: tl.constexpr = SIZES[1]
     if chunks is None:
-        segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
+        segment = find_segment(cu_seqlens, num_segments, window * ROW, 1)
     else:
-        chunk = find_segment(chunks[0], num_chunks, window * BLOCK, 1)
+        chunk = find_segment(chunks[0], num_chunks, window * ROW, 1)
         segment = find_segment(cu_seqlens, num_segments, chunk, 1)
     begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
-    behind = ((end - 1) // BLOCK - window) * BLOCK
-    exists = (end > window * BLOCK) & (end - behind - begin > BLOCK) & (end - begin > SIZES[1])
+    behind = ((end - 1) // ROW - window) * ROW
+    exists = (end > window * ROW) & (end - behind - begin > ROW) & (end - begin > SIZES[2])
     return segment, behind, exists
+
+
+@triton.jit
+def compose(decay, increment, next_decay, next_increment):
+    """Compose the effects of two stretches of entries on one state; the first is applied first."""
+    return decay * next_decay, add_carry(next_increment, next_decay, increment)
+
+
+@triton.jit
+def compose_two(
+    decay, increment, second_decay, second_increment, factor,
+    next_decay, next_increment, next_second_decay, next_second_increment, next_factor,
+):  # fmt: skip
+    """Compose the effects of two stretches of entries on two states."""
+    effect = next_decay, next_increment, next_second_decay, next_second_increment, next_factor
+    first, second = carry_on(effect, (increment, second_increment))
+    factor = add_carry(next_factor * second_decay, next_decay, factor)
+    return decay * next_decay, first, second_decay * next_second_decay, second, factor
+
+
+@triton.jit
+def no_effect(LANES: tl.constexpr, FORM: tl.constexpr):
+    """Return the effect of no entry, which `together` and `carry_on` take."""
+    one, zero = tl.full((LANES,), 1.0, tl.float64), tl.zeros((LANES,), tl.float64)
+    if FORM[0] == VTRACE:
+        return one, zero, one, zero, zero
+    else:
+        return one, zero
+
+
+@triton.jit
+def together(effect, following, FORM: tl.constexpr):
+    """Compose two effects."""
+    if FORM[0] == VTRACE:
+        return compose_two(
+            effect[0], effect[1], effect[2], effect[3], effect[4],
+            following[0], following[1], following[2], following[3], following[4],
+        )  # fmt: skip
+    else:
+        return compose(effect[0], effect[1], following[0], following[1])
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_chunks"])
@@ -468,86 +514,75 @@ def effects_kernel(
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
     FORM: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Write the effect on the state of the block of one window, if it has one."""
+    """Write the effect on the state of the row of one window, if it has one."""
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
+    LANES: tl.constexpr = SIZES[0] // EACH
     window = tl.program_id(0)
-    number, behind, exists = block_of_window(
+    number, start, exists = row_of_window(
         source[3], cu_seqlens, num_segments, num_chunks, window, SIZES
     )
     if exists:
-        laid, lanes, tail = lay_out(inputs, number, number + 1, SIZES[2], SIZES[0])
-        entries = entries_of(laid, behind, SIZES[2], FORM, SIZES[0])
-        zero = tl.zeros_like(tail)
-        effect = scan_entries(inputs, None, entries, lanes, (zero, zero), FORM)
-        lane = tl.arange(0, SIZES[0] // EACH)
-        width: tl.constexpr = 5 if FORM[0] == VTRACE else 2
-        for at in tl.static_range(width):
-            own = effects + width * window + at + tl.zeros_like(lane)
-            tl.store(own, effect[at], mask=lane == 0)
-
-
-@triton.jit
-def compose(decay, increment, next_decay, next_increment):
-    """Compose the effects of a block and of the next one on one state."""
-    return decay * next_decay, add_carry(next_increment, next_decay, increment)
-
-
-@triton.jit
-def compose_two(
-    decay, increment, second_decay, second_increment, factor,
-    next_decay, next_increment, next_second_decay, next_second_increment, next_factor,
-):  # fmt: skip
-    """Compose the effects of a block and of the next one on two states."""
-    effect = next_decay, next_increment, next_second_decay, next_second_increment, next_factor
-    first, second = carry_on(effect, (increment, second_increment))
-    factor = add_carry(next_factor * second_decay, next_decay, factor)
-    return decay * next_decay, first, second_decay * next_second_decay, second, factor
+        laid, lanes, tail = lay_out(inputs, number, number + 1, SIZES[3], SIZES[0])
+        states = tl.zeros_like(tail), tl.zeros_like(tail)
+        total = no_effect(LANES, FORM)
+        for done in range(0, SIZES[1], SIZES[0]):
+            entries = entries_of(laid, start + done, FORM)
+            effect = scan_entries(inputs, (), entries, lanes, states, FORM)
+            total = together(total, effect, FORM)
+        lane = tl.arange(0, LANES)
+        for at in tl.static_range(len(total)):
+            own = effects + len(total) * window + at + tl.zeros_like(lane)
+            tl.store(own, total[at], mask=lane == 0)
 
 
 @triton.jit
 def fold_effects(effects, window, count, states, FORM: tl.constexpr):
-    """Return the states behind a block, from the effects of the ``count`` blocks behind it.
+    """Return the states behind a row, from the effects of the ``count`` rows behind it.
 
-    ``window`` is that of the segment's last block. A lane composes ``GROUP`` blocks.
+    ``window`` is that of the segment's last row. A lane composes ``GROUP`` rows.
     """
     lane = tl.arange(0, LANES)
     done = 0
     while done < count:
-        block = done + lane * GROUP
-        total = (tl.full((LANES,), 1.0, tl.float64), tl.zeros((LANES,), tl.float64))
-        if FORM[0] == VTRACE:
-            total = total + (total[0], total[1], total[1])
+        neutral = no_effect(LANES, FORM)
+        total = neutral
         for at in tl.static_range(GROUP):
-            known = block + at < count
-            own = effects + (window - block - at) * len(total)
-            decay = tl.load(own, mask=known, other=1.0)
-            increment = tl.load(own + 1, mask=known, other=0.0)
-            if FORM[0] == VTRACE:
-                second_decay = tl.load(own + 2, mask=known, other=1.0)
-                second_increment = tl.load(own + 3, mask=known, other=0.0)
-                factor = tl.load(own + 4, mask=known, other=0.0)
-                total = compose_two(
-                    total[0], total[1], total[2], total[3], total[4],
-                    decay, increment, second_decay, second_increment, factor,
-                )  # fmt: skip
-            else:
-                total = compose(total[0], total[1], decay, increment)
-        last = tl.full(states[0].shape, LANES - 1, tl.int32)
+            row = done + lane * GROUP + at
+            effect = ()
+            for part in tl.static_range(len(neutral)):
+                own = effects + (window - row) * len(neutral) + part
+                effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
+            total = together(total, effect, FORM)
         if FORM[0] == VTRACE:
             total = tl.associative_scan(total, 0, compose_two)
-            effect = (
-                tl.gather(total[0], last, 0), tl.gather(total[1], last, 0),
-                tl.gather(total[2], last, 0), tl.gather(total[3], last, 0),
-                tl.gather(total[4], last, 0),
-            )  # fmt: skip
-            states = carry_on(effect, states)
         else:
             total = tl.associative_scan(total, 0, compose)
-            first = add_carry(tl.gather(total[1], last, 0), tl.gather(total[0], last, 0), states[0])
-            states = first, states[1]
+        last = tl.full(states[0].shape, LANES - 1, tl.int32)
+        effect = ()
+        for part in tl.static_range(len(total)):
+            effect = effect + (tl.gather(total[part], last, 0),)
+        states = carry_on(effect, states)
         done += LANES * GROUP
     return states
+
+
+@triton.jit
+def longest_first(inputs, program, num_segments):
+    """Return the segment of a program, so that the first programs have the longest ones.
+
+    The programs of each ``LANES`` neighbours take them by length; it is ``num_segments`` or more
+    for a program without a segment.
+    """
+    stride = tl.cdiv(num_segments, LANES)
+    lane = tl.arange(0, LANES)
+    first = program % stride * LANES
+    begin, end, _, _, _, _ = segments_of(inputs, first + lane, num_segments)
+    key = tl.minimum(end - begin, 1 << 25) * LANES + LANES - lane
+    place = tl.zeros_like(lane)
+    for other in tl.static_range(LANES):
+        place += (tl.gather(key, tl.full((LANES,), other, tl.int32), 0) > key).to(tl.int32)
+    return first + tl.sum(tl.where(place == program // stride, lane, 0), 0)
 
 
 @triton.jit
@@ -558,9 +593,8 @@ def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
     """
     at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
     rest = tl.load(turn_ids + at, mask=at < num_tokens, other=0) < 0
-    main, other = outputs
-    tl.store(main + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
-    tl.store(other + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    tl.store(outputs[0] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    tl.store(outputs[1] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
 
 
 @triton.jit(do_not_specialize=["num_segments", "share", "num_chunks", "num_windows", "num_tokens"])
@@ -571,54 +605,58 @@ def scan_kernel(
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
     FORM: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Scan ``share`` segments; with ``effects``, one block of a long segment; or fill with 0.
+    """Scan ``share`` segments; with ``effects``, a row of a long segment; or fill with 0.
 
-    With ``effects`` the programs of segments leave of a long one all but its first block, which
-    ends in no window of its own.
+    With ``effects`` the programs of segments scan of a long one the row that begins it alone, which
+    has no window of its own.
     """
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
     BLOCK: tl.constexpr = SIZES[0]
-    BLOCK_SHIFT: tl.constexpr = SIZES[2]
+    ROW: tl.constexpr = SIZES[1]
+    BLOCK_SHIFT: tl.constexpr = SIZES[3]
     chunks = source[3]
     program = tl.program_id(0)
-    walks = tl.cdiv(num_segments, share)
+    walks = tl.cdiv(tl.cdiv(num_segments, share), LANES) * LANES
     if program < walks + num_windows:
         number = program * share
         past = tl.minimum(number + share, num_segments)
         shift = 0
         shift += BLOCK_SHIFT
-        behind = 0
-        longest = 0
+        start = 0
+        stop = 0
         if program < walks:
-            _, length, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
-            longest += tl.max(length, 0)
+            if share == 1:
+                number = longest_first(inputs, program, num_segments)
+                past = tl.minimum(number + 1, num_segments)
+            begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
+            stop += tl.max(end - begin, 0)
             shift = 0
             shift += LANE_SHIFT
             for size in tl.static_range(LANE_SHIFT, BLOCK_SHIFT):
-                shift += (longest > (1 << size)).to(tl.int32)
+                shift += (stop > (1 << size)).to(tl.int32)
         elif effects is not None:
-            number, behind, exists = block_of_window(
+            number, start, exists = row_of_window(
                 chunks, cu_seqlens, num_segments, num_chunks, program - walks, SIZES
             )
             past = number + exists.to(tl.int32)
-            longest = behind + BLOCK
+            stop = start + ROW
         while number < past:
-            start = behind
+            done = start
             laid, lanes, tail = lay_out(inputs, number, past, shift, BLOCK)
             states = tail, tail
             if FORM[0] >= VTRACE:
                 states = tl.zeros_like(tail), tail
             if effects is not None:
                 begin, end, _, _ = span_of(chunks, cu_seqlens, number)
-                if (program < walks) & (end - begin > SIZES[1]):
-                    start = (end - begin - 1) // BLOCK * BLOCK
-                states = fold_effects(effects, (end - 1) // BLOCK, start // BLOCK, states, FORM)
-            while start < longest:
-                entries = entries_of(laid, start, shift, FORM, BLOCK)
+                if (program < walks) & (end - begin > SIZES[2]):
+                    done = (end - begin - 1) // ROW * ROW
+                states = fold_effects(effects, (end - 1) // ROW, done // ROW, states, FORM)
+            while done < stop:
+                entries = entries_of(laid, done, FORM)
                 effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
                 states = carry_on(effect, states)
-                start += BLOCK
+                done += BLOCK
             number += BLOCK >> shift
     elif fill_ids is not None:
         fill_with_zeros(outputs, fill_ids, program - walks, num_tokens, BLOCK)
@@ -627,12 +665,15 @@ def scan_kernel(
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a scan; see `trajpack.kernels.scan.credit_scan.run_scan`."""
     first = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
-    second = torch.empty_like(first) if scan.kind in ("gae", "vtrace") else None
+    if scan.kind in ("returns", "adjoint"):
+        launch(scan, (first,))
+        return first, first.new_empty(0)
+    second = torch.empty_like(first)
     launch(scan, (first, second))
-    return first, first.new_empty(0) if second is None else second
+    return first, second
 
 
-def launch(scan: Scan, outputs: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
     """Launch one kernel, or two where a segment may be longer than `LONGEST_WALK`."""
     if not scan.num_tokens:
         return
@@ -641,7 +682,7 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, torch.Tensor | None]) -> Non
     arguments = _arguments(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
         if min(scan.num_positions, longest) > LONGEST_WALK:
-            windows = triton.cdiv(scan.num_positions, BLOCK)
+            windows = triton.cdiv(scan.num_positions, ROW)
             numbers = windows * (5 if scan.kind == "vtrace" else 2)
             effects = torch.empty(numbers, dtype=torch.float64, device=scan.device)
             effects_kernel[(windows,)](effects=effects, **arguments)
@@ -649,7 +690,8 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, torch.Tensor | None]) -> Non
         fill_ids, tiles = scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
         if fill_ids is None or scan.by_turn:
             fill_ids, tiles = None, 0
-        scan_kernel[(triton.cdiv(scan.num_segments, share) + windows + tiles,)](
+        walks = triton.cdiv(triton.cdiv(scan.num_segments, share), LANES.value) * LANES.value
+        scan_kernel[(walks + windows + tiles,)](
             outputs=outputs,
             effects=effects,
             fill_ids=fill_ids,
@@ -700,6 +742,6 @@ def _arguments(scan: Scan) -> dict[str, Any]:
             OBSERVATIONS.index(observation),
             0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
         ),
-        "SIZES": (BLOCK, LONGEST_WALK, BLOCK.bit_length() - 1),
+        "SIZES": (BLOCK, ROW, LONGEST_WALK, BLOCK.bit_length() - 1),
         **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
     }

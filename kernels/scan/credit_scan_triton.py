@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Triton kernels of the scan over tokens: blocks of a segment, folded from its end.
 
 A block is ``BLOCK`` entries of one warp, ``EACH`` neighbours to a lane, at reversed addresses, so
@@ -617,7 +618,9 @@ def scan_kernel(
     BLOCK_SHIFT: tl.constexpr = SIZES[3]
     chunks = source[3]
     program = tl.program_id(0)
-    walks = tl.cdiv(tl.cdiv(num_segments, share), LANES) * LANES
+    walks = tl.cdiv(num_segments, share)
+    if share == 1:
+        walks = tl.cdiv(walks, LANES) * LANES
     if program < walks + num_windows:
         number = program * share
         past = tl.minimum(number + share, num_segments)
@@ -647,12 +650,15 @@ def scan_kernel(
             states = tail, tail
             if FORM[0] >= VTRACE:
                 states = tl.zeros_like(tail), tail
-            if effects is not None:
+            own_stop = stop
+            if shift == BLOCK_SHIFT:
                 begin, end, _, _ = span_of(chunks, cu_seqlens, number)
-                if (program < walks) & (end - begin > SIZES[2]):
-                    done = (end - begin - 1) // ROW * ROW
-                states = fold_effects(effects, (end - 1) // ROW, done // ROW, states, FORM)
-            while done < stop:
+                own_stop = tl.minimum(stop, end - begin)
+                if effects is not None:
+                    if (program < walks) & (end - begin > SIZES[2]):
+                        done = (end - begin - 1) // ROW * ROW
+                    states = fold_effects(effects, (end - 1) // ROW, done // ROW, states, FORM)
+            while done < own_stop:
                 entries = entries_of(laid, done, FORM)
                 effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
                 states = carry_on(effect, states)
@@ -690,7 +696,9 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
         fill_ids, tiles = scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
         if fill_ids is None or scan.by_turn:
             fill_ids, tiles = None, 0
-        walks = triton.cdiv(triton.cdiv(scan.num_segments, share), LANES.value) * LANES.value
+        walks = triton.cdiv(scan.num_segments, share)
+        if share == 1:
+            walks = triton.cdiv(walks, LANES.value) * LANES.value
         scan_kernel[(walks + windows + tiles,)](
             outputs=outputs,
             effects=effects,

@@ -14,11 +14,9 @@ from tests.kernels.compiled.test_compiled import KERNELS
 from tests.kernels.conftest import builds
 from trajpack import kernels
 
-PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "vtrace": 2, "split and merge": 2}
-"""Operators that launch a kernel for two things: a scan and its gradient, the values behind the
-tokens and V-trace, a micro-batch and the batch that is merged. All others launch it for one."""
-SHARED = {"fold_rows_kernel"}
-"""Kernels of which two parts may launch the same variant."""
+PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "split and merge": 2}
+"""Operators that launch a kernel for two things: a scan and its gradient, a micro-batch and
+the batch that is merged. All others launch it for one."""
 
 
 @builds("90")
@@ -27,10 +25,7 @@ def test_no_size_asks_for_a_variant_of_its_own(compiled: Any) -> None:
         assert of_kernels, operator
         for kernel, variants in of_kernels.items():
             if operator != "planted":
-                parts = (
-                    {1, PARTS.get(operator, 1)} if kernel in SHARED else {PARTS.get(operator, 1)}
-                )
-                assert len(variants) in parts, (operator, kernel, variants)
+                assert len(variants) == PARTS.get(operator, 1), (operator, kernel, variants)
 
 
 @builds("90")

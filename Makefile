@@ -52,9 +52,10 @@ clean: ## Remove what make has made: environment, builds, demonstration, caches
 	find agent benchmarks examples kernels packing src tests -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: demo
-demo: install ## Roll out a small model on a built-in task, pack the turns, look at the batch
-	$(BIN)/trajpack rollout --out demo/batch.safetensors --answers demo/answers
-	$(BIN)/trajpack inspect demo/batch.safetensors
+demo: install ## Train a tiny model on sums, look at its last batch, draw both; half a minute
+	$(BIN)/trajpack train --steps 6 --out demo/train.html --batch demo/batch.safetensors
+	$(BIN)/trajpack inspect demo/batch.safetensors --order worst --sequences 2
+	$(BIN)/trajpack report demo/batch.safetensors
 
 .PHONY: train
 train: install ## Let a tiny model learn sums, in about a minute; curves in demo/train.html

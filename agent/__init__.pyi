@@ -9,6 +9,9 @@ from trajpack.agent.agents.registry import (
 )
 from trajpack.agent.agents.tool_agent import ToolAgent as ToolAgent
 from trajpack.agent.agents.tools import Tool as Tool
+from trajpack.agent.conversation_rows import (
+    conversations_to_trajectories as conversations_to_trajectories,
+)
 from trajpack.agent.engines.queues import QueuedEngine as QueuedEngine
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
 from trajpack.agent.environments.code import (

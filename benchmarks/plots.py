@@ -1,7 +1,6 @@
-"""Cost against size as a plot: an HTML file to look into, and a PNG for the documents.
+"""Cost against size as a plot for the documents.
 
-``python -m benchmarks.plots RESULTS.json FOLDER``. The HTML file stands alone (4 MB, most of it
-plotly itself); it needs plotly, the PNG matplotlib. What is missing is said and left out.
+``python -m benchmarks.plots RESULTS.json FOLDER``. It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import SIZES, provenance
+from benchmarks.tables import SIZES
 
 Series = dict[str, tuple[list[int], list[float]]]
 TITLE = "Milliseconds to pack, against tokens"
@@ -32,20 +31,6 @@ def series(results: dict[str, Any]) -> Series:
     return found
 
 
-def write_html(results: dict[str, Any], path: Path) -> None:
-    """Write the plot as one HTML file that asks no other machine for anything."""
-    import plotly.graph_objects as figures
-
-    figure = figures.Figure()
-    for name, (sizes, times) in series(results).items():
-        line = {"dash": "dash", "color": "black"} if name in LIMITS else {}
-        figure.add_scatter(x=sizes, y=times, name=name, mode="lines+markers", line=line)
-    figure.update_xaxes(type="log", title="tokens")
-    figure.update_yaxes(type="log", title="milliseconds, best round")
-    figure.update_layout(title={"text": TITLE, "subtitle": {"text": provenance(results)}})
-    figure.write_html(path, include_plotlyjs=True)
-
-
 def write_png(results: dict[str, Any], path: Path) -> None:
     """Write the plot as a PNG."""
     from matplotlib.figure import Figure
@@ -62,7 +47,7 @@ def write_png(results: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write both files for one results file."""
+    """Write the plot of one results file."""
     if len(arguments) != 2:
         raise SystemExit("usage: python -m benchmarks.plots RESULTS.json FOLDER")
     source, folder = map(Path, arguments)
@@ -70,14 +55,13 @@ def main(arguments: Sequence[str]) -> int:
     if not series(results):
         raise SystemExit(f"{source} holds no record of {SIZES!r}")
     folder.mkdir(parents=True, exist_ok=True)
-    for write, suffix in ((write_html, "html"), (write_png, "png")):
-        path = folder / f"sizes_{source.stem}.{suffix}"
-        try:
-            write(results, path)
-        except ModuleNotFoundError as error:
-            print(f"no {path.name}: {error.name} is not installed")
-        else:
-            print(f"written to {path}")
+    path = folder / f"sizes_{source.stem}.png"
+    try:
+        write_png(results, path)
+    except ModuleNotFoundError as error:
+        print(f"no {path.name}: {error.name} is not installed")
+    else:
+        print(f"written to {path}")
     return 0
 
 

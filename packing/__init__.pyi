@@ -23,6 +23,7 @@ from trajpack.packing.credit.estimators import (
     TurnReturns as TurnReturns,
     VTrace as VTrace,
 )
+from trajpack.packing.loader.dataset import PackedDataset as PackedDataset
 from trajpack.packing.micro_batches.alignment import Alignment as Alignment
 from trajpack.packing.micro_batches.micro_batch import MicroBatch as MicroBatch
 from trajpack.packing.plan.costs import TransformerCost as TransformerCost

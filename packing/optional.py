@@ -15,7 +15,6 @@ BROUGHT_BY = {
     "msgspec": "trajpack[servers]",
     "openrlhf": "openrlhf",
     "opentelemetry": "trajpack[metrics]",
-    "plotly": "trajpack[agent]",
     "prometheus_client": "trajpack[metrics]",
     "pyarrow": "trajpack[log]",
     "pydantic": "trajpack[servers]",

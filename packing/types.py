@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -90,3 +90,90 @@ class Trajectory:
         except (TypeError, ValueError) as error:
             raise type(error)(f"trajectory {self.id!r}: {error}") from error.__cause__
         object.__setattr__(self, "turns", turns)
+
+    @classmethod
+    def from_messages(  # noqa: PLR0913 - columns of a data set
+        cls,
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        id: str = "conversation",
+        *,
+        group: str | None = None,
+        turn_discount: float = 0.0,
+        reward: float | None = None,
+        tools: Sequence[Any] | str | None = None,
+        max_tokens: int | None = None,
+        stop_token_ids: Collection[int] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Trajectory:
+        """Return the turns of a chat, with the tokens that an engine sees and samples.
+
+        Each message of the assistant is a turn. Its prompt is the chat template's text of the
+        messages before it, with the generation prompt; its completion is what the message adds to
+        that text, up to the stop token. A template that removes old reasoning gives later turns
+        other prompts, and so chains of their own: `trajpack.pack_tree` stores what they share
+        once. Log-probabilities are 0.
+
+        Args:
+            messages: ``role``, ``content`` and what else the template reads. The key ``weight`` of
+                an assistant's message, 1 if missing, is the reward of its turn; a message of weight
+                0 is no turn, only context. Arguments of tool calls may be JSON text.
+            tokenizer: A Hugging Face tokenizer with a chat template.
+            id: Name of the trajectory.
+            group: As the attribute.
+            turn_discount: As the attribute. With 0 the ``returns`` of tokens are the weights of
+                their messages.
+            reward: Reward of the last turn; the others then have 0.
+            tools: Declarations of tools for the template, or their JSON text.
+            max_tokens: Turns with more tokens, prompt included, are left out.
+            stop_token_ids: Tokens at which the engine stops, such as ``eos_token_id`` of the
+                model's generation config. By default the tokenizer's; if the template does not end
+                messages with it, the last special token.
+            chat_template_kwargs: Further arguments of the template, such as
+                ``{"enable_thinking": False}``.
+
+        Raises:
+            TypeError: If a message is no mapping with a role, or a weight is no number.
+            ValueError: If no turn is left; if the template cannot render a message, does not
+                continue its generation prompt, or shows nothing of a content; or if a message has
+                a stop token before its end. The error names the message and the place.
+
+        Warns:
+            UserWarning: If messages end without a stop token.
+
+        Cost: renders and encodes the conversation twice for each turn.
+
+        Example:
+            >>> from trajpack.agent import build_tiny_model
+            >>> _, tokenizer = build_tiny_model()
+            >>> chat = [
+            ...     {"role": "user", "content": "2+3?"},
+            ...     {"role": "assistant", "content": "6", "weight": 0},
+            ...     {"role": "user", "content": "No."},
+            ...     {"role": "assistant", "content": "5"},
+            ... ]
+            >>> turn = Trajectory.from_messages(chat, tokenizer).turns[0]
+            >>> tokenizer.decode(turn.completion_ids)
+            '5<|im_end|>'
+        """
+        from trajpack.packing.messages import fitting, turns_of_messages  # it imports `Turn`
+
+        try:
+            turns = turns_of_messages(
+                messages,
+                tokenizer,
+                tools=tools,
+                stop_token_ids=stop_token_ids,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            if not turns:
+                raise ValueError("no message of the assistant has a weight other than 0")
+            turns = fitting(turns, max_tokens)
+            if not turns:
+                raise ValueError(f"every turn has more than max_tokens={max_tokens} tokens")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"trajectory {id!r}: {error}") from error
+        if reward is not None:
+            turns = [replace(turn, reward=0.0) for turn in turns]
+            turns[-1] = replace(turns[-1], reward=reward)
+        return cls(id, turns, group, turn_discount)

@@ -16,7 +16,6 @@ import torch
 
 from tests.ptx.tensors import freeze_objects
 from tests.support import dealing
-from tests.support.fresh_memory import filled_fresh_memory
 from tests.support.warm_programs import WarmPrograms
 
 try:
@@ -131,13 +130,6 @@ def warm_judge(warm_programs: WarmPrograms, monkeypatch: pytest.MonkeyPatch) -> 
     """Have processes that check answers start at once."""
     script = warm_programs.script("judge")
     monkeypatch.setattr("trajpack.agent.environments.math_verify.SCRIPT", script)
-
-
-@pytest.fixture(scope="module")
-def poisoned_memory() -> Iterator[None]:
-    """Fill memory that trajpack allocates uninitialised, so that an unwritten output shows."""
-    with filled_fresh_memory():
-        yield
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def answers_folder(batch_file: Path) -> Path:
     return batch_file.with_suffix(".answers")
 
 
-def check_places(batch_file: Path, answers: Path | None) -> None:
+def check_places(batch_file: Path, answers: Path | None, *, option: str = "--out") -> None:
     """Check that a rollout overwrites only files of an earlier one.
 
     Raises:
@@ -46,7 +46,7 @@ def check_places(batch_file: Path, answers: Path | None) -> None:
             has other files, or ``answers`` is inside either.
     """
     if batch_file.suffix != ".safetensors" or batch_file.is_dir():
-        raise SetupError(f"--out must be a .safetensors file, got {batch_file}")
+        raise SetupError(f"{option} must be a .safetensors file, got {batch_file}")
     folder = tokenizer_folder(batch_file)
     for place in (batch_file, folder):
         if answers is not None and answers.resolve().is_relative_to(place.resolve()):

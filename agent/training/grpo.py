@@ -34,6 +34,7 @@ from trajpack.agent.training.policy_trainer import (
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.packing.credit.estimators import GRPO
 from trajpack.packing.tree.tree_batch import TreeBatch
+from trajpack.packing.types import Trajectory
 
 MAX_LOGPROB_GAP = 1e-5
 """Largest allowed difference of log-probabilities between trainer and engine at equal weights."""
@@ -43,6 +44,7 @@ _DEMONSTRATIONS = 48
 _WARM_UP_RATE = 3e-3
 _QUESTION_TOKENS, _MAX_NEW_TOKENS, _FEEDBACK_TOKENS = 5, 3, 4
 _MAX_CONCURRENCY = 64
+_NUM_EXAMPLES = 6
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class StepRecord:
     seconds: float
     """Seconds since the end of the step before, or since the first episode began."""
     outcome: StepOutcome
+    examples: tuple[Trajectory, ...] = ()
+    """Some of the step's episodes, each of another question."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -95,6 +99,8 @@ class Training:
             raise SetupError(f"the model cannot be trained: {first_line(error)}") from error
         size = settings.num_steps * settings.num_prompts
         self.questions = arithmetic_questions(size, settings.seed)
+        self.last_batch: Batch | None = None
+        """Batch of the last finished step."""
 
     def warm_up(self) -> Iterator[float]:
         """Train on demonstrations of a lazy teacher, and yield the loss of each step."""
@@ -158,6 +164,7 @@ class Training:
                 batch = pack_episodes(episodes, settings.layout)
                 outcome = await run_to_end(partial(self.trainer.step, batch))
                 check_logprobs(outcome)
+                self.last_batch = batch
                 with _as_setup_error():
                     await engine.update_weights(self.model.state_dict(), self.trainer.version)
                 began, seconds = time.monotonic(), time.monotonic() - began
@@ -169,6 +176,10 @@ class Training:
                         (batch.entries if isinstance(batch, TreeBatch) else batch).num_generated,
                         seconds,
                         outcome,
+                        tuple(
+                            episodes[at].trajectories[0]
+                            for at in range(0, num_episodes, group_size)
+                        )[:_NUM_EXAMPLES],
                     )
                 )
                 episodes = []

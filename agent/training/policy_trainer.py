@@ -12,7 +12,6 @@ from trajpack.agent.rollout.settings import LayoutName
 from trajpack.packing.adapters.huggingface import (
     LMHead,
     check_isolation,
-    check_tree_attention,
     register_tree_attention,
 )
 from trajpack.packing.batch.batch import PackedBatch
@@ -132,8 +131,8 @@ class PolicyTrainer:
             batch apart, or does not compute trees; or if it makes its logits in a way that
             `trajpack.packing.adapters.huggingface.LMHead` does not know.
 
-    Cost: the forward passes of `trajpack.packing.adapters.huggingface.check_isolation`, or
-    ``check_tree_attention``, and of ``LMHead``.
+    Cost: the forward passes of `trajpack.packing.adapters.huggingface.LMHead`; of layouts but
+    ``"tree"`` also those of ``check_isolation``.
     """
 
     def __init__(
@@ -154,7 +153,6 @@ class PolicyTrainer:
         if layout == "tree":
             register_tree_attention()
             model.set_attn_implementation("trajpack_tree")
-            check_tree_attention(model)
         else:
             check_isolation(model)
         self.model = model.eval()

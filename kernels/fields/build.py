@@ -17,6 +17,8 @@ from trajpack.kernels.validation import check_integer, check_tensor, values_to_c
 OP = "build"
 SHORT = 128
 """Mean stretch below which one gather on the host beats a copy per stretch (measured)."""
+COUNTED = 2048
+"""Mean stretch below which one sum on the host beats counting up per stretch (measured)."""
 ENTRIES_AT_ONCE = 2**17
 """Tokens that the host repeats at once in the cache, before it copies them to their memory."""
 
@@ -377,7 +379,7 @@ def _write_token_ids(out: Array, words: Ints, rows: Ints, lengths: Ints) -> None
 def _write_position_ids(out: Array, rows: Ints, lengths: Ints) -> None:
     rows, lengths = _join(rows, lengths, rows[:, Run.POSITION])
     begins = rows[:, Run.POSITION]
-    if _is_short(lengths):
+    if _is_short(lengths, COUNTED):
         first = begins.astype(np.int64)
         out[:] = 1
         out[rows[:, Run.START]] = first - np.append(0, (first + lengths - 1)[:-1])
@@ -393,12 +395,16 @@ def _write_logprobs(
     out: Array, words: Ints, rows: Ints, *, lengths: Ints, loss_mask: Array
 ) -> None:
     logprobs = words.view(np.float32)
-    out[:] = 0
     context = rows[:, Run.GENERATED]
     is_trained = context < lengths
     starts, source = (rows[:, Run.START] + context)[is_trained], rows[is_trained, Run.LOGPROB]
     lengths = (lengths - context)[is_trained]
-    if _is_short(lengths) and (source[1:] == source[:-1] + lengths[:-1]).all():
+    follow = lengths.size and (source[1:] == source[:-1] + lengths[:-1]).all()
+    if follow and lengths.sum() == out.size:
+        out[:] = logprobs[source[0] : source[0] + out.size]
+        return
+    out[:] = 0
+    if follow and _is_short(lengths):
         out[loss_mask] = logprobs[source[0] : source[0] + lengths.sum()]
     else:
         copy_stretches(out, starts, logprobs, begins=source, lengths=lengths)
@@ -411,17 +417,19 @@ def _join(rows: Ints, lengths: Ints, column: Ints) -> tuple[Ints, Ints]:
     return rows[heads], np.add.reduceat(lengths, heads) if heads.size else lengths
 
 
-def _is_short(lengths: Ints) -> bool:
-    return bool(lengths.size and lengths.sum() < SHORT * lengths.size)
+def _is_short(lengths: Ints, limit: int = SHORT) -> bool:
+    return bool(lengths.size and lengths.sum() < limit * lengths.size)
 
 
 def copy_stretches(out: Array, starts: Ints, source: Array, *, begins: Ints, lengths: Ints) -> None:
     """Copy ``source[begin : begin + length]`` to ``out[start:]`` for each stretch."""
     if lengths.size > 1 and _is_short(lengths):
-        index = np.arange(lengths.sum(), dtype=np.int64)
-        index -= np.repeat(np.cumsum(lengths) - lengths, lengths)
-        values = source[index + np.repeat(begins, lengths)]
-        out[index + np.repeat(starts, lengths)] = values
+        index, before = np.arange(lengths.sum(), dtype=np.int64), np.cumsum(lengths) - lengths
+        values = source[index + np.repeat(begins - before, lengths)]
+        if (starts - before == starts[0]).all():  # one behind the other
+            out[starts[0] : starts[0] + values.size] = values
+        else:
+            out[index + np.repeat(starts - before, lengths)] = values
         return
     stretches = zip(starts.tolist(), begins.tolist(), lengths.tolist(), strict=True)
     for start, begin, length in stretches:

@@ -113,12 +113,14 @@ def write_rows(
     if not tiles:
         return
     widths, units, fills, generated_only = zip(*layouts, strict=True)
+    sizes = [triton.cdiv(num_tokens * width, launch.block) * launch.block for width in widths]
+    whole = [rows.as_strided((size,), (1,)) for rows, size in zip(out, sizes, strict=True)]
     with torch.cuda.device_of(words):  # Triton launches on the current device
         gather_fields_kernel[(tiles,)](
             words,
             runs,
             sources,
-            tuple(out),
+            tuple(whole),
             runs.shape[0] - 1,
             num_tokens,
             WIDTHS=widths,

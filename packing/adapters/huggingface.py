@@ -10,7 +10,7 @@ from trajpack.packing.adapters.huggingface_head import LMHead
 from trajpack.packing.isolation.isolation import check_isolation
 from trajpack.packing.isolation.trees import check_tree_attention
 from trajpack.packing.rows.packed import Packed, check_unpadded, holds_token
-from trajpack.packing.tree.huggingface import register_tree_attention
+from trajpack.packing.tree_attention.huggingface import register_tree_attention
 
 __all__ = [
     "LMHead",

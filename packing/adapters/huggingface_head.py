@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trajpack.packing.tree.huggingface import NAME, tree_table
+from trajpack.packing.isolation.trees import check_tree_attention
+from trajpack.packing.tree.nodes import TreeNodes
+from trajpack.packing.tree_attention.huggingface import NAME, tree_table
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
-    from trajpack.packing.tree.nodes import TreeNodes
 
 
 class LMHead:
@@ -23,14 +24,16 @@ class LMHead:
 
     Args:
         model: A causal language model of transformers. Models that keep packed sequences apart pass
-            `check_isolation`, those that compute trees `check_tree_attention`.
+            `check_isolation`. Those that compute trees pass `check_tree_attention`, which runs here
+            if the model's attention is ``"trajpack_tree"``, else before the first tree.
 
     Raises:
         TypeError: If the model has no ``get_decoder`` or no output embeddings.
         ValueError: If the logits of a trial input differ from those that the head computes, because
-            the model makes them in another way.
+            the model makes them in another way; if `check_tree_attention` refuses the model.
 
-    Cost: two forward passes over eight tokens; then nothing is compared again.
+    Cost: two forward passes over eight tokens, for trees also those of `check_tree_attention`, six
+        of up to 132 tokens; then nothing is compared again.
 
     Example:
         >>> import trajpack
@@ -51,6 +54,9 @@ class LMHead:
         self._softcap = getattr(config, "final_logit_softcapping", None)
         scale = getattr(config, "logit_scale", None) or 1.0
         self._temperature = (getattr(config, "logits_scaling", None) or 1.0) / scale
+        self._is_tree_checked = False
+        if model.config._attn_implementation == NAME:
+            self._check_trees(name)
         self._check(name)
 
     def logprobs(
@@ -72,13 +78,27 @@ class LMHead:
             float32 ``[num_generated]``, of trees ``[entries]``; with ``entropy`` a pair of such.
 
         Raises:
-            TypeError, ValueError: As the method of the batch.
+            TypeError, ValueError: As the method of the batch; ValueError also if the model does not
+                compute trees.
 
         Cost: a forward pass of the decoder, and that of `PackedBatch.logprobs`.
         """
+        if isinstance(batch, TreeNodes) and not self._is_tree_checked:
+            self._check_trees(type(self._model).__name__)
         options |= {"softcap": self._softcap, "temperature": temperature * self._temperature}
         hidden = self._model.get_decoder()(**batch.model_inputs())[0]
         return batch.logprobs(hidden, self._model.get_output_embeddings(), **options)
+
+    def _check_trees(self, name: str) -> None:
+        """Raise unless the model computes trees."""
+        chosen = self._model.config._attn_implementation
+        if chosen != NAME:
+            raise ValueError(
+                f"LMHead: {name} must have the attention {NAME!r} for trees, got {chosen!r}: call "
+                f"register_tree_attention() and model.set_attn_implementation({NAME!r})"
+            )
+        check_tree_attention(self._model)
+        self._is_tree_checked = True
 
     def _check(self, name: str) -> None:
         """Raise unless the head makes the logits that the model does."""

@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from trajpack.packing.adapters.trl_tree import check_tree
 from trajpack.packing.optional import require
 from trajpack.packing.rows.packed import Packed, places_of
-from trajpack.packing.tree.segments import Segments, expanded, segments_of
-from trajpack.packing.tree.tree_batch import TreeBatch
-from trajpack.packing.tree.trie import Ints
+from trajpack.packing.tree.nodes import TreeNodes
+from trajpack.packing.tree.trie import Ints, expanded
 
 Lengths = Literal["both", "padded"]
 
@@ -104,7 +104,7 @@ class TreeQueryRun(NamedTuple):
 
 
 def tree_rank_nodes(
-    tree: TreeBatch, *, cp_size: int = 1, cp_rank: int = 0, multiple: int = 1
+    tree: TreeNodes, *, cp_size: int = 1, cp_rank: int = 0, multiple: int = 1
 ) -> torch.Tensor:
     """Return the nodes whose tokens a context-parallel rank computes.
 
@@ -112,7 +112,7 @@ def tree_rank_nodes(
     chunks ``cp_rank`` and ``2 * cp_size - cp_rank - 1``.
 
     Args:
-        tree: Trees of one row.
+        tree: A `TreeBatch` or `TreeMicroBatch`: trees of one row, padding of its own included.
         cp_size: Context-parallel ranks.
         cp_rank: This one.
         multiple: The padded row is a multiple of this, and of ``2 * cp_size`` if that is above 2.
@@ -122,7 +122,7 @@ def tree_rank_nodes(
         token of the last node.
 
     Raises:
-        TypeError: If ``tree`` is no `TreeBatch`.
+        TypeError: If ``tree`` is no tree.
         ValueError: If it has no nodes, or ``cp_size``, ``cp_rank`` or ``multiple`` is out of range.
 
     Cost: computed on the host; one copy to the device.
@@ -140,7 +140,7 @@ def tree_rank_nodes(
 
 
 def tree_packed_seq_params_kwargs(
-    tree: TreeBatch, *, cp_size: int = 1, cp_rank: int = 0, multiple: int = 1
+    tree: TreeNodes, *, cp_size: int = 1, cp_rank: int = 0, multiple: int = 1
 ) -> dict[str, Any]:
     """Return the fields of a ``TreePackedSeqParams`` by their names in Megatron-Core.
 
@@ -173,8 +173,8 @@ def tree_packed_seq_params_kwargs(
     of its own, a root.
 
     Args:
-        tree: Trees of one row, with either ``boundary``. The rank's tokens are those of
-            `tree_rank_nodes` of the same arguments.
+        tree: A `TreeBatch` or `TreeMicroBatch` with either ``boundary``: trees of one row. The
+            rank's tokens are those of `tree_rank_nodes` of the same arguments.
         cp_size: Context-parallel ranks.
         cp_rank: This one.
         multiple: As of `tree_rank_nodes`; that of tensor-parallel ranks for sequence parallelism.
@@ -187,18 +187,12 @@ def tree_packed_seq_params_kwargs(
     device. No synchronisation.
     """
     total, places = _ranks("tree_packed_seq_params_kwargs", tree, (cp_size, cp_rank), multiple)
-    segments, own = segments_of(tree.chains), places[cp_rank]
-    local = np.full(total, -1, np.int64)
+    starts, parents, depths = tree.segments(total)
+    local, own = np.full(total, -1, np.int64), places[cp_rank]
     local[own] = np.arange(own.size)
-    edges = local[_parents_of_entries(tree, segments)]
+    longest = int(tree.chains.trie.lengths.max(initial=1))
+    edges = local[_parents_of_entries(tree, starts, parents)]
     owned = np.flatnonzero(edges >= 0)
-    longest = int((segments.depths + np.diff(segments.starts)).max())
-    if total > tree.num_nodes:
-        segments = Segments(
-            np.append(segments.starts, total),
-            np.append(segments.parents, -1),
-            np.append(segments.depths, 0),
-        )
     nodes = tree_rank_nodes(tree, cp_size=cp_size, cp_rank=cp_rank, multiple=multiple)
     bounds = torch.tensor([0, total], dtype=torch.int32, device=tree.device)
 
@@ -210,11 +204,11 @@ def tree_packed_seq_params_kwargs(
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), bounds),
         **dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), bounds),
         **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
-        "tree_segment_starts": tuple(segments.starts[:-1].tolist()),
-        "tree_segment_lengths": tuple(np.diff(segments.starts).tolist()),
-        "tree_segment_parents": tuple(segments.parents.tolist()),
-        "tree_segment_depths": tuple(segments.depths.tolist()),
-        "tree_query_runs": _query_runs(segments, own, sent(np.arange(own.size))),
+        "tree_segment_starts": tuple(starts[:-1].tolist()),
+        "tree_segment_lengths": tuple(np.diff(starts).tolist()),
+        "tree_segment_parents": tuple(parents.tolist()),
+        "tree_segment_depths": tuple(depths.tolist()),
+        "tree_query_runs": _query_runs(starts, own, sent(np.arange(own.size))),
         "tree_local_position_ids": torch.where(nodes >= 0, tree.position_ids[nodes], 0),
         "tree_cp_gather_inverse": sent(np.argsort(places.reshape(-1))),
         "tree_cp_local_token_count": own.size,
@@ -225,13 +219,10 @@ def tree_packed_seq_params_kwargs(
     }
 
 
-def _ranks(op: str, tree: TreeBatch, ranks: tuple[int, int], multiple: int) -> tuple[int, Ints]:
+def _ranks(op: str, tree: TreeNodes, ranks: tuple[int, int], multiple: int) -> tuple[int, Ints]:
     """Check arguments; return the length of the padded row, and ``[cp_size, local]`` places."""
     cp_size, cp_rank = ranks
-    if not isinstance(tree, TreeBatch):
-        raise TypeError(f"{op}: tree must be a TreeBatch, got {type(tree).__name__}")
-    if not tree.num_nodes:
-        raise ValueError(f"{op}: the tree must have nodes, got none")
+    check_tree(op, tree)
     if multiple < 1:
         raise ValueError(f"{op}: multiple must be at least 1, got {multiple}")
     if not 0 <= cp_rank < cp_size:
@@ -244,18 +235,17 @@ def _ranks(op: str, tree: TreeBatch, ranks: tuple[int, int], multiple: int) -> t
     return total, np.concatenate([chunks[:cp_size], chunks[cp_size:][::-1]], 1)
 
 
-def _parents_of_entries(tree: TreeBatch, segments: Segments) -> Ints:
+def _parents_of_entries(tree: TreeNodes, starts: Ints, parents: Ints) -> Ints:
     """Return `TreeBatch.entry_parent` on the host."""
-    chains = tree.chains
-    node = expanded(chains.begin, chains.end - chains.begin)
-    segment = np.searchsorted(segments.starts, node, side="right") - 1
-    above = segments.starts[segments.parents[segment] + 1] - 1
-    return np.where(node == segments.starts[segment], above, node - 1)
+    generated = tree.chains.generated()
+    node = expanded(generated.node, generated.length)
+    segment = np.searchsorted(starts, node, side="right") - 1
+    return np.where(node == starts[segment], starts[parents[segment] + 1] - 1, node - 1)
 
 
-def _query_runs(segments: Segments, own: Ints, local: torch.Tensor) -> tuple[TreeQueryRun, ...]:
+def _query_runs(starts: Ints, own: Ints, local: torch.Tensor) -> tuple[TreeQueryRun, ...]:
     """Return the runs of a rank: where its places, ascending, are consecutive in a segment."""
-    segment = np.searchsorted(segments.starts, own, side="right") - 1
+    segment = np.searchsorted(starts, own, side="right") - 1
     opens = (np.diff(own, prepend=-2) != 1) | (np.diff(segment, prepend=-1) != 0)
     begins = np.flatnonzero(opens)
     ends = np.append(begins[1:], own.size)

@@ -17,7 +17,7 @@ from trajpack.packing.rows.packed import (
     places_of,
 )
 from trajpack.packing.rows.rows import row_trajectories, rows_of
-from trajpack.packing.tree.tree_batch import TreeBatch
+from trajpack.packing.tree.nodes import TreeNodes
 
 __all__ = [
     "to_async_row",
@@ -164,7 +164,7 @@ def to_async_samples(batch: PackedBatch) -> list[dict[str, Any]]:
 
 
 def to_async_row(
-    batch: Packed | TreeBatch, *, num_trained: torch.Tensor | None = None
+    batch: Packed | TreeNodes, *, num_trained: torch.Tensor | None = None
 ) -> dict[str, Any]:
     """Return the row that the asynchronous collator of TRL 1.16 writes for one rank.
 
@@ -191,8 +191,8 @@ def to_async_row(
     mean_seq_len                         float32 [1]       T over the number of sequences
     ==================================== ======= ========= ========================================
 
-    M is the number of generated tokens of a batch or a tree, and T for a micro-batch, which does
-    not know it; the rest is padding, which the trainer strips.
+    M is the number of generated tokens of a batch, a tree or a micro-batch of trees, and T for
+    another micro-batch, which does not know it; the rest is padding, which the trainer strips.
 
     ``num_trained`` is the number of trained tokens of all ranks, one entry; those of this row if
     ``None``. Not carried: versions, returns, extra fields.
@@ -202,7 +202,7 @@ def to_async_row(
 
     Cost: some launches over the tokens, no synchronisation; of a tree as `to_tree_kwargs`.
     """
-    if isinstance(batch, TreeBatch):
+    if isinstance(batch, TreeNodes):
         return row_of_tree(batch, num_trained)
     check_unpadded(batch)
     advantages = advantages_of("to_async_row", batch)

@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajpack.packing.rows.packed import advantages_of
-from trajpack.packing.tree.segments import expanded, segments_of
-from trajpack.packing.tree.tree_batch import TreeBatch
-from trajpack.packing.tree.trie import Ints
+from trajpack.packing.tree.nodes import TreeNodes
+from trajpack.packing.tree.trie import Ints, expanded
 
 PATHS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 """Keys of `to_tree_kwargs` that a row has too."""
 
 
-def to_tree_kwargs(tree: TreeBatch) -> dict[str, Any]:
+def to_tree_kwargs(tree: TreeNodes) -> dict[str, Any]:
     """Return the arguments of a forward pass in which layers follow a tree, by TRL's names.
 
     TRL's attention ``"tree_fa3"`` reads the first five. The package ``tree-recurrence`` reads them
@@ -34,13 +32,15 @@ def to_tree_kwargs(tree: TreeBatch) -> dict[str, Any]:
     tree_segment_depths                  int64 [S]   segments above each
     ==================================== ===== ===== ===============================================
 
-    A segment is a stretch of nodes without branches. `boundary` may be either.
+    A segment is a stretch of nodes without branches; the padding of a micro-batch is one too, a
+    root. `boundary` may be either.
 
     Args:
-        tree: Trees of one row, as ``input_ids[None]`` and ``position_ids[None]``.
+        tree: A `TreeBatch` or `TreeMicroBatch`: trees of one row, as ``input_ids[None]`` and
+            ``position_ids[None]``.
 
     Raises:
-        TypeError: If ``tree`` is no `TreeBatch`.
+        TypeError: If ``tree`` is neither.
         ValueError: If it has no nodes.
 
     Cost: computed on the host from the plan, without a look at the device: the sum of all paths,
@@ -53,36 +53,46 @@ def to_tree_kwargs(tree: TreeBatch) -> dict[str, Any]:
         >>> found["tree_kv_index"], found["tree_cu_seqlens_k"]
         (tensor([0, 1, 0, 1, 2, 0, 1, 3]), tensor([0, 2, 5, 8], dtype=torch.int32))
     """
-    if not isinstance(tree, TreeBatch):
-        raise TypeError(f"to_tree_kwargs: tree must be a TreeBatch, got {type(tree).__name__}")
-    if not tree.num_nodes:
-        raise ValueError("to_tree_kwargs: the tree must have nodes, got none")
-    segments = segments_of(tree.chains)
-    paths, bounds = segments.paths()
+    check_tree("to_tree_kwargs", tree)
+    starts, parents, depths = tree.segments()
+    paths, bounds = _paths(starts, parents, depths)
+    levels = np.zeros_like(parents)
+    for segment, parent in enumerate(parents.tolist()):
+        levels[segment] = levels[parent] + 1 if parent >= 0 else 0
     return {
         "tree_kv_index": _sent(paths, tree),
-        "tree_cu_seqlens_q": _sent(segments.starts.astype(np.int32), tree),
+        "tree_cu_seqlens_q": _sent(starts.astype(np.int32), tree),
         "tree_cu_seqlens_k": _sent(bounds.astype(np.int32), tree),
-        "tree_max_seqlen_q": int(np.diff(segments.starts).max()),
+        "tree_max_seqlen_q": int(np.diff(starts).max()),
         "tree_max_seqlen_k": int(np.diff(bounds).max()),
-        "tree_segment_parents": _sent(segments.parents, tree),
-        "tree_segment_depths": _sent(segments.levels(), tree),
+        "tree_segment_parents": _sent(parents, tree),
+        "tree_segment_depths": _sent(levels, tree),
     }
 
 
-def row_of_tree(tree: TreeBatch, num_trained: torch.Tensor | None) -> dict[str, Any]:
+def check_tree(op: str, tree: TreeNodes) -> None:
+    """Raise unless ``tree`` is a tree batch, or a micro-batch of one, with nodes."""
+    if not isinstance(tree, TreeNodes):
+        raise TypeError(
+            f"{op}: tree must be a TreeBatch or TreeMicroBatch, got {type(tree).__name__}"
+        )
+    if not tree.num_nodes:
+        raise ValueError(f"{op}: the tree must have nodes, got none")
+
+
+def row_of_tree(tree: TreeNodes, num_trained: torch.Tensor | None) -> dict[str, Any]:
     """Implement `trajpack.packing.adapters.trl.to_async_row` for a tree."""
     op = "to_async_row"
-    advantages = advantages_of(op, tree.entries)
+    if tree.advantages is None:
+        raise ValueError(f"{op}: the batch has no advantages, call with_advantages first")
     if tree.boundary != "duplicate":
         raise ValueError(
             f"{op}: TRL takes one label a row, so a tree needs pack_tree(..., "
             f"boundary='duplicate'), got {tree.boundary!r}"
         )
     given = to_tree_kwargs(tree)
-    order, row = _by_rows(tree)
+    order, place = _by_places(tree)
     entry = _sent(order, tree)
-    num_rows = len(tree.chains.trie.order)
     longest = [given["tree_max_seqlen_q"], given["tree_max_seqlen_k"]]
     total = torch.full((1,), float(tree.num_nodes), device=tree.device)
     counted = torch.full((1,), float(tree.num_entries), device=tree.device)
@@ -94,24 +104,38 @@ def row_of_tree(tree: TreeBatch, num_trained: torch.Tensor | None) -> dict[str, 
         "tree_max_seqlens": torch.tensor([longest], device=tree.device),
         "token_index": tree.entry_parent[entry][None],
         "old_log_probs": tree.rollout_logprobs[entry][None],
-        "advantages": advantages[entry][None],
-        "segment_id": _sent(row, tree)[None],
+        "advantages": tree.advantages[entry][None],
+        "segment_id": _sent(place, tree)[None],
         "attention_mask": torch.ones_like(tree.input_ids)[None],
         "global_n_tokens": counted if num_trained is None else num_trained.reshape(1).float(),
         "global_n_forward_tokens": total,
-        "mean_seq_len": total / num_rows,
+        "mean_seq_len": total / max(len(tree.chains.trie.order), 1),
     }
 
 
-def _by_rows(tree: TreeBatch) -> tuple[Ints, Ints]:
-    """Return the entries in the order of the rows, depth first, and the row of each."""
-    branch = tree.chains.turn_branch
-    sizes = np.array(tree.entries.seqlens, np.int64)
-    order = np.argsort(branch, kind="stable")
+def _paths(starts: Ints, parents: Ints, depths: Ints) -> tuple[Ints, Ints]:
+    """Return the nodes from a root to the end of each segment, and the boundaries of the paths."""
+    lengths = np.diff(starts)
+    bounds = np.append(0, np.cumsum(depths + lengths))
+    nodes = np.empty(bounds[-1], np.int64)
+    own = np.arange(starts[-1])
+    nodes[np.repeat(bounds[1:] - starts[1:], lengths) + own] = own
+    for segment, parent in enumerate(parents.tolist()):
+        if parent >= 0:  # whose path is as long as the segment is deep
+            begin, above, depth = bounds[segment], bounds[parent], depths[segment]
+            nodes[begin : begin + depth] = nodes[above : above + depth]
+    return nodes, bounds
+
+
+def _by_places(tree: TreeNodes) -> tuple[Ints, Ints]:
+    """Return the entries in the order of their chains, depth first, and the place of each."""
+    chains = tree.chains
+    sizes = chains.end - chains.begin
+    order = np.argsort(chains.place, kind="stable")
     first = np.cumsum(sizes) - sizes
-    return expanded(first[order], sizes[order]), np.repeat(branch[order], sizes[order])
+    return expanded(first[order], sizes[order]), np.repeat(chains.place[order], sizes[order])
 
 
-def _sent(numbers: Ints, tree: TreeBatch) -> torch.Tensor:
+def _sent(numbers: Ints, tree: TreeNodes) -> torch.Tensor:
     """Copy an array to the device of a tree."""
     return torch.from_numpy(numbers).to(tree.device, non_blocking=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.validation import check_tensor
 from trajpack.packing.conversion import check_memory
 from trajpack.packing.layout import Layout
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.segments import Number
+    from trajpack.packing.credit.advantages import Own, Unit
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
     from trajpack.packing.plan.plan import Plan
@@ -324,7 +327,7 @@ class PackedBatch(LabelMethods):
 
     def with_advantages(  # noqa: PLR0913 - estimators need different tensors
         self,
-        estimator: Estimator,
+        estimator: Estimator | Own,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -339,11 +342,17 @@ class PackedBatch(LabelMethods):
 
         ``docs/credit.md`` has an example of each estimator. A generated token has the same values
         in every layout, bit for bit (up to rounding if advantages are whitened); all other tokens
-        have 0. Narrow `loss_mask` (as for staleness) after this call, not before: estimators
-        read the generated tokens from the turns. The new batch shares all other tensors.
+        have 0. Call `narrow` (as for staleness) after this, not before: estimators read the
+        generated tokens from the turns. The new batch shares all other tensors.
 
         Args:
-            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``.
+            estimator: Estimator with its conventions, such as ``GAE(lam=0.95)`` or ``GRPO()``. Or a
+                function ``(scores, group_ids, batch) -> advantages`` of your own: ``scores`` are
+                float64 ``[trajectories]``, the sums of the rewards, or the argument of that name;
+                ``group_ids`` and ``batch`` are this batch's. It gives floats for each trajectory,
+                turn, generated token or token of the batch; where it gives as many as there are
+                generated tokens by chance, `spread` says which are meant. Or these advantages
+                themselves, a tensor.
             values: ``[tokens]`` floats, value of the state before each token: the output of a
                 causal critic one token earlier.
             ref_logprobs: ``[tokens]`` floats of the reference policy, for the penalty ``kl``.
@@ -389,6 +398,63 @@ class PackedBatch(LabelMethods):
 
         inputs = Inputs(values, logprobs, ref_logprobs, bootstrap, scores, state_ids)
         return with_advantages(self, estimator, inputs, all_reduce=all_reduce, impl=impl)
+
+    def spread(self, x: torch.Tensor, of: Unit) -> torch.Tensor:
+        """Return values of trajectories, turns or generated tokens at the batch's tokens.
+
+        Args:
+            x: ``[trajectories, ...]``, ``[turns, ...]`` or ``[num_generated, ...]``, of any dtype.
+            of: ``"trajectory"``, ``"turn"`` or ``"token"``: a generated token, in the order of
+                `logprobs`.
+
+        Returns:
+            ``[tokens, ...]``, 0 where not generated. Differentiable with respect to ``x``.
+
+        Raises:
+            TypeError: If ``x`` is no tensor.
+            ValueError: If ``of`` is unknown, or ``x`` has another length or device.
+
+        Cost: up to six small operations. No synchronisation.
+
+        Example:
+            >>> import torch, trajpack
+            >>> turns = [trajpack.Turn([1], [2, 3], [-0.5] * 2), trajpack.Turn([4], [5], [-0.5])]
+            >>> batch = trajpack.pack([trajpack.Trajectory("a", turns)])
+            >>> batch.spread(torch.tensor([0.25, 0.75]), of="turn")
+            tensor([0.0000, 0.2500, 0.2500, 0.0000, 0.7500])
+        """
+        from trajpack.packing.credit.advantages import spread  # it imports this class
+
+        return spread(self, x, of)
+
+    def narrow(self, mask: torch.Tensor) -> Self:
+        """Return the batch with a `loss_mask` that is False where ``mask`` is.
+
+        Tokens that are masked have no weight in `loss_weights` and no row in `logprob_rows`, which
+        then has rows of -1 at its end: `num_generated` stays. Call it after `with_advantages`. A
+        file holds the mask of the turns; narrow it again after `load`.
+
+        Args:
+            mask: bool ``[tokens]``, such as of `trajpack.kernels.staleness_mask`.
+
+        Raises:
+            TypeError: If ``mask`` is not bool.
+            ValueError: If it has another shape or device.
+
+        Cost: one small operation. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turn = trajpack.Turn([1], [2, 3], [-0.5, -9.0])
+            >>> batch = trajpack.pack([trajpack.Trajectory("a", [turn])])
+            >>> batch.narrow(batch.rollout_logprobs > -5).loss_weights("token_mean")
+            tensor([0., 1., 0.])
+        """
+        check_tensor(
+            "narrow", "mask", mask, dtypes=(torch.bool,), device=self.device,
+            entries=self.num_tokens,
+        )  # fmt: skip
+        return self.replaced(loss_mask=self.loss_mask & mask)
 
     def loss_weights(
         self,
@@ -831,7 +897,55 @@ class PackedBatch(LabelMethods):
             fill = int.from_bytes(field.layout.fill, sys.byteorder, signed=True)
             rows = bits.masked_fill(is_context, fill).view(field.dtype)
         fields = {**self.fields, field.name: rows}
-        return dataclasses.replace(self, fields=fields, token_fields=declared)
+        return self.replaced(fields=fields, token_fields=declared)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        num_ranks: int = 8,
+        align: int = 1,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        title: str = "",
+    ) -> dict[str, Any]:
+        """Write a page that shows the batch in a browser, and its numbers as JSON beside it.
+
+        The page is one file that loads nothing. It shows micro-batches by kind of token and cause
+        of padding, attention cost by rank, lengths, rewards by group, prefix breaks, and the text
+        of trajectories. A large batch is shown in part: the page says what is left out.
+
+        Args:
+            path: File that ends with ``.html``; the numbers go to the same name with ``.json``.
+            capacity: Tokens of a micro-batch to show first; ``None``: twice the longest sequence.
+            num_ranks: Number of data-parallel ranks.
+            align: Each sequence takes a multiple of this many tokens.
+            decode: Function from token ids to text, such as ``tokenizer.decode``; ``None`` shows
+                the ids.
+            title: Title of the page; the name of the file by default.
+
+        Returns:
+            The numbers.
+
+        Raises:
+            OSError: If a file cannot be written.
+            TypeError: If a number is not an integer.
+            ValueError: If the batch is padded, the path does not end with ``.html``, or the
+                capacity is below the longest sequence.
+
+        Cost: copies the batch to the host (synchronises). Seconds for 100,000 sequences.
+        """
+        from trajpack.packing.report.figures import ReportOptions
+        from trajpack.packing.report.page import write_report
+
+        options = ReportOptions(capacity, num_ranks, align)
+        return write_report(self, Path(path), options, decode=decode, title=title)
+
+    def _repr_html_(self) -> str:
+        """Return a table and a bar of the batch, for notebooks. Cost: as `report`."""
+        from trajpack.packing.report.page import short_html
+
+        return short_html(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch to a ``.safetensors`` file atomically.
@@ -882,6 +996,14 @@ class PackedBatch(LabelMethods):
         """Raise a `ValueError` if the batch has the padding of a `StaticBatch`."""
         if self.is_padded:
             raise ValueError("the batch is padded: take StaticBatch.unpadded()")
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return the batch with other fields, and with the lengths that the host knows."""
+        batch, later = dataclasses.replace(self, **changes), self.__dict__.get("_later", {})
+        kept = {name: later[name] for name in ("generated_lens", "value_lens") if name in later}
+        if kept:
+            batch.__dict__["_later"] = kept
+        return batch
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -56,7 +56,7 @@ RETURNS_TOLERANCE = 1e-6
 the float64 sums differs between implementations."""
 
 REMEDIES = {
-    "loss_mask": "narrow it after the batch is loaded, or weigh the loss (`loss_weights`) instead",
+    "loss_mask": "call `narrow` after the batch is loaded, or weigh the loss (`loss_weights`)",
     "turn_returns": "pack trajectories with other rewards",
 }
 """Remedies for fields that callers change."""

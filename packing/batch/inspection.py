@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trajpack.packing.text import printable
+from trajpack.packing.text import one_line, printable
 
 if TYPE_CHECKING:
+    import torch
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -73,6 +74,43 @@ def sequence_spans(batch: PackedBatch, sequence: int) -> list[Span]:
 def _visible(text: str) -> str:
     """Return printable text with marked line ends."""
     return printable(text.replace("\n", f"{_NEWLINE}\n").removesuffix("\n"), keep="\n")
+
+
+def chosen_sequences(
+    batch: PackedBatch,
+    *,
+    name: str | None = None,
+    group: str | None = None,
+    order: Literal["batch", "best", "worst"] = "batch",
+) -> list[int]:
+    """Return the sequences of some trajectories; padding is none of theirs.
+
+    Args:
+        batch: Batch on any device.
+        name: Name of a trajectory; ``None`` is any.
+        group: Group of trajectories; ``None`` is any.
+        order: Order of the batch, or by the trajectory's summed rewards.
+
+    Raises:
+        ValueError: If no trajectory has that name or group.
+    """
+    for what, wanted, known in (
+        ("is called", name, batch.ids),
+        ("has the group", group, [one for one in batch.groups if one is not None]),
+    ):
+        if wanted is not None and wanted not in known:
+            first = ", ".join(repr(one_line(one, 40)) for one in [*dict.fromkeys(known)][:5])
+            raise ValueError(f"no trajectory {what} {wanted!r}; the first are {first}")
+    bounds, sequences = batch.cu_turns.tolist(), batch.turn_sequence.tolist()
+    rewards = batch.turn_rewards.tolist()
+    found: list[tuple[float, int]] = []
+    for index, (begin, end) in enumerate(pairwise(bounds)):
+        if name in (None, batch.ids[index]) and group in (None, batch.groups[index]):
+            score = sum(rewards[begin:end])
+            found += [(score, one) for one in dict.fromkeys(sequences[begin:end])]
+    if order != "batch":
+        found.sort(key=lambda one: one[0], reverse=order == "best")
+    return [sequence for _, sequence in found]
 
 
 def describe(batch: PackedBatch) -> list[tuple[str, str]]:
@@ -179,7 +217,8 @@ def sequence_panel(
 ) -> Panel:
     """Return one sequence with its turns and its text as a panel for a rich console.
 
-    Each span has a line that begins with its kind. A long span is shortened in the middle, and
+    Each span has a line that begins with its kind. A line about the turn is above the span that it
+    generated. A long span is shortened in the middle, and
     only the first spans of a long sequence are shown. Control characters and markup of the text
     are escaped.
 
@@ -204,16 +243,17 @@ def sequence_panel(
     grid.add_column(overflow="fold")
     turns = np.flatnonzero(batch.turn_sequence.cpu().numpy() == sequence).tolist()
     spans = sequence_spans(batch, sequence)
-    most = max(len(turns), len(spans)) if full else _MAX_SPANS
-    for turn in turns[:most]:
-        grid.add_row(
-            Text(f"turn {_number_in_trajectory(batch, turn)}"), "", _turn_line(batch, turn)
-        )
-    if len(turns) > most:
-        grid.add_row("", "", Text(f"... and {len(turns) - most:,} more turns", "dim"))
-    grid.add_row("", "", "")
+    for turn in turns:
+        begin, end = batch.turn_spans[turn].tolist()
+        if begin == end:
+            spans.append(Span("generated", begin, end, turn))
+    spans.sort(key=lambda span: (span.start, span.end))
+    most = len(spans) if full else _MAX_SPANS
     for span in spans[:most]:
         style = STYLES[span.kind]
+        if span.turn >= 0:
+            number = Text(f"turn {_number_in_trajectory(batch, span.turn)}", "bold")
+            grid.add_row(number, "", Text(_turn_line(batch, span.turn), "dim"))
         label = Text(span.kind, style)
         text = _span_text(batch, span, decode, full)
         grid.add_row(label, f"{span.end - span.start:,}", Text(text, style))
@@ -241,17 +281,25 @@ def _number_in_trajectory(batch: PackedBatch, turn: int) -> int:
     return turn - int(batch.cu_turns[_trajectory_of(batch, turn)])
 
 
-def _turn_line(batch: PackedBatch, turn: int) -> Text:
-    from rich.text import Text
-
+def _turn_line(batch: PackedBatch, turn: int) -> str:
     low, high = int(batch.turn_version_start[turn]), int(batch.turn_version_end[turn])
-    versions = f"version {low}" if low == high else f"versions {low} to {high}"
     begin, end = batch.turn_spans[turn].tolist()
-    line = (
-        f"reward {float(batch.turn_rewards[turn]):.4g}, "
-        f"return {float(batch.turn_returns[turn]):.4g}, {counted(end - begin, 'token')}, {versions}"
-    )
-    return Text(line + (", cut off" if bool(batch.turn_truncated[turn]) else ""))
+    parts = [
+        f"reward {float(batch.turn_rewards[turn]):.4g}",
+        f"return {float(batch.turn_returns[turn]):.4g}",
+    ]
+    if end > begin and batch.advantages is not None:
+        parts.append(f"mean advantage {_mean(batch.advantages[begin:end])}")
+    if end > begin:
+        parts.append(f"mean log-probability {_mean(batch.rollout_logprobs[begin:end])}")
+    parts.append(f"version {low}" if low == high else f"versions {low} to {high}")
+    if bool(batch.turn_truncated[turn]):
+        parts.append("cut off")
+    return ", ".join(parts)
+
+
+def _mean(values: torch.Tensor) -> str:
+    return f"{float(values.double().mean()):.4g}"
 
 
 def _span_text(batch: PackedBatch, span: Span, decode: Decode | None, full: bool) -> str:

@@ -88,8 +88,13 @@ class Stored(NamedTuple):
     num_bytes: int
 
 
-def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
-    """Write ``batch`` to ``path`` atomically; see `PackedBatch.save`."""
+def save(
+    batch: PackedBatch, path: str | os.PathLike[str], options: Mapping[str, str] | None = None
+) -> None:
+    """Write ``batch`` to ``path`` atomically; see `PackedBatch.save`.
+
+    The texts in ``options`` become metadata of the file.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save as serialise
 
@@ -110,6 +115,7 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "schema_version": str(SCHEMA_VERSION),
         "host": json.dumps(host, allow_nan=False),
+        **(options or {}),
     }
     try:
         content = serialise(_unshared(tensors), metadata)
@@ -122,6 +128,11 @@ def save(batch: PackedBatch, path: str | os.PathLike[str]) -> None:
 
 def load(path: str | os.PathLike[str]) -> PackedBatch:
     """Read a batch from ``path``; see `PackedBatch.load`."""
+    return load_with_options(path)[0]
+
+
+def load_with_options(path: str | os.PathLike[str]) -> tuple[PackedBatch, Mapping[str, str]]:
+    """Read a batch and the metadata of its file, of which ``options`` of `save` are a part."""
     name = os.fspath(path)
     try:
         if kind := _other_kind(os.stat(name).st_mode):  # opening a pipe or a device may block
@@ -228,8 +239,8 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return unshared
 
 
-def _read_batch(file: FileIO, size: int) -> PackedBatch:
-    """Read a batch from a file of ``size`` bytes; raise a `ValueError` if it holds none."""
+def _read_batch(file: FileIO, size: int) -> tuple[PackedBatch, Mapping[str, str]]:
+    """Read batch and metadata of a file of ``size`` bytes; raise a `ValueError` if it has none."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         raise ValueError(f"it needs {size:,} bytes of memory, this machine has {memory:,}")
@@ -250,7 +261,7 @@ def _read_batch(file: FileIO, size: int) -> PackedBatch:
     stored = _stored(header, begin, size)
     described = {name: one.described for name, one in stored.items()}
     read = partial(_read_tensor, file, stored)
-    return checked_batch(described, _parsed(metadata["host"]), read)
+    return checked_batch(described, _parsed(metadata["host"]), read), metadata
 
 
 def _read_tensor(

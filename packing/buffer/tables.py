@@ -16,7 +16,7 @@ from trajpack.packing.buffer.staging import Column
 from trajpack.packing.layout import LAYOUTS, Layout
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.plan import Spans, TreePlan, plan_tree
-from trajpack.packing.tree.trie import Rows, branches_of
+from trajpack.packing.tree.trie import Rows, trie_of
 from trajpack.packing.turn_fields import TURN_FIELDS
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -307,11 +307,11 @@ class BatchTables:
         Raises:
             ValueError: As `plan_tree`; the tables are unchanged then.
         """
-        spans = self._spans.rows[: counts.spans]
+        spans, tables = self._spans.rows[: counts.spans], reserve(counts.spans)
         chain = spans[:, Span.CHAIN]
         sources, lengths = np.zeros((2, counts.chains), np.int64)
         sources[chain] = spans[:, Span.SOURCE]
-        np.maximum.at(lengths, chain, spans[:, Span.END])
+        lengths[chain] = spans[:, Span.END]  # that of the last span
         begins = np.zeros((counts.chains, len(self._fields)), np.int64)
         if self._fields:
             begins[chain] = self._rows.rows[: counts.spans]
@@ -320,9 +320,11 @@ class BatchTables:
             for number, field in enumerate(self._fields)
             if not field.generated_only
         ]
-        trie = branches_of(stream, sources, lengths, compared, duplicate=duplicate)
+        trie = trie_of(stream, sources, lengths, compared, duplicate=duplicate)
         columns = (Span.TURN, Span.CHAIN, Span.BEGIN, Span.END, Span.VERSION, Span.LOGPROB)
-        plan = plan_tree(trie, sources, Spans(*(spans[:, column] for column in columns)))
+        given = Spans(*(spans[:, column] for column in columns))
+        owners = tables["turn_trajectory"][: counts.turns].astype(np.int64)
+        plan = plan_tree(trie, sources, given, owners)
         num_rows, trees = len(plan.runs) - 1, len(plan.cu_seqlens) - 1
         tables = reserve(num_rows + 1)
         tables["runs"][: num_rows + 1] = plan.runs

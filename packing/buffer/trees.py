@@ -22,10 +22,15 @@ from trajpack.packing.buffer.buffer import (
 from trajpack.packing.buffer.staging import DeviceRegion
 from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Longest
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.tree.assemble import NODE_FIELDS, assemble
 from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.plan import TreePlan
-from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_options
+from trajpack.packing.tree.tree_batch import (
+    NODE_FIELDS,
+    Share,
+    TreeBatch,
+    check_options,
+    tree_batch_of,
+)
 from trajpack.packing.types import Trajectory
 
 
@@ -94,29 +99,30 @@ def tree_of_buffer(
         region = buffer._staging.send(state.num_words)
         returns, written = write_tree(region, plan, counts, chosen, buffer._memory)
         nodes, entries = gather_tree(region, plan, buffer.fields, chosen)
-    lazy = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
-    given = {name: make() for name, make in lazy.items()}
-    runs = region.table("runs", counts.spans + 1)
+    later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
+    given = {name: later.pop(name)() for name in TABLE_ROWS}
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
-        given |= {name: given[name].clone() for name in TABLE_ROWS}
-    tables = {"cu_seqlens": given["cu_seqlens"], "turn_prompt_node": given["turn_begin"]}
-    bounds = given["cu_generated"]
-    on_host = buffer._staging.region.tables["cu_generated"][: counts.turns + 1]
+        given = {name: table.clone() for name, table in given.items()}
+    cu_seqlens, prompt_nodes = given.pop("cu_seqlens"), given.pop("turn_begin")
+    del later["seqlens"]
     given |= {
         "turn_returns": returns,
-        "turn_begin": bounds[:-1].clone(),
-        "cu_new": bounds,
+        "cu_new": given["cu_generated"],
         "longest": Longest(counts.longest.generated, counts.longest.generated),
-        "cu_seqlens": bounds.clone(),
-        "seqlens": tuple(np.diff(on_host).tolist()),
         "num_generated": state.num_generated,
         "fields": entries,
         "ragged_values": values_of(region.stream, buffer.fields),
         "token_fields": buffer.fields,
-        "layout": "turns",
     }
-    return assemble(
-        plan, runs, written, tables=tables, fields=nodes, of_entries=given, options=options
+    return tree_batch_of(
+        plan,
+        region.table("runs", counts.spans + 1),
+        written,
+        cu_seqlens=cu_seqlens,
+        prompt_nodes=prompt_nodes,
+        fields=nodes,
+        of_entries=(given, later),
+        options=options,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from trajpack.kernels.reduce.whiten import moments_and_sums, whiten_by
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, ScanChunks
 from trajpack.kernels.validation import check_tensor
+from trajpack.packing.conversion import shown
 from trajpack.packing.credit.estimators import (
     GAE,
     GPG,
@@ -73,6 +74,25 @@ RULES: dict[type[GroupEstimator], Rule] = {
 """Rule of each estimator that compares trajectories; its fields of the same names replace it."""
 
 AllReduce = Callable[[torch.Tensor], object]
+Own: TypeAlias = torch.Tensor | Callable[..., torch.Tensor]
+"""A caller's advantages, or the function of scores, groups and batch that computes them."""
+Unit: TypeAlias = Literal["trajectory", "turn", "token"]
+"""Unit of a caller's values; the tokens are the generated ones, in the order of the batch."""
+
+
+@dataclass(frozen=True)
+class OwnEstimator(Estimator):
+    """A caller's estimator."""
+
+    credit: Own
+
+    def __post_init__(self) -> None:  # nothing of it is a number to be checked
+        pass
+
+    @property
+    def name(self) -> str:
+        """Name in error messages."""
+        return getattr(self.credit, "__name__", type(self.credit).__name__)
 
 
 class Inputs(NamedTuple):
@@ -99,21 +119,20 @@ class Credit(NamedTuple):
 
 def with_advantages(
     batch: PackedBatch,
-    estimator: Estimator,
+    estimator: Estimator | Own,
     inputs: Inputs,
     *,
     all_reduce: AllReduce | None,
     impl: Impl,
 ) -> PackedBatch:
     """Implement `PackedBatch.with_advantages`."""
-    if not isinstance(estimator, (TokenEstimator, *RULES, TurnReturns)) or (
-        type(estimator) is TokenEstimator
-    ):
-        raise TypeError(f"{OP}: estimator must be an Estimator, got {estimator!r}")
+    estimator = _estimator_of(estimator)
     _check_inputs(batch, estimator, inputs)
     inputs = Inputs(*(None if tensor is None else tensor.contiguous() for tensor in inputs))
     chosen = resolve_impl(OP, impl, batch.input_ids)
-    if isinstance(estimator, TokenEstimator):
+    if isinstance(estimator, OwnEstimator):
+        credit = _of_own(batch, estimator, inputs, chosen)
+    elif isinstance(estimator, TokenEstimator):
         credit = _of_tokens(batch, estimator, inputs, chosen)
     elif isinstance(estimator, GroupEstimator):
         if isinstance(estimator, GPG) and all_reduce is not None:
@@ -130,8 +149,7 @@ def with_advantages(
             returns = returns.clone()
         credit = Credit(advantages, returns, counted, spread)
     advantages, moments = _finish(batch, credit, estimator.whitening, all_reduce, chosen)
-    credited = dataclasses.replace(
-        batch,
+    credited = batch.replaced(
         advantages=advantages,
         returns=credit.returns,
         metrics=None,
@@ -141,12 +159,22 @@ def with_advantages(
         credited.__dict__["metrics"] = moments
     else:  # computed at first access
         del credited.__dict__["metrics"]
-        credited.__dict__["_later"] = {"metrics": moments}
-    later = batch.__dict__.get("_later", {})
-    for name in ("generated_lens", "value_lens"):
-        if name in later:
-            credited.__dict__.setdefault("_later", {})[name] = later[name]
+        credited.__dict__.setdefault("_later", {})["metrics"] = moments
     return credited
+
+
+def _estimator_of(given: Any) -> Estimator:
+    """Return an estimator; a function or a tensor as an `OwnEstimator`."""
+    is_class = isinstance(given, type)
+    if isinstance(given, torch.Tensor) or (callable(given) and not is_class):
+        return OwnEstimator(given)
+    is_known = isinstance(given, (TokenEstimator, *RULES, TurnReturns))
+    if is_known and type(given) is not TokenEstimator:
+        return cast("Estimator", given)
+    remedy = f"; make one: {given.__name__}()" if is_class else ""
+    raise TypeError(
+        f"{OP}: estimator must be an Estimator, a function or a tensor, got {given!r}{remedy}"
+    )
 
 
 def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> None:
@@ -166,7 +194,11 @@ def _check_inputs(batch: PackedBatch, estimator: Estimator, inputs: Inputs) -> N
         ("ref_logprobs", penalized, "it has no kl"),
         ("bootstrap", needs["bootstrap"], "its truncated is not 'bootstrap'"),
         ("state_ids", needs["state_ids"], "it has no step groups"),
-        ("scores", isinstance(estimator, GroupEstimator), "it does not compare trajectories"),
+        (
+            "scores",
+            isinstance(estimator, GroupEstimator | OwnEstimator),
+            "it does not compare trajectories",
+        ),
     ):
         if getattr(inputs, name) is not None and not taken:
             raise ValueError(f"{OP}: {estimator.name} takes no {name}: {why}")
@@ -313,6 +345,64 @@ def _of_groups(batch: PackedBatch, estimator: GroupEstimator, inputs: Inputs, im
     returns = batch.returns if batch.advantages is None else _turn_returns(batch, impl).rows
     counted = None if valid is None else _counted(batch, impl, members)
     return Credit(spread.rows, returns, counted, spread)
+
+
+def _of_own(batch: PackedBatch, estimator: OwnEstimator, inputs: Inputs, impl: str) -> Credit:
+    """Bring a caller's advantages to the tokens; their unit is the first with their number."""
+    rows: Any = estimator.credit
+    if not isinstance(rows, torch.Tensor):
+        scores = _members(batch, impl).scores if inputs.scores is None else inputs.scores.double()
+        rows = rows(scores, batch.group_ids, batch)
+    name = f"{OP}: {estimator.name}"
+    counts = {
+        "trajectory": batch.cu_turns.shape[0] - 1,
+        "turn": batch.num_turns,
+        "token": batch.num_generated,
+        "any token": batch.num_tokens,
+    }
+    entries = rows.shape[0] if isinstance(rows, torch.Tensor) and rows.ndim == 1 else -1
+    unit = next((unit for unit, count in counts.items() if count == entries), None)
+    if unit is None or not rows.is_floating_point() or rows.device != batch.device:
+        shape = " or ".join(f"[{count}] ({unit})" for unit, count in counts.items())
+        got = shown(rows)
+        if isinstance(rows, torch.Tensor):
+            got = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+        raise ValueError(f"{name} must give floats {shape} on {batch.device}, got {got}")
+    same = unit in ("trajectory", "turn") and entries == batch.num_generated
+    if same and not bool((batch.cu_generated.diff() == 1).all()):  # rare, so it may synchronise
+        raise ValueError(
+            f"{name} gives {entries} numbers, but there are as many generated tokens as "
+            f"{unit}s: give batch.spread(x, of=...)"
+        )
+    rows = rows.detach().float()
+    if unit == "any token":
+        rows = rows.where(batch.turn_ids >= 0, 0.0)
+    else:
+        rows = spread(batch, rows, cast("Unit", unit))
+    returns = batch.returns if batch.advantages is None else _turn_returns(batch, impl).rows
+    return Credit(rows, returns, None)
+
+
+def spread(batch: PackedBatch, x: torch.Tensor, of: Unit) -> torch.Tensor:
+    """Implement `PackedBatch.spread`."""
+    counts = {
+        "trajectory": batch.cu_turns.shape[0] - 1,
+        "turn": batch.num_turns,
+        "token": batch.num_generated,
+    }
+    if of not in counts:
+        raise ValueError(f"spread: of must be 'trajectory', 'turn' or 'token', got {of!r}")
+    check_tensor("spread", "x", x, or_more=True, device=batch.device, entries=counts[of], per=of)
+    is_generated = batch.turn_ids >= 0
+    is_generated = is_generated.reshape(-1, *[1] * (x.ndim - 1))
+    if of == "token":
+        empty = x.new_zeros(batch.num_tokens, *x.shape[1:])
+        return empty.masked_scatter(is_generated.expand_as(empty), x)
+    if not batch.num_turns:
+        return x.new_zeros(batch.num_tokens, *x.shape[1:])
+    if of == "trajectory":
+        x = x[batch.group_order.owners.long()]
+    return torch.where(is_generated, x[batch.turn_ids.long().clamp(min=0)], x.new_zeros(()))
 
 
 def num_groups_of(batch: PackedBatch) -> int:

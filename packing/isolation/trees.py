@@ -27,22 +27,22 @@ def check_tree_attention(model: Any) -> None:
     half of the digits of the model's dtype, since kernels for other shapes add in another order.
     Layers that ignore the tree, such as recurrent ones, make other logits.
 
-    Call it once, before a model's first tree, behind
-    ``model.set_attn_implementation("trajpack_tree")``.
+    `trajpack.packing.adapters.huggingface.LMHead` calls it once. Without an `LMHead`, call it
+    before a model's first tree, behind ``model.set_attn_implementation("trajpack_tree")``.
 
     Args:
         model: A Hugging Face causal language model.
 
     Raises:
         TypeError: If the model is no torch module, or has no known vocabulary.
-        ValueError: If a module is dropout of more than 0; if the model refuses the tree, with its
-            own error as the cause; or if logits differ.
+        ValueError: If a module is dropout in training; if the model refuses the tree, with its own
+            error as the cause; or if logits differ.
 
     Cost: 6 forward passes of up to 132 tokens, without gradients; synchronises.
 
     Example:
         >>> from trajpack.agent import build_tiny_model
-        >>> from trajpack.packing.tree.huggingface import register_tree_attention
+        >>> from trajpack.packing.tree_attention.huggingface import register_tree_attention
         >>> register_tree_attention()
         >>> model, _ = build_tiny_model(seed=0)
         >>> model.set_attn_implementation("trajpack_tree")
@@ -52,8 +52,10 @@ def check_tree_attention(model: Any) -> None:
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     name, ids, longest = vocabulary_of(model)
     for place, module in model.named_modules():
-        if isinstance(module, DROPOUTS) and module.p:
-            raise ValueError(f"{name} must have no dropout with trees, {place} drops {module.p}")
+        if isinstance(module, DROPOUTS) and module.training and module.p:
+            raise ValueError(
+                f"{name} must have no dropout in training with trees, {place} drops {module.p}"
+            )
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     trial = _trial(ids, min(LENGTH, longest))
     batch = pack_tree(trial, device=device)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.micro_batches.labels import LabelMethods
 
+M = TypeVar("M")
 WITHOUT_STREAMS = ("cpu", "meta")
 """Device types without streams."""
 
@@ -30,6 +31,30 @@ def check_given(
         )
     if tensor.device != device:
         raise ValueError(f"tensors: {name!r} is on {tensor.device} but the batch is on {device}")
+
+
+def moved(batch: M, move: Callable[[torch.Tensor], torch.Tensor]) -> M:
+    """Return a micro-batch with all of its tensors moved, each once."""
+    done: dict[int, torch.Tensor] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in done:
+                done[id(value)] = move(value)
+            return done[id(value)]
+        if isinstance(value, MicroBatch):
+            return replaced(value)
+        is_tensors = isinstance(value, Mapping)
+        return {name: of(one) for name, one in value.items()} if is_tensors else value
+
+    def replaced(one: Any) -> Any:
+        fields = dataclasses.fields(one)
+        return dataclasses.replace(
+            one, **{each.name: of(getattr(one, each.name)) for each in fields}
+        )
+
+    result: M = replaced(batch)
+    return result
 
 
 def record_storages(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
@@ -176,6 +201,14 @@ class MicroBatch(LabelMethods):
         """
         given = [*self.fields.values(), *self.ragged_values.values()]
         record_storages([*self.tensors().values(), *given], stream)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """Return the micro-batch on a device. Cost: one copy a tensor."""
+        return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
+        return moved(self, torch.Tensor.pin_memory)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return keyword arguments for a Hugging Face causal model's ``forward``.

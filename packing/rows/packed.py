@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.micro_batches.micro_batch import MicroBatch
+from trajpack.packing.tree.entries import Entries, MicroEntries
 
-if TYPE_CHECKING:
-    from trajpack.packing.micro_batches.micro_batch import MicroBatch
+Packed: TypeAlias = PackedBatch | MicroBatch
 
-Packed: TypeAlias = "PackedBatch | MicroBatch"
+
+def check_sequences(batch: Packed) -> None:
+    """Raise a `TypeError` unless a batch has sequences; every format reads it through this file."""
+    if isinstance(batch, PackedBatch | MicroBatch) and not isinstance(
+        batch, Entries | MicroEntries
+    ):
+        return
+    raise TypeError(
+        f"the format takes a PackedBatch or a MicroBatch of sequences, got {type(batch).__name__}; "
+        "formats of trees are in docs/tree.md"
+    )
 
 
 def places_of(batch: Packed) -> torch.Tensor:
     """Return the boundaries of sequences in memory with their padding, int32 ``[n + 1]``."""
+    check_sequences(batch)
     return batch.cu_seqlens if isinstance(batch, PackedBatch) else batch.cu_seqlens_padded
 
 
 def lengths_in_memory(batch: Packed) -> tuple[int, ...]:
     """Return the length of each sequence with its padding."""
+    check_sequences(batch)
     return batch.seqlens if isinstance(batch, PackedBatch) else batch.padded_seqlens
 
 
 def num_kept_of(batch: Packed) -> tuple[int, ...]:
     """Return the length of each sequence without padding; a padding sequence is not counted."""
+    check_sequences(batch)
     return batch.seqlens if isinstance(batch, PackedBatch) else batch.num_kept
 
 
@@ -35,17 +49,20 @@ def holds_token(batch: Packed) -> torch.Tensor:
 
     The padding of a `StaticBatch` looks like a prompt: see `check_unpadded`.
     """
+    check_sequences(batch)
     return batch.prompt_mask | (batch.turn_ids >= 0)
 
 
 def check_unpadded(batch: Packed) -> None:
     """Raise a `ValueError` for a padded batch; a micro-batch knows its padding and passes."""
+    check_sequences(batch)
     if isinstance(batch, PackedBatch):
         batch.check_unpadded()
 
 
 def check_whole(op: str, batch: PackedBatch) -> None:
     """Raise a `TypeError` for a micro-batch, a `ValueError` for a padded batch."""
+    check_sequences(batch)
     if not isinstance(batch, PackedBatch):
         raise TypeError(f"{op}: batch must be a PackedBatch, got {type(batch).__name__}")
     batch.check_unpadded()

@@ -8,26 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
-Reason: TypeAlias = Literal[
-    "stripped",
-    "inserted",
-    "rewritten",
-    "ending",
-    "repeated",
-    "compacted",
-    "conversation",
-    "fields",
-    "unknown",
-]
+Reason: TypeAlias = Literal["stripped", "rewritten", "repeated", "fields", "left"]
 """Why a prefix broke, see `PrefixBreak.reason`."""
 
 RUN = 8
-"""Equal tokens after which a prompt counts as back in the history."""
-_POWERS = np.power(np.uint64(0x9E3779B97F4A7C15), np.arange(RUN, dtype=np.uint64))
+"""Equal tokens after which a prompt counts as back in the history: a power of two."""
 
 
 class PrefixBreak(NamedTuple):
-    """A turn whose prompt does not begin with the history, so that a new sequence begins.
+    """A turn whose prompt does not begin with the history, so that a new chain begins.
 
     The history is the earlier turn of the trajectory with which the prompt shares most tokens, the
     latest of several: its prompt and completion.
@@ -51,15 +40,10 @@ class PrefixBreak(NamedTuple):
     at the break or at its old position).
 
     - ``"stripped"``: the prompt left out ``removed`` tokens, then it is back.
-    - ``"inserted"``: ``added`` tokens came, then it is back.
-    - ``"rewritten"``: ``added`` tokens came in place of ``removed`` ones, then it is back.
-    - ``"ending"``: only the last token of the history differs, such as a line end.
+    - ``"rewritten"``: ``added`` tokens came, in place of ``removed`` ones if any, then it is back.
     - ``"repeated"``: the prompt ends inside the history, as that of a second attempt does.
-    - ``"compacted"``: it is not back, and the prompt is shorter than the history.
-    - ``"conversation"``: it is not back, and shares less than half of the first prompt: another
-      conversation, such as that of a sub-agent.
     - ``"fields"``: the tokens agree, rows of an extra field do not.
-    - ``"unknown"``: none of these.
+    - ``"left"``: it is not back, such as in a compacted history or with a sub-agent.
     """
     removed: int | None
     """Tokens of the history that were left out; ``None`` if the prompt is not back in it."""
@@ -67,58 +51,44 @@ class PrefixBreak(NamedTuple):
     """Tokens that the prompt has in their place; ``None`` if it is not back."""
 
 
-def reason_of(
-    history: Tokens, prompt: Tokens, shared: int, *, first_prompt: int
-) -> tuple[Reason, int | None, int | None]:
+def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int | None]:
     """Return reason, removed and added tokens of a `PrefixBreak`.
 
     Args:
         history: Tokens of the history behind the shared ones.
         prompt: Tokens of the prompt behind the shared ones.
-        shared: Tokens that they share.
-        first_prompt: Tokens of the prompt with which the conversation of the history began.
 
-    Cost: a sort of both.
+    Cost: three sorts of both.
 
     Example:
-        >>> reason_of(np.array([5, 6, 7]), np.array([6, 7, 8]), 10, first_prompt=4)
+        >>> reason_of(np.array([5, 6, 7]), np.array([6, 7, 8]))
         ('stripped', 1, 0)
     """
-    reason: Reason = "unknown"
     if not prompt.size:
-        reason = "repeated"
-    elif history.size and history[0] == prompt[0]:
-        reason = "fields"
-    elif len(history) == 1:
-        reason = "ending"
-    elif history.size and (back := _back_in_history(history, prompt)) is not None:
-        removed, added = back
-        reason = "rewritten" if removed and added else "stripped" if removed else "inserted"
-        return reason, removed, added
-    elif 2 * shared < first_prompt:
-        reason = "conversation"
-    elif len(prompt) < len(history):
-        reason = "compacted"
-    return reason, None, None
+        return "repeated", None, None
+    if history.size and history[0] == prompt[0]:
+        return "fields", None, None
+    back = _back_in_history(history, prompt)
+    return ("left", None, None) if back is None else ("rewritten" if back[1] else "stripped", *back)
 
 
 def _back_in_history(history: Tokens, prompt: Tokens) -> tuple[int, int] | None:
     """Return the removed and added tokens of `PrefixBreak`: the place with fewest added ones."""
     found = list[tuple[int, int]]()
     if min(len(history), len(prompt)) >= RUN:
-        of_history, of_prompt = _hashes(history), _hashes(prompt)
+        windows = _numbers_of_windows(np.concatenate([history, [-1], prompt]))
+        of_history, of_prompt = windows[: len(history) - RUN + 1], windows[len(history) + 1 :]
         is_back = np.isin(of_prompt, of_history)
         if is_back.any():
             added = int(is_back.argmax())
             places = np.flatnonzero(of_history == of_prompt[added])[:RUN].tolist()
             agreeing = [_agreeing(history[place:], prompt[added:]) for place in places]
-            if max(agreeing) >= RUN:  # not so only where hashes collide
-                found.append((places[int(np.argmax(agreeing))], added))
+            found.append((places[int(np.argmax(agreeing))], added))
     for size in range(min(RUN - 1, len(history)), 0, -1):
         removed = len(history) - size
-        windows = _windows(prompt[: RUN + size], size)
-        places = np.flatnonzero((windows == history[removed:]).all(1)).tolist()
-        found += [(removed, place) for place in places if size > 1 or place in {0, removed}]
+        for place in range(min(RUN, len(prompt) - size) + 1) if size > 1 else {0, removed}:
+            if np.array_equal(prompt[place : place + size], history[removed:]):
+                found.append((removed, place))
     return min(found, key=lambda edit: edit[1], default=None)
 
 
@@ -129,13 +99,10 @@ def _agreeing(one: Tokens, other: Tokens) -> int:
     return int(differ.argmax()) if differ.any() else size
 
 
-def _windows(tokens: Tokens, size: int) -> npt.NDArray[Any]:
-    if len(tokens) < size:
-        return np.empty((0, size), tokens.dtype)
-    return np.lib.stride_tricks.sliding_window_view(tokens, size)
-
-
-def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """Return a hash of each `RUN` tokens that follow each other."""
-    hashes: npt.NDArray[np.uint64] = _windows(tokens.astype(np.uint64), RUN) @ _POWERS
-    return hashes
+def _numbers_of_windows(tokens: Tokens) -> npt.NDArray[np.int64]:
+    """Return a number for each `RUN` tokens in a row, equal where the tokens are equal."""
+    numbers, size = tokens.astype(np.int64), 1
+    while size < RUN:  # of a window twice as long: its halves
+        halves = numbers[:-size] << 32 | numbers[size:] & 0xFFFFFFFF
+        numbers, size = np.unique(halves, return_inverse=True)[1], 2 * size
+    return numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from trajpack.packing.plan.units import check_choice, check_count, decreasing
 from trajpack.packing.tree.plan import Chains
-from trajpack.packing.tree.trie import Branches, Ints
+from trajpack.packing.tree.trie import Ints, Trie
 
 Fewest: TypeAlias = Literal["micro_batches", "nodes"]
 """What a plan has fewest of; of plans with equally few, it has fewest of the other."""
@@ -68,23 +68,23 @@ class ChainPlan:
         return self.num_nodes / (len(self) * self.capacity)
 
 
-def plan_chains(chains: Chains, capacity: int, fewest: Fewest) -> ChainPlan:
-    """Implement `TreeBatch.plan_micro_batches`."""
-    _check("plan_micro_batches", chains, capacity, fewest)
-    begins = _begins(chains.trie, capacity, fewest)
-    return _plan(chains.trie, _bounds(chains.trie, begins), capacity)
+def plan_chains(chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> ChainPlan:
+    """Implement `TreeBatch.plan_micro_batches`; ``ids`` are the names of the trajectories."""
+    _check("plan_micro_batches", chains, capacity, fewest, ids)
+    trie = chains.trie
+    return _plan(trie, _bounds(trie, _begins(trie, capacity, fewest)), capacity)
 
 
 def plan_chain_ranks(
-    chains: Chains, num_ranks: int, capacity: int, fewest: Fewest
+    chains: Chains, num_ranks: int, capacity: int, *, fewest: Fewest, ids: Sequence[str]
 ) -> tuple[ChainPlan, ...]:
     """Implement `TreeBatch.plan_ranks`."""
     check_count("plan_ranks", "num_ranks", num_ranks)
-    _check("plan_ranks", chains, capacity, fewest)
+    _check("plan_ranks", chains, capacity, fewest, ids)
     trie = chains.trie
     begins = _begins(trie, capacity, fewest)
     places = -(-max(len(begins), 1) // num_ranks) * num_ranks
-    low = max(int(_lengths(trie).max(initial=1)), -(-trie.num_nodes // places))
+    low = max(int(trie.lengths.max(initial=1)), -(-trie.num_nodes // places))
     high = capacity
     while low < high:  # the least capacity that needs no more micro-batches than there are places
         middle = (low + high) // 2
@@ -100,14 +100,13 @@ def plan_chain_ranks(
     return tuple(_plan(trie, bounds[own], capacity) for own in rounds.T)
 
 
-def check_plan(plan: ChainPlan, chains: Chains) -> None:
-    """Raise unless a plan is for these chains."""
+def check_plan(plan: ChainPlan, trie: Trie) -> None:
+    """Raise unless a plan is for the chains of a trie."""
     if not isinstance(plan, ChainPlan):
         raise TypeError(
             f"plan must be a ChainPlan, of one rank, as TreeBatch.plan_micro_batches makes it, "
             f"got {type(plan).__name__}"
         )
-    trie = chains.trie
     if not np.array_equal(plan.order, trie.order) or not np.array_equal(
         plan.loads, _loads(trie, plan.bounds)
     ):
@@ -117,31 +116,33 @@ def check_plan(plan: ChainPlan, chains: Chains) -> None:
         )
 
 
-def _check(op: str, chains: Chains, capacity: int, fewest: Fewest) -> None:
+def _check(op: str, chains: Chains, capacity: int, fewest: Fewest, ids: Sequence[str]) -> None:
     """Raise unless the arguments are known and every chain fits."""
     check_count(op, "capacity", capacity)
     check_choice(op, "fewest", fewest, choices=Fewest)
-    lengths = _lengths(chains.trie)
-    if lengths.max(initial=0) <= capacity:
+    trie = chains.trie
+    if trie.lengths.max(initial=0) <= capacity:
         return
-    chain = int(chains.trie.order[lengths > capacity].min())
-    branch = int(np.flatnonzero(chains.trie.order == chain)[0])
-    turns = np.flatnonzero(chains.turn_branch == branch)
+    chain = int(trie.order[trie.lengths > capacity].min())
+    place = int(trie.places[chain])
+    turns = np.flatnonzero(chains.place == place)
+    owner = chains.trajectory[turns[0]]
+    first, last = turns[[0, -1]] - np.searchsorted(chains.trajectory, owner)
     raise ValueError(
-        f"{op}: chain {chain}, of turn {turns[0]} to turn {turns[-1]}, has {lengths[branch]} "
-        f"tokens, more than the capacity of {capacity}"
+        f"{op}: trajectory {ids[owner]!r}, turns {first} to {last}, is a chain of "
+        f"{trie.lengths[place]} tokens, more than the capacity of {capacity}"
     )
 
 
-def _begins(trie: Branches, capacity: int, fewest: Fewest) -> list[int]:
-    """Return the branches at which micro-batches begin, by dynamic programming over cuts.
+def _begins(trie: Trie, capacity: int, fewest: Fewest) -> list[int]:
+    """Return the places at which micro-batches begin, by dynamic programming over cuts.
 
-    A micro-batch from branch a to branch b has the nodes of these branches and ``shared[a]`` nodes
-    of branches before, which a cut at a repeats. With a later a it is never larger, so the cuts
+    A micro-batch from place a to place b has the nodes that these places own and ``shared[a]``
+    nodes of places before, which a cut at a repeats. With a later a it is never larger, so the cuts
     that may precede b are a window that moves forward, and the cheapest is found in constant time
     on average.
     """
-    first, count = _firsts(trie), len(trie.order)
+    first, count = trie.first, len(trie.order)
     earliest = np.searchsorted(first[:-1] - trie.shared, first[1:] - capacity)
     most = int(trie.shared.sum()) + 1
     prices = (most + trie.shared) if fewest == "micro_batches" else trie.shared * (count + 1) + 1
@@ -163,28 +164,19 @@ def _begins(trie: Branches, capacity: int, fewest: Fewest) -> list[int]:
     return found[::-1]
 
 
-def _firsts(trie: Branches) -> Ints:
-    return np.append(trie.first, trie.num_nodes)
-
-
-def _lengths(trie: Branches) -> Ints:
-    """Return the tokens of the chains, depth first."""
-    return trie.shared + np.diff(_firsts(trie))
-
-
-def _bounds(trie: Branches, begins: list[int]) -> Ints:
-    """Return first and end branch of each micro-batch; of one dummy if there is none."""
+def _bounds(trie: Trie, begins: list[int]) -> Ints:
+    """Return first place and end of each micro-batch; of one dummy if there is none."""
     if not begins:
         return np.zeros((1, 2), np.int64)
     return np.stack([begins, [*begins[1:], len(trie.order)]], 1)
 
 
-def _loads(trie: Branches, bounds: Ints) -> Ints:
+def _loads(trie: Trie, bounds: Ints) -> Ints:
     """Return the nodes of micro-batches."""
     begin, end = bounds.T
-    first, shared = _firsts(trie), np.append(trie.shared, 0)
-    return np.where(begin < end, shared[begin] + first[end] - first[begin], 0)
+    nodes = np.append(trie.shared, 0)[begin] + trie.first[end] - trie.first[begin]
+    return np.where(begin < end, nodes, 0)
 
 
-def _plan(trie: Branches, bounds: Ints, capacity: int) -> ChainPlan:
+def _plan(trie: Trie, bounds: Ints, capacity: int) -> ChainPlan:
     return ChainPlan(trie.order, bounds, _loads(trie, bounds), capacity)

@@ -6,22 +6,11 @@ from collections.abc import Sequence
 
 from trajpack.packing.batch.inspection import Decode, counted
 from trajpack.packing.text import one_line
-from trajpack.packing.tree.breaks import PrefixBreak, Reason
+from trajpack.packing.tree.breaks import PrefixBreak
 from trajpack.packing.tree.statistics import TreeStatistics
 
 MOST_BREAKS = 8
 """Breaks that are shown, unless all are asked for."""
-_WORDS: dict[Reason, str] = {
-    "stripped": "{removed:,} stripped",
-    "inserted": "{added:,} inserted",
-    "rewritten": "{removed:,} rewritten as {added:,}",
-    "ending": "only the last token differs",
-    "repeated": "the prompt ends there",
-    "compacted": "compacted",
-    "conversation": "another conversation",
-    "fields": "rows of a field differ",
-    "unknown": "reason unknown",
-}
 
 
 def describe_tree(statistics: TreeStatistics) -> list[tuple[str, str]]:
@@ -33,7 +22,7 @@ def describe_tree(statistics: TreeStatistics) -> list[tuple[str, str]]:
         >>> for name, value in describe_tree(pack_tree([Trajectory("a", turns)]).statistics()):
         ...     print(name, "=", value)
         tree = 9 nodes in 1 tree, for 11 tokens merged (a ratio of 1.22) or 11 as turns (1.22)
-        shared tokens = 0 in sequences, 2 in trajectories, 0 in groups, 0 across groups
+        shared tokens = 0 in chains, 2 in trajectories, 0 in groups, 0 across groups
         prefix breaks = 1 of 1 continuation: 1 stripped
     """
     num_continuations = statistics.num_turns - statistics.num_trajectories
@@ -48,7 +37,7 @@ def describe_tree(statistics: TreeStatistics) -> list[tuple[str, str]]:
         ),
         (
             "shared tokens",
-            f"{statistics.shared_in_sequences:,} in sequences, "
+            f"{statistics.shared_in_chains:,} in chains, "
             f"{statistics.shared_in_trajectories:,} in trajectories, "
             f"{statistics.shared_in_groups:,} in groups, "
             f"{statistics.shared_across_groups:,} across groups",
@@ -95,8 +84,14 @@ def _words(one: PrefixBreak, ids: Sequence[str], decode: Decode | None) -> str:
         text = "" if decode is None else one_line(decode([token]), max_chars=20)
         return f"{token} '{text}'" if text else f"{token}"
 
-    reason = _WORDS[one.reason].format(removed=one.removed, added=one.added)
+    words = {
+        "stripped": f"{one.removed} stripped",
+        "rewritten": f"{one.removed} rewritten as {one.added}",
+        "repeated": "the prompt ends there",
+        "fields": "rows of a field differ",
+        "left": "it left the history",
+    }
     return (
         f"of {one_line(ids[one.trajectory], max_chars=60)}: at {one.position:,} came "
-        f"{shown(one.came)}, turn {one.history} has {shown(one.expected)}; {reason}"
+        f"{shown(one.came)}, turn {one.history} has {shown(one.expected)}; {words[one.reason]}"
     )

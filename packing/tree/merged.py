@@ -1,8 +1,9 @@
-"""A tree as a packed batch of layout ``"merged"``, and back, on the host."""
+"""A tree as a packed batch of layout ``"merged"``, and back, on the host; its files."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES, build
 from trajpack.kernels.fields.gather_fields import UNITS
+from trajpack.kernels.runs import Run
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.storage import load_with_options, save
 from trajpack.packing.token_fields import TokenField
-from trajpack.packing.tree.assemble import assemble
 from trajpack.packing.tree.nodes import Boundary
 from trajpack.packing.tree.plan import Spans, plan_tree
-from trajpack.packing.tree.segments import expanded
-from trajpack.packing.tree.tree_batch import Share, TreeBatch
-from trajpack.packing.tree.trie import Ints, Rows, branches_of
+from trajpack.packing.tree.tree_batch import Share, TreeBatch, check_options, tree_batch_of
+from trajpack.packing.tree.trie import Ints, Rows, expanded, trie_of
 
 CONTEXT = {
     "turn_ids": -1,
@@ -31,41 +32,54 @@ CONTEXT = {
 """Values of tokens that were not generated."""
 
 
+def save_tree(tree: TreeBatch, path: str | os.PathLike[str]) -> None:
+    """Implement `TreeBatch.save`."""
+    save(merged_of(tree), path, {"share": tree.share, "boundary": tree.boundary})
+
+
+def load_tree(path: str | os.PathLike[str]) -> TreeBatch:
+    """Implement `TreeBatch.load`."""
+    batch, metadata = load_with_options(path)
+    options: Any = metadata.get("share", "once"), metadata.get("boundary", "shared")
+    try:
+        check_options(*options)
+        return tree_of(batch, options)
+    except ValueError as error:
+        raise ValueError(f"{os.fsdecode(path)} is not a readable tree: {error}") from error
+
+
 def merged_of(tree: TreeBatch) -> PackedBatch:
     """Implement `TreeBatch.merged`."""
     tree = tree.to("cpu")
-    entries, depth = tree.entries, tree.position_ids.numpy()
-    bounds, row = entries.cu_generated.numpy().astype(np.int64), entries.turn_sequence.numpy()
-    sizes, prompt = np.diff(bounds), tree.turn_prompt_node.numpy().astype(np.int64)
-    last = prompt.copy()  # of a turn without a completion
-    last[sizes > 0] = tree.entry_node.numpy()[bounds[1:][sizes > 0] - 1]
-    tips = np.full(row.max(initial=-1) + 1, -1, np.int64)
-    np.maximum.at(tips, row, last)
-    lengths = depth[tips] + 1
+    entries, (trie, place, begin, end, _) = tree.entries, tree.chains
+    chain, places = trie.order[place], trie.places
+    lengths = trie.lengths[places]
+    pieces = trie.pieces(places, np.zeros_like(lengths), lengths)
+    path = torch.from_numpy(expanded(pieces.node, pieces.length))
     starts = np.cumsum(lengths) - lengths
-    path = torch.from_numpy(_paths(tree.tree_parent.numpy(), tips, starts + lengths))
-    begin = starts[row] + depth[prompt] + 1
-    place = torch.from_numpy(expanded(begin, sizes))
-    num_tokens = len(path)
+    begin, end = starts[chain] + begin, starts[chain] + end
+    at = torch.from_numpy(expanded(begin, end - begin))
     tokens: dict[str, Any] = {
         "input_ids": tree.input_ids[path],
         "position_ids": tree.position_ids[path],
-        "sequence_ids": torch.from_numpy(np.repeat(np.arange(len(tips), dtype=np.int32), lengths)),
+        "sequence_ids": torch.from_numpy(
+            np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        ),
     }
     for name, value in CONTEXT.items():
         values = getattr(entries, name)
         if values is not None:
-            tokens[name] = values.new_full((num_tokens,), value).index_copy_(0, place, values)
+            tokens[name] = values.new_full((len(path),), value).index_copy_(0, at, values)
     tokens["prompt_mask"] = ~tokens["loss_mask"]
     tables = {
-        "turn_spans": np.stack([begin, begin + sizes], 1),
-        "turn_begin": _new_with_turns(row, starts, begin + sizes),
-        "cu_seqlens": np.append(starts, num_tokens),
+        "turn_spans": np.stack([begin, end], 1),
+        "turn_begin": _new_with_turns(chain, starts, end),
+        "cu_seqlens": np.append(starts, len(path)),
     }
     given = {field.name: getattr(entries, field.name) for field in dataclasses.fields(entries)}
     given |= {name: torch.from_numpy(table.astype(np.int32)) for name, table in tables.items()}
     given["fields"] = {
-        field.name: _spread(field, entries.fields[field.name], place, num_tokens)
+        field.name: _spread(field, entries.fields[field.name], at, len(path))
         if field.generated_only
         else tree.fields[field.name][path]
         for field in entries.token_fields
@@ -74,82 +88,64 @@ def merged_of(tree: TreeBatch) -> PackedBatch:
     return PackedBatch(**given)
 
 
-def tree_of(batch: PackedBatch, options: tuple[Share, Boundary]) -> TreeBatch:
-    """Return the tree of a batch of layout ``"merged"`` on the host.
+def tree_of(batch: PackedBatch, options: tuple[Share, Boundary] = ("once", "shared")) -> TreeBatch:
+    """Return the tree of a batch of layout ``"merged"``, on the host.
 
     Raises:
         ValueError: If the batch has another layout.
     """
     if batch.layout != "merged":
         raise ValueError(f"a tree is made of layout 'merged', the batch has {batch.layout!r}")
-    words = batch.input_ids.int()
+    batch = batch.to("cpu")
+    words, bounds = batch.input_ids.int(), batch.cu_generated
     starts = batch.cu_seqlens.numpy().astype(np.int64)
-    row = batch.turn_sequence.numpy().astype(np.int64)
-    turn_spans = batch.turn_spans.numpy().astype(np.int64)
-    begin, end = turn_spans.T
+    chain = batch.turn_sequence.numpy().astype(np.int64)
+    begin, end = batch.turn_spans.numpy().astype(np.int64).T
+    turn, first = np.arange(len(chain)), starts[chain]
     rows = [
         Rows(_memory(batch.fields[one.name]), starts[:-1] * one.row_bytes, one.row_bytes)
         for one in batch.token_fields
         if not one.generated_only
     ]
     duplicate = options[1] == "duplicate"
-    trie = branches_of(words.numpy(), starts[:-1], np.diff(starts), rows, duplicate=duplicate)
-    first, turn = starts[row], np.arange(len(row))
-    spans = Spans(turn, row, begin - first, end - first, np.zeros_like(turn), begin)
-    plan = plan_tree(trie, starts[:-1], spans)
+    trie = trie_of(words.numpy(), starts[:-1], np.diff(starts), rows, duplicate=duplicate)
+    spans = Spans(turn, chain, begin - first, end - first, np.zeros_like(turn), begin)
+    owners = np.repeat(np.arange(len(batch.ids)), batch.cu_turns.diff().numpy())
+    plan = plan_tree(trie, starts[:-1], spans, owners)
     runs = torch.from_numpy(plan.runs.astype(np.int32))
     written = build(words, runs, torch.zeros(len(turn)), plan.num_tokens, impl="torch")
-    place = torch.from_numpy(expanded(begin, end - begin))
+    at = torch.from_numpy(expanded(begin, end - begin))
     table = plan.runs[: plan.num_node_rows + 1]
-    nodes = torch.from_numpy(expanded(table[:-1, 1], np.diff(table[:, 0])))
-    given = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    nodes = torch.from_numpy(expanded(table[:-1, Run.SOURCE], np.diff(table[:, Run.START])))
+    held = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     per_token = {*FIELD_DTYPES, "advantages"} - {"position_ids"}
-    given |= {name: given[name][place] for name in per_token if given[name] is not None}
-    given["position_ids"] = written.position_ids[plan.first_entry :].clone()
-    spread = {one.name: one.generated_only for one in batch.token_fields}
-    given["fields"] = {name: batch.fields[name][place] for name in spread if spread[name]}
-    bounds = batch.cu_generated
-    given |= {
-        "turn_spans": torch.stack([bounds[:-1], bounds[1:]], 1),
-        "turn_begin": bounds[:-1].clone(),
-        "cu_seqlens": bounds.clone(),
-        "seqlens": tuple((end - begin).tolist()),
-        "layout": "turns",
+    held |= {name: held[name][at] for name in per_token if held[name] is not None}
+    held["fields"] = {
+        one.name: batch.fields[one.name][at] for one in batch.token_fields if one.generated_only
     }
-    tables = {
-        "cu_seqlens": torch.from_numpy(plan.cu_seqlens.astype(np.int32)),
-        "turn_prompt_node": torch.from_numpy(plan.prompt_nodes.astype(np.int32)),
-    }
-    return assemble(
+    held["turn_spans"] = torch.stack([bounds[:-1], bounds[1:]], 1)
+    for name in ("position_ids", "turn_begin", "cu_seqlens", "seqlens", "layout"):
+        del held[name]
+    return tree_batch_of(
         plan,
         runs,
         lambda name: getattr(written, name),
-        tables=tables,
-        fields={name: batch.fields[name][nodes] for name in spread if not spread[name]},
-        of_entries=given,
+        cu_seqlens=torch.from_numpy(plan.cu_seqlens.astype(np.int32)),
+        prompt_nodes=torch.from_numpy(plan.prompt_nodes.astype(np.int32)),
+        fields={
+            one.name: batch.fields[one.name][nodes]
+            for one in batch.token_fields
+            if not one.generated_only
+        },
+        of_entries=(held, {}),
         options=options,
     )
 
 
-def _paths(parents: Any, tips: Ints, ends: Ints) -> Ints:
-    """Return the nodes from a root to each tip, one path behind another; they end at ``ends``."""
-    nodes = np.empty(int(ends[-1]) if ends.size else 0, np.int64)
-    heads = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
-    heads = np.append(0, heads[heads > 0])
-    for tip, behind in zip(tips.tolist(), ends.tolist(), strict=True):
-        node, end = tip, behind
-        while node >= 0:  # a stretch of nodes, each the parent of the next
-            head = int(heads[np.searchsorted(heads, node, side="right") - 1])
-            begin = end - (node - head + 1)
-            nodes[begin:end] = np.arange(head, node + 1)
-            node, end = int(parents[head]), begin
-    return nodes
-
-
-def _new_with_turns(row: Any, starts: Ints, ends: Ints) -> Ints:
-    """Return the end of the turn before each turn in its row, or the start of the row."""
-    order = np.argsort(row, kind="stable")
-    of = row[order]
+def _new_with_turns(chain: Ints, starts: Ints, ends: Ints) -> Ints:
+    """Return the end of the turn before each turn in its chain, or the start of the chain."""
+    order = np.argsort(chain, kind="stable")
+    of = chain[order]
     before = np.append(0, ends[order][:-1])[: of.size]
     begin = np.empty_like(ends)
     begin[order] = np.where(np.diff(of, prepend=-1) != 0, starts[of], before)

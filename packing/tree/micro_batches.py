@@ -26,11 +26,11 @@ from trajpack.packing.micro_batches.cutting import (
     merged,
     send_tables,
 )
-from trajpack.packing.micro_batches.micro_batch import MicroBatch
+from trajpack.packing.micro_batches.micro_batch import MicroBatch, moved
 from trajpack.packing.tree.chain_plan import ChainPlan, check_plan
+from trajpack.packing.tree.entries import MicroEntries
 from trajpack.packing.tree.nodes import Boundary, TreeNodes
-from trajpack.packing.tree.plan import union_of
-from trajpack.packing.tree.trie import Branches
+from trajpack.packing.tree.plan import Chains, union_of
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
@@ -44,48 +44,51 @@ class TreeMicroBatch(TreeNodes):
     """Some chains of a `TreeBatch` as trees, and the entries of their turns.
 
     Made by `TreeBatch.micro_batches`. Its nodes are those that `trajpack.pack_tree` makes of these
-    chains alone, numbered from 0; padding follows them. A padding node is a tree of its own at
-    depth 0, on which no entry lies. The padding is the last of `seqlens`.
+    chains alone, numbered from 0; ``chains.trie.order`` are their numbers in the batch. Padding
+    follows: nodes at depth 0, without a parent and without entries, that see themselves alone. It
+    is no tree, but the last of `seqlens`.
     """
 
-    entries: MicroBatch
-    """Entries of its turns: ``turn_ids`` are turns of the batch, ``position_ids`` nodes of this
-    micro-batch, ``sequences`` its turns, and ``fields`` hold the caller's tensors too. They have
-    no padding."""
-    chains: tuple[int, ...]
-    """Its chains, depth first: sequences of layout ``"merged"``."""
+    entries: MicroEntries
     num_padding: int
     """Padding nodes."""
 
     @property
     def is_dummy(self) -> bool:
         """Whether there is padding only, so that ranks do the same number of passes."""
-        return not self.chains
+        return self.num_padding == self.num_nodes
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeMicroBatch:
+        """Return the micro-batch on a device. Cost: one copy a tensor."""
+        return moved(self, lambda one: one.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TreeMicroBatch:
+        """Return the micro-batch in pinned memory, as a `torch.utils.data.DataLoader` asks for."""
+        return moved(self, torch.Tensor.pin_memory)
 
     def __repr__(self) -> str:
         return (
-            f"TreeMicroBatch({len(self.chains)} chains, {len(self.entries.sequences)} turns in "
-            f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_padding:,} of padding, "
-            f"{self.num_entries:,} entries; {self.device})"
+            f"TreeMicroBatch({len(self.chains.trie.order)} chains, {len(self.entries.sequences)} "
+            f"turns in {len(self)} trees; {self.num_nodes:,} nodes, {self.num_padding:,} of "
+            f"padding, {self.num_entries:,} entries; {self.device})"
         )
+
+    def __len__(self) -> int:
+        """Trees, without the padding."""
+        return len(self.seqlens) - (self.num_padding > 0)
 
 
 class _Layout(NamedTuple):
     """A micro-batch, laid out on the host."""
 
+    chains: Chains
     table: SegmentTable
     """Its nodes as stretches of the nodes of the batch."""
     placement: Placement
     """Its trees, and the padding."""
-    num_nodes: int
-    """Nodes without padding."""
     shift: int
-    """Number in the batch minus number in the micro-batch, of nodes of its branches."""
-    stop: int
-    """First node of the batch behind its branches."""
+    """Number in the batch minus number in the micro-batch, of nodes that its places own."""
     turns: PaddedMicroBatch
-    chains: Ints
-    num_trained: int
 
 
 def cut_chains(
@@ -139,9 +142,9 @@ def merge_entries(
     impl: Impl,
 ) -> torch.Tensor:
     """Implement `TreeBatch.merge`."""
-    check_plan(plan, batch.chains)
-    lengths = batch.entries.host_lengths.seqlens
-    placed = [_place_turns(turns, lengths) for turns in _members(batch.chains.turn_branch, plan)]
+    check_plan(plan, batch.chains.trie)
+    chains = batch.chains
+    placed = [_place_turns(chains, turns) for turns in chains.turns_at(plan.bounds)]
     return merged(batch.entries, placed, outputs, fill, impl)
 
 
@@ -154,21 +157,24 @@ def _assemble(
 ) -> TreeMicroBatch:
     """Number the selected nodes from 0, and say on which of them entries lie.
 
-    A node of the micro-batch's branches has its number in the batch minus ``shift``. A node before
-    them is on the path to the first, so its number is its depth. That is the larger of the two for
-    these nodes, and the smaller for the others.
+    A node that the micro-batch's places own has its number in the batch minus ``shift``. A node
+    before them is on the path to the first, so its number is its depth. That is the larger of the
+    two for these nodes, and the smaller for the others.
 
     Cost: eight small operations, nine with padding.
     """
-    total = one.placement.num_tokens
-    tree_end = rows.pop("tree_end").clamp_(max=one.stop).sub_(one.shift)
-    if one.num_nodes < total:
-        torch.arange(one.num_nodes + 1, total + 1, out=tree_end[one.num_nodes :])
+    total, num_nodes = one.placement.num_tokens, one.chains.trie.num_nodes
+    tree_end = rows.pop("tree_end").sub_(one.shift).clamp_(max=num_nodes)
+    if num_nodes < total:
+        torch.arange(num_nodes + 1, total + 1, out=tree_end[num_nodes:])
     parent = rows.pop("tree_parent").sub_(one.shift)
     place = entries.fields[PLACE]
     node = torch.maximum(place[:, 0] - one.shift, place[:, 1])
     loss_mask = torch.zeros(total, dtype=torch.bool, device=node.device).index_fill_(0, node, True)
-    others = {name: rows for name, rows in entries.fields.items() if name != PLACE}
+    given = {field.name: getattr(entries, field.name) for field in dataclasses.fields(entries)}
+    given["fields"] = {name: of for name, of in entries.fields.items() if name != PLACE}
+    generated = one.chains.generated()
+    begins, ends = union_of(generated.node, generated.node + generated.length)
     return TreeMicroBatch(
         input_ids=rows.pop("input_ids"),
         position_ids=rows.pop("position_ids"),
@@ -177,12 +183,12 @@ def _assemble(
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
         fields=rows,
-        entries=dataclasses.replace(entries, position_ids=node, fields=others),
+        entries=MicroEntries(**given | {"position_ids": node}),
+        chains=one.chains,
         seqlens=tuple(one.placement.seqlens.tolist()),
-        chains=tuple(one.chains.tolist()),
-        num_trained=one.num_trained,
+        num_trained=int((ends - begins).sum()),
         boundary=boundary,
-        num_padding=total - one.num_nodes,
+        num_padding=total - num_nodes,
     )
 
 
@@ -193,62 +199,30 @@ def _layouts(batch: TreeBatch, plan: ChainPlan, alignment: Alignment) -> list[_L
         TypeError: If the plan is no `ChainPlan`.
         ValueError: If it is for another batch, or the alignment has no room or is not for trees.
     """
-    chains, lengths = batch.chains, batch.entries.host_lengths.seqlens
-    check_plan(plan, chains)
+    trie = batch.chains.trie
+    check_plan(plan, trie)
     if alignment.sequence_multiple != 1 or alignment.tail != "sequence":
         raise ValueError(
             "alignment: trees have their padding behind the last one, with sequence_multiple=1 and "
             f"tail='sequence', got {alignment.sequence_multiple} and {alignment.tail!r}"
         )
-    turns, stretches = (
-        _members(branch, plan) for branch in (chains.turn_branch, chains.turn_branch[chains.turn])
-    )
-    paths, roots = _paths(chains.trie, plan), np.flatnonzero(chains.trie.shared == 0)
-    first, layouts = np.append(chains.trie.first, chains.trie.num_nodes), list[_Layout]()
-    for number, (begin, end) in enumerate(plan.bounds.tolist()):
-        size, source, depth = int(plan.loads[number]), *paths[number]
-        shift = int(first[end]) - size
-        within = roots[slice(*np.searchsorted(roots, [begin + 1, end]))]
-        trees = np.diff(first[within] - shift, prepend=0, append=size) if size else source[:0]
+    layouts, turns_of = list[_Layout](), batch.chains.turns_at(plan.bounds)
+    for number, ((begin, end), turns) in enumerate(
+        zip(plan.bounds.tolist(), turns_of, strict=True)
+    ):
+        chains = batch.chains.part(begin, end, turns)
+        size, first = chains.trie.num_nodes, np.arange(begin, end)[:1]
         try:
-            placement = alignment.place(trees)
+            placement = alignment.place(np.diff(chains.trie.roots))
         except ValueError as error:
             raise ValueError(f"micro-batch {number}: {error}") from error
-        begins, ends = (of[stretches[number]] for of in (chains.begin, chains.end))
-        begins, ends = union_of(begins, ends)
-        layouts.append(
-            _Layout(
-                _table(source, depth, placement, size=size, alignment=alignment),
-                placement,
-                size,
-                shift,
-                int(first[end]),
-                _place_turns(turns[number], lengths),
-                plan[number],
-                int((ends - begins).sum()),
-            )
-        )
+        above = trie.pieces(first, np.zeros_like(first), trie.shared[first])  # it is repeated
+        source = np.append(above.node, trie.first[first])
+        start = np.append(above.depth, trie.shared[first])
+        table = _table(source, start, placement, size=size, alignment=alignment)
+        placed = _place_turns(batch.chains, turns)
+        layouts.append(_Layout(chains, table, placement, int(trie.first[end]) - size, placed))
     return layouts
-
-
-def _paths(trie: Branches, plan: ChainPlan) -> list[tuple[Ints, Ints]]:
-    """Return the stretches of each micro-batch: first nodes in the batch, and first depths.
-
-    They are those of the path to its first branch, which other branches hold, and one of all of its
-    own branches.
-    """
-    begin, end = plan.bounds.T
-    chosen = np.flatnonzero(begin < end)
-    branch = begin[chosen]
-    piece, depth, holder = trie.on_path(
-        trie.order[branch], np.zeros_like(branch), trie.shared[branch]
-    )
-    of = np.append(chosen[piece], chosen)
-    source = np.append(trie.node(holder, depth), trie.first[branch])
-    depth = np.append(depth, trie.shared[branch])
-    order = np.argsort(of, kind="stable")
-    cuts = np.searchsorted(of[order], np.arange(1, len(plan)))
-    return list(zip(np.split(source[order], cuts), np.split(depth[order], cuts), strict=True))
 
 
 def _table(
@@ -264,14 +238,7 @@ def _table(
     return SegmentTable(ends, source, kept, boundaries, min_columns)
 
 
-def _members(branch: Ints, plan: ChainPlan) -> list[Ints]:
-    """Return the items of each micro-batch, ascending, by the branch of each item."""
-    order = np.argsort(branch, kind="stable")
-    bounds = np.searchsorted(branch[order], plan.bounds)
-    return [np.sort(order[begin:end]) for begin, end in bounds.tolist()]
-
-
-def _place_turns(turns: Ints, lengths: Ints) -> PaddedMicroBatch:
+def _place_turns(chains: Chains, turns: Ints) -> PaddedMicroBatch:
     """Lay out the entries of turns, without padding."""
-    kept = lengths[turns]
+    kept = (chains.end - chains.begin)[turns]
     return PaddedMicroBatch(turns, kept, Placement(kept, kept, int(kept.sum())))

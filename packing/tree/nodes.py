@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from trajpack.kernels.rearrange.repeat_rows import repeat_rows
-from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.micro_batches.logprobs import logprobs_of_rows
-from trajpack.packing.micro_batches.micro_batch import MicroBatch, record_storages
-from trajpack.packing.tree.attention import visible
-from trajpack.packing.tree.huggingface import tree_table
+from trajpack.packing.micro_batches.micro_batch import record_storages
+from trajpack.packing.tree.entries import Entries, MicroEntries
+from trajpack.packing.tree.plan import Chains
+from trajpack.packing.tree.trie import Ints
+from trajpack.packing.tree_attention.attention import visible
+from trajpack.packing.tree_attention.huggingface import tree_table
 
 Boundary: TypeAlias = Literal["shared", "duplicate"]
 """What happens to the last token that sequences have in common, see `trajpack.pack_tree`."""
@@ -45,8 +48,10 @@ class TreeNodes:
     fields: Mapping[str, torch.Tensor]
     """``[nodes, *shape]`` each: extra fields with rows for all tokens, by name. The others are
     in ``entries.fields``."""
-    entries: PackedBatch | MicroBatch
+    entries: Entries | MicroEntries
     """Generated tokens of all turns, turn after turn; several may lie on one node."""
+    chains: Chains
+    """Chains and turns on the host. A chain is a sequence of layout ``"merged"``."""
     seqlens: tuple[int, ...]
     """Nodes of each tree."""
     num_trained: int
@@ -260,14 +265,52 @@ class TreeNodes:
             ``input_ids`` and ``position_ids``, int64 ``[1, nodes]``; ``attention_mask``, int32
             ``[2, 2, 1, nodes]``: `tree_end` and depths; ``use_cache=False``.
 
+        Raises:
+            ValueError: If there is no node.
+
         Cost: two small operations.
         """
+        if not self.num_nodes:
+            raise ValueError(
+                "model_inputs: a model needs at least one node, got none; an Alignment pads "
+                "micro-batches without nodes"
+            )
         return {
             "input_ids": self.input_ids[None],
             "position_ids": self.position_ids[None],
             "attention_mask": tree_table(self.tree_end, self.position_ids),
             "use_cache": False,
         }
+
+    def segments(self, length: int | None = None) -> tuple[Ints, Ints, Ints]:
+        """Return the stretches of nodes without branches, for trainers' formats; host int64 arrays.
+
+        A path from a root is made of whole ones. Padding is the last, a root.
+
+        Args:
+            length: Nodes with all padding; `num_nodes` by default.
+
+        Returns:
+            First node of each and the number of nodes, ``[segments + 1]``; the segment before each,
+            -1 at a root; the depth of its first node.
+
+        Cost: some passes over the chains, on the host. No synchronisation.
+
+        Example:
+            >>> import trajpack
+            >>> turns = [trajpack.Turn([1, 2], [3], [-0.5]), trajpack.Turn([1, 2], [4], [-0.5])]
+            >>> trajpack.pack_tree([trajpack.Trajectory("a", turns)]).segments()
+            (array([0, 2, 3, 4]), array([-1,  0,  0]), array([0, 2, 2]))
+        """
+        trie = self.chains.trie
+        starts, places, depths, _ = trie.segments
+        holder = np.where(depths > trie.shared[places], places, trie.parent[places])
+        above = np.searchsorted(starts, trie.node(holder, depths - 1), side="right") - 1
+        parents = np.where(holder < 0, -1, above)
+        length = self.num_nodes if length is None else length
+        if length == trie.num_nodes:
+            return starts, parents, depths
+        return np.append(starts, length), np.append(parents, -1), np.append(depths, 0)
 
     def node_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of nodes, trees and prompts by name, without the extra fields."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from trajpack.kernels.runs import MAX_TOKENS, RUN_WIDTH, TILE, Run
 from trajpack.packing.conversion import INT32_MAX
-from trajpack.packing.tree.trie import Branches, Ints
+from trajpack.packing.tree.trie import Ints, Pieces, Trie
 
 TREE_END, PARENT, NODE = Run.SEQUENCE, Run.VERSION, Run.POSITION
 """Columns with another meaning in a tree. In rows of nodes: the end of the subtrees, and the
@@ -29,18 +29,33 @@ class Spans(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """Chains of a tree on the host: the sequences that layout ``"merged"`` has."""
+    """Chains and turns of a tree on the host; a chain is a sequence of layout ``"merged"``."""
 
-    trie: Branches
+    trie: Trie
     """Trie of the chains."""
-    turn_branch: Ints
-    """``[turns]``: branch of each turn's chain, its place in depth-first order."""
-    turn: Ints
-    """``[stretches]``: turn of each generated stretch of nodes, ascending."""
+    place: Ints
+    """``[turns]``: place of each turn's chain in the trie."""
     begin: Ints
-    """``[stretches]``: first node of each."""
+    """``[turns]``: tokens of each turn's prompt, the depth of its first generated token."""
     end: Ints
-    """``[stretches]``: node behind the last."""
+    """``[turns]``: tokens of prompt and completion."""
+    trajectory: Ints
+    """``[turns]``: trajectory of each turn; ascending."""
+
+    def generated(self) -> Pieces:
+        """Return the nodes of what each turn generated; `Pieces.stretch` are turns."""
+        return self.trie.pieces(self.place, self.begin, self.end)
+
+    def turns_at(self, bounds: Ints) -> list[Ints]:
+        """Return the turns whose chains are at places ``[begin, end)``, for each bound."""
+        by_place = np.argsort(self.place, kind="stable")
+        cuts = np.searchsorted(self.place[by_place], bounds)
+        return [np.sort(by_place[low:high]) for low, high in cuts.tolist()]
+
+    def part(self, begin: int, end: int, turns: Ints) -> Chains:
+        """Return the chains at places ``[begin, end)`` alone; ``turns`` are theirs."""
+        place, *others = (column[turns] for column in self[1:])
+        return Chains(self.trie.part(begin, end), place - begin, *others)
 
 
 class TreePlan(NamedTuple):
@@ -52,7 +67,6 @@ class TreePlan(NamedTuple):
     """Rows of nodes; one row of padding and the rows of entries follow."""
     num_trained: int
     """Nodes that are generated tokens."""
-    num_nodes: int
     first_entry: int
     """Index of the first entry, a multiple of a tile."""
     num_tokens: int
@@ -68,64 +82,66 @@ class TreePlan(NamedTuple):
     cu_seqlens: Ints
     """``[trees + 1]``: boundaries of the trees' nodes."""
     chains: Chains
-    """The chains, and the nodes that their turns generated."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.chains.trie.num_nodes
 
 
-def plan_tree(trie: Branches, sources: Ints, spans: Spans) -> TreePlan:
+def plan_tree(trie: Trie, sources: Ints, spans: Spans, trajectory: Ints) -> TreePlan:
     """Plan the nodes of a trie and the entries of its spans.
 
     Args:
         trie: Trie of the chains.
         sources: ``[chains]``: word of each chain's first token.
         spans: What was generated.
+        trajectory: ``[turns]``: trajectory of each turn.
 
     Raises:
         ValueError: If nodes and entries would pass 2³¹ together.
 
-    Cost: a few passes over chains, spans and branches; none over tokens.
+    Cost: a few passes over chains, spans and segments; none over tokens.
     """
-    piece, depth, branch = trie.on_path(spans.chain, spans.begin, spans.end)
-    last = np.append(piece[1:] != piece[:-1], True)[: piece.size]
-    stop = np.where(last, spans.end[piece], np.append(depth[1:], 0)[: piece.size])
-    node, length = trie.node(branch, depth), stop - depth
+    place = trie.places[spans.chain]
+    index, depth, node, length = trie.pieces(place, spans.begin, spans.end)
     generated = union_of(node, node + length)
-    node_rows, node_chains = _node_rows(trie, sources, generated)
-    num_nodes, num_entries = trie.num_nodes, int(length.sum())
-    first_entry = -(-num_nodes // TILE) * TILE
-    num_tokens = first_entry + num_entries
+    first_entry = -(-trie.num_nodes // TILE) * TILE
+    num_tokens = first_entry + int(length.sum())
     if num_tokens > MAX_TOKENS:
         raise ValueError(
             f"a tree holds at most {MAX_TOKENS} nodes and generated tokens, this one needs "
             f"{num_tokens}"
         )
-    skipped = depth - spans.begin[piece]
-    rows = np.zeros((piece.size, RUN_WIDTH), np.int64)
+    node_rows, node_chains = _node_rows(trie, sources, generated)
+    count = len(node_rows)
+    runs = np.zeros((count + index.size + 2, RUN_WIDTH), np.int64)
+    runs[:count] = node_rows
+    runs[count, [Run.START, Run.SOURCE, Run.GENERATED]] = trie.num_nodes, -1, INT32_MAX
+    runs[-1, Run.START] = num_tokens
+    skipped, rows = depth - spans.begin[index], runs[count + 1 : -1]
     rows[:, Run.START] = first_entry + np.cumsum(length) - length
-    rows[:, Run.SOURCE] = sources[spans.chain[piece]] + depth
-    rows[:, Run.LOGPROB] = spans.logprob[piece] + skipped
+    rows[:, Run.SOURCE] = sources[spans.chain[index]] + depth
+    rows[:, Run.LOGPROB] = spans.logprob[index] + skipped
     rows[:, NODE] = node
-    rows[:, Run.SEQUENCE] = spans.chain[piece]
-    rows[:, Run.TURN] = spans.turn[piece]
-    rows[:, Run.VERSION] = spans.version[piece]
-    padding, ending = np.zeros((2, 1, RUN_WIDTH), np.int64)
-    padding[0, [Run.START, Run.SOURCE, Run.GENERATED]] = num_nodes, -1, INT32_MAX
-    ending[0, Run.START] = num_tokens
-    opens = np.flatnonzero(np.diff(spans.turn, prepend=-1))
-    prompt = spans.begin[opens]
-    _, at, of = trie.on_path(spans.chain[opens], prompt - 1, prompt)
+    rows[:, Run.SEQUENCE] = spans.chain[index]
+    rows[:, Run.TURN] = spans.turn[index]
+    rows[:, Run.VERSION] = spans.version[index]
+    opens = np.diff(spans.turn, prepend=-1) != 0
+    closes = np.append(opens[1:], True)[: opens.size]
+    chains = Chains(trie, place[opens], spans.begin[opens], spans.end[closes], trajectory)
     return TreePlan(
-        np.concatenate([node_rows, padding, rows, ending]),
-        len(node_rows),
+        runs,
+        count,
         int((generated[1] - generated[0]).sum()),
-        num_nodes,
         first_entry,
         num_tokens,
         node_chains,
-        piece,
+        index,
         skipped,
-        trie.node(of, at),
-        np.append(trie.first[trie.shared == 0], num_nodes),
-        Chains(trie, trie.branch_of(spans.chain[opens]), spans.turn[piece], node, node + length),
+        trie.pieces(chains.place, chains.begin - 1, chains.begin).node,
+        trie.roots,
+        chains,
     )
 
 
@@ -137,30 +153,30 @@ def union_of(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
     return begins[opens], ends[np.append(opens[1:], True)[: ends.size]]
 
 
-def _node_rows(trie: Branches, sources: Ints, generated: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+def _node_rows(trie: Trie, sources: Ints, generated: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """Return the rows of the nodes, and the chain of each.
 
-    A row ends where a subtree ends, a branch ends, or generated nodes end; so the nodes of a row
-    are consecutive tokens of a chain, first those that no turn generated.
+    A row ends where a segment or generated nodes end; so the nodes of a row are consecutive tokens
+    of a chain, first those that no turn generated.
     """
-    branch, depth, end = trie.cuts.T
-    stretch = trie.node(branch, depth)
-    begins, ends = generated
-    start = np.union1d(stretch, ends[ends < trie.num_nodes])
-    at = np.searchsorted(stretch, start, side="right") - 1
-    branch, depth = branch[at], depth[at] + start - stretch[at]
+    segments, (begins, ends) = trie.segments, generated
+    start = np.concatenate([segments.starts[:-1], ends[ends < trie.num_nodes]])
+    start.sort(kind="stable")  # two sorted parts
+    start = start[np.diff(start, prepend=-1) != 0]
+    at = np.searchsorted(segments.starts[:-1], start, side="right") - 1
+    place, depth = segments.places[at], segments.depths[at] + start - segments.starts[at]
     length = np.diff(start, append=trie.num_nodes)
     interval = np.searchsorted(ends, start, side="right")  # the first that ends behind the start
     behind = np.append(begins, trie.num_nodes)[interval]
-    heads = depth == trie.shared[branch]
-    holder = trie.parent[branch]
+    is_first = depth == trie.shared[place]  # of its owner
+    holder = trie.parent[place]
     attached = np.where(holder < 0, -1, trie.node(holder, depth - 1))
-    chain = trie.order[branch]
+    chain = trie.order[place]
     rows = np.zeros((start.size, RUN_WIDTH), np.int64)
     rows[:, Run.START] = start
     rows[:, Run.SOURCE] = rows[:, Run.LOGPROB] = sources[chain] + depth
     rows[:, Run.GENERATED] = np.clip(behind - start, 0, length)
     rows[:, Run.POSITION] = depth
-    rows[:, TREE_END] = end[at]
-    rows[:, PARENT] = np.where(heads, attached, start - 1)
+    rows[:, TREE_END] = segments.ends[at]
+    rows[:, PARENT] = np.where(is_first, attached, start - 1)
     return rows, chain

@@ -5,35 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from trajpack.packing.batch.batch import number_groups
 from trajpack.packing.tree.breaks import PrefixBreak, Reason, reason_of
 from trajpack.packing.tree.merged import tree_of
-from trajpack.packing.tree.paths import Paths
-from trajpack.packing.tree.trie import Ints
+from trajpack.packing.tree.trie import Ints, Trie, expanded
 
 if TYPE_CHECKING:
     from trajpack.packing.tree.tree_batch import TreeBatch
-
-AT_ONCE = 256
-"""Breaks whose tokens are read at once."""
 
 
 @dataclass(frozen=True)
 class TreeStatistics:
     """Plain numbers about a `TreeBatch`.
 
-    ``num_tokens_turns`` is ``num_tokens_merged + shared_in_sequences``, and ``num_tokens_merged``
-    is ``num_nodes + shared_in_trajectories + shared_in_groups + shared_across_groups``.
+    ``num_tokens_turns`` is ``num_tokens_merged + shared_in_chains``, and ``num_tokens_merged`` is
+    ``num_nodes + shared_in_trajectories + shared_in_groups + shared_across_groups``.
     """
 
     num_trees: int
     num_trajectories: int
     num_turns: int
-    num_sequences: int
+    num_chains: int
     """Sequences of layout ``"merged"``."""
     num_nodes: int
     num_entries: int
@@ -42,16 +38,16 @@ class TreeStatistics:
     """Tokens of layout ``"turns"``."""
     num_tokens_merged: int
     """Tokens of layout ``"merged"``."""
-    shared_in_sequences: int
+    shared_in_chains: int
     """Tokens saved where prompts repeat the turns before them; layout ``"merged"`` saves them."""
     shared_in_trajectories: int
-    """Tokens saved between sequences of one trajectory: branches, attempts, broken prefixes."""
+    """Tokens saved between chains of one trajectory: branches, attempts, broken prefixes."""
     shared_in_groups: int
     """Tokens saved between trajectories of one group."""
     shared_across_groups: int
     """Tokens saved between groups. A trajectory without a group is one of its own."""
     breaks: tuple[PrefixBreak, ...] = field(repr=False)
-    """Turns, but a trajectory's first, that begin a sequence, in the order of the turns."""
+    """Turns, but a trajectory's first, that begin a chain, in the order of the turns."""
 
     @property
     def turns_ratio(self) -> float:
@@ -69,84 +65,68 @@ class TreeStatistics:
         return Counter(one.reason for one in self.breaks)
 
 
-class _Turns(NamedTuple):
-    """Turns of a tree on the host, ``[turns]`` each."""
-
-    branch: Ints
-    """Path of the turn's chain."""
-    prompt: Ints
-    """Tokens of the prompt."""
-    end: Ints
-    """Tokens of prompt and completion."""
-    owner: Ints
-    """Trajectory."""
-    first: Ints
-    """First turn of the trajectory."""
-
-
 def statistics_of(tree: TreeBatch) -> TreeStatistics:
     """Implement `TreeBatch.statistics`."""
-    entries, paths = tree.entries, Paths(tree.chains.trie)
-    prompt = _on_host(tree.position_ids[tree.turn_prompt_node.long()]) + 1
-    bounds = _on_host(entries.cu_turns)
-    owner = np.repeat(np.arange(len(entries.ids)), np.diff(bounds))
-    ends = prompt + np.diff(_on_host(entries.cu_generated))
-    turns = _Turns(tree.chains.turn_branch, prompt, ends, owner, bounds[owner])
-    _, opening = np.unique(turns.branch, return_index=True)
-    trajectory = owner[opening]
-    num_tokens, num_merged = int(ends.sum()), int(paths.lengths.sum())
-    in_trajectories = paths.num_distinct(trajectory)
-    broke = np.sort(opening[opening > turns.first[opening]])
-    in_groups = paths.num_distinct(_on_host(entries.group_ids)[trajectory])
+    trie, place, _, end, owner = tree.chains
+    _, opening = np.unique(place, return_index=True)  # the first turn of each chain
+    groups, _ = number_groups(tree.entries.groups, {}, 0)
+    num_tokens, num_merged = int(end.sum()), int(trie.lengths.sum())
+    in_trajectories = _num_distinct(trie, owner[opening])
+    in_groups = _num_distinct(trie, np.array(groups, np.int64)[owner[opening]])
     return TreeStatistics(
         num_trees=len(tree),
-        num_trajectories=len(entries.ids),
+        num_trajectories=len(tree.entries.ids),
         num_turns=tree.num_turns,
-        num_sequences=len(opening),
+        num_chains=len(opening),
         num_nodes=tree.num_nodes,
         num_entries=tree.num_entries,
         num_tokens_turns=num_tokens,
         num_tokens_merged=num_merged,
-        shared_in_sequences=num_tokens - num_merged,
+        shared_in_chains=num_tokens - num_merged,
         shared_in_trajectories=num_merged - in_trajectories,
         shared_in_groups=in_trajectories - in_groups,
         shared_across_groups=in_groups - tree.num_nodes,
-        breaks=tuple(_breaks(tree, paths, turns, broke)),
+        breaks=tuple(_breaks(tree, np.sort(opening))),
     )
 
 
-def _breaks(tree: TreeBatch, paths: Paths, turns: _Turns, broke: Ints) -> Iterator[PrefixBreak]:
-    """Yield the breaks of the turns ``broke``, of which none is the first of its trajectory."""
-    if not broke.size:
+def _num_distinct(trie: Trie, owners: Ints) -> int:
+    """Return the distinct nodes of each owner's chains, summed; ``owners`` are of each place."""
+    order = np.argsort(owners, kind="stable")
+    shared = trie.common(order[:-1], order[1:])
+    return int(trie.lengths.sum() - shared[np.diff(owners[order]) == 0].sum())
+
+
+def _breaks(tree: TreeBatch, opening: Ints) -> Iterator[PrefixBreak]:
+    """Yield the breaks among the turns that begin a chain."""
+    trie, place, begin, end, owner = tree.chains
+    first_of = np.searchsorted(owner, owner)
+    broke = opening[opening > first_of[opening]].tolist()
+    if not broke:
         return
     if tree.boundary == "duplicate":  # its paths part a token early
-        yield from statistics_of(tree_of(tree.merged(), ("once", "shared"))).breaks
+        yield from tree_of(tree.merged()).statistics().breaks
         return
-    tokens = _on_host(tree.input_ids)
-    for some in np.split(broke, range(AT_ONCE, len(broke), AT_ONCE)):
-        position, first_prompt, history = np.zeros((3, len(some)), np.int64)
-        for number, turn in enumerate(some.tolist()):
-            before = np.arange(turns.first[turn], turn)
-            shared = paths.common(np.full_like(before, turns.branch[turn]), turns.branch[before])
-            shared = np.minimum(shared, turns.prompt[turn])  # no later turn adds to what is shared
-            alike = before[shared == shared.max()]
-            position[number] = shared.max()
-            first_prompt[number], history[number] = turns.prompt[alike[0]], alike[-1]
-        expected = paths.nodes(turns.branch[history], position, turns.end[history])
-        came = paths.nodes(turns.branch[some], position, turns.prompt[some])
-        for number, turn in enumerate(some.tolist()):
-            one, other = tokens[expected[number]], tokens[came[number]]
-            first, shares = int(turns.first[turn]), int(position[number])
-            yield PrefixBreak(
-                int(turns.owner[turn]),
-                turn - first,
-                int(history[number]) - first,
-                shares,
-                int(one[0]) if one.size else None,
-                int(other[0]) if other.size else None,
-                *reason_of(one, other, shares, first_prompt=int(first_prompt[number])),
-            )
+    tokens = tree.input_ids.cpu().numpy()
 
+    def path_of(turn: int, low: int, high: int) -> Ints:
+        pieces = trie.pieces(place[turn : turn + 1], np.array([low]), np.array([high]))
+        return tokens[expanded(pieces.node, pieces.length)]
 
-def _on_host(tensor: torch.Tensor) -> Ints:
-    return tensor.cpu().numpy().astype(np.int64)
+    for turn in broke:
+        first = int(first_of[turn])
+        before = place[first:turn]
+        shared = np.minimum(trie.common(np.full_like(before, place[turn]), before), begin[turn])
+        position = int(shared.max())  # no later turn adds to what is shared
+        history = first + int(np.flatnonzero(shared == position)[-1])
+        expected = path_of(history, position, int(end[history]))
+        came = path_of(turn, position, int(begin[turn]))
+        yield PrefixBreak(
+            int(owner[turn]),
+            turn - first,
+            history - first,
+            position,
+            int(expected[0]) if expected.size else None,
+            int(came[0]) if came.size else None,
+            *reason_of(expected, came),
+        )

@@ -7,27 +7,39 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import torch
 
+from trajpack.kernels.fields.build import FIELD_DTYPES
+from trajpack.kernels.runs import Run
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
+from trajpack.packing.conversion import shown
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.tree.chain_plan import ChainPlan, Fewest, plan_chain_ranks, plan_chains
+from trajpack.packing.tree.entries import Entries
 from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, merge_entries
 from trajpack.packing.tree.nodes import Boundary, TreeNodes
-from trajpack.packing.tree.plan import Chains
+from trajpack.packing.tree.plan import PARENT, TreePlan
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
     from trajpack.kernels.corrections.loss_weights import Aggregation
     from trajpack.kernels.dispatch import Impl
     from trajpack.kernels.rearrange.segments import Number
+    from trajpack.packing.credit.advantages import Own
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.tree.statistics import TreeStatistics
     from trajpack.packing.types import Trajectory
 
+NODE_FIELDS = {
+    "input_ids": "input_ids",
+    "position_ids": "position_ids",
+    "tree_end": "sequence_ids",
+    "loss_mask": "loss_mask",
+}
+"""Tensors of nodes, and the field of `build` that holds each."""
 Share: TypeAlias = Literal["once", "sum", "mean"]
 """Weight of an entry, see `TreeBatch.entry_weights`."""
 
@@ -37,37 +49,9 @@ def check_options(share: str, boundary: str) -> None:
     for name, value, known in (("share", share, Share), ("boundary", boundary, Boundary)):
         if value not in get_args(known):
             names = ", ".join(repr(one) for one in get_args(known))
-            raise ValueError(f"{name} must be one of {names}, got {value!r}")
+            raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
     if boundary == "duplicate" and share != "once":
         raise ValueError(f"boundary='duplicate' needs share='once', got share={share!r}")
-
-
-class Entries(PackedBatch):
-    """Generated tokens of a `TreeBatch`, each once, as a packed batch without prompts.
-
-    Tensors over tokens have an entry for each generated token, turn after turn, in the order of
-    `cu_generated`. `position_ids` are the nodes of the entries, `sequence_ids` and `turn_sequence`
-    the chains that layout ``"merged"`` would have as sequences; `cu_seqlens` are the boundaries of
-    the turns, as `cu_generated` is. Estimators, loss weights and corrections read the entries as
-    they read any batch.
-    """
-
-    @property
-    def generated_lens(self) -> tuple[int, ...]:
-        """Entries of each turn; all of them are generated."""
-        return self.seqlens
-
-    def unpack(self) -> NoReturn:
-        """Raise a `TypeError`: entries have no prompts."""
-        raise TypeError("entries have no prompts: call TreeBatch.unpack")
-
-    def save(self, path: str | os.PathLike[str]) -> NoReturn:
-        """Raise a `TypeError`: entries have no prompts."""
-        raise TypeError("entries have no prompts: call TreeBatch.save")
-
-    def model_inputs(self) -> NoReturn:
-        """Raise a `TypeError`: the model reads the nodes."""
-        raise TypeError("entries are no input of a model, the nodes of a TreeBatch are")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,8 +74,6 @@ class TreeBatch(TreeNodes):
     """Entries, turns and trajectories: all other tensors of a `PackedBatch`."""
     share: Share
     """Weight of an entry, see `entry_weights`."""
-    chains: Chains
-    """Chains on the host: the sequences that layout ``"merged"`` has."""
 
     @property
     def num_turns(self) -> int:
@@ -102,25 +84,40 @@ class TreeBatch(TreeNodes):
     def entry_weights(self) -> torch.Tensor:
         """float32 ``[entries]``: how often each entry counts in `loss_weights`.
 
-        A row is a sequence of layout ``"merged"``; a conversation that branches has several.
-
         - ``"once"``: 1. A token counts once for each time that it was sampled, so the gradient is
           that of layout ``"merged"``, and that of separate turns.
-        - ``"sum"``: the number of rows of the entry's trajectory that go through its node, as if
-          each row were trained in all tokens that its trajectory generated. Entries of one
-          trajectory on one node divide the number.
-        - ``"mean"``: the same, divided by the number of rows of the trajectory.
+        - ``"sum"``: a node counts once for each chain through it, of any trajectory, as if each
+          chain were a row that trains every token on its path that a turn generated. Entries on one
+          node share this number equally.
+        - ``"mean"``: that number over the chains of the tree, as if rows of a tree were averaged.
 
-        Cost: computed at first access, without synchronisation; ``"once"`` is one fill, the others
-            are about 20 small operations, two of them sorts of ``[entries]`` numbers.
+        A chain is a sequence of layout ``"merged"``. With ``"sum"`` and ``"mean"`` the weights of a
+        trajectory depend on those that it is packed with.
+
+        Cost: computed at first access, without synchronisation: ``"once"`` is one fill, the others
+            a copy of 8 bytes a chain and a dozen small operations.
         """
         if self.share == "once" or not self.num_entries:
             return torch.ones_like(self.rollout_logprobs)
-        return _weights_of_rows(self)
+        bounds = torch.from_numpy(self.chains.trie.first[1:]).to(self.device, non_blocking=True)
+
+        def through(node: torch.Tensor) -> torch.Tensor:
+            """Return the chains through nodes: those that end in their subtrees."""
+            end = self.tree_end[node].long()
+            return torch.searchsorted(bounds, torch.stack([node, end]), right=True).diff(dim=0)[0]
+
+        node = self.entry_node
+        times = torch.zeros(self.num_nodes, dtype=torch.int64, device=self.device)
+        times.index_add_(0, node, torch.ones_like(node))
+        weights = through(node).float() / times[node]
+        if self.share == "mean":
+            tree = torch.searchsorted(self.cu_seqlens.long(), node, right=True) - 1
+            weights = weights / through(self.cu_seqlens[tree].long())
+        return weights
 
     def with_advantages(  # noqa: PLR0913 - as PackedBatch.with_advantages
         self,
-        estimator: Estimator,
+        estimator: Estimator | Own,
         values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         *,
@@ -136,24 +133,14 @@ class TreeBatch(TreeNodes):
         `PackedBatch.with_advantages` of the entries: an entry gets the bits that the token has in
         layout ``"merged"`` (up to rounding if advantages are whitened). `share` has no influence.
 
-        Args:
-            estimator: As there. Conventions in which tokens that were not generated are steps
-                (``observation="ignore"``, ``"multiply"``, ``"reset"``) are refused.
-            values: ``[entries]`` floats, value of the state before each entry: that of a causal
-                critic at `entry_parent`.
-            ref_logprobs: ``[entries]`` floats of the reference policy.
-            logprobs: ``[entries]`` floats of the trained policy before its update.
-            bootstrap: As there.
-            scores: As there.
-            state_ids: As there.
-            all_reduce: As there.
-            impl: See `trajpack.kernels`.
+        ``values``, ``ref_logprobs`` and ``logprobs`` are ``[entries]``; a value is that of a causal
+        critic at `entry_parent`. A function of your own gets `entries` as its batch. All else is as
+        there, cost included.
 
         Raises:
-            TypeError: If an input is of a wrong type.
-            ValueError: As there; also if the estimator needs tokens that were not generated.
-
-        Cost: as there.
+            TypeError: As there.
+            ValueError: As there; also for a convention in which tokens that were not generated are
+                steps (``observation="ignore"``, ``"multiply"``, ``"reset"``).
         """
         observation = getattr(estimator, "observation", PASSING[0])
         if observation not in PASSING:
@@ -181,19 +168,8 @@ class TreeBatch(TreeNodes):
         each entry once, whatever `share` is; for another one pass ``denominator``, such as
         ``batch.entry_weights.sum()`` for ``"token_mean"``.
 
-        Args:
-            aggregation: As there.
-            per: As there; a ``"row"`` is a sequence of layout ``"merged"``.
-            denominator: As there.
-            truncated: As there.
-
-        Returns:
-            float32 ``[entries]``; with ``share="once"`` the bits of layout ``"merged"``.
-
-        Raises:
-            ValueError: As there.
-
-        Cost: as there; one multiplication more unless ``share`` is ``"once"``.
+        Arguments, errors and cost are as there; a ``"row"`` is a chain. With ``share="once"`` the
+        weights, float32 ``[entries]``, are the bits of layout ``"merged"``.
         """
         weights = self.entries.loss_weights(
             aggregation, per=per, denominator=denominator, truncated=truncated
@@ -210,31 +186,18 @@ class TreeBatch(TreeNodes):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return importance weights of the policy of ``logprobs`` over the sampling policy.
 
-        `PackedBatch.importance_weights` of the entries.
-
-        Args:
-            logprobs: float32 ``[entries]`` of the trained policy before its update.
-            correction: As there.
-            per: As there.
-            impl: See `trajpack.kernels`.
-
-        Returns:
-            Weights, float32 ``[entries]``, the bits of layout ``"merged"``; and metrics, as there.
-
-        Raises:
-            ValueError: As there.
-
-        Cost: as there.
+        `PackedBatch.importance_weights` of the entries, with its arguments, errors and cost; the
+        log-probabilities and weights are ``[entries]``, the weights the bits of layout
+        ``"merged"``.
         """
         return self.entries.importance_weights(logprobs, correction, per=per, impl=impl)
 
     def statistics(self) -> TreeStatistics:
         """Return what the tree shares, between whom, and where and why prefixes broke.
 
-        Cost: copies five small tables of turns to the host, and the token ids if a prefix broke
-            (synchronises); a sort of the sequences, and for each break a pass over the turns before
-            it and a sort of the tokens behind it. With ``boundary="duplicate"`` and a broken prefix
-            also as `merged` and the plan of a tree.
+        Cost: a sort of the chains; if a prefix broke, a copy of the token ids to the host
+            (synchronises), and for each break a pass over the turns before it and three sorts of
+            the tokens behind it. With ``boundary="duplicate"`` also as `merged` and a plan.
 
         Example:
             >>> import trajpack
@@ -256,10 +219,10 @@ class TreeBatch(TreeNodes):
     def plan_micro_batches(self, capacity: int, fewest: Fewest = "micro_batches") -> ChainPlan:
         """Plan micro-batches of at most ``capacity`` nodes.
 
-        A chain, a sequence of layout ``"merged"``, is in one micro-batch, with all of its entries.
-        Micro-batches are cut from the depth-first order of chains; a cut repeats the prefix that
-        the chains beside it share. The plan has the fewest micro-batches and, of the plans with as
-        many, the fewest nodes; or the reverse.
+        A chain is in one micro-batch, with all of its entries. Micro-batches are cut from the
+        depth-first order of chains; a cut repeats the prefix that the chains beside it share. The
+        plan has the fewest micro-batches and, of the plans with as many, the fewest nodes; or the
+        reverse.
 
         Args:
             capacity: Maximum nodes of a micro-batch, before padding.
@@ -282,7 +245,7 @@ class TreeBatch(TreeNodes):
             >>> batch.num_nodes, batch.plan_micro_batches(capacity=6)
             (8, ChainPlan(2 micro-batches of up to 6 nodes, 5 of 5 chains, 11 nodes))
         """
-        return plan_chains(self.chains, capacity, fewest)
+        return plan_chains(self.chains, capacity, fewest, self.entries.ids)
 
     def plan_ranks(
         self, num_ranks: int, capacity: int, fewest: Fewest = "micro_batches"
@@ -294,18 +257,15 @@ class TreeBatch(TreeNodes):
         without work. The i-th micro-batches of the ranks are of similar size, the largest first;
         missing ones are dummies. Every rank computes the same plans and takes its own.
 
-        Args:
-            num_ranks: Number of ranks.
-            capacity: As for `plan_micro_batches`.
-            fewest: As for `plan_micro_batches`.
-
         Raises:
             TypeError: As `plan_micro_batches`.
             ValueError: As `plan_micro_batches`.
 
         Cost: as `plan_micro_batches`, about ``log2(capacity)`` times.
         """
-        return plan_chain_ranks(self.chains, num_ranks, capacity, fewest)
+        return plan_chain_ranks(
+            self.chains, num_ranks, capacity, fewest=fewest, ids=self.entries.ids
+        )
 
     def micro_batches(
         self,
@@ -362,9 +322,8 @@ class TreeBatch(TreeNodes):
             ``[entries, ...]``. Differentiable with respect to the outputs.
 
         Raises:
-            TypeError: If the plan is no `ChainPlan`, or an output is no tensor.
-            ValueError: If the plan is for another batch, there are not as many outputs as
-                micro-batches, or one has another number of rows, dtype or shape of a row.
+            TypeError: As `PackedBatch.merge`.
+            ValueError: As `PackedBatch.merge`.
             RuntimeError: While a CUDA graph is captured.
 
         Cost: as `PackedBatch.merge`.
@@ -407,11 +366,10 @@ class TreeBatch(TreeNodes):
         return self.merged().unpack()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trajectories, their advantages and returns to a ``.safetensors`` file.
+        """Write the trajectories, their advantages, returns and options to a file.
 
-        The file is that of ``batch.merged().save(path)``, which `PackedBatch.load` reads too. It
-        holds shared prefixes once for each sequence of layout ``"merged"``, and neither `share` nor
-        `boundary`.
+        `PackedBatch.load` reads it too, as ``batch.merged()``. It holds shared prefixes once for
+        each chain.
 
         Raises:
             OSError: As `PackedBatch.save`.
@@ -419,18 +377,15 @@ class TreeBatch(TreeNodes):
 
         Cost: as `merged` and `PackedBatch.save`.
         """
-        self.merged().save(path)
+        from trajpack.packing.tree.merged import save_tree
+
+        save_tree(self, path)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], share: Share = "once", boundary: Boundary = "shared"
-    ) -> TreeBatch:
-        """Read a file of `save`, or of a `PackedBatch` of layout ``"merged"``, to the host.
+    def load(cls, path: str | os.PathLike[str]) -> TreeBatch:
+        """Read a file of `save` to the host, with its `share` and `boundary`.
 
-        Args:
-            path: The file.
-            share: As of `trajpack.pack_tree`.
-            boundary: As of `trajpack.pack_tree`.
+        A file of a `PackedBatch` of layout ``"merged"`` becomes a tree of the default options.
 
         Raises:
             OSError: If the file cannot be read.
@@ -438,10 +393,9 @@ class TreeBatch(TreeNodes):
 
         Cost: as `PackedBatch.load`, and the plan of the tree again.
         """
-        from trajpack.packing.tree.merged import tree_of
+        from trajpack.packing.tree.merged import load_tree
 
-        check_options(share, boundary)
-        return tree_of(PackedBatch.load(path), (share, boundary))
+        return load_tree(path)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TreeBatch:
         """Return the batch on ``device``; the same object if it is there already.
@@ -468,32 +422,59 @@ class TreeBatch(TreeNodes):
         )
 
 
-def _weights_of_rows(batch: TreeBatch) -> torch.Tensor:
-    """Return `TreeBatch.entry_weights` for ``"sum"`` and ``"mean"``.
+def tree_batch_of(
+    plan: TreePlan,
+    runs: torch.Tensor,
+    written: Callable[[str], torch.Tensor],
+    *,
+    cu_seqlens: torch.Tensor,
+    prompt_nodes: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    of_entries: tuple[Mapping[str, Any], Mapping[str, Callable[[], Any]]],
+    options: tuple[Share, Boundary],
+) -> TreeBatch:
+    """Make a batch from what `build` wrote.
 
-    A row goes through a node if its last node is in the node's subtree, an interval. Numbers of
-    nodes are made distinct for each trajectory, so that one sort serves all.
+    Args:
+        plan: The plan.
+        runs: Its run table on the device of the batch.
+        written: Function that returns a field of `FIELD_DTYPES` over nodes, padding and entries.
+        cu_seqlens: `TreeBatch.cu_seqlens`.
+        prompt_nodes: `TreeBatch.turn_prompt_node`.
+        fields: `TreeBatch.fields`.
+        of_entries: Fields of the entries by name, but those that are written or known here, and
+            functions that make others at first access.
+        options: `TreeBatch.share` and `TreeBatch.boundary`.
+
+    Cost: three small operations for the parents.
     """
-    entries, nodes = batch.entries, batch.num_nodes
-    sizes = entries.cu_generated.diff()
-    last = batch.entry_node[(entries.cu_generated[1:] - 1).clamp(min=0).long()]
-    last = torch.where(sizes > 0, last, batch.turn_prompt_node.long())
-    owners = entries.group_order.owners.long()
-    row = entries.turn_sequence.long()
-    ends = last.new_full((batch.num_turns,), -1).scatter_reduce(0, row, last, "amax")
-    trajectory = owners.new_full((batch.num_turns,), -1).scatter_reduce(0, row, owners, "amax")
-    step = nodes + 1  # an interval may end behind the last node
-    rows = (trajectory * step + ends).sort().values  # without rows -1, before all others
-    of_entry = owners[entries.turn_ids.long()]
-    node = batch.entry_node
-    begin, end = of_entry * step + node, of_entry * step + batch.tree_end[node]
-    through = torch.searchsorted(rows, end) - torch.searchsorted(rows, begin)
-    sampled = begin.sort().values
-    own = torch.searchsorted(sampled, begin, right=True) - torch.searchsorted(sampled, begin)
-    weights = through.float() / own
-    if batch.share == "mean":
-        of_rows = torch.searchsorted(rows, (of_entry + 1) * step) - torch.searchsorted(
-            rows, of_entry * step
-        )
-        weights = weights / of_rows
-    return weights
+    num_nodes, first = plan.num_nodes, plan.first_entry
+    # `data`: nodes and entries share memory, but a write to one is none to the other
+    nodes = {name: written(source)[:num_nodes].data for name, source in NODE_FIELDS.items()}
+    parents = written("turn_ids")[:num_nodes].data  # memory of a field that nodes do not have
+    torch.arange(-1, num_nodes - 1, out=parents)
+    rows = runs[: plan.num_node_rows]
+    parents[rows[:, Run.START].long()] = rows[:, PARENT]
+    chains, (ready, later) = plan.chains, of_entries
+    bounds = ready["cu_generated"]
+    entries = {
+        **{name: written(name)[first:].data for name in FIELD_DTYPES},
+        "turn_begin": bounds[:-1].clone(),
+        "cu_seqlens": bounds.clone(),
+        "seqlens": tuple((chains.end - chains.begin).tolist()),
+        "layout": "turns",
+        **ready,
+    }
+    return TreeBatch(
+        **nodes,
+        tree_parent=parents,
+        cu_seqlens=cu_seqlens,
+        turn_prompt_node=prompt_nodes,
+        fields=fields,
+        entries=Entries.with_lazy_columns(entries, later),
+        num_trained=plan.num_trained,
+        seqlens=tuple((plan.cu_seqlens[1:] - plan.cu_seqlens[:-1]).tolist()),
+        share=options[0],
+        boundary=options[1],
+        chains=chains,
+    )

@@ -1,25 +1,30 @@
-"""The trie of chains: a sort by bytes, the common prefix of neighbours, and where chains branch."""
+"""`Trie`: chains in depth-first order, and the nodes that their tokens share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-FIRST_PIECE = 256
-"""Bytes of two chains that are compared at first; each further piece is twice as long."""
+FIRST_PIECE, GROWTH, LONGEST_PIECE = 4, 4, 4096
+"""Entries of two chains that are compared at first; how much longer each further piece is; entries
+of the longest."""
+AT_ONCE = 1 << 17
+"""Entries that are compared at once; they stay in the cache."""
+FURTHEST = (1 << 31) - 1
+"""At least the tokens of a chain."""
 
 
 class Rows(NamedTuple):
     """Rows of a field that has one for each token of each chain."""
 
-    memory: Bytes
+    memory: npt.NDArray[np.uint8]
     """Flat memory that holds the rows."""
     begins: Ints
     """``[chains]``: byte of each chain's first row; the others follow it."""
@@ -27,71 +32,141 @@ class Rows(NamedTuple):
     """Bytes of a row."""
 
 
-class Branches(NamedTuple):
-    """A trie whose nodes are numbered depth first, so that every subtree is an interval.
+class Pieces(NamedTuple):
+    """Consecutive nodes on the paths of chains, int64 ``[pieces]`` each."""
 
-    Chains are sorted. The branch of a chain is the nodes that no chain before it has: its tokens
-    from depth ``shared`` on, at consecutive nodes. It is empty where the chain is a repetition.
+    stretch: Ints
+    """Which of the given stretches the piece belongs to; ascending."""
+    depth: Ints
+    """Depth of the first node; ascending within a stretch."""
+    node: Ints
+    """First node."""
+    length: Ints
+    """Number of nodes."""
+
+
+class Segments(NamedTuple):
+    """Stretches of nodes without branches, in the order of their nodes.
+
+    One ends where chains part, and where a chain ends. A path from a root is made of whole ones.
+    """
+
+    starts: Ints
+    """``[segments + 1]``: first node of each, and the number of nodes."""
+    places: Ints
+    """``[segments]``: place of a chain that goes through it."""
+    depths: Ints
+    """``[segments]``: depth of the first node."""
+    ends: Ints
+    """``[segments]``: first node behind the subtrees of the segment's nodes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trie:
+    """Chains as a trie, whose nodes are numbered depth first: every subtree is an interval.
+
+    Chains are sorted by their tokens; the place of a chain is its number in this order. A chain
+    owns the nodes that no chain before it has: those from depth `shared` on, at consecutive nodes.
     """
 
     order: Ints
-    """``[chains]``: chain of each branch."""
+    """``[chains]``: chain at each place."""
     shared: Ints
-    """``[chains]``: first depth of each branch: tokens shared with the branch before."""
+    """``[chains]``: tokens that the chain at each place shares with the one before it."""
+    lengths: Ints
+    """``[chains]``: tokens of the chain at each place."""
     first: Ints
-    """``[chains]``: first node of each branch."""
+    """``[chains + 1]``: first node that each place owns, and the number of nodes."""
     parent: Ints
-    """``[chains]``: branch that holds the node before the first, or -1."""
-    cuts: Ints
-    """``[cuts, 3]``: stretches of nodes whose subtrees end at one node, in the order of nodes:
-    branch, depth of the first node, end of the subtrees."""
-    num_nodes: int
-    """Number of nodes."""
+    """``[chains]``: place that owns the node before the first owned one, or -1."""
+    segments: Segments
 
-    def node(self, branch: Ints, depth: Ints) -> Ints:
-        """Return the nodes at ``depth`` of ``branch``."""
-        return self.first[branch] + depth - self.shared[branch]
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return int(self.first[-1])
 
-    def branch_of(self, chain: Ints) -> Ints:
-        """Return the branches of chains: their places in depth-first order."""
-        place = np.empty_like(self.order)
-        place[self.order] = np.arange(len(place))
-        return place[chain]
+    @property
+    def roots(self) -> Ints:
+        """``[trees + 1]``: first node of each tree, and the number of nodes."""
+        return np.append(self.first[:-1][self.shared == 0], self.num_nodes)
 
-    def on_path(self, chain: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-        """Cut depths ``[begin, end)`` of chains where their paths change from branch to branch.
+    @property
+    def places(self) -> Ints:
+        """``[chains]``: place of each chain."""
+        places = np.empty_like(self.order)
+        places[self.order] = np.arange(len(places))
+        return places
 
-        Returns:
-            Pieces as index of the given stretch, first depth and branch, in the order of the
-            stretches and, within one, of depth. A stretch without depths has no piece.
+    def node(self, place: Ints, depth: Ints) -> Ints:
+        """Return nodes that places own, by their depths."""
+        return self.first[place] + depth - self.shared[place]
 
-        Cost: a pass over the stretches for each branch on the longest path.
+    def pieces(self, place: Ints, begin: Ints, end: Ints) -> Pieces:
+        """Return the nodes at depths ``[begin, end)`` on the path of each place.
+
+        Cost: a pass over the stretches for each owner on the longest path.
+
+        Example:
+            >>> words = np.array([1, 2, 5, 1, 3], np.int32)  # chains 1 2 5 and 1 3
+            >>> trie = trie_of(words, np.array([0, 3]), np.array([3, 2]))
+            >>> trie.pieces(np.array([1]), np.array([0]), np.array([2])).node
+            array([0, 3])
         """
-        index, branch = np.arange(len(chain)), self.branch_of(chain)
-        found: list[Ints] = []
+        index, found = np.arange(len(place)), list[Ints]()
         while index.size:
-            low = np.maximum(begin, self.shared[branch])
+            low = np.maximum(begin, self.shared[place])
             has = low < end
-            found.append(np.stack([index[has], low[has], branch[has]]))
-            end = np.minimum(end, self.shared[branch])
+            found.append(np.stack([index, low, self.node(place, low), end - low])[:, has])
+            end = np.minimum(end, self.shared[place])
             left = begin < end
             index, begin, end = index[left], begin[left], end[left]
-            branch = self.parent[branch[left]]
-        pieces = np.concatenate(found, 1) if found else np.zeros((3, 0), np.int64)
+            place = self.parent[place[left]]
+        pieces = np.concatenate(found, 1) if found else np.zeros((4, 0), np.int64)
         if len(found) > 1:
             pieces = pieces[:, np.lexsort(pieces[1::-1])]
-        index, depth, branch = pieces
-        return index, depth, branch
+        return Pieces(*pieces)
+
+    @cached_property
+    def _least(self) -> Ints:
+        return np.stack(_least(self.shared))
+
+    def common(self, one: Ints, other: Ints) -> Ints:
+        """Return how many tokens the chain at each place of ``one`` shares with that of ``other``.
+
+        Cost: at first access a table of the chains, times the logarithm of their number.
+        """
+        low, high = np.minimum(one, other), np.maximum(one, other)
+        shared = self.lengths[low]
+        apart = np.flatnonzero(low < high)
+        begin, end = low[apart] + 1, high[apart] + 1
+        level = np.frexp(end - begin)[1] - 1  # of the largest power of two
+        shared[apart] = np.minimum(
+            self._least[level, begin], self._least[level, end - (1 << level)]
+        )
+        return shared
+
+    def part(self, begin: int, end: int) -> Trie:
+        """Return the trie of the chains at places ``[begin, end)`` alone."""
+        places = slice(begin, end)
+        shared = self.shared[places].copy()
+        shared[:1] = 0
+        return _trie(self.order[places], shared, self.lengths[places])
 
 
-def branches_of(
+def expanded(begins: Ints, lengths: Ints) -> Ints:
+    """Return the numbers from each begin on, as many as its length."""
+    return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def trie_of(
     words: npt.NDArray[np.int32],
     sources: Ints,
     lengths: Ints,
     rows: Sequence[Rows] = (),
     *,
     duplicate: bool = False,
-) -> Branches:
+) -> Trie:
     """Return the trie of chains: two tokens share a node if all before them are equal too.
 
     Args:
@@ -102,111 +177,162 @@ def branches_of(
         duplicate: Whether tokens share a node only if those behind them are equal too, or neither
             has one: a node is then followed by one token only.
 
-    Cost: chains that begin alike are copied twice, sorted by their bytes and compared with their
-        neighbours; about a microsecond a chain.
+    Cost: a token is compared once if a chain beside it has it too; numpy calls for all chains
+        together, about as many as the logarithm of the chains that part on one path.
     """
-    width = 4 + sum(field.row_bytes for field in rows)
-    order, begins, shared = _by_beginnings(words, sources, lengths, compared=not rows)
-    for begin, end in begins.tolist():
-        chains = order[begin:end].tolist()
-        keys = _keys(
-            words, sources[chains], lengths[chains], [of_chains(one, chains) for one in rows]
-        )
-        places = sorted(range(len(keys)), key=keys.__getitem__)
-        order[begin:end] = order[begin:end][places]
-        common = [_common(keys[one], keys[other]) // width for one, other in pairwise(places)]
-        shared[begin + 1 : end] = common
+    order, shared = _sorted(words, sources, lengths, rows)
+    sizes = lengths[order]
     if duplicate:
-        sizes = lengths[order]
         again = (shared == sizes) & (shared == np.append(0, sizes)[:-1])
         shared = np.where(again, shared, np.maximum(shared - 1, 0))
-    ends = np.cumsum(lengths[order] - shared)
-    first = np.append(0, ends)
-    parent, cuts = _attach(shared.tolist(), lengths[order].tolist(), first.tolist())
-    table = np.array(cuts, np.int64).reshape(-1, 3)
-    table = table[np.argsort(first[table[:, 0]] + table[:, 1] - shared[table[:, 0]])]
-    return Branches(order, shared, first[:-1], np.array(parent, np.int64), table, int(first[-1]))
+    return _trie(order, shared, sizes)
 
 
-def of_chains(rows: Rows, chains: list[int]) -> Rows:
-    """Return the rows of some chains."""
-    return rows._replace(begins=rows.begins[chains])
+def _sorted(
+    words: npt.NDArray[np.int32], sources: Ints, lengths: Ints, rows: Sequence[Rows]
+) -> tuple[Ints, Ints]:
+    """Sort chains by their tokens, and by their rows where tokens agree; equal ones stay in order.
 
-
-def _by_beginnings(
-    words: npt.NDArray[np.int32], sources: Ints, lengths: Ints, *, compared: bool
-) -> tuple[Ints, Ints, Ints]:
-    """Sort chains by their first token, and by their second if two are ``compared``.
+    A group of chains that agree up to a depth is compared with one of them, the pivot. Chains that
+    leave its path at the same token by the same token are a group of the next round, so a token is
+    compared once.
 
     Returns:
-        The order; ``[n, 2]`` stretches of it in which chains begin alike; and how many tokens each
-        chain shares with the one before it, where they do not begin alike.
+        The chain at each place, and how many tokens it shares with the one before it.
     """
-    head = words[sources].astype(np.int64)
-    second = np.zeros_like(head)
-    if compared:
-        longer = lengths > 1
-        second[longer] = words[sources[longer] + 1]
-    order = np.argsort(head << 32 | second, kind="stable")
-    head, second = head[order], second[order]
-    same = head[1:] == head[:-1]
-    alike = np.concatenate([[False], same & (second[1:] == second[:-1]), [False]])
-    edges = np.flatnonzero(np.diff(alike.astype(np.int8)))
-    begins = edges.reshape(-1, 2) + np.array([0, 1])
-    return order, begins, np.append(0, same)[: order.size].astype(np.int64)
+    order, shared = np.arange(len(sources)), np.zeros(len(sources), np.int64)
+    begins, ends, agreed = np.array([[0], [len(sources)], [0]])[:, : len(sources)]
+    while begins.size:
+        sizes = ends - begins
+        at, group = expanded(begins, sizes), np.repeat(np.arange(sizes.size), sizes)
+        chain, pivot = order[at], order[(begins + ends) // 2][group]
+        limit = np.minimum(lengths[chain], lengths[pivot])
+        known = agreed[group]
+        same = _common(words, sources[chain] + known, sources[pivot] + known, limit - known)
+        for memory, begin, size in rows:
+            one, other = (begin[of] + known * size for of in (chain, pivot))
+            same = _common(memory, one, other, same * size) // size
+        depth = known + same
+        letter, of_pivot = _letters(
+            words, sources, lengths, np.stack([chain, pivot]), depth, rows=rows
+        )
+        # before the pivot: the earlier a chain leaves its path, the further; behind it likewise
+        side = np.sign(letter - of_pivot)
+        key = (side * (FURTHEST - depth)) << 32 | (letter + 1)
+        moved = np.lexsort((key, group)) if sizes.size > 1 else np.argsort(key, kind="stable")
+        key, depth, letter, side = key[moved], depth[moved], letter[moved], side[moved]
+        order[at] = chain[moved]
+        opens = np.append(True, (group[1:] != group[:-1]) | (key[1:] != key[:-1]))[: key.size]
+        inner = np.append(False, group[1:] == group[:-1])[: key.size]
+        shared[at[inner]] = np.minimum(depth[1:], depth[:-1])[inner[1:]]
+        heads = np.flatnonzero(opens)
+        sizes = np.diff(heads, append=key.size)
+        goes_on = (sizes > 1) & (side[heads] != 0) & (letter[heads] >= 0)
+        heads, sizes = heads[goes_on], sizes[goes_on]
+        begins, agreed = at[heads], depth[heads] + 1
+        ends = begins + sizes
+    return order, shared
 
 
-def _keys(
-    words: npt.NDArray[np.int32], sources: Ints, lengths: Ints, rows: Sequence[Rows]
-) -> list[bytes]:
-    """Return bytes that compare as chains do: of each token, the most significant byte first."""
-    bounds = zip(sources.tolist(), lengths.tolist(), strict=True)
-    ids = [words[begin : begin + length].astype(">u4") for begin, length in bounds]
-    if not rows:
-        return [one.tobytes() for one in ids]
-    keys = []
-    for chain, one in enumerate(ids):
-        parts = [one.view(np.uint8).reshape(-1, 4)]
-        for memory, begins, row_bytes in rows:
-            begin = int(begins[chain])
-            raw = memory[begin : begin + len(one) * row_bytes]
-            parts.append(raw.reshape(-1, row_bytes))
-        keys.append(np.concatenate(parts, 1).tobytes())
-    return keys
+def _letters(
+    words: npt.NDArray[np.int32],
+    sources: Ints,
+    lengths: Ints,
+    chains: Ints,
+    depth: Ints,
+    *,
+    rows: Sequence[Rows],
+) -> Ints:
+    """Return numbers that compare as tokens of chains do, with their rows; -1 behind the end.
 
-
-def _common(one: bytes, other: bytes) -> int:
-    """Return how many bytes two keys have in common at their beginning."""
-    begin, size, least = 0, FIRST_PIECE, min(len(one), len(other))
-    while begin < least and one[begin : begin + size] == other[begin : begin + size]:
-        begin, size = begin + size, 2 * size
-    if begin >= least:
-        return least
-    count = min(size, least - begin)
-    differ = np.frombuffer(one, np.uint8, count, begin) != np.frombuffer(
-        other, np.uint8, count, begin
-    )
-    return begin + (int(differ.argmax()) if differ.any() else count)
-
-
-def _attach(shared: list[int], lengths: list[int], first: list[int]) -> tuple[list[int], list[int]]:
-    """Return the branch that each branch hangs on, and the numbers of `Branches.cuts`.
-
-    The branches on the path of the newest chain lie on a stack. A new chain closes all branches
-    that begin at the depth where it leaves the path, or deeper, and the rest of the branch
-    that it leaves: their subtrees end at its first node. ``first`` ends with the number of nodes.
+    ``chains`` are ``[any, members]``, their depths ``[members]``.
     """
-    parent, cuts = [-1] * len(shared), list[int]()
-    still_open, stack = list(lengths), list[int]()
-    for branch, (depth, node) in enumerate(zip([*shared, 0], first, strict=True)):
-        while stack and shared[stack[-1]] >= depth:
-            left = stack.pop()
-            if shared[left] < still_open[left]:
-                cuts += (left, shared[left], node)
-        if stack:
-            parent[branch] = held = stack[-1]
-            if depth < still_open[held]:
-                cuts += (held, depth, node)
-                still_open[held] = depth
-        stack.append(branch)
-    return parent, cuts
+    is_token = depth < lengths[chains]
+    tokens = words[sources[chains] + np.where(is_token, depth, 0)]
+    letters = np.where(is_token, tokens.astype(np.int64), -1)
+    if rows and is_token.any():
+        of, at = chains[is_token], np.broadcast_to(depth, chains.shape)[is_token]
+        parts = [letters[is_token].astype(">u4")[:, None].view(np.uint8)]
+        parts += [_windows(memory, begin[of] + at * size, size) for memory, begin, size in rows]
+        raw = np.concatenate(parts, 1)
+        letters[is_token] = np.unique(raw.view(f"S{raw.shape[1]}"), return_inverse=True)[1].ravel()
+    return letters
+
+
+def _common(memory: npt.NDArray[Any], one: Ints, other: Ints, limit: Ints) -> Ints:
+    """Return how many entries agree from each of ``one`` and ``other`` on, up to ``limit``."""
+    found, size = np.where(one == other, limit, 0), FIRST_PIECE
+    left = np.flatnonzero(found < limit)
+    while left.size:
+        step, goes_on = max(AT_ONCE // size, 1), list[Ints]()
+        for begin in range(0, left.size, step):
+            some = left[begin : begin + step]
+            agreed = found[some]
+            differ = _windows(memory, one[some] + agreed, size) != _windows(
+                memory, other[some] + agreed, size
+            )
+            place = differ.argmax(1)
+            same = np.where(differ[np.arange(some.size), place], place, size)
+            found[some] = np.minimum(agreed + same, limit[some])
+            goes_on.append(some[(same == size) & (found[some] < limit[some])])
+        left, size = np.concatenate(goes_on), min(size * GROWTH, LONGEST_PIECE)
+    return found
+
+
+def _windows(memory: npt.NDArray[Any], begins: Ints, size: int) -> npt.NDArray[Any]:
+    """Return ``[begins, size]`` entries; those behind the end of the memory are any."""
+    if begins.max(initial=0) + size > len(memory):
+        return memory.take(begins[:, None] + np.arange(size), mode="clip")
+    shape = (len(memory) - size + 1, size)  # overlapping rows of the memory
+    return np.ndarray(shape, memory.dtype, memory, strides=memory.strides * 2)[begins]
+
+
+def _trie(order: Ints, shared: Ints, lengths: Ints) -> Trie:
+    """Return the trie of sorted chains, by how many tokens each shares with the one before it."""
+    first = np.append(0, np.cumsum(lengths - shared))
+    before = _earlier(shared)  # the place from which each chain parts, or a chain that parts there
+    behind = len(shared) - _earlier(np.append(shared, 0)[::-1])[::-1]
+    parts = shared > shared[before]
+    parent = before.copy()
+    again = np.flatnonzero(~parts)
+    while again.size:
+        parent[again] = parent[parent[again]]
+        again = again[(shared[parent[again]] == shared[again]) & (parent[again] > 0)]
+    parent[shared == 0] = -1
+    owns, cuts = np.flatnonzero(shared < lengths), np.flatnonzero(parts)
+    cuts = cuts[shared[cuts] < lengths[parent[cuts]]]  # else the chain before it ends there
+    places = np.append(owns, parent[cuts])
+    depths = np.append(shared[owns], shared[cuts])
+    ends = np.append(first[behind[owns]], first[cuts])
+    starts = first[places] + depths - shared[places]
+    by_node = np.argsort(starts, kind="stable")
+    columns = (column[by_node] for column in (places, depths, ends))
+    segments = Segments(np.append(starts[by_node], first[-1]), *columns)
+    return Trie(order, shared, lengths, first, parent, segments)
+
+
+def _earlier(values: Ints) -> Ints:
+    """Return the latest place before each whose value is not larger; the first has itself.
+
+    The first value is one of the smallest.
+    """
+    before = np.maximum(np.arange(len(values)) - 1, 0)
+    left = np.flatnonzero(values[before] > values)
+    if left.size:
+        own, end = values[left], left.copy()  # all from `end` on up to the place are larger
+        for level, least in reversed([*enumerate(_least(values))]):
+            low = end - (1 << level)
+            end = np.where((low >= 0) & (least[low] > own), low, end)
+        before[left] = end - 1
+    return before
+
+
+def _least(values: Ints) -> list[Ints]:
+    """Return for each level the least of the ``2**level`` values from each one on."""
+    least, size = [values], 1
+    while 2 * size <= len(values):
+        last = least[-1].copy()
+        last[:-size] = np.minimum(last[:-size], last[size:])
+        least.append(last)
+        size *= 2
+    return least

@@ -1,9 +1,6 @@
-"""The tables and the page of the commands' results."""
+"""The tables of the commands' results."""
 
 from __future__ import annotations
-
-import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -15,7 +12,7 @@ from trajpack.agent.runner.runner import EpisodeResult, Progress
 from trajpack.agent.training.grpo import StepRecord
 from trajpack.agent.training.policy_trainer import StepOutcome
 from trajpack.commands import rollout, train
-from trajpack.commands.train import rise, write_page
+from trajpack.commands.train import rise
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 
 LAST = Progress(num_finished=3, num_tokens=5000, elapsed_s=2.0)
@@ -78,29 +75,3 @@ def test_the_report_of_a_training() -> None:
     assert rows["staleness"] == "0.44 versions on average, 2 at most"
     expected = "3,600 of trainer and engine differ by 8.0e-07 at most"
     assert rows["log-probabilities"] == expected
-
-
-class Addresses(HTMLParser):
-    """Collects what a browser would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.found += [value or "" for name, value in attrs if name in ("src", "href")]
-
-
-def test_the_page_has_the_curves_and_loads_nothing() -> None:
-    page = write_page(RECORDS, "sums & <others>")
-    assert "<h1>sums &amp; &lt;others&gt;</h1>" in page
-    assert "<td>10% in the first step, 60% in the last 5</td>" in page
-    for title in ("Success and reward", "tokens per second", "Fill", "Staleness"):
-        assert title in page
-    parser = Addresses()
-    parser.feed(page)
-    assert "script" in parser.tags
-    assert parser.found == []
-    assert re.search(r'"y":\s*\[0\.1,\s*0\.2,\s*0\.3', page)

@@ -6,16 +6,21 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import trajpack
 from tests.commands import command
 from tests.commands.command import call, signal_before
+from tests.support.chromium import needs_chromium, show
 from tests.support.warm_programs import WarmPrograms
+from trajpack import PackedBatch, Trajectory, Turn
+from trajpack.agent.training.grpo import StepRecord
+from trajpack.agent.training.policy_trainer import StepOutcome
+from trajpack.commands.train import write_page
 
 SMALL = ["--steps", "1", "--num-prompts", "2", "--group-size", "2", "--warm-up-steps", "2"]
 
@@ -42,15 +47,48 @@ def test_a_training_ends_with_a_report_and_a_page(tmp_path: Path) -> None:
     assert page.startswith("<!doctype html>")
     assert "1 steps" not in page  # no row is left out: the table is the report's
     assert "generated tokens/s" in page
+    assert len(page) < 1_000_000
+    assert f"trajpack {trajpack.__version__}" in page
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_page_draws_curves_and_conversations(tmp_path: Path, width: int) -> None:
+    def record(step: int, success: float) -> StepRecord:
+        outcome = StepOutcome(0.5, 1.0, 0.25, 2, 0.5, 0.125, 1, 10, 1e-7)
+        turns = [Turn([1, 2], [3], [-0.1], -1.0), Turn([1, 2, 3, 4], [5], [-0.2], 1.0)]
+        examples = (Trajectory("a", turns),)
+        return StepRecord(step, success, success, 0.5, 100, 40, 2.0, outcome, examples)
+
+    records = [record(step, step / 10) for step in range(1, 11)]
+    page = tmp_path / "train.html"
+    text = write_page(records, "<b>sums", decode=lambda ids: f"<{ids}>", run=[("seed", "<7>")])
+    page.write_text(text, encoding="utf-8")
+    shown = show(page, tmp_path, width=width)
+    assert not shown.console
+    assert shown.overflow <= 0
+    dom = shown.dom.split("<script")[0]
+    assert "10% of the answers were right in the first step, 80% in the last 5" in dom
+    assert dom.count("<svg") == 6
+    for step in range(1, 11):
+        assert f"<title>step {step}: of all answers {10 * step} %</title>" in dom
+        assert f"<title>step {step}: tokens 20</title>" in dom
+    assert dom.count(", wrong<") == dom.count(", right<") == 2
+    assert "&lt;[1, 2]&gt;" in dom
+    assert "&lt;[4]&gt;" in dom
 
 
 @pytest.mark.parametrize("layout", ["turns", "tree"])
 def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
-    out = tmp_path / "train.html"
-    done = call("train", *SMALL, "--layout", layout, "--out", out)
+    out, file = tmp_path / "train.html", tmp_path / "new" / "batch.safetensors"
+    done = call("train", *SMALL, "--layout", layout, "--out", out, "--batch", file)
     assert done.status == 0, done.stderr
     assert "1 of 1 steps" in done.stdout
     assert out.exists()
+    batch = PackedBatch.load(file)
+    assert batch.advantages is not None
+    assert len(batch.ids) == 4
+    assert "<|assistant|>" in call("inspect", file).stdout  # the tokenizer is beside it
 
 
 @pytest.mark.parametrize(
@@ -63,6 +101,7 @@ def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
         (["--layout", "rows"], "Invalid value for '--layout'"),
         (["--seed", "-1"], "seed must be from 0 to 4,294,967,295, got -1"),
         (["--out", "train.png"], "--out must be an .html file, got train.png"),
+        (["--batch", "batch.txt"], "--batch must be a .safetensors file, got batch.txt"),
         (["--stepps", "2"], "No such option: --stepps"),
     ],
 )
@@ -89,15 +128,6 @@ def test_a_page_that_cannot_be_written_is_refused(
     assert done.status == 2
     expected = f"error: cannot write {tmp_path / 'train.html'}: No space left on device\n"
     assert done.stderr.endswith(expected)
-
-
-def test_a_missing_package_is_named_before_anything_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    line = refusal(*SMALL, "--out", tmp_path / "train.html")
-    assert "plotly" in line
-    assert line.endswith("install trajpack[agent]")
 
 
 @pytest.mark.usefixtures("default_signals")

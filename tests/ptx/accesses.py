@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.ptx.arithmetic import DTYPES
-from tests.ptx.memory import SENTINEL, Accessors, History, PtxError, unwritten
+from tests.ptx.memory import SENTINEL, Accessors, History, PtxError
+from tests.ptx.origins import NONE, Origins
 from tests.ptx.parse import Instruction, address_of, inside
 from tests.ptx.traffic import SECTOR, count_passes, count_sectors
 
@@ -46,6 +47,8 @@ class Access:
     """Words of a thread."""
     is_strong: bool = False
     """It does not race with others of its kind."""
+    origins: Origins = NONE
+    """Parameters whose memory it may reach."""
 
     @property
     def size(self) -> int:
@@ -61,7 +64,7 @@ class Access:
             if self.space == "shared":
                 m.note("uninitialised (shared)", self.one, history.writer[at] == 0)
         if m.checks and self.space == "global":
-            m.note("uninitialised", self.one, unwritten(words, self.width))
+            m.note("uninitialised", self.one, m.memory.unwritten(place, words, self.width))
         if inside_of is True:
             return words
         return [_filled(word, inside_of) for word in words]
@@ -111,7 +114,7 @@ class Access:
         m.clock.now += 1
         if self.space != "global":
             return True, self._own_place(m, threads, address.astype(np.int64))
-        which = m.memory.find(address, self.size)
+        which = m.memory.find(address, self.size, self.origins)
         if m.counts:
             self._count(m, threads, which, address, way)
         base = np.uint64(m.memory.base)
@@ -216,6 +219,10 @@ def _address(p: Program, operand: str, space: str) -> Step:
     return lambda m, s: np.broadcast_to(where(m, s) + step, (s.count,))
 
 
+def _origins(p: Program, operand: str) -> Origins:
+    return p.origins.get(address_of(operand)[0], NONE)
+
+
 def _taking_part(m: Any, s: Any, address: Step, guard: Step | None) -> tuple[Any, Any, Any]:
     """Return the threads that access memory, their addresses, and their places in ``s``."""
     places = address(m, s)
@@ -241,7 +248,8 @@ def _strength(words: list[str]) -> tuple[bool, bool, bool]:
 def _load(p: Program, one: Instruction, guard: Step | None, space: str) -> Step:
     names, kind = inside(one.operands[0]), one.words[-1]
     strong, acquires, _ = _strength(one.words)
-    access = Access(one, space, DTYPES[kind].itemsize, len(names), strong)
+    origins = _origins(p, one.operands[1])
+    access = Access(one, space, DTYPES[kind].itemsize, len(names), strong, origins)
     address = _address(p, one.operands[1], space)
     puts, numbers = [p.target(name, kind) for name in names], [p.numbers.get(n) for n in names]
 
@@ -264,7 +272,8 @@ def _load(p: Program, one: Instruction, guard: Step | None, space: str) -> Step:
 def _store(p: Program, one: Instruction, guard: Step | None, space: str) -> Step:
     names, kind = inside(one.operands[1]), one.words[-1]
     strong, _, releases = _strength(one.words)
-    access = Access(one, space, DTYPES[kind].itemsize, len(names), strong)
+    origins = _origins(p, one.operands[0])
+    access = Access(one, space, DTYPES[kind].itemsize, len(names), strong, origins)
     address, word = _address(p, one.operands[0], space), np.dtype(f"u{access.width}")
     gets = [p.source(name, f"b{access.width * 8}") for name in names]
 
@@ -285,7 +294,8 @@ def _atomic(p: Program, one: Instruction, guard: Step | None, space: str) -> Ste
         raise NotImplementedError(str(one))  # sums of floats in any order are not the library's
     function = ATOMICS[names[0]]
     target, *operands = one.operands if words[0] == "atom" else ["_", *one.operands]
-    access = Access(one, space, DTYPES[kind].itemsize, 1, True)
+    origins = _origins(p, operands[0])
+    access = Access(one, space, DTYPES[kind].itemsize, 1, True, origins)
     address = _address(p, operands[0], space)
     gets, put = [p.source(name, kind) for name in operands[1:]], p.target(target, kind)
     _, acquires, releases = _strength(words)
@@ -315,7 +325,8 @@ def _copy(p: Program, one: Instruction, guard: Step | None) -> Step:
     size = int(one.operands[2], 0)
     to, source = _address(p, one.operands[0], "shared"), _address(p, one.operands[1], "global")
     given = p.source(one.operands[3] if len(one.operands) > 3 else str(size), "u32")
-    load, store = Access(one, "global", 4, size // 4), Access(one, "shared", 4, size // 4)
+    load = Access(one, "global", 4, size // 4, origins=_origins(p, one.operands[1]))
+    store = Access(one, "shared", 4, size // 4)
 
     def run(m: Any, s: Any) -> None:
         threads, places, chosen = _taking_part(m, s, to, guard)

@@ -26,8 +26,9 @@ from tests.ptx.machine import Machine, Options
 from tests.ptx.memory import GlobalMemory, PtxError
 from tests.ptx.parse import parse
 from tests.ptx.program import Program
-from tests.ptx.tensors import allocations
+from tests.ptx.tensors import allocations, extent_of
 from tests.ptx.traffic import SECTOR, Traffic
+from tests.support.fresh_memory import filled_fresh_memory
 from trajpack.kernels import block_shapes
 
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
@@ -113,18 +114,18 @@ class Executor:
         if not self.is_running:
             return
         program = program_of(self.rewrite(compiled.asm["ptx"]))
-        pointers = [one for kind, one in _flat(source, arguments[9:]) if kind.startswith("*")]
-        tensors = [one for one in pointers if hasattr(one, "data_ptr")]
-        values = [
-            one.data_ptr() if hasattr(one, "data_ptr") else one
-            for _, one in _flat(source, arguments[9:])
-        ]
+        given = list(_flat(source, arguments[9:]))
+        values = [one.data_ptr() if hasattr(one, "data_ptr") else one for one in given]
         values += [0] * (len(program.kernel.params) - len(values))  # scratch and profile
         threads = compiled.metadata.num_warps * 32
-        known = allocations(tensors, follow="tt.int_to_ptr" in compiled.asm["ttir"])
+        names = (name for name, _ in program.kernel.params)
+        tensors = {n: one for n, one in zip(names, given, strict=False) if hasattr(one, "data_ptr")}
+        follow = "tt.int_to_ptr" in compiled.asm["ttir"]
+        known = allocations(list(tensors.values()), follow=follow)
+        extents = {name: extent_of(tensor) for name, tensor in tensors.items()}
         machine = Machine(
             program, (grid[0], grid[1], grid[2]), threads, values,
-            shared=compiled.metadata.shared, memory=GlobalMemory(known, threads),
+            shared=compiled.metadata.shared, memory=GlobalMemory(known, threads, extents),
             options=self.options,
         )  # fmt: skip
         machine.run()
@@ -144,26 +145,33 @@ _loading: list[Any] = []
 """The compiled kernel that Triton loads now."""
 
 
-def _flat(source: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+def _flat(source: Any, arguments: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield what the kernel itself takes: no constants, and the parts of tuples."""
     for name, value in zip(source.fn.arg_names, arguments, strict=True):
         yield from _leaves(source.signature[name], value)
 
 
-def _leaves(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(kind: Any, value: Any) -> Iterator[Any]:
     if isinstance(kind, tuple):
         for part, one in zip(kind, value, strict=True):
             yield from _leaves(part, one)
     elif kind != "constexpr":
-        yield kind, value
+        yield value
 
 
 @contextmanager
-def on_executor(arch: int = 90, *, strict: bool = True, **options: Any) -> Iterator[Executor]:
+def on_executor(
+    arch: int = 90, *, strict: bool = True, fresh: str = "trajpack.", **options: Any
+) -> Iterator[Executor]:
     """Launch Triton's kernels on CPU tensors, compiled for ``sm_{arch}``.
+
+    Memory that trajpack allocates uninitialised is filled with a pattern, so that a read of what
+    was not written is found, and an output that was not written shows.
 
     Args:
         arch: 80 or 90.
         strict: Raise a ``PtxError`` for a launch with a fault, after it has run.
+        fresh: How the names of the modules begin whose uninitialised memory is filled.
         options: See ``Options``.
     """
     executor = Executor(arch, Options(**options), is_strict=strict)
@@ -183,7 +191,8 @@ def on_executor(arch: int = 90, *, strict: bool = True, **options: Any) -> Itera
     block_shapes.launch_on.cache_clear()
     driver.set_active(executor)
     try:
-        yield executor
+        with filled_fresh_memory(fresh):
+            yield executor
     finally:
         triton.compiler.CompiledKernel._init_handles = init
         CUDABackend.make_cubin = make_cubin

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.ptx.origins import ANYWHERE, NONE, Origins
 from tests.ptx.publications import Publications
 from tests.ptx.traffic import SECTOR
 
@@ -20,6 +21,10 @@ SENTINEL = np.uint32(0x7FF8A5A5)
 """Content of memory that nobody has written: NaN as float32, and twice of it as float64."""
 NOBODY, THREAD, WARP_OF, PROGRAM_OF, MANY = range(5)
 """Readers of a byte since its last write: of one warp, of one program, of several programs."""
+
+
+Extent = tuple[int, int]
+"""The first byte of a tensor and the first one behind it."""
 
 
 class PtxError(RuntimeError):
@@ -191,18 +196,28 @@ class Allocation:
 
 
 class GlobalMemory:
-    """The host's own memory, accessed in place, as far as it is known what is there."""
+    """The host's own memory, accessed in place, as far as it is known what is there.
 
-    def __init__(self, allocations: list[Allocation], size: int) -> None:
+    Args:
+        allocations: What exists.
+        size: Threads of a program.
+        extents: First byte and end of the tensor that each parameter points to, by its name.
+    """
+
+    def __init__(
+        self, allocations: list[Allocation], size: int, extents: dict[str, Extent]
+    ) -> None:
         merged: list[Allocation] = []
         for one in sorted(allocations, key=lambda a: (a.begin, -a.end)):
             if not merged or one.end > merged[-1].end:
                 merged.append(one)
         self.allocations, self.publications = merged, Publications(size)
+        self.extents = extents
         self.begins = np.array([one.begin for one in merged], np.uint64)
         self.ends = np.array([one.end for one in merged], np.uint64)
         self.base = merged[0].begin & ~0xFF if merged else 0
         self.views = {size: self._view(size) for size in (1, 2, 4, 8, 16)} if merged else {}
+        self.reach: dict[Origins, list[Extent] | None] = {}
 
     def _view(self, size: int) -> Any:
         """Return all memory from ``base`` on as words; only addresses that were found are read."""
@@ -215,28 +230,41 @@ class GlobalMemory:
         }
         return np.asarray(type("Host", (), {"__array_interface__": interface})())
 
-    def find(self, address: Any, size: int) -> Any:
+    def find(self, address: Any, size: int, origins: Origins = NONE) -> Any:
         """Return the allocation of all accesses, or of each one; -1 is out of bounds."""
         if not len(self.allocations):
             return np.full(len(address), -1)
+        tensors = self._tensors(origins)
         low, high = int(address.min()), int(address.max()) + size
         at = bisect_right(self.begins, low) - 1
-        if at >= 0 and high <= int(self.ends[at]):
+        is_inside = tensors is None or any(low >= begin and high <= end for begin, end in tensors)
+        if is_inside and at >= 0 and high <= int(self.ends[at]):
             return at
         which = np.searchsorted(self.begins, address, "right").astype(np.int64) - 1
         outside = (which < 0) | (address + np.uint64(size) > self.ends[which])
+        if tensors is not None:
+            outside |= ~np.any(
+                [(address >= begin) & (address + np.uint64(size) <= end) for begin, end in tensors],
+                axis=0,
+            )
         return np.where(outside, -1, which)
+
+    def _tensors(self, origins: Origins) -> list[Extent] | None:
+        """Return the extents that addresses of some origins may reach; None is all memory."""
+        if origins not in self.reach:
+            known = [self.extents[name] for name in sorted(origins) if name in self.extents]
+            self.reach[origins] = known if known and ANYWHERE not in origins else None
+        return self.reach[origins]
+
+    def unwritten(self, place: Any, words: list[Any], width: int) -> int:
+        """Count the loaded words that hold what fresh memory holds; of short ones all 4 bytes."""
+        if width < 4:
+            words = [self.views[4][np.unique((place + width * i) >> 2)] for i in range(len(words))]
+        pattern = np.uint64(int(SENTINEL) << 32 | int(SENTINEL)) if width == 8 else SENTINEL
+        return sum(int((word == pattern).sum()) for word in words)
 
     def history(self, number: int) -> History:
         one = self.allocations[number]
         if one.history is None:
             one.history = History(one.end - one.begin, self.publications)
         return one.history
-
-
-def unwritten(words: list[Any], width: int) -> int:
-    """Count the loaded words that hold what fresh memory holds; only those of 4 and 8 bytes."""
-    if width < 4:
-        return 0
-    pattern = SENTINEL if width == 4 else np.uint64(int(SENTINEL) << 32 | int(SENTINEL))
-    return sum(int((word == pattern).sum()) for word in words)

@@ -10,6 +10,7 @@ import numpy as np
 from tests.ptx import accesses, lanes, values
 from tests.ptx.arithmetic import DTYPES
 from tests.ptx.memory import PtxError
+from tests.ptx.origins import origins_of
 from tests.ptx.parse import Instruction, Kernel
 
 DONE = 1 << 30
@@ -23,6 +24,7 @@ class Program:
         self.kernel = kernel
         self.numbers = {name: number for number, name in enumerate(kernel.registers)}
         self.dtypes = [_register_dtype(kind) for kind in kernel.registers.values()]
+        self.origins = origins_of(kernel)
         self.symbols = dict.fromkeys(kernel.shared, 0)
         self.local_size = 0
         for name, size in kernel.local.items():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from tests.ptx.memory import Allocation
+from tests.ptx.memory import Allocation, Extent
 
 POINTERS = 1 << 32, 1 << 47
 """Numbers below and above are no addresses of a process."""
@@ -38,7 +38,15 @@ def allocations(given: list[torch.Tensor], *, follow: bool) -> list[Allocation]:
     return [Allocation(begin, end) for begin, end in found.items() if begin < end]
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """Return the bytes of a tensor, not of the allocation that it may be a part of."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    entries = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    begin = tensor.data_ptr()
+    return begin, begin + entries * tensor.element_size()
+
+
+def _extent(tensor: torch.Tensor) -> Extent:
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from tests.ptx.executor import Executor, on_executor
 from tests.ptx.memory import PtxError
-from tests.support.fresh_memory import filled_fresh_memory
+from trajpack import Trajectory, TrajectoryBuffer, Turn
+from trajpack.kernels.fields.build import empty_memory
 
 
 @triton.jit
@@ -106,13 +107,66 @@ def test_a_store_past_the_end_is_found_and_writes_nothing() -> None:
 
 
 def test_a_read_of_fresh_memory_is_found() -> None:
-    with filled_fresh_memory(__name__), watched() as executor:
+    with watched(fresh=__name__) as executor:
         x, y = torch.empty(512, dtype=torch.int32), torch.zeros(512, dtype=torch.int32)
         x[:500] = 0
         increment[(1,)](x, y, 500, BLOCK=512, IS_CAREFUL=True)
         assert not executor.findings
         increment[(1,)](x, y, 512, BLOCK=512, IS_CAREFUL=True)
     assert kinds(executor) == {"uninitialised"}
+
+
+def test_a_read_of_memory_that_the_library_allocates_is_found() -> None:
+    with watched() as executor:
+        fresh, y = empty_memory(1000, torch.device("cpu")), torch.zeros(512, dtype=torch.int32)
+        increment[(1,)](fresh.view(torch.int32), y, 512, BLOCK=512, IS_CAREFUL=True)
+        assert kinds(executor) == {"uninitialised"}
+
+
+def test_a_read_of_fresh_bytes_is_found() -> None:
+    mask, y = torch.zeros(516, dtype=torch.bool), torch.zeros(516, dtype=torch.int32)
+    with watched(fresh=__name__) as executor:
+        fresh = torch.empty_like(mask)
+        fresh[:512] = True
+        increment[(1,)](fresh.view(torch.uint8), y, 512, BLOCK=1024, IS_CAREFUL=True)
+        assert not executor.findings
+        increment[(1,)](fresh.view(torch.uint8), y, 514, BLOCK=1024, IS_CAREFUL=True)
+    assert kinds(executor) == {"uninitialised"}
+
+
+def test_a_store_into_the_next_tensor_of_an_allocation_is_found() -> None:
+    memory, x = torch.zeros(4096, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    field, following = memory[:1000], memory[1008:2032]
+    for source in (x, following):  # also where the launch may access what lies behind
+        with watched() as executor:
+            increment[(1,)](source, field, 1000, BLOCK=1024, IS_CAREFUL=False)
+        assert kinds(executor) == {"out of bounds"}
+    assert not memory[1000:].any()
+
+
+def test_a_load_from_the_next_tensor_of_an_allocation_is_found() -> None:
+    memory, y = torch.zeros(4096, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    with watched() as executor:
+        increment[(1,)](memory[:1024], y, 1024, BLOCK=1024, IS_CAREFUL=True)
+        assert not executor.findings
+        increment[(1,)](memory[:1000], y, 1024, BLOCK=1024, IS_CAREFUL=True)
+    assert kinds(executor) == {"out of bounds"}
+
+
+def test_a_store_into_the_next_field_behind_one_pointer_is_found() -> None:
+    turns = [Turn([1] * 700, [2] * 700, [-0.5] * 700)]
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend([Trajectory("a", turns)])
+
+    def moved(text: str) -> str:  # a field of 32 bits is stored 4 tokens too far
+        return re.sub(r"(st\.global\.v4\.b32 \[ %rd\d+) \+ 0", r"\1 + 16", text, count=1)
+
+    with watched() as executor:
+        buffer.pack(layout="turns", impl="triton")
+        assert not executor.findings
+        executor.rewrite = moved
+        buffer.pack(layout="turns", impl="triton")
+    assert "race" in kinds(executor)
 
 
 def test_two_programs_at_one_address_are_found() -> None:

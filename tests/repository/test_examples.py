@@ -47,7 +47,8 @@ def test_scripts_that_run_elsewhere_do():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_of_a_page_run(page):
+def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
     names = {"__name__": "page"}

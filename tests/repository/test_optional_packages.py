@@ -57,7 +57,6 @@ ENTRIES = {
     "agent:RolloutRunner(None, None, None)": ("anyio", "trajpack[agent]"),
     "agent:reasoning_gym_questions(size=1, seed=0)": ("reasoning_gym", "trajpack[agent]"),
     "agent:MathVerifyEnvironment([])": ("math_verify", "trajpack[agent]"),
-    "commands.train:write_page([], '')": ("plotly", "trajpack[agent]"),
     "agent.rollout.rollout:prepare_rollout(module.RolloutSettings())": (
         "anyio", "trajpack[agent]"),
     "agent:RolloutMetrics()": ("prometheus_client", "trajpack[metrics]"),

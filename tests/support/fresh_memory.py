@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from tests.ptx.memory import SENTINEL
 
 
 @contextmanager
-def filled_fresh_memory(callers: str = "trajpack.") -> Iterator[None]:
+def filled_fresh_memory(callers: str) -> Iterator[None]:
     """Fill what modules whose name begins with ``callers`` allocate: NaN, and odd integers."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
@@ -33,16 +34,19 @@ def _filling(allocate: Callable[..., Any], callers: str) -> Callable[..., Any]:
     def filled(*args: Any, **kwargs: Any) -> Any:
         fresh = allocate(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__", "").startswith(callers):
-            _fill(torch.from_numpy(fresh) if isinstance(fresh, np.ndarray) else fresh)
+            if isinstance(fresh, np.ndarray):
+                _fill(fresh.ctypes.data, fresh.nbytes)
+            elif type(fresh) is torch.Tensor and fresh.device.type == "cpu":
+                _fill(fresh.data_ptr(), fresh.numel() * fresh.element_size())
         return fresh
 
     return filled
 
 
-def _fill(fresh: torch.Tensor) -> None:
-    if fresh.device.type == "meta" or not fresh.numel():
+def _fill(address: int, size: int) -> None:
+    """Write the pattern without an operator of torch, which a test might count."""
+    if not size:
         return
-    octets = fresh.as_strided((fresh.numel(),), (1,)).view(torch.uint8)
-    words = len(octets) // 4
-    octets[: words * 4].view(torch.int32).fill_(int(SENTINEL))
-    octets[words * 4 :].fill_(int(SENTINEL) & 0xFF)
+    octets = np.asarray((ctypes.c_uint8 * size).from_address(address))
+    octets[: size // 4 * 4].view(np.uint32)[:] = SENTINEL
+    octets[size // 4 * 4 :] = int(SENTINEL) & 0xFF

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -33,6 +33,7 @@ def read(arguments: Sequence[str]) -> Work | int:
     app.command("rollout")(rollout)
     app.command("replay")(replay)
     app.command("inspect")(inspect_batch)
+    app.command("report")(report)
     app.command("train")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
@@ -151,27 +152,66 @@ def replay(
 _REPLAYED = "Where to write the batch. [default: nowhere]"
 
 
-def inspect_batch(
+def inspect_batch(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     file: Annotated[Path, typer.Argument(help="A batch that rollout or PackedBatch.save wrote.")],
     tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
     sequences: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Sequences to show.")] = 3,
+    name: Annotated[str | None, typer.Option("--id", help=_ID, show_default=False)] = None,
+    group: Annotated[str | None, typer.Option(help=_GROUP, show_default=False)] = None,
+    order: Annotated[Literal["batch", "best", "worst"], typer.Option(help=_ORDER)] = "batch",
     width: Annotated[
         int | None, typer.Option(min=20, max=10_000, help=_WIDTH, show_default=False)
     ] = None,
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> Work:
-    """Show a packed batch: what is in it, and who said what in its first sequences.
+    """Show a packed batch: what is in it, and who said what in some of its sequences.
 
-    Example: trajpack inspect batch.safetensors --sequences 1
+    Example: trajpack inspect batch.safetensors --order worst --sequences 1
     """
-    from trajpack.commands.inspect import inspect_file
+    from trajpack.commands.inspect import Chosen, inspect_as_json, inspect_file
 
-    return partial(inspect_file, file, tokenizer, sequences, width, full=full)
+    if as_json:
+        return partial(inspect_as_json, file)
+    chosen = Chosen(name, group, order, sequences)
+    return partial(inspect_file, file, tokenizer, chosen, width=width, full=full)
 
 
+_ID = "Only the sequences of this trajectory."
+_GROUP = "Only the sequences of this group."
+_ORDER = "Order of the sequences: of the batch, or by summed rewards, best or worst first."
+_JSON = "Print numbers as JSON, those of `trajpack report`, and nothing else."
 _TOKENIZER = "Folder of a tokenizer. [default: the one beside FILE, if rollout left one]"
 _FULL = "Leave nothing out of a sequence that is shown, and no prefix break."
 _WIDTH = "Columns to use. [default: those of the terminal]"
+
+
+def report(
+    source: Annotated[Path, typer.Argument(help="A saved batch, or the folder of a log.")],
+    out: Annotated[Path | None, typer.Option(help=_PAGE, show_default=False)] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
+    capacity: Annotated[
+        int | None, typer.Option(**_COUNT, help=_CAPACITY, show_default=False)
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, max=10_000, help="Data-parallel ranks.")] = 8,
+    align: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Multiple that each sequence is padded to.")
+    ] = 1,
+) -> Work:
+    """Write a page with pictures of a batch or a log: micro-batches, lengths, rewards and texts.
+
+    The page is one file that loads nothing; its numbers are written as JSON beside it.
+
+    Example: trajpack report batch.safetensors --capacity 16384 --out page.html
+    """
+    from trajpack.commands.report import report_source
+    from trajpack.packing.report.figures import ReportOptions
+
+    return partial(report_source, source, out, tokenizer, ReportOptions(capacity, ranks, align))
+
+
+_PAGE = "HTML file. [default: beside SOURCE, with .html]"
+_CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest sequence]"
 
 
 def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
@@ -190,6 +230,7 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     layout: Annotated[LayoutName, typer.Option(help=_TRAINED)] = _Train.layout,
     seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = _Train.seed,
     out: Annotated[Path, typer.Option(help=_CURVES)] = Path("trajpack-train/train.html"),
+    batch: Annotated[Path | None, typer.Option(help=_LAST_BATCH, show_default=False)] = None,
 ) -> Work:
     """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
 
@@ -209,8 +250,9 @@ def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
         layout=layout,
         seed=seed,
     )
-    return partial(train, settings, out)
+    return partial(train, settings, out, batch)
 
 
 _TRAINED = "A sequence is a whole conversation (merged) or one turn (turns); tree trains on trees."
+_LAST_BATCH = "Where the batch of the last step goes. [default: nowhere]"
 _CURVES = "HTML page for the curves of success, speed, fill and staleness."

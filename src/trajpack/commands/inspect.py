@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
@@ -11,49 +14,66 @@ from trajpack.agent.rollout.files import tokenizer_folder
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.report.page import numbers_of
 from trajpack.packing.tree.inspection import break_rows, describe_tree
 from trajpack.packing.tree.merged import tree_of
 from trajpack.packing.tree.statistics import TreeStatistics
 
 
+class Chosen(NamedTuple):
+    """Sequences to show."""
+
+    name: str | None = None
+    group: str | None = None
+    order: Literal["batch", "best", "worst"] = "batch"
+    most: int = 3
+
+
 def inspect_file(
-    file: Path, tokenizer: Path | None, num_sequences: int, width: int | None, *, full: bool
+    file: Path, tokenizer: Path | None, chosen: Chosen, *, width: int | None, full: bool
 ) -> int:
-    """Show a summary of a batch and its first sequences; return the exit status."""
-    batch = _load(file)
-    beside = tokenizer_folder(file)
-    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
-    num_shown = min(num_sequences, len(batch))
+    """Show a summary of a batch and some of its sequences; return the exit status."""
+    batch = load_batch(file)
+    try:
+        found = inspection.chosen_sequences(
+            batch, name=chosen.name, group=chosen.group, order=chosen.order
+        )
+    except ValueError as error:
+        raise SetupError(first_line(error)) from error
+    shown = found[: chosen.most]
     rows = inspection.describe(batch)
     tree = _tree(batch)
     if tree is not None:
         rows += describe_tree(tree)
     num_breaks = 0 if tree is None else len(tree.breaks)
     decode = None
-    if folder is not None and (num_sequences or num_breaks):
-        try:
-            decode = _decoder(folder, batch)
-        except ModuleNotFoundError as error:
-            if tokenizer is not None:
-                raise
-            say(f"token ids in place of text: {error}")
+    if shown or num_breaks:
+        decode = decoder_of(batch, tokenizer_folder(file), tokenizer)
     with results():
         console = make_console(width=width)
         console.print(inspection.summary(rows, file.name, console.width))
         if tree is not None and num_breaks:
             broken = break_rows(tree, batch.ids, decode, full=full)
             console.print(inspection.summary(broken, "prefix breaks", console.width))
-        if num_shown:
+        if shown:
             console.print(inspection.legend(decoded=decode is not None))
-        for sequence in range(num_shown):
+        for sequence in shown:
             console.print(inspection.sequence_panel(batch, sequence, decode, full=full))
-        if num_shown < len(batch):
-            hidden = inspection.counted(len(batch) - num_shown, "more sequence")
-            tell(console, f"{hidden}; --sequences {len(batch)} shows all", "dim")
+        if len(shown) < len(found):
+            hidden = inspection.counted(len(found) - len(shown), "more sequence")
+            tell(console, f"{hidden}; --sequences {len(found)} shows all", "dim")
     return 0
 
 
-def _load(file: Path) -> PackedBatch:
+def inspect_as_json(file: Path) -> int:
+    """Print the numbers of ``trajpack report``; return the exit status."""
+    with results():
+        sys.stdout.write(json.dumps(numbers_of(load_batch(file)), indent=1) + "\n")
+    return 0
+
+
+def load_batch(file: Path) -> PackedBatch:
+    """Read a batch, or raise `SetupError`."""
     try:
         return PackedBatch.load(file)
     except OSError as error:
@@ -66,13 +86,31 @@ def _tree(batch: PackedBatch) -> TreeStatistics | None:
     """Return the statistics of the batch's tree, unless its layout has none or it is empty."""
     if batch.layout != "merged" or batch.is_padded or not batch.num_turns:
         return None
-    return tree_of(batch, ("once", "shared")).statistics()
+    return tree_of(batch).statistics()
 
 
-def _decoder(folder: Path, batch: PackedBatch) -> inspection.Decode:
-    tokenizer = load_tokenizer(folder)
-    num_unknown = int((batch.input_ids >= len(tokenizer)).sum())
+def decoder_of(
+    batch: PackedBatch, beside: Path, tokenizer: Path | None
+) -> inspection.Decode | None:
+    """Return the decoding of a tokenizer, or ``None`` if there is none.
+
+    Args:
+        batch: Batch whose tokens are decoded.
+        beside: Folder of the tokenizer, if there is one and no other is asked for.
+        tokenizer: Folder that was asked for.
+    """
+    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
+    if folder is None:
+        return None
+    try:
+        loaded = load_tokenizer(folder)
+    except ModuleNotFoundError as error:
+        if tokenizer is not None:
+            raise
+        say(f"token ids in place of text: {error}")
+        return None
+    num_unknown = int((batch.input_ids >= len(loaded)).sum())
     if num_unknown:
         unknown = inspection.counted(num_unknown, "token")
         say(f"{unknown} not in the vocabulary of {folder}: is it the batch's tokenizer?")
-    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return partial(loaded.decode, clean_up_tokenization_spaces=False)

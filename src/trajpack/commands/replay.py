@@ -10,7 +10,7 @@ from trajpack.agent.models.causal_model import first_line, load_tokenizer
 from trajpack.agent.rollout.files import check_places, save_rollout, tokenizer_folder
 from trajpack.agent.rollout.log import logged_tokenizer
 from trajpack.agent.rollout.settings import LayoutName
-from trajpack.commands.rollout import failure_rows, pack_as
+from trajpack.commands.rollout import failure_rows, tree_rows
 from trajpack.commands.terminal import make_console, results, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import describe, summary
@@ -30,7 +30,7 @@ def replay_log(folder: Path, out: Path | None, layout: LayoutName, device: str) 
                 rows += failure_rows(Counter(reason for reason in reasons if reason is not None))
             buffer = TrajectoryBuffer(fields=log.fields, device=device)
             log.fill(buffer)
-        batch, tree_rows = pack_as(buffer, layout) if len(buffer) else (None, [])
+        batch = buffer.pack("merged" if layout == "tree" else layout) if len(buffer) else None
     except OSError as error:
         raise SetupError(f"cannot read {folder}: {error.strerror or first_line(error)}") from error
     except (AssertionError, RuntimeError, ValueError) as error:  # torch raises all three
@@ -41,7 +41,7 @@ def replay_log(folder: Path, out: Path | None, layout: LayoutName, device: str) 
         _save(folder, batch, out)
     with results():
         console = make_console()
-        rows += [] if batch is None else [*describe(batch), *tree_rows]
+        rows += [] if batch is None else [*describe(batch), *tree_rows(batch, layout)]
         console.print(summary(rows, folder.name, console.width))
         if out is not None:
             tell(console, f"batch      {out}")

@@ -37,6 +37,7 @@ from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.batch.inspection import counted, describe, summary
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.tree.inspection import describe_tree
+from trajpack.packing.tree.merged import tree_of
 
 if TYPE_CHECKING:
     from trajpack.agent.observability.metrics import RolloutMetrics
@@ -109,11 +110,12 @@ def _roll_out(
         buffer = TrajectoryBuffer(device=settings.device)
         buffer.extend(outcome.trajectories)
         with watch_pack(*observers) as watched:
-            batch, tree_rows = pack_as(buffer, layout)
+            batch = buffer.pack("merged" if layout == "tree" else layout)
             watched.batch = batch
         with writing(out):
             save_rollout(batch, prepared.tokenizer, out)
-        rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens) + tree_rows
+        rows = report(outcome, board.progress, batch, num_merged=buffer.num_tokens)
+        rows += tree_rows(batch, layout)
         title = f"{len(outcome.results):,} of {prepared.num_episodes:,} episodes"
         _show(settings, out, rows, title)
         if ended:
@@ -226,14 +228,9 @@ def _summarised_warnings(say_now: Callable[[str], None]) -> Iterator[None]:
             say(first + (f" (and {num_more:,} more like it)" if num_more else ""))
 
 
-def pack_as(
-    buffer: TrajectoryBuffer, layout: LayoutName
-) -> tuple[PackedBatch, list[tuple[str, str]]]:
-    """Return the batch to save, and what a report says of its tree if it is one."""
-    if layout != "tree":
-        return buffer.pack(layout=layout), []
-    tree = buffer.pack_tree()
-    return tree.merged(), describe_tree(tree.statistics())
+def tree_rows(batch: PackedBatch, layout: LayoutName) -> list[tuple[str, str]]:
+    """Return what a report says of the tree of a batch, if the layout asked for is that."""
+    return describe_tree(tree_of(batch).statistics()) if layout == "tree" else []
 
 
 def failure_rows(failures: Counter[str]) -> list[tuple[str, str]]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import trajpack
 from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.files import check_writable
+from trajpack.agent.rollout.files import check_places, check_writable, save_rollout
 from trajpack.agent.training.grpo import StepRecord, Training
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.interruption import Interruption
@@ -25,14 +31,17 @@ from trajpack.commands.terminal import (
     tell,
     writing,
 )
-from trajpack.packing.batch.inspection import summary
-from trajpack.packing.optional import require
+from trajpack.packing.batch.inspection import Decode, summary
+from trajpack.packing.report.page import page_of
+from trajpack.packing.text import one_line, printable
+from trajpack.packing.tree.tree_batch import TreeBatch
+from trajpack.packing.types import Trajectory
 
 _SAVING = "writing what there is; Ctrl-C again to give it up"
 
 
-def train(settings: TrainSettings, out: Path) -> int:
-    """Train, report and write the page; return the exit status.
+def train(settings: TrainSettings, out: Path, batch_file: Path | None) -> int:
+    """Train, report, and write the page and the last batch; return the exit status.
 
     The first Ctrl-C or SIGTERM ends the training after the current step, and its results are
     reported and written. The second one ends the command at once, and so does the first one
@@ -40,19 +49,23 @@ def train(settings: TrainSettings, out: Path) -> int:
     """
     with Interruption() as interruption:
         try:
-            _train(settings, out, interruption)
+            _train(settings, out, batch_file, interruption)
         except KeyboardInterrupt:
             say("interrupted: no page was written")
             interruption.status = interruption.status or 130
     return interruption.status or 0
 
 
-def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> None:
+def _train(
+    settings: TrainSettings, out: Path, batch_file: Path | None, interruption: Interruption
+) -> None:
+    if batch_file is not None:
+        check_places(batch_file, None, option="--batch")
     if out.suffix != ".html" or out.is_dir():
         raise SetupError(f"--out must be an .html file, got {out}")
-    with writing(out.parent):
-        check_writable(out.parent)
-    require("plotly")  # before the training, not after it
+    for folder in [out.parent] if batch_file is None else [out.parent, batch_file.parent]:
+        with writing(folder):
+            check_writable(folder)
     silence_transformers()
     records: list[StepRecord] = []
     with _single_threaded(), TrainBoard(settings, make_console(stderr=True), say) as board:
@@ -71,12 +84,25 @@ def _train(settings: TrainSettings, out: Path, interruption: Interruption) -> No
     if not records:
         raise KeyboardInterrupt
     with writing(out):
-        out.write_text(write_page(records, "trajpack train: sums, by GRPO"), encoding="utf-8")
+        page = write_page(
+            records,
+            "trajpack train: sums, by GRPO",
+            decode=partial(training.tokenizer.decode, clean_up_tokenization_spaces=False),
+            run=_what_was_run(settings),
+        )
+        out.write_text(page, encoding="utf-8")
+    if batch_file is not None and training.last_batch is not None:
+        batch = training.last_batch
+        with writing(batch_file):
+            packed = batch.merged() if isinstance(batch, TreeBatch) else batch
+            save_rollout(packed, training.tokenizer, batch_file)
     with results():
         console = make_console()
         title = f"{len(records):,} of {settings.num_steps:,} steps"
         console.print(summary(report(records), title, console.width))
         tell(console, f"curves     {out}")
+        if batch_file is not None:
+            tell(console, f"batch      {batch_file}, of the last step")
 
 
 @contextlib.contextmanager
@@ -128,54 +154,95 @@ def report(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
 
 _Curve = Callable[[StepRecord], float]
 _PANELS: dict[str, dict[str, _Curve]] = {
-    "Success and reward": {
-        "right answers": lambda record: record.success,
-        "solved episodes": lambda record: record.solved,
-        "reward of an episode": lambda record: record.reward,
+    "Right answers": {
+        "of all answers": lambda record: record.success,
+        "of the questions": lambda record: record.solved,
     },
-    "Generated tokens per second": {"tokens/s": lambda record: record.tokens_per_s},
-    "Fill and clip": {
-        "fill of micro-batches": lambda record: record.outcome.fill,
-        "clipped tokens": lambda record: record.outcome.clip_fraction,
-    },
+    "Reward of an episode": {"mean": lambda record: record.reward},
+    "Generated tokens per second": {"tokens": lambda record: record.tokens_per_s},
+    "Fill of micro-batches": {"mean": lambda record: record.outcome.fill},
+    "Clipped tokens": {"of the trained tokens": lambda record: record.outcome.clip_fraction},
     "Staleness in versions": {
         "mean": lambda record: record.outcome.mean_staleness,
         "most": lambda record: record.outcome.max_staleness,
     },
 }
+_SHARES = ("Right answers", "Fill of micro-batches", "Clipped tokens")
+_COLOURS = ("accent", "generated")
+_SMOOTH = 5
 
 
-def write_page(records: Sequence[StepRecord], title: str) -> str:
-    """Return an HTML page with the curves; it holds plotly's script, 5 MB, and loads nothing."""
-    require("plotly")
-    from plotly.subplots import make_subplots
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value and up to four before it.
 
-    figure: Any = make_subplots(rows=2, cols=2, subplot_titles=list(_PANELS))
-    steps = [record.step for record in records]
-    for index, curves in enumerate(_PANELS.values()):
-        cell = {"row": index // 2 + 1, "col": index % 2 + 1}
-        for name, curve in curves.items():
-            values = [curve(record) for record in records]
-            figure.add_scatter(
-                x=steps, y=values, name=name, mode="lines", legendgroup=index, **cell
+    Example:
+        >>> smoothed([1.0, 3.0, 2.0])
+        [1.0, 2.0, 2.0]
+    """
+    found = []
+    for end in range(1, len(values) + 1):
+        some = values[max(end - _SMOOTH, 0) : end]
+        found.append(sum(some) / len(some))
+    return found
+
+
+def write_page(
+    records: Sequence[StepRecord], title: str, *, decode: Decode, run: list[tuple[str, str]]
+) -> str:
+    """Return an HTML page with curves and conversations; it loads nothing.
+
+    Args:
+        records: Steps of a training, one or more.
+        title: Title of the page.
+        decode: Function from token ids to text.
+        run: Names and values that say what was run.
+    """
+    first, last = rise(records)
+    panels = []
+    for name, curves in _PANELS.items():
+        lines = []
+        for colour, (label, curve) in zip(_COLOURS, curves.items(), strict=False):
+            values = [float(curve(record)) for record in records]
+            lines.append(
+                {"name": colour, "label": label, "values": values, "smooth": smoothed(values)}
             )
-        figure.update_yaxes(rangemode="tozero", **cell)
-        figure.update_xaxes(title_text="step", **cell)
-    figure.update_layout(height=800, template="plotly_white", hovermode="x unified")
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in report(records)
-    )
-    plot = figure.to_html(full_html=False, include_plotlyjs=True)
-    return _PAGE.format(title=escape(title), rows=rows, plot=plot)
+        panels.append({"title": name, "percent": name in _SHARES, "curves": lines})
+    figures = {
+        "lead": f"{first:.0%} of the answers were right in the first step, {last:.0%} in the last "
+        f"{min(_NUM_LAST, len(records))}.",
+        "steps": [record.step for record in records],
+        "rows": report(records),
+        "panels": panels,
+        "before": [_conversation(one, decode) for one in records[0].examples],
+        "after": [_conversation(one, decode) for one in records[-1].examples],
+        "run": run,
+    }
+    return page_of(title, figures, ("charts.js", "train.js"))
 
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }}
-th {{ text-align: left; padding: 0.2rem 1.5rem 0.2rem 0; font-weight: 600; }}
-</style></head>
-<body><h1>{title}</h1><table>{rows}</table>{plot}</body>
-</html>
-"""
+def _conversation(trajectory: Trajectory, decode: Decode) -> list[dict[str, Any]]:
+    """Return the texts of a conversation whose prompts extend each other."""
+    spans, seen = list[dict[str, Any]](), 0
+    for turn in trajectory.turns:
+        context = decode(list(turn.prompt_ids)[seen:])
+        kind = "observation" if seen else "prompt"
+        spans.append({"kind": kind, "text": printable(context, keep="\n"), "reward": None})
+        answer = printable(decode(list(turn.completion_ids)), keep="\n")
+        spans.append({"kind": "generated", "text": answer, "reward": turn.reward})
+        seen = len(turn.prompt_ids) + len(turn.completion_ids)
+    return spans
+
+
+def _what_was_run(settings: TrainSettings) -> list[tuple[str, str]]:
+    """Return command, settings, versions and time."""
+    options = ", ".join(f"{name} {value}" for name, value in asdict(settings).items())
+    return [
+        ("command", one_line(" ".join(["trajpack", *sys.argv[1:]]))),
+        ("settings", options),
+        (
+            "versions",
+            f"trajpack {trajpack.__version__}, Python {platform.python_version()}, torch "
+            f"{torch.__version__}, transformers {version('transformers')}",
+        ),
+        ("finished", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+    ]

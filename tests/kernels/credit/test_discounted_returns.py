@@ -25,7 +25,6 @@ from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import ENTRIES_AT_ONCE, ROW
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 LENGTHS = [3, 0, 1, 63, 64, 65, 0, 128, 129, 2, 1, 1, 1, 1, 1, 1, 1, 40]  # more than one program
 
 

@@ -30,8 +30,6 @@ ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
 OF_OTHERS = ("carry", "carry_drop", "compact", "multiply")
 """Choices in which no value of a token that was not generated counts."""
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:

@@ -30,7 +30,6 @@ MOST = {"torch": 40, "triton": 3}
 
 masks = st.text(sorted(FLAGS), max_size=20) | st.text(sorted(FLAGS), min_size=60, max_size=140)
 short_masks = st.text(sorted(FLAGS), max_size=20)
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(scope="module", autouse=True)

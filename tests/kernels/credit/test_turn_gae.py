@@ -21,7 +21,6 @@ from tests.kernels.credit.token_loops import (
 from trajpack.kernels.credit.gae import gae, turn_gae
 from trajpack.testing import assert_same_bits, boundaries
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TURNS = ("0011", "", "--0--112-", "0", "---", "111--111", "0-1-2-3-0-", "-" * 17 + "5" * 17 + "6")
 """Turns of sequences, a letter a token; ``-`` was not generated."""
 

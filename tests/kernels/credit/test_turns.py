@@ -20,7 +20,6 @@ from trajpack.kernels.reduce.whiten import whiten_by
 from trajpack.kernels.reduce.whiten_triton import CHUNK
 from trajpack.testing import assert_same_bits, boundaries
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 """What trajectories have as a whole, by loops over their turns."""
 
 BLOCK = block_shape("scores_kernel", DEFAULT).block

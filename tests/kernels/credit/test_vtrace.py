@@ -27,8 +27,6 @@ from trajpack.testing import assert_same_bits
 CLIPS = {"rho_clip": 0.875, "c_clip": 0.75, "advantage_rho_clip": 1.25}
 """All different, on both sides of 1, and exact in float32, as Triton's kernels get them."""
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:

@@ -24,8 +24,6 @@ from trajpack.kernels.fields.build_triton import BLOCK
 from trajpack.kernels.search_triton import find_segment
 from trajpack.testing import assert_same_bits, boundaries, random_build_inputs
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 OP = torch.ops.trajpack.build.default
 LENGTHS = {
     "no tokens": [],

@@ -18,8 +18,6 @@ from trajpack.kernels.fields.gather_fields import (
 from trajpack.kernels.runs import Run
 from trajpack.testing import assert_same_bits, random_build_inputs
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 FIELDS = [
     FieldLayout(torch.uint8, (3, 9), b"\xff", True),  # 27 bytes: moved one by one
     FieldLayout(torch.int16, (4, 2), b"\x07\x00", False),

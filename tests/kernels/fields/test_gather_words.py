@@ -20,8 +20,6 @@ from trajpack.kernels.fields.gather_words import (
 from trajpack.kernels.fields.gather_words_triton import BLOCK
 from trajpack.testing import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 HUGE = torch.tensor([1e300, -1e300, 1e-60], dtype=torch.float64)
 ANY_LENGTH = st.integers(0, 40) | st.sampled_from([BLOCK - 1, BLOCK])
 OP = torch.ops.trajpack.gather_words.default

@@ -27,7 +27,6 @@ from trajpack.kernels.groups.group_advantages import (
 )
 from trajpack.testing import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ORACLE = Path(__file__).parents[4] / "shared" / "oracles" / "credit.json.gz"
 BASELINES = get_args(Baseline)
 

@@ -102,7 +102,6 @@ def test_eps_reaches_the_divisor(impl: Any) -> None:
 
 """Step groups: pairs numbered without being dense, and advantages against a loop over pairs."""
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 IDS = st.sampled_from([-(2**63), -1, 0, 1, 2, 2**31, 2**32 + 1, 2**63 - 1])
 
 

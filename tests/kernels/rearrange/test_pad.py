@@ -26,8 +26,6 @@ from trajpack.kernels.rearrange.pad import (
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.testing import assert_same_bits, boundaries
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 SIDES = ("left", "right")
 DTYPES = (
     torch.bool,

@@ -15,8 +15,6 @@ from trajpack.kernels.rearrange.segments import Segment
 from trajpack.kernels.rearrange.select_tokens import merge_tokens, select_reference, select_tokens
 from trajpack.testing import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 SOURCE_TOKENS = 1300
 SEGMENTS = {
     "no tokens": [],

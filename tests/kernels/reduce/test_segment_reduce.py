@@ -28,7 +28,6 @@ from trajpack.kernels.reduce.segment_reduce_triton import (
 )
 from trajpack.testing import assert_same_bits, boundaries
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": segment_sum,
     "mean": segment_mean,

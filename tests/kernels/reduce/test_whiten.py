@@ -22,7 +22,6 @@ from trajpack.kernels.reduce.whiten import (
 )
 from trajpack.testing import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CHUNK = whiten_triton.CHUNK
 SIZES = [0, 1, 2, 100, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77]
 

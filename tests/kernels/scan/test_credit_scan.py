@@ -26,7 +26,6 @@ from trajpack.testing import assert_same_bits, boundaries
 OP = torch.ops.trajpack.credit_scan.default
 Scan: TypeAlias = Callable[..., torch.Tensor]
 SCANS = pytest.mark.parametrize("scan", [exclusive_scan_on_host, exclusive_scan_reference])
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def inputs_of(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:

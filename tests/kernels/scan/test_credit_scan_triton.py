@@ -26,8 +26,6 @@ EDGES = [7, 8, 9, 0, 15, 16, 17, 1, 0, 25, 2, 31, 32, 33, 48, 65]
 SHORT = [5, 0, 1, 12, 3, 0, 0, 32, 4, 33, 2, 2, 9, 31, 1, 0]
 """Lengths of which several fit in a block of 32, and around its edge."""
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:

@@ -38,8 +38,6 @@ SEGMENTS = (
 )
 """Turns of segments, a letter a token; a ``.`` is context."""
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_blocks() -> Iterator[None]:

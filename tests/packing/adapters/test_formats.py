@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from tests.packing.adapters.cases import field_batch, forked_batch, some_batch, some_static_batch
-from trajpack import Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack
+from trajpack import Trajectory, TrajectoryBuffer, Turn, TurnReturns, pack, pack_tree
 from trajpack.packing.adapters import (
     areal,
+    flash_attention,
     huggingface,
+    megatron,
     nemo_rl,
     openrlhf,
     prime_rl,
@@ -61,6 +63,21 @@ PACKED += [prime_rl.to_tensor_micro_batch, prime_rl.to_micro_batch, UNTRAINED[-1
 def test_a_micro_batch_is_refused(convert: Any) -> None:
     with pytest.raises(TypeError, match="batch must be a PackedBatch, got MicroBatch"):
         convert(some_batch().select([0]))
+
+
+OF_BOUNDARIES = [flash_attention.to_varlen, megatron.packed_seq_params_kwargs]
+
+
+@pytest.mark.parametrize("convert", [*TRAINED, *UNTRAINED, *OF_BOUNDARIES])
+def test_trees_and_their_entries_are_no_sequences(convert: Any) -> None:
+    turns = [Turn([1, 2], [3], [-1.0]), Turn([1, 2], [4], [-1.0])]
+    tree = pack_tree([Trajectory("a", turns)], boundary="duplicate").with_advantages(TurnReturns())
+    (one,) = tree.micro_batches(tree.plan_micro_batches(8))
+    takes_trees = convert is trl.to_async_row
+    for given in (tree.entries, one.entries, *(() if takes_trees else (tree, one))):
+        name = type(given).__name__
+        with pytest.raises(TypeError, match=f"sequences, got {name}; formats of trees are in"):
+            convert(given)
 
 
 NO_READS = {

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from tests.packing.adapters.cases import clipped_loss, packed_logprobs
 from tests.packing.adapters.test_trl import async_loss, collate
 from tests.packing.tree.test_tree_models import branching
 from tests.packing.tree.tree_oracle import paths_of
-from trajpack import GRPO, DrGRPO, Trajectory, Turn, pack, pack_tree
+from trajpack import GRPO, Alignment, DrGRPO, Trajectory, Turn, pack, pack_tree
 from trajpack.agent import build_tiny_model
 from trajpack.packing.adapters.trl import to_async_row, to_async_samples, to_tree_kwargs
 from trajpack.testing import assert_same_bits, trajectory_lists
@@ -34,17 +34,48 @@ def test_the_row_equals_that_of_trls_own_class(trl, trajectories):
         assert_same_bits(ours[key], tensor, key)
 
 
-@pytest.mark.parametrize("boundary", ["shared", "duplicate"])
 @given(trajectories=trajectory_lists())
-@settings(max_examples=20)
-def test_the_path_of_a_segment_leads_from_a_root_to_its_end(boundary, trajectories):
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_row_of_a_micro_batch_equals_that_of_trls_own_class(trl, trajectories):
     assume(trajectories)
-    tree = pack_tree(trajectories, boundary=boundary)
+    batch = pack(trajectories).with_advantages(DrGRPO())
+    samples, tree = to_async_samples(batch), labelled(trajectories)
+    for one in tree.micro_batches(tree.plan_micro_batches(batch.max_seqlen + 3)):
+        chosen = [samples[chain] for chain in one.chains.trie.order]
+        ours, theirs = to_async_row(one), collate(trl, [chosen])
+        assert set(ours) == set(theirs)
+        for key, tensor in theirs.items():
+            assert_same_bits(ours[key], tensor, key)
+
+
+@pytest.mark.parametrize("boundary", ["shared", "duplicate"])
+@given(trajectories=trajectory_lists(), cut=st.booleans())
+@settings(max_examples=20)
+def test_the_path_of_a_segment_leads_from_a_root_to_its_end(boundary, trajectories, cut):
+    assume(trajectories)
+    for tree in trees_of(pack_tree(trajectories, boundary=boundary), cut):
+        check_paths(tree)
+
+
+def trees_of(tree, cut):
+    """Return a tree, or its micro-batches with padding."""
+    if not cut:
+        return [tree]
+    plan = tree.plan_micro_batches(int(tree.chains.trie.lengths.max()) + 2)
+    return [*tree.micro_batches(plan, Alignment(total_multiple=8))]
+
+
+def check_paths(tree):
     found = to_tree_kwargs(tree)
     paths, tokens = paths_of(tree), tree.input_ids.tolist()
     starts = found["tree_cu_seqlens_q"].tolist()
     assert starts[0] == 0
     assert starts[-1] == tree.num_nodes
+    real = tree.chains.trie.num_nodes
+    if real < tree.num_nodes:  # padding is one segment, which depends on no other
+        assert starts[-2] == real
+        assert found["tree_segment_parents"][-1] == -1
+        paths[-1] = tokens[real:]
     bounds = found["tree_cu_seqlens_k"].tolist()
     segment_of = {end - 1: segment for segment, end in enumerate(starts[1:])}
     for segment, end in enumerate(starts[1:]):
@@ -134,5 +165,7 @@ def test_other_trees_are_refused():
         to_async_row(pack_tree(one).with_advantages(DrGRPO()))
     with pytest.raises(ValueError, match="to_tree_kwargs: the tree must have nodes"):
         to_async_row(labelled([]))
-    with pytest.raises(TypeError, match="tree must be a TreeBatch, got PackedBatch"):
+    with pytest.raises(
+        TypeError, match="tree must be a TreeBatch or TreeMicroBatch, got PackedBatch"
+    ):
         to_tree_kwargs(pack(one))

@@ -126,7 +126,7 @@ def test_versions_that_run_backwards_between_pieces_are_found(path: Path, monkey
         ),
         (
             lambda batch: {"loss_mask": narrowed(batch)},
-            "loss_mask must be 1 at index 2, as turn_spans say, got 0; narrow it after",
+            "loss_mask must be 1 at index 2, as turn_spans say, got 0; call `narrow` after",
         ),
         (
             lambda batch: {"fields": {"teacher": batch.returns}},

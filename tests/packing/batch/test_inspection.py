@@ -13,6 +13,7 @@ from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.packing.batch.inspection import (
     as_lines,
     as_table,
+    chosen_sequences,
     describe,
     legend,
     printable,
@@ -104,14 +105,30 @@ def test_a_panel_shows_turns_and_spans() -> None:
     lines = [line.strip("│ ") for line in shown.splitlines()]
     assert "sequence 0: a of group g, 7 tokens" in lines[0]
     assert [" ".join(line.split()) for line in lines[1:-1] if line] == [
-        "turn 0 reward -1, return 0.5, 1 token, version 0",
-        "turn 1 reward 0.5, return 1.5, 2 tokens, version 0, cut off",
-        "turn 2 reward 1, return 1, 1 token, version 1",
         "prompt 2 <1> <2>",
+        "turn 0 reward -1, return 0.5, mean log-probability -0.1, version 0",
         "generated 1 <3>",
         "observation 1 <4>",
+        "turn 1 reward 0.5, return 1.5, mean log-probability -0.25, version 0, cut off",
         "generated 2 <5> <6>",
+        "turn 2 reward 1, return 1, mean log-probability -0.4, version 1",
         "generated 1 <7>",
+    ]
+
+
+def test_a_panel_shows_advantages_and_turns_without_tokens() -> None:
+    turns = [Turn([1], [2, 3], [-0.1, -0.3], 1.0), Turn([1, 2, 3, 4], [], [], reward=-2.0)]
+    batch = pack([Trajectory("a", turns), Trajectory("b", turns[:1])])
+    advantages = torch.arange(7) / 2
+    shown = render(sequence_panel(dataclasses.replace(batch, advantages=advantages), 0, spelled))
+    lines = [" ".join(line.strip("│ ").split()) for line in shown.splitlines()]
+    assert lines[1:-1] == [
+        "prompt 1 <1>",
+        "turn 0 reward 1, return -1, mean advantage 0.75, mean log-probability -0.2, version 0",
+        "generated 2 <2> <3>",
+        "observation 1 <4>",
+        "turn 1 reward -2, return -2, version 0",
+        "generated 0",
     ]
 
 
@@ -169,9 +186,24 @@ def test_values_are_there_on_a_narrow_terminal() -> None:
     assert "[bold]" in evil
 
 
+def test_sequences_are_found_by_trajectory_group_and_reward() -> None:
+    broken = Trajectory("b", [Turn([1], [2], [-0.1], 0.5), Turn([9], [2], [-0.1], 1.0)], group="h")
+    batch = pack([conversation("a"), broken, conversation("c")])
+    assert chosen_sequences(batch) == [0, 1, 2, 3]
+    assert chosen_sequences(batch, name="b") == [1, 2]
+    assert chosen_sequences(batch, group="g") == [0, 3]
+    assert chosen_sequences(batch, order="best") == [1, 2, 0, 3]
+    assert chosen_sequences(batch, order="worst", group="g") == [0, 3]
+    with pytest.raises(
+        ValueError, match="no trajectory is called 'd'; the first are 'a', 'b', 'c'"
+    ):
+        chosen_sequences(batch, name="d")
+    with pytest.raises(ValueError, match="no trajectory has the group 'x'; the first are 'g', 'h'"):
+        chosen_sequences(batch, group="x")
+
+
 def test_many_turns_are_cut_short() -> None:
     shown = render(sequence_panel(many_turns(), 0))
-    assert "... and 76 more turns" in shown
     assert "... and 176 more spans" in shown
     assert len(shown.splitlines()) < 60
 

@@ -90,10 +90,10 @@ OF_WRONG_TYPE = {
     ),
     "state_ids must be": (GiGPO(), {"state_ids": torch.zeros(2)}),
     "scores must be": (GRPO(), {"scores": torch.zeros(1).bfloat16()}),
-    "estimator must be an Estimator, got 'grpo'": ("grpo", {}),
-    "estimator must be an Estimator, got TokenEstimator(": (TokenEstimator(), {}),
-    "estimator must be an Estimator, got GroupEstimator(": (GroupEstimator(), {}),
-    "estimator must be an Estimator, got <class": (GRPO, {}),
+    "a function or a tensor, got 'grpo'": ("grpo", {}),
+    "a function or a tensor, got TokenEstimator(": (TokenEstimator(), {}),
+    "a function or a tensor, got GroupEstimator(": (GroupEstimator(), {}),
+    "estimators.GRPO'>; make one: GRPO()": (GRPO, {}),
 }  # fmt: skip
 
 

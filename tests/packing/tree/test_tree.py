@@ -12,8 +12,19 @@ from hypothesis import given, settings, strategies as st
 import trajpack
 from tests.packing.tree import tree_oracle as oracle
 from tests.ptx.executor import on_executor
-from trajpack import TokenField, Trajectory, TrajectoryBuffer, TreeBatch, Turn, pack, pack_tree
+from trajpack import (
+    PackedBatch,
+    TokenField,
+    Trajectory,
+    TrajectoryBuffer,
+    TreeBatch,
+    Turn,
+    pack,
+    pack_tree,
+)
 from trajpack.kernels.runs import TILE
+from trajpack.packing.batch.storage import save
+from trajpack.packing.tree.trie import expanded
 from trajpack.testing import assert_batches_equal, assert_same_bits, trajectory_lists
 
 ROUTES = TokenField("routes", torch.uint8, (2,), generated_only=False)
@@ -30,8 +41,14 @@ def assert_trees_equal(actual: TreeBatch, expected: TreeBatch) -> None:
     assert_batches_equal(actual.entries, expected.entries)
     for name in ("seqlens", "share", "boundary"):
         assert getattr(actual, name) == getattr(expected, name), name
-    assert np.array_equal(actual.chains.turn_branch, expected.chains.turn_branch)
-    assert np.array_equal(actual.chains.trie.order, expected.chains.trie.order)
+    for one, other in zip(actual.chains[1:], expected.chains[1:], strict=True):
+        assert np.array_equal(one, other)
+    for name in ("order", "shared", "lengths", "first", "parent"):
+        assert np.array_equal(
+            getattr(actual.chains.trie, name), getattr(expected.chains.trie, name)
+        )
+    for one, other in zip(actual.chains.trie.segments, expected.chains.trie.segments, strict=True):
+        assert np.array_equal(one, other)
     assert actual.num_trained == expected.num_trained
 
 
@@ -81,13 +98,17 @@ def test_entries_are_the_generated_tokens_in_the_order_of_turns(trajectories):
 @given(trajectory_lists())
 def test_the_host_knows_the_chain_of_each_turn_and_what_it_generated(trajectories):
     batch = pack_tree(trajectories)
-    chains = batch.chains
-    chain = chains.trie.order[chains.turn_branch]
+    chains, turns = batch.chains, oracle.turns_of(trajectories)
+    chain = chains.trie.order[chains.place]
     assert chain.tolist() == pack(trajectories).turn_sequence.tolist()
-    stretches = [np.empty(0, np.int64), *map(np.arange, chains.begin, chains.end)]
-    assert np.concatenate(stretches).tolist() == batch.entry_node.tolist()
-    turns = np.repeat(chains.turn, chains.end - chains.begin)
-    assert turns.tolist() == batch.entries.turn_ids.tolist()
+    assert chains.begin.tolist() == [len(turn.prompt_ids) for turn in turns]
+    assert chains.end.tolist() == [len(oracle.path_of(turn)) for turn in turns]
+    owners = [number for number, one in enumerate(trajectories) for _ in one.turns]
+    assert chains.trajectory.tolist() == owners
+    generated = chains.generated()
+    assert expanded(generated.node, generated.length).tolist() == batch.entry_node.tolist()
+    of = np.repeat(generated.stretch, generated.length)
+    assert of.tolist() == batch.entries.turn_ids.tolist()
 
 
 @given(trajectory_lists())
@@ -103,7 +124,8 @@ def test_a_file_holds_the_tree(trajectories, share, tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
     batch = pack_tree(trajectories, share).with_advantages(trajpack.TurnReturns())
     batch.save(path)
-    assert_trees_equal(TreeBatch.load(path, share), batch)
+    assert_trees_equal(TreeBatch.load(path), batch)
+    assert_batches_equal(PackedBatch.load(path), batch.merged())
 
 
 @given(trajectory_lists())
@@ -135,9 +157,9 @@ def of_trajectory(batch, name, index):
 
 
 @given(trajectory_lists(), st.sampled_from(["sum", "mean"]))
-def test_shares_count_the_rows_of_the_own_trajectory(trajectories, share):
+def test_shares_count_the_chains_through_the_node(trajectories, share):
     batch = pack_tree(trajectories, share)
-    expected = torch.tensor(oracle.row_weights(trajectories, share))
+    expected = torch.tensor(oracle.chain_weights(trajectories, share))
     torch.testing.assert_close(batch.entry_weights, expected)
     assert torch.equal(pack_tree(trajectories).entry_weights, torch.ones(batch.num_entries))
     weights = pack(trajectories).loss_weights("token_mean")
@@ -145,6 +167,16 @@ def test_shares_count_the_rows_of_the_own_trajectory(trajectories, share):
     if batch.num_entries:
         total = float((weights.max() * expected).sum())
         assert float(batch.loss_weights("token_mean").sum()) == pytest.approx(total)
+
+
+def test_members_that_sample_the_same_count_as_they_do_alone():
+    """A node of five members is in five chains; each counts it once, together or alone."""
+    members = [Trajectory(str(n), [Turn([1], [2, 3], [-0.5] * 2)], "g") for n in range(5)]
+    assert pack_tree(members, "sum").entry_weights.tolist() == [1.0] * 10
+    torch.testing.assert_close(pack_tree(members, "mean").entry_weights, torch.full((10,), 0.2))
+    again = Trajectory("again", [Turn([1, 2, 3], [4], [-0.5])])  # in its prompt
+    weights = pack_tree([*members, again], "sum").entry_weights
+    torch.testing.assert_close(weights, torch.tensor([1.2] * 10 + [1.0]))
 
 
 def with_fields(trajectories, random):
@@ -322,9 +354,19 @@ def test_wrong_arguments_are_named(tmp_path):
         ValueError, match="a tree is made of layout 'merged', the batch has 'turns'"
     ):
         TreeBatch.load(tmp_path / "turns")
-    with pytest.raises(ValueError, match="share must be one of"):
-        TreeBatch.load(tmp_path / "turns", "all")
-    entries = pack_tree(one).entries
-    for call in (entries.unpack, lambda: entries.save(tmp_path / "x"), entries.model_inputs):
-        with pytest.raises(TypeError, match="entries"):
-            call()
+    save(pack(one), tmp_path / "odd", {"share": "all"})
+    with pytest.raises(ValueError, match="odd is not a readable tree: share must be one of"):
+        TreeBatch.load(tmp_path / "odd")
+
+
+def test_entries_are_no_sequences():
+    batch = pack_tree([Trajectory("a", [Turn([1], [2], [-0.5])])])
+    (one,) = batch.micro_batches(batch.plan_micro_batches(2))
+    entries = ["labels", "logprobs", "model_inputs"]
+    assert isinstance(batch.entries, PackedBatch)
+    for name in (*entries, "unpack", "save", "select", "split", "micro_batches"):
+        with pytest.raises(TypeError, match=f"{name}: entries have no prompts"):
+            getattr(batch.entries, name)("anything")
+    for name in (*entries, "shard"):
+        with pytest.raises(TypeError, match=f"{name}: entries have no prompts"):
+            getattr(one.entries, name)("anything")

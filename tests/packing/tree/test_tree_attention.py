@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch._C._profiler import _EventType
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
-from trajpack.packing.tree import attention, flex
-from trajpack.packing.tree.attention import TreeAttention, query_blocks, visible
-from trajpack.packing.tree.flex import block_mask
+from trajpack.packing.tree_attention import blocks, flex, parts
+from trajpack.packing.tree_attention.attention import TreeAttention, visible
+from trajpack.packing.tree_attention.blocks import between, blocks_of, run_of, stretches_of
+from trajpack.packing.tree_attention.flex import block_mask
 
 BLOCK = 16
 """Nodes of a block of FlexAttention, and least queries of a call, in these tests."""
@@ -19,8 +21,10 @@ BLOCK = 16
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(attention, "MOST_QUERIES", 24)
-    monkeypatch.setattr(attention, "PAIRS_OF_CALL", 100)
+    monkeypatch.setattr(blocks, "MOST_QUERIES", 24)
+    monkeypatch.setattr(blocks, "LEAST_QUERIES", 6)
+    monkeypatch.setattr(blocks, "PAIRS_OF_CALL", 100)
+    monkeypatch.setattr(parts, "MOST_SCORES", 2000)
     monkeypatch.setattr(flex, "BLOCK", BLOCK)
     # torch refuses gradients of FlexAttention on the host, and computes them right uncompiled
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
@@ -99,61 +103,122 @@ def test_a_node_attends_to_its_ancestors_and_itself(
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 90), st.sampled_from([0.0, 0.02, 0.2, 0.6]))
-@settings(max_examples=40)
-def test_blocks_hold_every_ancestor_of_their_nodes(seed, nodes, branching):
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 90),
+    st.sampled_from([0.0, 0.02, 0.2, 0.6]),
+    st.sampled_from([None, 1, 5, 30]),
+)
+@settings(max_examples=60)
+def test_the_parts_of_a_block_hold_each_visible_key_once(seed, nodes, branching, window):
     parents = forest(seed, nodes, branching)
-    seen, depths = ancestors(parents), arrays(parents)[1]
-    attend = TreeAttention(*arrays(parents), "path")
+    seen, depths = ancestors(parents, window), arrays(parents)[1].numpy()
     begin = 0
-    for block, keys in zip(attend.blocks, attend._nodes_of_blocks(), strict=True):
+    for block in blocks_of(stretches_of(depths), window):
         assert block.begin == begin < block.end
         begin = block.end
-        held = torch.from_numpy(keys)
-        assert (held.diff() > 0).all()
-        assert len(held) == block.num_keys == int(depths[block.begin]) + block.end - block.begin
-        assert torch.equal(held[: block.depth + 1], seen[block.begin].nonzero()[:, 0])
-        elsewhere = torch.ones(nodes, dtype=torch.bool)
-        elsewhere[held] = False
-        assert not seen[block.begin : block.end, elsewhere].any()
-        assert block.is_run == (
-            parents[block.begin + 1 : block.end] == list(held[block.depth : -1])
-        )
-        assert block.is_run or block.end - block.begin <= attention.MOST_QUERIES
+        held = torch.zeros(block.end - block.begin, nodes, dtype=torch.int64)
+        for part in block.parts:
+            keys = torch.cat([torch.arange(*span) for span in part.spans])
+            assert (keys.diff() > 0).all()
+            assert len(keys) == part.num_keys
+            here = torch.ones(len(held), len(keys), dtype=torch.int64)
+            if part.kind == "causal":
+                assert part.spans == ((block.begin, block.end),)
+                here = here.tril()
+            elif part.kind == "masked":
+                assert len(held) <= blocks.MOST_QUERIES
+                here = seen[block.begin : block.end, keys].long()
+            held[:, keys] += here
+        assert torch.equal(held, seen[block.begin : block.end].long())
     assert begin == nodes
-
-
-@given(st.integers(0, 10**6), st.integers(1, 90), st.sampled_from([0.02, 0.2, 0.6]))
-@settings(max_examples=20)
-def test_the_work_that_is_counted_is_that_of_the_calls(seed, nodes, branching):
-    attend = TreeAttention(*arrays(forest(seed, nodes, branching)), "path")
-    for causal in (True, False):
-        rows, calls = attend._calls(None, torch.float32, causal=causal)
-        pairs = [0] * len(attend.blocks)
-        for call in calls:
-            size = call.num_queries
-            dense = size * call.num_keys
-            pairs[call.block] += size * (size + 1) // 2 if call.mask is None else dense
-            assert call.mask is None or call.mask.shape == (size, call.num_keys)
-        assert pairs == [block.pairs(causal) for block in attend.blocks]
-        assert attend.path_rows == (0 if rows is None else len(rows))
-        joined = sum(not block.is_run for block in attend.blocks)
-        assert sum(call.mask is None for call in calls) <= (len(pairs) - joined if causal else 0)
 
 
 def test_joining_small_runs_never_costs_more():
     for seed in range(20):
         depths = arrays(forest(seed, 80, 0.3))[1].numpy()
-        alone = sum(
-            attention.QueryBlock(begin, end, int(depths[begin]), is_run=True).cost
-            for begin, end in runs_of(depths)
-        )
-        assert sum(block.cost for block in query_blocks(depths)) <= alone
+        path, alone = (), 0
+        for begin, end in runs_of(depths):
+            run = run_of(begin, end, int(depths[begin]), between(path, 0, int(depths[begin])))
+            path = (*run.path, (begin, end))
+            alone += run.block(None).cost
+        joined = stretches_of(depths)
+        assert any(not one.is_run for one in joined)
+        assert sum(one.block(None).cost for one in joined) <= alone
 
 
 def runs_of(depths):
     begins = [0, *(n for n in range(1, len(depths)) if depths[n] != depths[n - 1] + 1)]
     return zip(begins, [*begins[1:], len(depths)], strict=True)
+
+
+def test_a_run_has_no_mask_and_a_window_computes_its_own_keys(monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_QUERIES", 128)
+    monkeypatch.setattr(blocks, "LEAST_QUERIES", 32)
+    ends, depths = comb(branches=6, trunk=400, size=300)
+    attend = TreeAttention(ends, depths, "path")
+    assert {part.kind for block in attend.blocks() for part in block.parts} == {"all", "causal"}
+    assert sum(block.pairs() for block in attend.blocks()) == int((depths + 1).sum())
+    for window in (32, 100, 500):
+        seen = int(torch.clamp(depths + 1, max=window).sum())
+        assert sum(block.pairs() for block in attend.blocks(window)) <= 2.2 * seen
+    assert attend.blocks(10**6) == attend.blocks()
+
+
+def comb(branches, trunk, size):
+    """Return arrays of a trunk with a branch behind each part of it, before the trunk goes on."""
+    parents, last = [], -1
+    for _ in range(branches):
+        for count in (trunk, size):
+            above = last
+            for _ in range(count):
+                parents.append(above)
+                above = len(parents) - 1
+            last = above if count == trunk else last
+    return arrays(parents)
+
+
+def allocations(work):
+    """Return a result, the most bytes that were allocated at a time, at the end, and at once."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        result = work()
+    found, events = [], profile.profiler.kineto_results.experimental_event_tree()
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    sizes = np.array([size for _, size in sorted(found)])
+    return result, sizes.cumsum().max(), sizes.sum(), sizes.max()
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("softcap", [None, 1.0])
+def test_paths_keep_what_a_fused_kernel_keeps_and_no_mask(window, softcap, monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_QUERIES", 128)
+    monkeypatch.setattr(parts, "MOST_SCORES", 2**13)
+    ends, depths = comb(branches=4, trunk=200, size=150)
+    small = comb(branches=9, trunk=4, size=6)  # the small branches share blocks
+    ends, depths = torch.cat([ends, small[0] + len(ends)]), torch.cat([depths, small[1]])
+    attend, nodes, dense = TreeAttention(ends, depths, "path"), len(ends), 4 * len(ends) ** 2
+    inputs = [torch.randn(1, nodes, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2, 2)]
+    options = {"window": window, "softcap": softcap}
+    for _ in range(2):  # the plan is made in the first
+        found, peak, kept, largest = allocations(lambda: attend(*inputs, **options))
+    parts_of = [part for block in attend.blocks(window) for part in block.parts]
+    assert any(part.kind == "masked" for part in parts_of)
+    assert any(part.gathered for part in parts_of) or window
+    of_lse = 4 * nodes * 4
+    assert 0 <= kept - found.nbytes - of_lse < 256
+    assert largest <= found.nbytes < dense / 20
+    assert peak <= 4 * found.nbytes
+    towards = torch.randn_like(found)
+    gradients, peak, kept, largest = allocations(
+        lambda: torch.autograd.grad(found, inputs, towards)
+    )
+    assert kept <= sum(one.nbytes for one in gradients)  # what was saved is freed
+    assert largest <= found.nbytes
+    assert peak <= 8 * found.nbytes
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 60])
@@ -210,18 +275,11 @@ def test_flex_attention_compiles_once_for_all_numbers(windows, softcaps, monkeyp
         assert counter.frame_count == 1
 
 
-def test_the_backend_with_less_counted_work_is_chosen():
-    depths = torch.tensor([*range(2000), *list(range(2000, 2100)) * 10], dtype=torch.int32)
-    ends = torch.tensor(
-        [*[3000] * 2000, *(2100 + 100 * (n // 100) for n in range(1000))], dtype=torch.int32
-    )
-    of_group = TreeAttention(ends, depths)
-    assert of_group.backend == "path"
-    assert of_group.path_rows == 10 * 2100  # the first answer continues the prompt's run
-    assert TreeAttention(*arrays(forest(0, 40, 0.5))).backend == "mask"
+def test_the_backend_is_chosen_by_the_device_and_can_be_forced():
+    ends, depths = comb(2, 30, 20)
+    assert TreeAttention(ends, depths).backend == "path"
+    assert TreeAttention(ends.to("meta"), depths.to("meta")).backend == "flex"
     assert TreeAttention(ends, depths, "mask").backend == "mask"
-    alone = TreeAttention(torch.full((50,), 50), torch.arange(50), "path")
-    assert alone.path_rows == 0  # keys are read where they are
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'mask', 'path', 'flex'"):
         TreeAttention(ends, depths, "dense")
 

@@ -101,7 +101,7 @@ def test_files_and_the_kernel_give_the_same_bits(trajectories, tmp_path_factory)
     path = tmp_path_factory.mktemp("tree") / "tree.safetensors"
     batch = duplicated(trajectories, impl="torch")
     batch.save(path)
-    assert_trees_equal(TreeBatch.load(path, boundary="duplicate"), batch)
+    assert_trees_equal(TreeBatch.load(path), batch)
     with on_executor():
         assert_trees_equal(duplicated(trajectories, impl="triton"), batch)
 
@@ -145,7 +145,5 @@ def test_other_options_are_refused():
             pack_tree(one, share, boundary="duplicate")
     with pytest.raises(ValueError, match="one of 'shared', 'duplicate', got 'twice'"):
         pack_tree(one, boundary="twice")
-    with pytest.raises(ValueError, match="needs share='once'"):
-        TreeBatch.load("nowhere", "sum", "duplicate")
     with pytest.raises(ValueError, match=r"labels: needs pack_tree\(..., boundary='duplicate'\)"):
         pack_tree(one).labels()

@@ -31,13 +31,13 @@ def test_each_reason_has_words():
         )
     ] == [
         "at 10 came 30, turn 0 has 20; 10 stripped",
-        "at 10 came 7, turn 0 has 20; 2 inserted",
+        "at 10 came 7, turn 0 has 20; 0 rewritten as 2",
         "at 15 came 7, turn 0 has 25; 2 rewritten as 1",
-        "at 29 came 50, turn 0 has 39; only the last token differs",
+        "at 29 came 50, turn 0 has 39; it left the history",
         "at 29 came nothing, turn 0 has 39; the prompt ends there",
-        "at 10 came 7, turn 0 has 20; compacted",
-        "at 0 came 7, turn 0 has 0; another conversation",
-        "at 10 came 7, turn 0 has 20; reason unknown",
+        "at 10 came 7, turn 0 has 20; it left the history",
+        "at 0 came 7, turn 0 has 0; it left the history",
+        "at 10 came 7, turn 0 has 20; it left the history",
     ]
 
 
@@ -45,7 +45,7 @@ def test_a_tree_without_breaks_has_no_reasons():
     grown = statistics_of(([1, 2], [3]), ([1, 2, 3, 4], [5]))
     assert describe_tree(grown) == [
         ("tree", "5 nodes in 1 tree, for 5 tokens merged (a ratio of 1.00) or 8 as turns (1.60)"),
-        ("shared tokens", "3 in sequences, 0 in trajectories, 0 in groups, 0 across groups"),
+        ("shared tokens", "3 in chains, 0 in trajectories, 0 in groups, 0 across groups"),
         ("prefix breaks", "0 of 1 continuation"),
     ]
     assert break_rows(grown, ["a"]) == []

@@ -121,7 +121,7 @@ def test_nodes_are_those_of_a_tree_of_the_chains(alignment, drawn, fewest, bound
         turns = [Turn(rows[chain], [], []) for chain in chains]
         alone = pack_tree([Trajectory("", [turn]) for turn in turns], boundary=boundary)
         nodes = alone.num_nodes
-        assert one.chains == tuple(chains)
+        assert one.chains.trie.order.tolist() == chains.tolist()
         for name in NODES:
             assert_same_bits(getattr(one, name)[:nodes], getattr(alone, name), name)
         padding = one.num_nodes - nodes
@@ -190,7 +190,7 @@ def test_fields_come_along(trajectories, random):
             parent = int(one.tree_parent[node])
             above = found[parent] if parent >= 0 else ()
             found.append((*above, (int(one.input_ids[node]), tuple(routes[node]))))
-        paths = [tokens[starts[chain] : starts[chain + 1]] for chain in one.chains]
+        paths = [tokens[starts[chain] : starts[chain + 1]] for chain in one.chains.trie.order]
         expected = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
         assert (len(found), set(found)) == (len(expected), expected)
         assert routes[real:] == [[0, 0]] * one.num_padding
@@ -242,7 +242,7 @@ def test_a_dummy_is_padding_without_entries():
     (dummy,) = batch.micro_batches(second, Alignment(total=4), {"x": torch.ones(1)})
     assert dummy.is_dummy
     assert (dummy.num_nodes, dummy.num_padding, dummy.num_entries) == (4, 4, 0)
-    assert (dummy.seqlens, dummy.chains, dummy.num_trained) == ((4,), (), 0)
+    assert (dummy.seqlens, len(dummy), dummy.num_trained) == ((4,), 0, 0)
     assert dummy.tree_end.tolist() == [1, 2, 3, 4]
     assert dummy.loss_mask.tolist() == [False] * 4
     assert batch.merge(second, [dummy.rollout_logprobs], fill=2.0).tolist() == [2.0]
@@ -250,7 +250,7 @@ def test_a_dummy_is_padding_without_entries():
     dummy.logprobs(logits).sum().backward()  # ranks in step need gradients of every rank
     assert torch.equal(logits.grad, torch.zeros(4, 9))
     assert repr(dummy) == (
-        "TreeMicroBatch(0 chains, 0 turns in 1 trees; 4 nodes, 4 of padding, 0 entries; cpu)"
+        "TreeMicroBatch(0 chains, 0 turns in 0 trees; 4 nodes, 4 of padding, 0 entries; cpu)"
     )
 
 
@@ -444,5 +444,6 @@ def test_wrong_arguments_are_named():
 
 
 LONG = (
-    "plan_micro_batches: chain 0, of turn 0 to turn 0, has 27 tokens, more than the capacity of 26"
+    "plan_micro_batches: trajectory '0', turns 0 to 0, is a chain of 27 tokens, more than the "
+    "capacity of 26"
 )

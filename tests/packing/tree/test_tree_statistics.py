@@ -11,8 +11,7 @@ from hypothesis import given, settings, strategies as st
 from tests.packing.tree import tree_oracle as oracle
 from trajpack import TokenField, Trajectory, Turn, pack, pack_tree
 from trajpack.packing.tree.breaks import RUN, PrefixBreak, reason_of
-from trajpack.packing.tree.paths import Paths
-from trajpack.packing.tree.statistics import AT_ONCE
+from trajpack.packing.tree.trie import expanded
 from trajpack.testing import trajectory_lists
 
 
@@ -20,19 +19,13 @@ def prefixes_of(paths):
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
 
-def rows_and_breaks(trajectory):
-    """Return the sequences of layout merged, and the numbers of the turns that broke a prefix."""
-    rows, broke = [], []
-    for number, turn in enumerate(trajectory.turns):
-        path = oracle.path_of(turn)
-        prompt = path[: len(turn.prompt_ids)]
-        held = [row for row in rows if prompt[: len(row)] == row]
-        if held:
-            rows.remove(max(held, key=len))
-        elif number:
-            broke.append(number)
-        rows.append(path)
-    return rows, broke
+def breaks_of(trajectory):
+    """Return the numbers of the turns that broke a prefix: that begin a chain, but the first."""
+    sizes = [
+        len(oracle.chains_of(Trajectory("", trajectory.turns[:count])))
+        for count in range(len(trajectory.turns) + 1)
+    ]
+    return [turn for turn in range(1, len(sizes) - 1) if sizes[turn + 1] > sizes[turn]]
 
 
 def shared_by(one, other):
@@ -44,9 +37,7 @@ def shared_by(one, other):
 def test_shared_tokens_are_those_of_all_pairs(trajectories):
     statistics = pack_tree(trajectories).statistics()
     turns = [oracle.path_of(turn) for turn in oracle.turns_of(trajectories)]
-    rows = [
-        (index, row) for index, one in enumerate(trajectories) for row in rows_and_breaks(one)[0]
-    ]
+    rows = [(index, row) for index, one in enumerate(trajectories) for row in oracle.chains_of(one)]
     groups = [(index if one.group is None else one.group) for index, one in enumerate(trajectories)]
     passing = Counter(prefix for _, row in rows for prefix in prefixes_of([row]))
     in_trajectory, in_group = Counter(), Counter()
@@ -61,11 +52,11 @@ def test_shared_tokens_are_those_of_all_pairs(trajectories):
     )
     assert statistics.num_tokens_merged == passing.total() == pack(trajectories).num_tokens
     assert statistics.num_nodes == len(passing)
-    assert statistics.shared_in_sequences == sum(map(len, turns)) - passing.total()
+    assert statistics.shared_in_chains == sum(map(len, turns)) - passing.total()
     assert statistics.shared_in_trajectories == sum(passing[p] - in_trajectory[p] for p in passing)
     assert statistics.shared_in_groups == sum(in_trajectory[p] - in_group[p] for p in passing)
     assert statistics.shared_across_groups == sum(in_group[p] - 1 for p in passing)
-    assert statistics.num_sequences == len(rows)
+    assert statistics.num_chains == len(rows)
     assert statistics.num_trees == len({row[0] for _, row in rows})
     counts = statistics.num_trajectories, statistics.num_turns, statistics.num_entries
     assert counts == (len(trajectories), len(turns), len(oracle.entries(trajectories)))
@@ -78,7 +69,7 @@ def test_breaks_are_where_no_earlier_turn_goes_on(trajectories):
     expected = []
     for index, trajectory in enumerate(trajectories):
         paths = [oracle.path_of(turn) for turn in trajectory.turns]
-        for turn in rows_and_breaks(trajectory)[1]:
+        for turn in breaks_of(trajectory):
             prompt = paths[turn][: len(trajectory.turns[turn].prompt_ids)]
             shared = [shared_by(prompt, path) for path in paths[:turn]]
             position = max(shared)
@@ -89,27 +80,29 @@ def test_breaks_are_where_no_earlier_turn_goes_on(trajectories):
     assert [one[:6] for one in found] == expected
     for one in found:
         assert (one.reason == "repeated") == (one.came is None)
-        back = one.reason in {"stripped", "inserted", "rewritten"}
+        back = one.reason in {"stripped", "rewritten"}
         assert (one.removed is not None, one.added is not None) == (back, back)
-    assert len(found) == batch.statistics().num_sequences - len(trajectories)
+    assert len(found) == batch.statistics().num_chains - len(trajectories)
 
 
 @given(trajectory_lists(), st.randoms(use_true_random=False))
 @settings(max_examples=20)
 def test_paths_are_those_of_the_nodes(trajectories, random):
     batch = pack_tree(trajectories)
-    paths = Paths(batch.chains.trie)
-    rows = sorted(row for one in trajectories for row in rows_and_breaks(one)[0])
-    assert paths.lengths.tolist() == [*map(len, rows)]
+    trie = batch.chains.trie
+    rows = sorted(row for one in trajectories for row in oracle.chains_of(one))
+    assert trie.lengths.tolist() == [*map(len, rows)]
     number = {path: node for node, path in enumerate(oracle.prefixes(trajectories))}
     every = np.arange(len(rows))
-    for branch, row in enumerate(rows):
+    for place, row in enumerate(rows):
         shared = [shared_by(row, other) for other in rows]
-        assert paths.common(np.full_like(every, branch), every).tolist() == shared
+        assert trie.common(np.full_like(every, place), every).tolist() == shared
     begins = [random.randint(0, len(row)) for row in rows]
     ends = [random.randint(begin, len(row)) for begin, row in zip(begins, rows, strict=True)]
-    found = paths.nodes(every, *(np.array(depths, np.int64) for depths in (begins, ends)))
-    for row, begin, end, nodes in zip(rows, begins, ends, found, strict=True):
+    stretches = [np.array(depths, np.int64) for depths in (begins, ends)]
+    found = trie.pieces(every, *stretches)
+    nodes_of = np.split(expanded(found.node, found.length), np.cumsum(stretches[1] - stretches[0]))
+    for row, begin, end, nodes in zip(rows, begins, ends, nodes_of[:-1], strict=True):
         assert nodes.tolist() == [number[row[:stop]] for stop in range(begin + 1, end + 1)]
 
 
@@ -135,21 +128,21 @@ def the_break(*turns, fields=()):
         (TASK + FIRST[-2:] + NEW, 20, (200, 228), "stripped", (28, 0)),
         (TASK + FIRST[-1:] + NEW, 20, (200, 229), "stripped", (29, 0)),
         (TASK + FIRST[:5] + FIRST[6:] + NEW, 25, (205, 206), "stripped", (1, 0)),
-        ([*TASK, 7, 8, *FIRST, *NEW], 20, (200, 7), "inserted", (0, 2)),
+        ([*TASK, 7, 8, *FIRST, *NEW], 20, (200, 7), "rewritten", (0, 2)),
         (TASK + FIRST[:10] + [7] + FIRST[11:] + NEW, 30, (210, 7), "rewritten", (1, 1)),
         (TASK + FIRST[:10] + [7] + FIRST[12:] + NEW, 30, (210, 7), "rewritten", (2, 1)),
         (TASK + FIRST[:-2] + [7] + FIRST[-1:] + NEW, 48, (228, 7), "rewritten", (1, 1)),
         ([*TASK[:5], 7, *TASK[6:], *FIRST, *NEW], 5, (105, 7), "rewritten", (1, 1)),
-        (TASK + FIRST[:-1] + NEW, 49, (229, 300), "ending", None),
+        (TASK + FIRST[:-1] + NEW, 49, (229, 300), "left", None),
         (TASK, 20, (200, None), "repeated", None),
         (TASK + FIRST[:5], 25, (205, None), "repeated", None),
-        ([*TASK, 7, 8, 9, *NEW], 20, (200, 7), "compacted", None),
-        (TASK + [7] * 20 + FIRST[-3:], 20, (200, 7), "compacted", None),
-        (TASK[:12] + NEW, 12, (112, 300), "compacted", None),
-        ([*TASK, 7, FIRST[-1], 8], 20, (200, 7), "compacted", None),
-        (NEW, 0, (100, 300), "conversation", None),
-        (TASK[:9] + NEW * 9, 9, (109, 300), "conversation", None),
-        (TASK + NEW * 9, 20, (200, 300), "unknown", None),
+        ([*TASK, 7, 8, 9, *NEW], 20, (200, 7), "left", None),
+        (TASK + [7] * 20 + FIRST[-3:], 20, (200, 7), "left", None),
+        (TASK[:12] + NEW, 12, (112, 300), "left", None),
+        ([*TASK, 7, FIRST[-1], 8], 20, (200, 7), "left", None),
+        (NEW, 0, (100, 300), "left", None),
+        (TASK[:9] + NEW * 9, 9, (109, 300), "left", None),
+        (TASK + NEW * 9, 20, (200, 300), "left", None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -178,20 +171,12 @@ def test_thinking_that_is_stripped_in_every_turn():
     assert statistics.shared_in_trajectories == 102
 
 
-def test_a_conversation_is_told_by_its_first_prompt():
-    """The prompt shares more than half of the first prompt, but not of the second."""
-    first = Turn(TASK, FIRST, [-0.5] * 30)
-    turns = [first, Turn(TASK + FIRST + NEW, [1], [-0.5]), Turn(TASK[:12] + [7] * 9, [1], [-0.5])]
-    [found] = pack_tree([Trajectory("a", turns)]).statistics().breaks
-    assert found == PrefixBreak(0, 2, 1, 12, 112, 7, "compacted", None, None)
-
-
 def test_sub_agents_that_take_turns_break_once():
     one, other = [1, 2, 3, 4], [9, 8, 7]
     turns = [Turn(one, [5], [-0.5]), Turn(other, [6], [-0.5])]
     turns += [Turn([*one, 5, 10], [11], [-0.5]), Turn([*other, 6, 12], [13], [-0.5])]
     [found] = pack_tree([Trajectory("a", turns)]).statistics().breaks
-    assert found == PrefixBreak(0, 1, 0, 0, 1, 9, "conversation", None, None)
+    assert found == PrefixBreak(0, 1, 0, 0, 1, 9, "left", None, None)
 
 
 def test_rows_of_a_field_break_a_prefix():
@@ -209,7 +194,7 @@ def test_groups_share_and_say_so():
     members = [Trajectory(str(i), [Turn(prompt, [i, 7], [-1.0, -1.0])], "g") for i in range(8)]
     alone = Trajectory("alone", [Turn(other, [3], [-1.0]), Turn([*other], [4], [-1.0])])
     statistics = pack_tree([*members, alone]).statistics()
-    assert statistics.shared_in_sequences == 0
+    assert statistics.shared_in_chains == 0
     assert statistics.shared_in_trajectories == 61
     assert statistics.shared_in_groups == 7 * 100
     assert statistics.shared_across_groups == 60
@@ -227,7 +212,7 @@ def test_a_tree_with_duplicated_nodes_has_the_same_breaks(trajectories):
     assert statistics.breaks == shared.breaks
     assert statistics.num_nodes == batch.num_nodes
     alone = sum(pack_tree([one], boundary="duplicate").num_nodes for one in trajectories)
-    saved = statistics.shared_in_sequences + statistics.shared_in_trajectories
+    saved = statistics.shared_in_chains + statistics.shared_in_trajectories
     assert saved == statistics.num_tokens_turns - alone
     saved += statistics.shared_in_groups + statistics.shared_across_groups
     assert saved == statistics.num_tokens_turns - batch.num_nodes
@@ -238,7 +223,7 @@ def test_an_empty_batch_shares_nothing():
     assert (statistics.num_nodes, statistics.breaks) == (0, ())
     assert (statistics.turns_ratio, statistics.merged_ratio) == (1.0, 1.0)
     silent = pack_tree([Trajectory("a", [Turn([1, 2], [], []), Turn([1, 2], [], [])])])
-    assert silent.statistics().shared_in_sequences == 2
+    assert silent.statistics().shared_in_chains == 2
 
 
 @given(st.integers(0, 49), st.integers(1, 2**31 - 1))
@@ -255,19 +240,18 @@ def test_a_mismatch_is_found_where_it_was_made(place, change):
 
 
 @given(
-    before=st.integers(0, 20),
     removed=st.integers(0, 60),
     added=st.integers(0, 60),
     rest=st.integers(RUN, 40),
 )
-def test_an_edit_is_measured_if_enough_follows(before, removed, added, rest):
+def test_an_edit_is_measured_if_enough_follows(removed, added, rest):
     tokens = np.arange(1000)
     history = np.concatenate([tokens[:removed], tokens[500 : 500 + rest]])
     prompt = np.concatenate([tokens[200 : 200 + added], history[removed:], tokens[900:910]])
     if not removed and not added:
         return
-    expected = "rewritten" if removed and added else "stripped" if removed else "inserted"
-    found = reason_of(history, prompt, before, first_prompt=10)
+    expected = "rewritten" if added else "stripped"
+    found = reason_of(history, prompt)
     assert found == (expected, removed, added)
 
 
@@ -275,23 +259,16 @@ def test_the_place_with_fewest_added_tokens_is_taken():
     answer, ending = list(range(RUN)), [60, 61, 62]
     history = np.array([50, 51, *answer, 52, 53, *ending])
     prompt = np.array([*ending, *answer, 70])
-    assert reason_of(history, prompt, 5, first_prompt=5) == ("stripped", RUN + 4, 0)
+    assert reason_of(history, prompt) == ("stripped", RUN + 4, 0)
 
 
 def test_a_short_history_is_found_behind_what_was_inserted():
-    found = reason_of(np.array([1, 2, 3]), np.array([7, 1, 2, 3, 9]), 5, first_prompt=5)
-    assert found == ("inserted", 0, 1)
-
-
-def test_many_breaks_are_read_in_parts():
-    turns = [Turn([number], [number + 1, 5], [-0.5] * 2) for number in range(1, 2 * AT_ONCE + 9)]
-    breaks = pack_tree([Trajectory("a", turns)]).statistics().breaks
-    assert [one.turn for one in breaks] == [*range(1, len(turns))]
-    assert [one.came for one in breaks] == [*range(2, len(turns) + 1)]
+    found = reason_of(np.array([1, 2, 3]), np.array([7, 1, 2, 3, 9]))
+    assert found == ("rewritten", 0, 1)
 
 
 def test_the_longest_agreement_is_taken_where_text_repeats():
     answer = list(range(RUN))
     history = np.array([50, 51, *answer, 52, 53, *answer, 60, 61])
     prompt = np.array([*answer, 60, 61, 70])
-    assert reason_of(history, prompt, 5, first_prompt=5) == ("stripped", RUN + 4, 0)
+    assert reason_of(history, prompt) == ("stripped", RUN + 4, 0)

@@ -53,23 +53,27 @@ def mask_of(batch: TreeBatch) -> torch.Tensor:
     return (node <= node[:, None]) & (node[:, None] < batch.tree_end)
 
 
-def row_weights(trajectories: Sequence[Trajectory], share: str) -> list[float]:
-    """Return the weights of the entries: rows of the trajectory that go through, over entries."""
-    weights = []
-    for trajectory in trajectories:
-        rows: list[Path] = []  # as the layout "merged" makes them
-        for turn in trajectory.turns:
-            prompt = path_of(turn)[: len(turn.prompt_ids)]
-            held = [row for row in rows if prompt[: len(row)] == row]
-            if held:
-                rows.remove(max(held, key=len))
-            rows.append(path_of(turn))
-        own = entries([trajectory])
-        count = Counter(own)
-        for path in own:
-            through = sum(row[: len(path)] == path for row in rows)
-            weights.append(through / count[path] / (len(rows) if share == "mean" else 1))
-    return weights
+def chains_of(trajectory: Trajectory) -> list[Path]:
+    """Return the tokens of the chains of a trajectory, as the layout "merged" has them."""
+    chains: list[Path] = []
+    for turn in trajectory.turns:
+        prompt = path_of(turn)[: len(turn.prompt_ids)]
+        held = [chain for chain in chains if prompt[: len(chain)] == chain]
+        if held:
+            chains.remove(max(held, key=len))
+        chains.append(path_of(turn))
+    return chains
+
+
+def chain_weights(trajectories: Sequence[Trajectory], share: str) -> list[float]:
+    """Return the weights of the entries: chains through the node, over the entries on it."""
+    chains = [chain for trajectory in trajectories for chain in chains_of(trajectory)]
+    through = Counter(chain[:end] for chain in chains for end in range(1, len(chain) + 1))
+    count = Counter(entries(trajectories))
+    return [
+        through[path] / count[path] / (through[path[:1]] if share == "mean" else 1)
+        for path in entries(trajectories)
+    ]
 
 
 def sum_of_lengths_without_common(paths: Sequence[Path]) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trajpack.packing.optional import require
-from trajpack.packing.tree.attention import Backend, TreeAttention, check_backend
+from trajpack.packing.tree_attention.attention import Backend, TreeAttention, check_backend
 
 NAME = "trajpack_tree"
 """Name under which `register_tree_attention` registers the attention."""
@@ -20,43 +22,53 @@ STATES = ("mamba", "ssm", "linear_", "conv", "rwkv", "lru", "xlstm")
 """Parts of the names of settings that only layers with a state have."""
 RANDOM = ("dropout", "pdrop", "dropout_rate", "dropout_prob", "jitter_noise", "jitter_eps")
 """Ends of the names of settings that draw random numbers in training."""
+REFUSED = {
+    "output_attentions": "it computes no weights of all pairs",
+    "output_router_logits": "the auxiliary loss of a router would count a shared token once",
+}
+"""Arguments of a model that a tree cannot have, or that its attention does not compute."""
 _MADE = WeakTensorKeyDictionary()
-"""`TreeAttention` by backend, for each table that layers have got, as long as the table lives."""
+"""Attention by backend, for each table that layers have got, as long as the table lives."""
 
 
 def register_tree_attention(backend: Backend = "auto") -> None:
     """Register the attention ``"trajpack_tree"`` with transformers, for `TreeBatch.model_inputs`.
 
-    Choose it with ``model.set_attn_implementation("trajpack_tree")``. Log-probabilities and
-    gradients are those of separate sequences. Sliding windows count depths; soft-caps and attention
-    sinks are applied.
+    Choose it with ``model.set_attn_implementation("trajpack_tree")``, and another one, such as
+    ``"sdpa"``, before the model generates. Log-probabilities and gradients are those of separate
+    sequences. Sliding windows count depths; soft-caps and attention sinks are applied.
 
     In a forward pass a layer raises a `ValueError` for what a tree cannot have, or what this
     attention does not compute:
 
     - input that is not of `TreeBatch.model_inputs`, and a cache;
+    - ``labels``: a model reads the row before a label, which at a branch is another node than the
+      parent; `TreeBatch.logprobs` reads the parent;
+    - ``output_attentions``;
+    - auxiliary losses of a router (``output_router_logits``), which count tokens;
+    - dropout and noise of a router in training, as modules of the model (also those of adapters)
+      and settings tell;
     - models with layers that have a recurrent state, a convolution, or attention in chunks, as
       their settings tell;
-    - dropout and noise of a router in training, as the settings tell;
-    - auxiliary losses of a router (``output_router_logits``), which count tokens;
+    - models that take no ``position_ids``, and count the places of a row;
     - position biases, attention that is not causal, and windows that a model's attention does not
       hand on.
 
-    A model without any attention never calls it, and a model may have settings of its own; find
-    both by `trajpack.packing.adapters.huggingface.check_tree_attention`. Pass no ``labels``: a
-    model reads the row before a label, which at a branch is another node than the parent.
+    A model without any attention never calls it, and a model may have settings of its own.
+    `trajpack.packing.adapters.huggingface.check_tree_attention` finds both;
+    `trajpack.packing.adapters.huggingface.LMHead` calls it once.
 
     Args:
         backend: How attention is computed, see
-            `trajpack.packing.tree.attention.TreeAttention`: ``"auto"`` takes FlexAttention on a
-            device, and on the host ``"mask"`` or ``"path"`` by counted work.
+            `trajpack.packing.tree_attention.attention.TreeAttention`: ``"auto"`` takes
+            ``"flex"`` on a device, and ``"path"`` on the host.
 
     Raises:
         ModuleNotFoundError: If transformers is missing.
         ValueError: If ``backend`` is unknown.
 
-    Cost: none but the import of transformers. Masks are made in the first layer of a forward pass,
-        and kept as long as the ``attention_mask`` of the inputs.
+    Cost: none but the import of transformers. The plan of blocks is made in the first layer of a
+        forward pass, and kept as long as the ``attention_mask`` of the inputs.
 
     Example:
         >>> import torch, trajpack
@@ -75,7 +87,7 @@ def register_tree_attention(backend: Backend = "auto") -> None:
     require("transformers")
     from transformers import AttentionInterface
 
-    outside: Any = torch.compiler.disable(_attention_of)  # imports Dynamo
+    outside: Any = torch.compiler.disable(_attention_of)  # imports Dynamo, as transformers does
     AttentionInterface.register(
         NAME, partial(tree_attention, attention_of=partial(outside, backend=backend))
     )
@@ -88,7 +100,7 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    attention_of: Callable[[torch.Tensor], TreeAttention],
+    attention_of: Callable[[torch.Tensor, Any], Callable[..., torch.Tensor]],
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -104,7 +116,7 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
         key: ``[1, key heads, nodes, size]``.
         value: ``[1, key heads, nodes, size]``.
         attention_mask: Table of `tree_table`.
-        attention_of: Makes the attention of a table, once.
+        attention_of: Makes the attention of a table, once, and checks the call of the model.
         scaling: Factor of the scores.
         dropout: Must be 0.
         sliding_window: Depths that a query attends to.
@@ -118,13 +130,16 @@ def tree_attention(  # noqa: PLR0913 - transformers' interface of attention
     _check_table(query, key, attention_mask)
     if dropout:
         raise ValueError(f"{MESSAGE} takes no dropout, which is not the same on a tree")
+    for name, why in REFUSED.items():
+        if options.get(name):
+            raise ValueError(f"{MESSAGE} refuses {name}: {why}")
     if options.get("position_bias") is not None:
         raise ValueError(f"{MESSAGE} does not compute position_bias")
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(f"{MESSAGE} is causal, {type(module).__name__} asks for another")
     check_settings(module, sliding_window)
     assert attention_mask is not None
-    attended = attention_of(attention_mask)(
+    attended = attention_of(attention_mask, module)(
         query,
         key,
         value,
@@ -151,17 +166,63 @@ def _check_table(
         raise ValueError(
             f"{MESSAGE} takes TreeBatch.model_inputs() and no cache, got "
             f"{key.shape[2]} keys for {num_nodes} queries and the mask "
-            f"{None if attention_mask is None else list(attention_mask.shape)}"
+            f"{None if attention_mask is None else list(attention_mask.shape)}; for other inputs, "
+            "and to generate, choose another attention: model.set_attn_implementation('sdpa')"
         )
 
 
-def _attention_of(table: Any, backend: Backend) -> TreeAttention:
-    """Return the attention of a table, the same for all layers."""
-    made: dict[Backend, TreeAttention] = _MADE.setdefault(table, {})
+def _attention_of(table: Any, module: Any, backend: Backend) -> Callable[..., torch.Tensor]:
+    """Return the attention of a table, the same for all layers; check the call in the first one."""
+    if not getattr(module, "layer_idx", 0):
+        check_call()
+    made: dict[Backend, Any] = _MADE.setdefault(table, {})
     if backend not in made:
         tree_end, position_ids = table[:, 0, 0].clone()  # a view would keep the table
-        made[backend] = TreeAttention(tree_end, position_ids, backend)
-    return made[backend]
+        attention = TreeAttention(tree_end, position_ids, backend)
+        is_compiled = attention.backend == "flex"  # others have a plan for each tree
+        made[backend] = attention if is_compiled else torch.compiler.disable(attention.__call__)
+    attend: Callable[..., torch.Tensor] = made[backend]
+    return attend
+
+
+def check_call() -> None:
+    """Raise if the model that is running was called with what a tree cannot have.
+
+    A layer does not get what the models around it were given. The stack of calls has it: the
+    arguments of their ``forward``.
+
+    Raises:
+        ValueError: Names the argument or the module.
+    """
+    calls = list(_running_models())
+    for model, given in calls:
+        if given.get("labels") is not None:
+            raise ValueError(
+                f"{MESSAGE} refuses labels: {type(model).__name__} would read the row before a "
+                "label, at a branch another node than its parent; call TreeBatch.logprobs"
+            )
+    if not calls:
+        return
+    if not any("position_ids" in given for _, given in calls):
+        raise ValueError(
+            f"{MESSAGE} needs position_ids, which {type(calls[0][0]).__name__} does not take"
+        )
+    for name, part in calls[-1][0].named_modules():  # of the outermost
+        if isinstance(part, _DropoutNd) and part.training and part.p:
+            raise ValueError(f"{MESSAGE} takes no dropout in training, {name} drops {part.p}")
+
+
+def _running_models() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the models of transformers whose ``forward`` runs, with its variables, inner first."""
+    from transformers import PreTrainedModel
+
+    frame = sys._getframe(1)
+    while (above := frame.f_back) is not None:
+        frame = above
+        if frame.f_code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, PreTrainedModel):
+                yield owner, frame.f_locals
 
 
 def tree_table(tree_end: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -194,11 +255,9 @@ def check_settings(module: Any, window: int | None) -> None:
             f"{MESSAGE} serves models of attention layers alone; "
             f"{type(config).__name__} has {', '.join(found)}"
         )
-    if settings.get("output_router_logits"):
-        raise ValueError(
-            f"{MESSAGE} refuses output_router_logits: the auxiliary loss of a router would count a "
-            "shared token once"
-        )
+    for name, why in REFUSED.items():
+        if getattr(config, name, None):
+            raise ValueError(f"{MESSAGE} refuses {name}: {why}")
     drawn = [name for name in settings if name.endswith(RANDOM) and settings[name]]
     drawn = [name for name in drawn if not name.startswith("classifier")]
     if drawn and getattr(module, "training", False):

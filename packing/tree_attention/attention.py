@@ -1,0 +1,180 @@
+"""Attention over trees: `TreeAttention` computes it by one of three backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import torch
+
+from trajpack.packing.tree_attention.blocks import (
+    Block,
+    Part,
+    Stretch,
+    blocks_of,
+    stretches_of,
+)
+from trajpack.packing.tree_attention.parts import FusedCalls, JoinedAttention, TorchCalls
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Backend: TypeAlias = Literal["auto", "mask", "path", "flex"]
+"""How attention is computed, see `TreeAttention`."""
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless a backend is known."""
+    if backend not in get_args(Backend):
+        known = ", ".join(map(repr, get_args(Backend)))
+        raise ValueError(f"backend must be one of {known}, got {backend!r}")
+
+
+def visible(
+    tree_end: torch.Tensor,
+    position_ids: torch.Tensor,
+    window: int | None = None,
+    *,
+    queries: slice = slice(None),
+    keys: torch.Tensor | slice = slice(None),
+) -> torch.Tensor:
+    """Return bool ``[queries, keys]``: True where a query, the row, attends to a key, the column.
+
+    Args:
+        tree_end: ``[nodes]``: first node behind each subtree.
+        position_ids: ``[nodes]``: depths.
+        window: Depths that a query attends to, its own included; all if ``None``.
+        queries: Nodes of the rows; all by default.
+        keys: Nodes of the columns; all by default.
+
+    Cost: five small operations over a bool for each pair.
+    """
+    node = torch.arange(tree_end.shape[0], device=tree_end.device)
+    query, key = node[queries, None], node[keys]
+    mask = (key <= query) & (query < tree_end[keys])
+    if window is not None:
+        mask &= position_ids[queries, None] - position_ids[keys] < window
+    return mask
+
+
+class TreeAttention:
+    """Attention of one batch of trees: a node attends to its ancestors and itself.
+
+    A key k is visible to a query q where ``k <= q < tree_end[k]``. Backends:
+
+    - ``"path"``: blocks of nodes, each with two calls: over the ancestors of all of them, without a
+      mask, and over the block itself, which is causal where each node is the parent of the next.
+      Small branches share a block of at most 512 nodes, with a mask, where that is less counted
+      work: pairs of a query and a key, those with a mask twice, a gathered row as 32 of them and a
+      call as 1,024. Ancestors that do not follow each other are gathered. A window computes the
+      keys that it holds.
+    - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
+      128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
+      computes the scores of all pairs and no gradients.
+    - ``"mask"``: one call with a mask of ``nodes²`` numbers; scores of all pairs of nodes are
+      computed.
+    - ``"auto"``: ``"flex"`` on a device, ``"path"`` on the host.
+
+    ``"path"`` and ``"mask"`` save the arguments and the result for the backward pass, as the fused
+    kernels of torch do. A mask lives as long as its call, the backward pass makes it again. Calls
+    are those of torch's fused kernel of the host, and of plain torch on a device, with a soft-cap,
+    or where keys and values have different sizes.
+
+    Args:
+        tree_end: int32 ``[nodes]``: first node behind each subtree; nodes numbered depth first.
+        position_ids: ``[nodes]`` integers: depths.
+        backend: As above.
+
+    Raises:
+        ValueError: If the backend is unknown.
+
+    Cost: the path backend reads the depths on the host once (synchronises on a device). Nothing
+        else synchronises.
+    """
+
+    def __init__(
+        self, tree_end: torch.Tensor, position_ids: torch.Tensor, backend: Backend = "auto"
+    ) -> None:
+        check_backend(backend)
+        self.tree_end, self.position_ids = tree_end, position_ids
+        on_host = tree_end.device.type == "cpu"
+        self.backend = ("path" if on_host else "flex") if backend == "auto" else backend
+        self._blocks: dict[int | None, Sequence[Block]] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
+
+    @cached_property
+    def _stretches(self) -> list[Stretch]:
+        return stretches_of(self.position_ids.cpu().numpy())
+
+    def blocks(self, window: int | None = None) -> Sequence[Block]:
+        """Return the blocks of the backends ``"path"`` and ``"mask"``, in a window."""
+        if window not in self._blocks:
+            nodes = len(self.tree_end)
+            whole = Part(((0, nodes),), "masked")
+            self._blocks[window] = (
+                [Block(0, nodes, (whole,))][:nodes]
+                if self.backend == "mask"
+                else blocks_of(self._stretches, window)
+            )
+        return self._blocks[window]
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of all nodes, ``[1, heads, nodes, value size]``.
+
+        Args:
+            query: ``[1, heads, nodes, size]``.
+            key: ``[1, key heads, nodes, size]``; ``heads`` is a multiple of ``key heads``.
+            value: ``[1, key heads, nodes, value size]``.
+            scaling: Factor of the scores, by default one by the root of ``size``.
+            window: Depths that a query attends to, its own included; all if ``None``.
+            softcap: Scores become ``softcap * tanh(score / softcap)``.
+            sinks: ``[heads]``: a score of each head that takes part in the softmax without a value.
+        """
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        device = query.device.type
+        dtype = query.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        query, key, value = (rows.to(dtype) for rows in (query, key, value))
+        if self.backend == "flex":
+            from trajpack.packing.tree_attention.flex import (  # imports Dynamo
+                attend_by_blocks,
+                block_mask,
+            )
+
+            if window not in self._block_masks:
+                made = block_mask(self.tree_end, self.position_ids, window)
+                self._block_masks[window] = made
+            options: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sinks": sinks}
+            return attend_by_blocks(query, key, value, self._block_masks[window], **options)
+
+        def mask_of(block: Block, part: Part, dtype: torch.dtype) -> torch.Tensor:
+            spans = [torch.arange(*span, device=query.device) for span in part.spans]
+            queries = slice(block.begin, block.end)
+            seen = visible(
+                self.tree_end, self.position_ids, window, queries=queries, keys=torch.cat(spans)
+            )
+            return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+        sizes = {query.shape[-1], value.shape[-1]}
+        fused = device == "cpu" and softcap is None and len(sizes) == 1
+        calls = FusedCalls(scale) if fused else TorchCalls(scale, softcap)
+        query, key, value = (
+            rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (query, key, value)
+        )
+        joined: Any = JoinedAttention  # torch declares no types of `apply`
+        attended: torch.Tensor = joined.apply(
+            query, key, value, sinks, self.blocks(window), mask_of, calls
+        )
+        return attended

@@ -1,0 +1,74 @@
+"""``trajpack report``, and the choices of ``trajpack inspect``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands.command import call, refusal
+from trajpack import GRPO, Trajectory, TrajectoryLog, Turn, pack
+
+
+@pytest.fixture
+def batch_file(tmp_path: Path) -> Path:
+    groups = {"a@0": 1.0, "a@1": -2.0, "b@0": 0.5}
+    batch = pack(
+        [
+            Trajectory(name, [Turn([1, 2], [3, 4], [-0.5, -1.5], reward)], group=name[0])
+            for name, reward in groups.items()
+        ]
+    )
+    batch.with_advantages(GRPO()).save(tmp_path / "batch.safetensors")
+    return tmp_path / "batch.safetensors"
+
+
+def test_a_page_and_its_numbers_go_beside_the_batch(batch_file: Path) -> None:
+    done = call("report", batch_file, "--capacity", 8, "--ranks", 2)
+    assert done.status == 0, done.stderr
+    assert f"page       {batch_file.with_suffix('.html')}\n" in done.stdout
+    numbers = json.loads(batch_file.with_suffix(".json").read_text())
+    assert numbers["plans"]["shown"]["capacity"] == 8
+    assert numbers["ranks"]["num_ranks"] == 2
+    assert json.loads(call("inspect", batch_file, "--json").stdout)["tokens"] == numbers["tokens"]
+
+
+def test_a_log_has_a_page(tmp_path: Path) -> None:
+    with TrajectoryLog.open(tmp_path / "log", mode="append") as log:
+        log.append("a", [Trajectory("a", [Turn([1, 2], [3], [-0.5], 1.0)])])
+    done = call("report", tmp_path / "log", "--out", tmp_path / "new" / "page.html")
+    assert done.status == 0, done.stderr
+    numbers = json.loads((tmp_path / "new" / "page.json").read_text())
+    assert [row["id"] for row in numbers["trajectories"]["rows"]] == ["a"]
+
+
+def test_wrong_requests_are_refused_in_one_line(batch_file: Path, tmp_path: Path) -> None:
+    assert "--out must be an .html file" in refusal("report", batch_file, "--out", "page.txt")
+    assert "capacity must be 4 or more" in refusal("report", batch_file, "--capacity", 3)
+    assert "No such file" in refusal("report", tmp_path / "none.safetensors")
+    assert "no trajectory is called 'x'" in refusal("inspect", batch_file, "--id", "x")
+    (tmp_path / "empty").mkdir()
+    assert "empty" in refusal("report", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], ["a@0", "a@1", "b@0"]),
+        (["--order", "worst"], ["a@1", "b@0", "a@0"]),
+        (["--order", "best", "--sequences", 1], ["a@0"]),
+        (["--group", "a"], ["a@0", "a@1"]),
+        (["--id", "b@0"], ["b@0"]),
+    ],
+)
+def test_inspect_shows_the_sequences_that_were_chosen(
+    batch_file: Path, options: list[object], names: list[str]
+) -> None:
+    shown = call("inspect", batch_file, *options, "--width", 120).stdout
+    titles = [
+        line.split(": ")[1].split(" ")[0] for line in shown.splitlines() if "─ sequence" in line
+    ]
+    assert titles == names
+    assert "mean log-probability -1" in shown
+    assert "mean advantage" in shown

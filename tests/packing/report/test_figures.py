@@ -1,0 +1,233 @@
+"""The figures of a report equal the batch's own numbers."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajpack import (
+    GRPO,
+    PackedBatch,
+    StaticBatch,
+    Trajectory,
+    TrajectoryBuffer,
+    Turn,
+    pack,
+    pack_tree,
+    plan_micro_batches,
+)
+from trajpack.packing.report.figures import (
+    KINDS,
+    MOST_BYTES,
+    MOST_ROW_BYTES,
+    ReportOptions,
+    attention_pairs,
+    figures_of,
+    kinds_of,
+    page_json,
+    shared_prefixes,
+)
+
+
+def conversations(count: int, seed: int = 0, *, group_size: int = 4) -> list[Trajectory]:
+    """Return groups with common prompts; a part of the turns rewrites its history."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        prompt = np.random.default_rng(number // group_size).integers(0, 50, 5).tolist()
+        ids, turns = list(prompt), []
+        for _ in range(draw.integers(1, 4)):
+            completion = draw.integers(0, 50, draw.integers(0, 7)).tolist()
+            reward = float(draw.choice([-1.0, 0.5, 1.0]))
+            turns.append(Turn(list(ids), completion, [-0.5] * len(completion), reward))
+            ids = [*prompt, 51] if draw.random() < 0.3 else [*ids, *completion, 52, 53]
+        found.append(Trajectory(f"t{number}", turns, group=f"g{number // group_size}"))
+    return found
+
+
+@pytest.fixture(params=["merged", "turns"])
+def batch(request: pytest.FixtureRequest) -> PackedBatch:
+    return pack(conversations(24), layout=request.param).with_advantages(GRPO())
+
+
+def by_hand(batch: PackedBatch, sequence: int) -> dict[str, int]:
+    """Count the kinds of a sequence token by token."""
+    rows = [batch.input_ids[a:b].tolist() for a, b in zip(*bounds(batch), strict=True)]
+    own, others = rows[sequence], sorted(rows)
+    place = others.index(own)
+    before = others[place - 1] if place else []
+    # equal rows: the first of them in the batch is the one that is stored
+    if own in rows[:sequence]:
+        before = own
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, before)))  # noqa: B905
+    counts, generated = dict.fromkeys(KINDS, 0), False
+    start = bounds(batch)[0][sequence]
+    for depth in range(len(own)):
+        if batch.loss_mask[start + depth]:
+            generated = True
+            counts["generated"] += 1
+        elif depth < shared:
+            counts["shared"] += 1
+        else:
+            counts["observation" if generated else "prompt"] += 1
+    return counts
+
+
+def bounds(batch: PackedBatch) -> tuple[list[int], list[int]]:
+    cu = batch.cu_seqlens.tolist()
+    return cu[:-1], cu[1:]
+
+
+def test_every_token_has_one_kind(batch: PackedBatch) -> None:
+    kinds = kinds_of(batch, shared_prefixes(batch))
+    assert kinds.sum(0).tolist() == list(batch.seqlens)
+    for sequence in range(len(batch)):
+        counts = dict(zip(KINDS, kinds[:, sequence].tolist(), strict=True))
+        assert counts == by_hand(batch, sequence)
+
+
+def test_tokens_are_those_of_layouts_and_tree(batch: PackedBatch) -> None:
+    tokens = figures_of(batch, ReportOptions())["tokens"]
+    layouts = batch.layout_tokens()
+    assert (tokens["turns"], tokens["merged"]) == layouts
+    assert tokens["packed"] == batch.num_tokens
+    assert tokens["tree"] == pack_tree(batch.unpack()).num_nodes
+    assert tokens["padded"] == len(batch) * batch.max_seqlen
+    assert sum(tokens[kind] for kind in KINDS) == batch.num_tokens
+
+
+def test_plans_are_those_of_the_planner(batch: PackedBatch) -> None:
+    plans = figures_of(batch, ReportOptions(capacity=64, align=4))["plans"]
+    assert plans["shown"] == {"capacity": 64, "algorithm": "best_fit_decreasing"}
+    assert len(plans["cases"]) == len(plans["capacities"]) * len(plans["algorithms"])
+    for case in plans["cases"]:
+        plan = plan_micro_batches(
+            batch.seqlens, case["capacity"], algorithm=case["algorithm"], align=4
+        )
+        counted = plan.statistics()
+        assert case["micro_batches"] == len(plan)
+        assert case["fill"] == round(plan.fill, 4)
+        bars = np.array(case["bars"])
+        assert bars.shape == (7, len(plan))
+        assert (bars.sum(0) == case["capacity"]).all()
+        assert bars[:4].sum() == batch.num_tokens
+        causes = [counted.padding_alignment, counted.padding_tail, counted.padding_dummy]
+        assert bars[4:].sum(1).tolist() == causes
+        assert [case["alignment"], case["tail"], case["dummy"]] == causes
+
+
+def test_many_micro_batches_are_drawn_as_few_bars() -> None:
+    batch = pack([Trajectory(str(i), [Turn([1, 2], [3], [-0.1])]) for i in range(500)])
+    plans = figures_of(batch, ReportOptions(capacity=3))["plans"]
+    case = next(one for one in plans["cases"] if one["capacity"] == 3)
+    assert (case["micro_batches"], case["at_once"]) == (500, 8)
+    assert np.array(case["bars"]).sum() == batch.num_tokens == 1500
+
+
+def test_ranks_have_all_pairs(batch: PackedBatch) -> None:
+    ranks = figures_of(batch, ReportOptions(num_ranks=3))["ranks"]
+    pairs = attention_pairs(np.array(batch.seqlens))
+    for way in ("planned", "in_order"):
+        assert sum(ranks[way]["pairs"]) == pairs.sum()
+        assert sum(ranks[way]["tokens"]) == batch.num_tokens
+    assert max(ranks["planned"]["pairs"]) <= max(ranks["in_order"]["pairs"])
+
+
+def test_groups_and_trajectories_have_their_rewards_and_advantages(batch: PackedBatch) -> None:
+    figures = figures_of(batch, ReportOptions())
+    rows, trajectories = figures["trajectories"]["rows"], batch.unpack()
+    assert batch.advantages is not None
+    for index, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
+        assert (row["id"], row["group"]) == (trajectory.id, trajectory.group)
+        assert row["rewards"] == [turn.reward for turn in trajectory.turns]
+        assert row["score"] == sum(row["rewards"])
+        turns = torch.arange(batch.num_turns)[batch.cu_turns[index] : batch.cu_turns[index + 1]]
+        own = batch.advantages[torch.isin(batch.turn_ids, turns)]
+        assert row["generated"] == len(own)
+        assert row["advantage"] == pytest.approx(float(own.mean()) if len(own) else 0, rel=1e-3)
+    shown = figures["groups"]["shown"]
+    scores = {row["id"]: row["score"] for row in rows}
+    assert [score for group in shown for score in group["scores"]] == list(scores.values())
+    assert figures["groups"]["left_out"] == 0
+
+
+def test_breaks_are_those_of_the_tree() -> None:
+    trajectories = conversations(24)
+    found = figures_of(pack(trajectories), ReportOptions())["breaks"]
+    breaks = pack_tree(trajectories).statistics().breaks
+    assert len(breaks) > 3
+    assert [one["position"] for one in found["shown"]] == [one.position for one in breaks]
+    for shown, one in zip(found["shown"], breaks, strict=True):
+        turn = trajectories[one.trajectory].turns[one.turn]
+        came = [*turn.prompt_ids, *turn.completion_ids]
+        before, token, after = (list(map(int, text.split())) for text in shown["came"])
+        assert before == came[max(one.position - 8, 0) : one.position]
+        assert [*token, *after] == came[one.position :][:9]
+        assert one.came in (None, *token)
+
+
+def test_a_batch_without_sequences_and_one_without_generated_tokens() -> None:
+    assert figures_of(pack([]), ReportOptions())["plans"]["cases"] == []
+    silent = pack([Trajectory("a", [Turn([1, 2], [], [])])])
+    rows = figures_of(silent.with_advantages(GRPO(singleton="raw")), ReportOptions())
+    assert rows["trajectories"]["rows"][0]["advantage"] == 0
+
+
+def test_a_page_has_as_much_text_as_there_is_room_for() -> None:
+    turns = [Turn(list(range(50)), list(range(200)), [-0.5] * 200)]
+    batch = pack([Trajectory(f"{'<' * 90}{i}", turns) for i in range(3000)])
+    found = figures_of(batch, ReportOptions(), decode=lambda ids: "<é\x1b" * len(ids))
+    trajectories = found["trajectories"]
+    rows = trajectories["rows"]
+    assert len(rows) + trajectories["left_out"] == 3000
+    assert 0 < trajectories["without_text"] < len(rows)
+    assert len(page_json(found).encode()) < 1.4 * (MOST_BYTES + MOST_ROW_BYTES)
+    prompt, generated = rows[0]["sequences"][0]
+    assert prompt["left_out"] + len(prompt["text"]) // len("<é\\x1b") == prompt["tokens"]
+    assert generated["left_out"] + len(generated["pieces"]) == 200
+    partly = next(row for row in rows if any(span["left_out"] for span in row["sequences"][0]))
+    assert rows.index(partly) > 0
+
+
+def test_a_character_of_several_tokens_is_one_piece() -> None:
+    text = "a漢é".encode()
+    turn = Turn([1], list(text), [-0.5] * len(text))
+    batch = pack([Trajectory("a", [turn])])
+    figures = figures_of(batch, ReportOptions(), lambda ids: bytes(ids).decode(errors="replace"))
+    [[_, generated]] = figures["trajectories"]["rows"][0]["sequences"]
+    assert [piece.text for piece in generated["pieces"]] == ["a", "漢", "é"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"capacity": 2.5}, TypeError, "capacity must be an integer, got 2.5"),
+        ({"num_ranks": 0}, ValueError, "num_ranks must be 1 or more, got 0"),
+        ({"align": True}, TypeError, "align must be an integer, got True"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        ReportOptions(**options)
+
+
+def test_figures_are_json(batch: PackedBatch) -> None:
+    figures = figures_of(batch, ReportOptions())
+    assert json.loads(page_json(figures)) == json.loads(json.dumps(figures))
+
+
+def test_a_capacity_below_the_longest_sequence_and_a_padded_batch_are_refused() -> None:
+    batch = pack(conversations(8))
+    longest = -(-batch.max_seqlen // 4) * 4
+    with pytest.raises(ValueError, match=f"capacity must be {longest} or more"):
+        figures_of(batch, ReportOptions(capacity=longest - 1, align=4))
+    buffer = TrajectoryBuffer()
+    buffer.extend(conversations(2))
+    padded = buffer.pack_into(StaticBatch(capacity=1000, max_turns=50))
+    with pytest.raises(ValueError, match="the batch is padded"):
+        figures_of(padded, ReportOptions())

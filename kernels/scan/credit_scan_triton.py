@@ -318,9 +318,7 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
         if FORM[1] == RESET:
             following = tl.where(generated, following, 0.0)
         surprise = reward + following - value
-        increment, weight = observe(
-            generated, own_gamma * rho * surprise, nothing, c, FORM[1]
-        )
+        increment, weight = observe(generated, own_gamma * rho * surprise, nothing, c, FORM[1])
     elif FORM[0] == ADJOINT:
         own = tl.where(generated, reward, 0.0)
         increment, weight = observe(generated, own, nothing, one, FORM[1])
@@ -665,7 +663,7 @@ def scan_kernel(
                 done += BLOCK
             number += BLOCK >> shift
     elif fill_ids is not None:
-        fill_with_zeros(outputs, fill_ids, program - walks, num_tokens, BLOCK)
+        fill_with_zeros(outputs, fill_ids, program - walks - num_windows, num_tokens, BLOCK)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,7 @@ doubling reach, and the state behind the block enters every lane. Short segments
 in a block, each in as many lanes as the longest of them needs. A round joins two lanes only within
 a segment, so a segment's bits are those of a block of its own.
 
-States and decays are float64, so the factor of many entries is exact; increments inside a block
-have the dtype of the rewards.
+States, decays and increments are float64; results are rounded once, to float32.
 
 One launch scans segments of up to ``LONGEST_WALK`` entries, block after block. Where longer ones may
 be, a launch before it finds the effect of each of their blocks on the state; then a program for
@@ -102,7 +101,7 @@ def join_entries(parts, COUNT: tl.constexpr):
 @triton.jit
 def add_carry(increment, decay, state):
     """Return ``increment + decay * state``; a state of 0 adds 0 where ``decay`` has overflowed."""
-    return tl.fma(tl.where(state == 0, 0.0, decay).to(increment.dtype), state, increment)
+    return tl.fma(tl.where(state == 0, 0.0, decay), state, increment)
 
 
 @triton.jit
@@ -122,25 +121,23 @@ def scan_block(weight, increment, rate, place, state, FORM: tl.constexpr):
     """
     lane = tl.arange(0, place.shape[0])
     increments = split_entries(increment, EACH)
-    step = rate.to(increment.dtype)
     decays = ()
     decay = tl.full(place.shape, 1.0, tl.float64)
     if weight is None:
         for _ in tl.static_range(EACH):
-            decays = decays + (step,)
+            decays = decays + (rate,)
             decay *= rate
     else:
         weights = split_entries(weight, EACH)
         for at in tl.static_range(EACH):
-            factor, own = rate, step
+            own = rate
             if FORM[0] == VTRACE:
-                factor = rate * weights[at].to(tl.float64)
-                own = step * weights[at]
+                own = rate * weights[at]
             elif FORM[1] == RESET:
-                factor = tl.where(weights[at] == 0, 0.0, rate)
-                own = tl.where(weights[at] == 0, 0.0, step)
-            decays = decays + (tl.where(weights[at] < 0, 1.0, own).to(step.dtype),)
-            decay *= tl.where(weights[at] < 0, 1.0, factor)
+                own = tl.where(weights[at] == 0, 0.0, rate)
+            own = tl.where(weights[at] < 0, 1.0, own)
+            decays = decays + (own,)
+            decay *= own
     total = increments[0]
     for at in tl.static_range(1, EACH):
         total = tl.fma(decays[at], total, increments[at])
@@ -149,13 +146,13 @@ def scan_block(weight, increment, rate, place, state, FORM: tl.constexpr):
             before = tl.maximum(lane - (1 << doubling), 0)
             joins = place >= 1 << doubling
             carry = tl.gather(total, before, 0)
-            carried = tl.fma(decay.to(total.dtype), carry, total)
+            carried = tl.fma(decay, carry, total)
             total = tl.where(joins & (carry != 0), carried, total)
             decay = tl.where(joins, decay * tl.gather(decay, before, 0), decay)
     before = tl.maximum(lane - 1, 0)
     behind = tl.where(place == 0, 0.0, tl.gather(total, before, 0))
     current = tl.where(place == 0, 1.0, tl.gather(decay, before, 0))
-    current = add_carry(behind, current, state.to(behind.dtype))
+    current = add_carry(behind, current, state)
     states = (current,)
     for at in tl.static_range(EACH - 1):
         current = tl.fma(decays[at], current, increments[at])
@@ -172,7 +169,7 @@ def clip_symmetric(number, bound):
 @triton.jit
 def clip_ratio(ratio, generated, cap):
     """Return min(ratio, cap) of generated tokens, 1 of others."""
-    return tl.where(generated, tl.where(ratio > cap, cap, ratio), 1.0).to(ratio.dtype)
+    return tl.where(generated, tl.where(ratio > cap, cap, ratio), 1.0)
 
 
 @triton.jit
@@ -239,7 +236,7 @@ def read_entries(inputs, entries, FORM: tl.constexpr):
         generated = exists
         if loss_mask is not None:
             generated = exists & (tl.load(loss_mask + at, mask=exists, other=0) != 0)
-        reward = tl.load(rewards + at, mask=exists, other=0.0)
+        reward = tl.load(rewards + at, mask=exists, other=0.0).to(tl.float64)
     else:
         at, begin, reward = read_chunk(
             chunks, position, exists, range_of_chunks, own_last, limits[2]
@@ -247,12 +244,11 @@ def read_entries(inputs, entries, FORM: tl.constexpr):
         generated = exists & (at >= begin)
         if kl is not None:
             reward -= kl_penalty(kl, limits, at, generated, FORM[2])
-        reward = reward.to(tl.float32)
         if len(chunks[5]) > 0:
             generated = exists & (at == begin)
     value = tl.zeros_like(reward)
     if values is not None:
-        value = tl.load(values + at, mask=exists, other=0.0).to(reward.dtype)
+        value = tl.load(values + at, mask=exists, other=0.0).to(tl.float64)
     if FORM[1] == MULTIPLY:
         reward = tl.where(generated, reward, 0.0)
         value = tl.where(generated, value, 0.0)
@@ -275,9 +271,9 @@ def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
     """Return increment and weight of the decay, as the convention has them where not generated."""
     if OBSERVATION <= COMPACT:
         increment = tl.where(generated, increment, passed)
-        weight = tl.where(generated, weight, -1.0).to(increment.dtype)
+        weight = tl.where(generated, weight, -1.0)
     elif OBSERVATION == RESET:
-        weight = tl.where(generated, weight, 0.0).to(increment.dtype)
+        weight = tl.where(generated, weight, 0.0)
     return increment, weight
 
 
@@ -292,38 +288,37 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
     at, generated, reward, value = read_entries(inputs, entries, FORM)
     _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
     place, rate = lanes
-    own_rate = (gamma * lam).to(reward.dtype)
+    own_rate = gamma * lam
     nothing = tl.zeros_like(reward)
     one = nothing + 1.0
     passed = passed_on(reward, is_last, FORM[1])
     of_second = ()
     if FORM[0] == VTRACE:
         limits = inputs[2]
-        own_gamma = gamma.to(reward.dtype)
-        ratio = tl.exp(difference(inputs[0][5], at, generated)).to(reward.dtype)
+        ratio = tl.exp(difference(inputs[0][5], at, generated))
         rho = clip_ratio(ratio, generated, limits[3])
         c = clip_ratio(ratio, generated, limits[4])
-        increment, passes = observe(generated, own_gamma * value, passed, nothing, FORM[1])
+        increment, passes = observe(generated, gamma * value, passed, nothing, FORM[1])
         following, decay, total = scan_block(passes, increment, rate, place, states[1], FORM)
-        of_second = decay, total.to(tl.float64), tl.zeros_like(decay)
+        of_second = decay, total, tl.zeros_like(decay)
         if len(outputs) == 0:
             start = tl.zeros_like(decay)
             share, _, _ = scan_block(passes, nothing, rate, place, start + 1.0, FORM)
-            share *= own_gamma * rho
+            share *= gamma * rho
             if FORM[1] == RESET:
                 share = tl.where(generated, share, 0.0)
             share, weight = observe(generated, share, nothing, c, FORM[1])
             _, _, factor = scan_block(weight, share, rate, place, start, FORM)
-            of_second = decay, total.to(tl.float64), factor.to(tl.float64)
+            of_second = decay, total, factor
         if FORM[1] == RESET:
             following = tl.where(generated, following, 0.0)
         surprise = reward + following - value
-        increment, weight = observe(generated, own_gamma * rho * surprise, nothing, c, FORM[1])
+        increment, weight = observe(generated, gamma * rho * surprise, nothing, c, FORM[1])
     elif FORM[0] == ADJOINT:
         own = tl.where(generated, reward, 0.0)
         increment, weight = observe(generated, own, nothing, one, FORM[1])
     else:
-        own = (gamma * (1.0 - lam)).to(reward.dtype) * value
+        own = gamma * (1.0 - lam) * value
         own = tl.fma(nothing + own_rate, reward, own)
         increment, weight = observe(generated, own, passed, one, FORM[1])
     states, decay, total = scan_block(weight, increment, rate, place, states[0], FORM)
@@ -335,7 +330,7 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
             first = adjoint_of(generated, reward, states, own_rate, is_last, FORM[1])
         elif FORM[0] == VTRACE:
             first = clip_ratio(ratio, generated, limits[5]) * (surprise + states)
-            second = value + rho * surprise + lam.to(reward.dtype) * c * states
+            second = value + rho * surprise + lam * c * states
         else:
             first = reward - value + states
             second = reward + states
@@ -345,7 +340,7 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
         if len(outputs) > 1:
             second = tl.where(generated, second, 0.0)
             tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
-    return (decay, total.to(tl.float64)) + of_second
+    return (decay, total) + of_second
 
 
 @triton.jit

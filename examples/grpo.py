@@ -30,7 +30,7 @@ from trajpack.agent.training.arithmetic import (
     encode_question,
     lazy_demonstrations,
 )
-from trajpack.agent.training.policy_trainer import clipped_policy_loss, token_logprobs, warm_up
+from trajpack.agent.training.policy_trainer import clipped_policy_loss, warm_up
 from trajpack.packing.adapters.huggingface import LMHead
 from trajpack.packing.plan.plan import plan_micro_batches
 
@@ -51,11 +51,13 @@ def train(model, optimizer, batch, version):
     for epoch in range(EPOCHS):
         optimizer.zero_grad()
         for piece in batch.micro_batches(plan, tensors=extra):
-            logprobs = token_logprobs(head, piece)
+            place = piece.logprob_rows()[0] + 1  # of the generated tokens
+            logprobs, old = head.logprobs(piece), piece.rollout_logprobs[place]
             if epoch == 0:  # both compute the same where the weights are the same
-                gap = (logprobs - piece.rollout_logprobs)[piece.fields["is_on_policy"]].abs()
+                gap = (logprobs - old)[piece.fields["is_on_policy"][place]].abs()
                 assert (gap < 1e-5).all(), f"trainer and engine differ by {gap.max()}"
-            loss, _ = clipped_policy_loss(logprobs, piece)
+            weights = piece.fields["loss_weights"][place]
+            loss, _ = clipped_policy_loss(logprobs, old, piece.advantages[place], weights=weights)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -159,9 +159,11 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=False)
         total = torch.zeros(())
         for piece in batch.split(plan, tensors={"loss_weights": batch.loss_weights("token_mean")}):
-            logits = self.model(piece.input_ids).logits
-            chosen = logits.log_softmax(-1).gather(1, piece.labels(ignore=0)[:, None])
-            loss, _ = clipped_policy_loss(piece.shift(chosen[:, 0], "right"), piece)
+            place = piece.logprob_rows()[0] + 1  # of the generated tokens
+            logprobs = piece.logprobs(self.model(piece.input_ids).logits)
+            old, advantages = piece.rollout_logprobs[place], piece.advantages[place]
+            weights = piece.fields["loss_weights"][place]
+            loss, _ = clipped_policy_loss(logprobs, old, advantages, weights=weights)
             loss.backward()
             total += loss.detach()
         for tensor in [total, *(weights.grad for weights in self.model.parameters())]:

@@ -61,8 +61,8 @@ def same_rows(left: Any, right: Any) -> bool:
             raise ValueError("they are ragged")
         one, other = host_tensor(_read_once(left)), host_tensor(_read_once(right))
     except (TypeError, ValueError):  # lists of different lengths
-        (counts, mine), (others, theirs) = flattened(left), flattened(right)
-        return np.array_equal(counts, others) and same_rows(mine, theirs)
+        mine, theirs = flattened(left), flattened(right)
+        return np.array_equal(mine.cu, theirs.cu) and same_rows(mine.values, theirs.values)
     if one.numel() == other.numel() == 0:
         return True
     if one.shape != other.shape:

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajpack.packing.conversion import INT32_MAX, host_tensor, several, shown
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Ragged(NamedTuple):
@@ -36,17 +33,8 @@ class Ragged(NamedTuple):
     """``[total, *shape]``: values of all rows, one behind the other."""
 
 
-class RaggedBytes(NamedTuple):
-    """Converted rows of a ragged field."""
-
-    counts: npt.NDArray[np.int32]
-    """``[rows]``: number of values of each."""
-    values: Bytes
-    """``[total, bytes of a value]``."""
-
-
-def flattened(values: Any) -> tuple[npt.NDArray[np.int32], Any]:
-    """Return the number of values of each row, and the values of all rows as one container.
+def flattened(values: Any) -> Ragged:
+    """Return rows with int64 boundaries, and with all values in one container of any kind.
 
     Args:
         values: `Ragged`, or several rows.
@@ -57,28 +45,22 @@ def flattened(values: Any) -> tuple[npt.NDArray[np.int32], Any]:
             end at the number of values.
     """
     if isinstance(values, Ragged):
-        cu = host_tensor(values.cu)
-        if cu.dtype.is_floating_point or cu.dtype.is_complex or cu.dtype == torch.bool:
-            raise TypeError(f"cu must be integers, got {cu.dtype}")
-        bounds, total = cu.numpy().astype(np.int64), len(values.values)
+        given, total = host_tensor(values.cu), len(values.values)
+        if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
+            raise TypeError(f"cu must be integers, got {given.dtype}")
+        bounds = given.numpy().astype(np.int64)
         counts = np.diff(bounds) if bounds.ndim == 1 else bounds
         if bounds.ndim != 1 or not bounds.size or bounds[0] or (counts < 0).any():
             raise ValueError(f"cu must grow from 0, got {shown(bounds)}")
         if bounds[-1] != total or total > INT32_MAX:
             raise ValueError(f"cu must end at the {total} values, got {bounds[-1]}")
-        return counts.astype(np.int32), values.values
+        return Ragged(bounds, values.values)
     rows = several("rows must be several sequences", values)
-    lengths = np.array([len(row) for row in rows], np.int32)
+    cu = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
     if all(type(row) is list or type(row) is tuple for row in rows):
-        return lengths, [value for row in rows for value in row]
-    given = [host_tensor(row) for row in rows if len(row)]
-    return lengths, torch.cat(given) if given else []
-
-
-def joined(pieces: Sequence[RaggedBytes]) -> RaggedBytes:
-    """Return the rows of one or more pieces as one."""
-    counts, values = zip(*pieces, strict=True)
-    return RaggedBytes(np.concatenate(counts), np.concatenate(values))
+        return Ragged(cu, [value for row in rows for value in row])
+    filled = [host_tensor(row) for row in rows if len(row)]
+    return Ragged(cu, torch.cat(filled) if filled else [])
 
 
 def part(rows: Any, begin: int, end: int) -> Any:

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajpack.kernels.fields.build import FIELD_DTYPES
 from trajpack.kernels.fields.gather_fields import FieldLayout
 from trajpack.packing.conversion import host_tensor, several, shown
-from trajpack.packing.ragged import Bytes, RaggedBytes, flattened
+from trajpack.packing.ragged import Ragged, flattened
 
-Rows: TypeAlias = Bytes | RaggedBytes
-"""Converted rows of a field."""
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Rows: TypeAlias = Bytes | Ragged
+"""Converted rows of a field; a `Ragged` has bytes ``[total, bytes of a value]``."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -181,13 +183,13 @@ class TokenField:
         if not self.ragged:
             return self._as_bytes(values, num_rows)
         try:
-            counts, flat = flattened(values)
+            cu, flat = flattened(values)
         except Exception as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
             raise kind(f"field {self.name!r} must be lists or Ragged: {error}") from error
-        if len(counts) != num_rows:
-            raise ValueError(f"field {self.name!r} must have {num_rows} rows, got {len(counts)}")
-        return RaggedBytes(counts, self._as_bytes(flat, int(counts.sum(dtype=np.int64))))
+        if len(cu) != num_rows + 1:
+            raise ValueError(f"field {self.name!r} must have {num_rows} rows, got {len(cu) - 1}")
+        return Ragged(cu, self._as_bytes(flat, int(cu[-1])))
 
     def _as_bytes(self, values: Any, num_rows: int) -> Bytes:
         rows, row_bytes = self._converted(values), self.value_bytes
@@ -271,7 +273,7 @@ def rows_of_turn(
     for field in declared:
         num_rows = num_completion if field.generated_only else num_prompt + num_completion
         one = field.as_rows(rows[field.name], num_rows)
-        if compared and not field.generated_only and not isinstance(one, RaggedBytes):
+        if compared and not field.generated_only and not isinstance(one, Ragged):
             one = one.copy()
         converted.append(one)
     return converted

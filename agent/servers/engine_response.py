@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from types import GenericAlias
 from typing import Any, TypeAlias
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_logprobs
 from trajpack.packing.optional import require
-from trajpack.packing.ragged import Ragged, concatenated
+from trajpack.packing.ragged import Ragged, concatenated, flattened
 from trajpack.packing.types import VersionSpan
 
 PLACEHOLDER_LOGPROB = -9999.0
@@ -67,7 +66,8 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     token (``"logprobs": 0``; ``true`` for chat) and, except on ``generate``, for
     ``"return_token_ids": true``. It must not stream, and not ``echo`` the prompt.
 
-    Servers started with ``--return-sampling-mask`` report the tokens that top-p and top-k left.
+    Servers started with ``--return-sampling-mask`` report the tokens that top-p and top-k left: a
+    list for each token, or ``token_ids`` of all and ``offsets``.
     vLLM writes a log-probability that it does not have as ``null`` or as -9999. Both are refused.
 
     Args:
@@ -237,10 +237,9 @@ def _checked(
     output_logprobs: list[float],
     finish_reason: str,
     weight_versions: WeightVersions | None,
-    sampling_mask: list[list[int]] | None = None,
+    sampling_mask: Any = None,
 ) -> EngineResponse:
     num_tokens = len(output_ids)
-    kept = sampling_mask or []
     if num_tokens > limits.max_tokens:
         raise _refusal(server, f"at most {limits.max_tokens} tokens in token_ids", num_tokens)
     if len(output_logprobs) != num_tokens:
@@ -251,34 +250,48 @@ def _checked(
     if missing.size:
         expected = f"a log-probability above {PLACEHOLDER_LOGPROB:.0f} at index {missing[0]}"
         raise _refusal(server, f"{expected} in logprobs", logprobs[missing[0]])
+    given = [[]] * num_tokens if sampling_mask is None else sampling_mask
+    mask = _mask_of(server, given, num_tokens)
     arrays = []
     for name, values in (
         ("prompt_token_ids", prompt_ids or []),
         ("token_ids", output_ids),
-        ("sampling_mask", list(chain(*kept))),
+        ("sampling_mask", mask.values),
     ):
         ids = as_ids(f"{server} response: {name}", values)
         if ids.size and ids.max() >= limits.vocab_size:
             got = f"{ids.max()} at index {ids.argmax()}"
             raise _refusal(server, f"ids below {limits.vocab_size} in {name}", got)
         arrays.append(ids)
-    counts = np.array([len(row) for row in kept], np.int64)
-    if sampling_mask is not None and len(counts) != num_tokens:
-        expected = f"{num_tokens} rows, one for each of token_ids in sampling_mask"
-        raise _refusal(server, expected, len(counts))
-    for index, row in enumerate(kept):
-        if row and output_ids[index] not in row:
-            raise _refusal(server, f"the token {output_ids[index]} in sampling_mask", "others")
+    counts, prompt, output, kept = np.diff(mask.cu), *arrays
+    owners = np.repeat(np.arange(len(counts)), counts)
+    without = counts > 0
+    without[owners[kept == output[owners]]] = False
+    if without.any():
+        wrong = output[without.argmax()]
+        raise _refusal(server, f"the token {wrong} in sampling_mask", "others")
     return EngineResponse(
-        sampling_mask=None
-        if sampling_mask is None
-        else Ragged(np.append(0, counts).cumsum(), arrays[2]),
-        prompt_ids=None if prompt_ids is None else arrays[0],
-        output_ids=arrays[1],
+        sampling_mask=None if sampling_mask is None else Ragged(mask.cu, kept),
+        prompt_ids=None if prompt_ids is None else prompt,
+        output_ids=output,
         output_logprobs=logprobs,
         finish_reason=finish_reason,
         weight_versions=weight_versions,
     )
+
+
+def _mask_of(server: str, sampling_mask: Any, num_tokens: int) -> Ragged:
+    """Return a list for each token, or an object with all ids and their offsets, as a `Ragged`."""
+    if hasattr(sampling_mask, "offsets"):
+        sampling_mask = Ragged(sampling_mask.offsets, sampling_mask.token_ids)
+    try:
+        mask = flattened(sampling_mask)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{server} response: offsets of sampling_mask: {error}") from error
+    if len(mask.cu) != num_tokens + 1:
+        expected = f"{num_tokens} rows, one for each of token_ids in sampling_mask"
+        raise _refusal(server, expected, len(mask.cu) - 1)
+    return mask
 
 
 @cache
@@ -301,7 +314,8 @@ def _decoders() -> dict[str, Callable[[bytes], Any]]:
     logprobs = struct(
         ("content", array(entry) | None, None), ("token_logprobs", list[float] | None, None)
     )
-    mask = ("sampling_mask", array(list[int]) | None, None)
+    ragged = struct(("token_ids", list[int]), ("offsets", list[int]))
+    mask = ("sampling_mask", array(list[int]) | ragged | None, None)
     choice = struct(
         ("token_ids", list[int]),
         ("finish_reason", str),

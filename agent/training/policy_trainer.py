@@ -59,55 +59,38 @@ def pack_as(trajectories: Sequence[Trajectory], layout: LayoutName) -> Batch:
     return pack_tree(trajectories) if layout == "tree" else pack(trajectories, layout=layout)
 
 
-def token_logprobs(head: LMHead, piece: Batch | Piece) -> torch.Tensor:
-    """Return the log-probability of each generated token given those before it in its sequence.
-
-    Args:
-        head: Of a model that keeps packed sequences apart, or computes trees; see
-            `trajpack.packing.adapters.huggingface.check_isolation` and
-            `trajpack.packing.adapters.huggingface.check_tree_attention`.
-        piece: A batch, or a micro-batch of one.
-
-    Returns:
-        float32 ``[tokens]``, at each token's own index, as `PackedBatch.rollout_logprobs`; 0 where
-        not generated. Of trees ``[entries]``. float64 of a model in float64.
-
-    Cost: one forward pass of the decoder; the LM head runs on the rows of generated tokens alone.
-    """
-    found: torch.Tensor = head.logprobs(piece)
-    if isinstance(piece, TreeBatch | TreeMicroBatch):
-        return found
-    rows, _ = piece.logprob_rows()
-    return found.new_zeros(piece.num_tokens).index_add(0, rows + 1, found)
-
-
 def clipped_policy_loss(
-    logprobs: torch.Tensor, piece: MicroBatch, *, clip: tuple[float, float] = (0.2, 0.28)
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    weights: torch.Tensor,
+    clip: tuple[float, float] = (0.2, 0.28),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the clipped policy-gradient loss of a micro-batch, and where the clip takes effect.
+    """Return the clipped policy-gradient loss of generated tokens, and where the clip takes effect.
 
     Args:
-        logprobs: float ``[tokens]``, from `token_logprobs`.
-        piece: A micro-batch, or the entries of one of a tree, with advantages and a field
-            ``loss_weights`` (`PackedBatch.loss_weights`), so that micro-batches and ranks add up to
-            the batch.
+        logprobs: float ``[num_generated]``, of `PackedBatch.logprobs`.
+        rollout_logprobs: float ``[num_generated]``, of the policy that sampled.
+        advantages: float ``[num_generated]``
+        weights: float ``[num_generated]``, of `PackedBatch.loss_weights`, so that micro-batches and
+            ranks add up to the batch.
         clip: Lower and upper distance from 1 at which the ratio of a token to the policy that
             sampled it is clipped.
 
     Returns:
-        The loss, a scalar, and bool ``[tokens]``: True where the clip sets the gradient to zero.
+        The loss, a scalar, and bool ``[num_generated]``: True where the clip sets the gradient to
+        zero.
 
     Reference:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7; with two
         bounds instead of one, Yu et al., "DAPO", 2025, equation 10.
     """
-    advantages = piece.advantages
-    assert advantages is not None
-    ratio = torch.where(piece.loss_mask, logprobs - piece.rollout_logprobs, 0.0).exp()
+    ratio = (logprobs - rollout_logprobs).exp()
     objective = ratio * advantages
     clipped = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages
-    loss = -(torch.minimum(objective, clipped) * piece.fields["loss_weights"]).sum()
-    return loss, piece.loss_mask & (clipped < objective)
+    loss = -(torch.minimum(objective, clipped) * weights).sum()
+    return loss, clipped < objective
 
 
 class PolicyTrainer:
@@ -218,12 +201,16 @@ class PolicyTrainer:
         self._optimizer.zero_grad()  # gradients of a step that failed halfway
         rows = []
         for piece in pieces:
-            tokens = _tokens_of(piece)
-            logprobs = token_logprobs(self._head, piece)
-            loss, is_clipped = clipped_policy_loss(logprobs, tokens, clip=self._clip)
+            tokens, place = _generated(piece)
+            logprobs, old = self._head.logprobs(piece), tokens.rollout_logprobs[place]
+            assert tokens.advantages is not None
+            weights = tokens.fields["loss_weights"][place]
+            loss, is_clipped = clipped_policy_loss(
+                logprobs, old, tokens.advantages[place], weights=weights, clip=self._clip
+            )
             loss.backward()
-            is_on_policy = tokens.fields["is_on_policy"]
-            distance = (logprobs.detach() - tokens.rollout_logprobs).abs()
+            is_on_policy = tokens.fields["is_on_policy"][place]
+            distance = (logprobs.detach() - old).abs()
             gap = torch.where(is_on_policy, distance, 0.0).max()
             rows.append(torch.stack([loss.detach(), is_clipped.sum(), is_on_policy.sum(), gap]))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_gradient_norm)
@@ -243,12 +230,15 @@ def _micro_batches(
     else:
         plan = plan_micro_batches(batch.seqlens, capacity)
         pieces = [*batch.micro_batches(plan, tensors=tensors)]
-    return plan, [piece for piece in pieces if _tokens_of(piece).num_generated]
+    trained = [piece.entries if isinstance(piece, TreeMicroBatch) else piece for piece in pieces]
+    return plan, [piece for piece, of in zip(pieces, trained, strict=True) if of.num_generated]
 
 
-def _tokens_of(piece: Piece) -> MicroBatch:
-    """Return what has the generated tokens of a micro-batch and their fields."""
-    return piece.entries if isinstance(piece, TreeMicroBatch) else piece
+def _generated(piece: Piece) -> tuple[MicroBatch, torch.Tensor | slice]:
+    """Return what has the generated tokens of a micro-batch, and the places of these in it."""
+    if isinstance(piece, TreeMicroBatch):
+        return piece.entries, slice(None)
+    return piece, piece.logprob_rows()[0] + 1
 
 
 def warm_up(
@@ -284,8 +274,8 @@ def warm_up(
         total = 0.0
         optimizer.zero_grad()
         for piece in _micro_batches(batch, capacity, weights)[1]:
-            weights_of = _tokens_of(piece).fields["loss_weights"]
-            loss = -(token_logprobs(head, piece) * weights_of).sum()
+            tokens, place = _generated(piece)
+            loss = -(head.logprobs(piece) * tokens.fields["loss_weights"][place]).sum()
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -26,10 +26,11 @@ PUBLISHED = (8192, 4096, 151_936)
 """The shape that TRL publishes times of."""
 TRL_CHUNK = 8192
 """Columns of a tile, TRL's default."""
+LIGER_FILE = "liger_kernel/chunked_loss/fused_linear_ppo.py"
 VERL_FILE = "verl/utils/experimental/torch_functional.py"
 BARE = "the matrix products alone"
-ROWS = {"all rows": 1, "a third of the rows": 3}
-"""Every how many-th row is computed."""
+ROWS = {"all rows": (1, False), "a third of the rows": (3, False), "all rows, entropies": (1, True)}
+"""Every how many-th row is computed, and whether entropies are."""
 
 
 class Given(NamedTuple):
@@ -42,7 +43,7 @@ class Given(NamedTuple):
 
 
 def inputs(every: int, shape: tuple[int, int, int] = SHAPE, device: str = "cpu") -> Given:
-    """Return seeded inputs; one row in ``every`` is computed."""
+    """Return seeded inputs, bfloat16 on a device; one row in ``every`` is computed."""
     tokens, width, vocabulary = shape
     generator = torch.Generator(device).manual_seed(13)
     hidden, weight = (
@@ -51,41 +52,61 @@ def inputs(every: int, shape: tuple[int, int, int] = SHAPE, device: str = "cpu")
     )
     rows = torch.arange(0, tokens, every, device=device)
     targets = torch.randint(vocabulary, rows.shape, generator=generator, device=device)
-    return Given(hidden.requires_grad_(), (weight / width).requires_grad_(), rows, targets)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden, weight = hidden.to(dtype), (weight / width).to(dtype)
+    return Given(hidden.requires_grad_(), weight.requires_grad_(), rows, targets)
 
 
-def with_gradients(given: Given, logprobs: Callable[[], torch.Tensor]) -> Callable[[], Any]:
-    """Return the work: log-probabilities, and the gradients of their sum."""
+def with_gradients(
+    given: Given, results: Callable[[], tuple[torch.Tensor, ...]]
+) -> Callable[[], Any]:
+    """Return the work: log-probabilities and entropies, if any, and the gradients of their sum."""
 
     def work() -> Any:
-        found = logprobs()
-        return found.detach(), *torch.autograd.grad(found.sum(), (given.hidden, given.weight))
+        found = results()
+        total = sum(one.float().sum() for one in found)
+        inputs = given.hidden, given.weight
+        return *(one.detach() for one in found), *torch.autograd.grad(total, inputs)
 
     return work
 
 
-def dense(given: Given) -> torch.Tensor:
+def ours(given: Given, *, entropy: bool) -> tuple[torch.Tensor, ...]:
+    """Call `trajpack.kernels.token_logprobs`."""
+    found = token_logprobs(*given, entropy=entropy)
+    return found if entropy else (found,)
+
+
+def dense(given: Given, *, entropy: bool) -> tuple[torch.Tensor, ...]:
     """Make the logits of the rows at once."""
-    logits = given.hidden[given.rows] @ given.weight.T
-    return logits.log_softmax(-1).gather(1, given.targets[:, None])[:, 0]
+    every = (given.hidden[given.rows] @ given.weight.T).float().log_softmax(-1)
+    logprobs = every.gather(1, given.targets[:, None])[:, 0]
+    return (logprobs, -(every.exp() * every).sum(-1)) if entropy else (logprobs,)
 
 
-def of_trl(given: Given, module: Any) -> torch.Tensor:
+def of_trl(given: Given, module: Any, *, entropy: bool) -> tuple[torch.Tensor, ...]:
     """Call TRL's chunked log-probabilities on the rows."""
-    options = (None, given.targets, 1.0, TRL_CHUNK, None, 1.0, ())
-    found: torch.Tensor = module.ChunkedLogProbFunction.apply(
-        given.hidden[given.rows], given.weight, *options
-    )[0]
-    return found
+    outputs = ("entropy",) if entropy else ()
+    options = (None, given.targets, 1.0, TRL_CHUNK, None, 1.0, outputs)
+    found = module.ChunkedLogProbFunction.apply(given.hidden[given.rows], given.weight, *options)
+    return tuple(found[: 1 + entropy])
 
 
-def of_verl(given: Given, module: Any) -> torch.Tensor:
-    """Call verl's chunked log-probabilities on the rows; they make entropies too."""
+def of_verl(given: Given, module: Any, *, entropy: bool) -> tuple[torch.Tensor, ...]:
+    """Call verl's chunked log-probabilities on the rows; they make entropies in any case."""
     options = (given.targets, 1.0, module.FusedLinearForPPO().chunk_size)
-    found: torch.Tensor = module.FusedLinearForPPOFunction.apply(
-        given.hidden[given.rows], given.weight, *options
-    )[0]
-    return found
+    found = module.FusedLinearForPPOFunction.apply(given.hidden[given.rows], given.weight, *options)
+    return tuple(found[: 1 + entropy])
+
+
+def of_liger(given: Given, module: Any, *, entropy: bool) -> tuple[torch.Tensor, ...]:
+    """Call the chunk of Liger's losses of policies on the rows, which has no entropies."""
+    assert not entropy
+    chunk = module.LigerFusedLinearPPOBase.chunk_forward
+    found: torch.Tensor = chunk(given.hidden[given.rows][None], given.weight, given.targets[None])[
+        0
+    ]
+    return (found,)
 
 
 def products(given: Given) -> None:
@@ -120,31 +141,35 @@ def contest(
     which: str, shape: tuple[int, int, int] = SHAPE, device: str = "cpu"
 ) -> tuple[Contest, list[Contender]]:
     """Return the contest of all rows or a third of them."""
-    given = inputs(ROWS[which], shape, device)
-    expected = with_gradients(given, lambda: dense(given))()
+    every, entropy = ROWS[which]
+    given = inputs(every, shape, device)
+    expected = with_gradients(given, partial(dense, given, entropy=entropy))()
     apart = 1e-4 if given.hidden.dtype == torch.float32 else 5e-2
 
     def check(found: Any) -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.float(), other.float(), rtol=apart, atol=apart)
 
-    def made(logprobs: Callable[[], torch.Tensor]) -> dict[str, Any]:
-        work = with_gradients(given, logprobs)
-        most = f"{most_bytes(quietly(work), device) / 1e6:,.0f} MB at most"
-        return {"work": work, "wrote": most, "tunes_threads": True}
+    def made(results: Callable[..., tuple[torch.Tensor, ...]], *rest: Any) -> dict[str, Any]:
+        work = with_gradients(given, partial(results, given, *rest, entropy=entropy))
+        most = most_bytes(quietly(work), device)
+        wrote = f"{most / 1e6:,.0f} MB at most"
+        return {"work": work, "wrote": wrote, "tunes_threads": True}
 
     entrants = [
-        Contender(OURS, **made(lambda: token_logprobs(*given))),
-        Contender("all logits of the rows at once", **made(lambda: dense(given))),
+        Contender(OURS, **made(ours)),
+        Contender("all logits of the rows at once", **made(dense)),
         Contender(BARE, lambda: products(given), "", lambda _: None, tunes_threads=True),
     ]
     rivals = {
         "trl chunked log-probabilities": (find("trl.kernels.chunked_logprob"), of_trl),
         "verl chunks of rows, entropies too": (find_file("verl", VERL_FILE), of_verl),
     }
+    if not entropy:
+        rivals["liger chunk of a policy loss"] = (find_file("liger-kernel", LIGER_FILE), of_liger)
     for name, ((module, why), call) in rivals.items():
         if module is None:
             entrants.append(Contender(name, None, "", missing=why))
         else:
-            entrants.append(Contender(name, **made(partial(call, given, module))))
+            entrants.append(Contender(name, **made(call, module)))
     return Contest(JOB, which, len(given.rows), check), entrants

@@ -3,6 +3,9 @@
 A tile is the product of some rows of hidden states and some rows of the LM head. It is folded into
 running sums and overwritten by the next one, so memory holds one tile, whatever the vocabulary. The
 backward pass computes the tiles again and overwrites each by its gradient.
+
+Each row has tokens whose logits are returned. The sums leave them out: the sum over all other
+tokens, the tail of a distribution, would be lost in rounding if it were subtracted from the whole.
 """
 
 from __future__ import annotations
@@ -14,54 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from trajpack.kernels.dispatch import register_op
+from trajpack.kernels.logprobs.pair_logits import Logits, Pairs, pair_gradients, pair_logits
 from trajpack.kernels.rearrange.repeat_rows import sum_rows
+from trajpack.kernels.validation import HOSTS
 
 MOST_ROWS = {"cuda": 4096, "cpu": 512}
 """Rows of a tile, by the type of device."""
 MOST_COLUMNS = {"cuda": 16_384, "cpu": 4096}
 HALVES = (torch.float16, torch.bfloat16)
-
-
-class Logits(NamedTuple):
-    """Logits of some rows of hidden states, by an LM head.
-
-    They are ``softcap * tanh((hidden @ weight.T + bias) / softcap)``, divided by the temperature of
-    the row.
-    """
-
-    hidden: torch.Tensor
-    """``[tokens, H]``"""
-    weight: torch.Tensor
-    """``[V, H]`` of the same dtype."""
-    bias: torch.Tensor | None
-    """``[V]``"""
-    rows: torch.Tensor
-    """``[R]`` int64 indices into ``hidden``."""
-    temperature: torch.Tensor | None
-    """``[R]`` float32."""
-    softcap: float
-    """0 for none."""
-
-    def temperature_of(self, tile: Tile) -> torch.Tensor | None:
-        """Return the temperatures of a tile's rows, ``[rows, 1]``."""
-        return None if self.temperature is None else self.temperature[tile.rows, None]
-
-    @property
-    def sums(self) -> torch.dtype:
-        """Dtype of sums over the vocabulary and of accumulated gradients."""
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
-
-
-class Pairs(NamedTuple):
-    """Logits that are returned: one for each pair of a row and a token."""
-
-    rows: torch.Tensor
-    """``[P]`` int64 in ``[0, R)``, in ascending order."""
-    tokens: torch.Tensor
-    """``[P]`` int64; a pair whose token is not in ``[0, V)`` has the logit 0. No pair occurs twice
-    among the others."""
-    per_row: int
-    """Pairs of every row, 0 if that differs."""
 
 
 class Tile(NamedTuple):
@@ -74,7 +37,9 @@ class Tile(NamedTuple):
     padded: torch.Tensor
     """``[rows, stride]``: the logits, and any numbers behind them."""
     memory: torch.Tensor
-    """``[rows * stride + 1]``: the padded tile, and an entry that takes what is not wanted."""
+    """``[rows * stride + 1]``: the padded tile, and an entry for pairs of other tiles."""
+    number: int
+    """Tiles before it."""
 
 
 def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterator[Tile]:
@@ -83,81 +48,113 @@ def tiles_of(logits: Logits, hidden: torch.Tensor, multiple: int = 1) -> Iterato
     All tiles lie in the same memory. The stride is a multiple of ``multiple``.
     """
     num_rows, vocabulary = hidden.shape[0], logits.weight.shape[0]
-    kind = "cuda" if hidden.is_cuda else "cpu"
-    num_columns = math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
+    most_rows, num_columns = size_of_tiles(hidden, vocabulary)
     stride = math.ceil(num_columns / multiple) * multiple
-    memory = hidden.new_zeros(min(num_rows, MOST_ROWS[kind]) * stride + 1)
+    memory, number = hidden.new_zeros(min(num_rows, most_rows) * stride + 1), 0
     for begin in range(0, vocabulary, num_columns):
         columns = slice(begin, min(begin + num_columns, vocabulary))
         weight = logits.weight[columns]
         width = weight.shape[0]
-        for first in range(0, num_rows, MOST_ROWS[kind]):
-            rows = slice(first, min(first + MOST_ROWS[kind], num_rows))
+        for first in range(0, num_rows, most_rows):
+            rows = slice(first, min(first + most_rows, num_rows))
             used = memory[: (rows.stop - first) * stride + 1]
             padded = used[:-1].view(-1, stride)
             product = padded[:, :width]
             torch.mm(hidden[rows], weight.T, out=product)
             if logits.bias is not None:
                 product += logits.bias[columns]
-            yield Tile(rows, columns, product, padded, used)
+            yield Tile(rows, columns, product, padded, used, number)
+            number += 1
+
+
+def size_of_tiles(hidden: torch.Tensor, vocabulary: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile; the last ones may have less."""
+    kind = "cuda" if hidden.is_cuda else "cpu"
+    return MOST_ROWS[kind], math.ceil(vocabulary / math.ceil(vocabulary / MOST_COLUMNS[kind]))
+
+
+class PairsOfTiles:
+    """Which pairs are in which tile; the kernels of Triton find those of a row themselves."""
+
+    def __init__(self, pairs: Pairs, hidden: torch.Tensor, vocabulary: int) -> None:
+        self._owners, self._tokens = pairs.owners, pairs.tokens
+        most_rows, num_columns = size_of_tiles(hidden, vocabulary)
+        by_row, by_column = (-(-hidden.shape[0] // most_rows), -(-vocabulary // num_columns))
+        tile = self._tokens // num_columns * by_row + self._owners // most_rows
+        self._tile, self._groups = tile.where(pairs.within(vocabulary), -1), None
+        if tile.device.type in HOSTS:  # a device is not asked how many each tile has
+            sizes = (self._tile + 1).bincount(minlength=by_row * by_column + 1).tolist()
+            self._groups = self._tile.argsort(stable=True).split(sizes)[1:]
+
+    def within(self, tile: Tile) -> tuple[torch.Tensor | slice, torch.Tensor]:
+        """Return the numbers of pairs, those of the tile among them, and places in its memory.
+
+        The place of a pair of another tile is the last entry.
+        """
+        some = slice(None) if self._groups is None else self._groups[tile.number]
+        column, row = self._tokens[some] - tile.columns.start, self._owners[some] - tile.rows.start
+        place = row * tile.padded.shape[1] + column
+        return some, place.where(self._tile[some] == tile.number, tile.memory.shape[0] - 1)
 
 
 def statistics(
     logits: Logits, pairs: Pairs, *, with_mean: bool, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-sum-exp and mean logit of each row, and the logits of ``pairs``, all float64."""
+    """Return log-sum-exp and mean of each row's other logits, and those of ``pairs``; float64."""
     hidden = logits.hidden.index_select(0, logits.rows)
     running = hidden.new_zeros(3, hidden.shape[0], dtype=logits.sums)
     running[0] = -torch.inf
     picked = hidden.new_zeros(pairs.tokens.shape[0], dtype=torch.float64)
-    fold, multiple = fold_reference, 1
-    if impl == "triton":
-        from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward
-
-        fold, multiple = fold_forward, BLOCK
+    fold, _, held, multiple = way_of(impl, logits, pairs, hidden)
     for tile in tiles_of(logits, hidden, multiple):
-        fold(logits, tile, running, with_mean=with_mean)
-        some, inside, place = places_in(tile, pairs)
-        picked[some] = torch.where(inside, tile.memory[place].double(), picked[some])
+        fold(logits, tile, held, running, picked, with_mean=with_mean)
     most, total, weighted = running.double().unbind()
     total = torch.where(most == torch.inf, torch.nan, total)
     logsumexp = torch.where(total == 0, -torch.inf, most + total.log())
     return logsumexp, torch.where(total == 0, 0.0, weighted / total), picked
 
 
-def places_in(tile: Tile, pairs: Pairs) -> tuple[slice, torch.Tensor, torch.Tensor]:
-    """Return the pairs that may be in a tile, which of them are, and their places in its memory.
+def way_of(impl: str, logits: Logits, pairs: Pairs, hidden: torch.Tensor) -> tuple[Any, ...]:
+    """Return what folds a tile, what overwrites it, the pairs for both, and the stride's unit."""
+    if impl == "torch":
+        held = PairsOfTiles(pairs, hidden, logits.weight.shape[0])
+        return fold_reference, slope_reference, held, 1
+    from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
 
-    The place of the others is the last entry of the memory.
-    """
-    some = slice(None)
-    if pairs.per_row:
-        some = slice(tile.rows.start * pairs.per_row, tile.rows.stop * pairs.per_row)
-    rows, tokens = pairs.rows[some], pairs.tokens[some]
-    inside = (tokens >= tile.columns.start) & (tokens < tile.columns.stop)
-    if not pairs.per_row:
-        inside &= (rows >= tile.rows.start) & (rows < tile.rows.stop)
-    stride = tile.padded.shape[1]
-    place = (rows - tile.rows.start) * stride + tokens - tile.columns.start
-    return some, inside, place.where(inside, tile.memory.shape[0] - 1)
+    return fold_forward, slope_forward, pairs, BLOCK
 
 
 def transformed(
     z: torch.Tensor, softcap: float, temperature: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return logits after soft-cap and temperature, and their derivative by ``z``."""
+    """Return logits after soft-cap and temperature, and their derivative by ``z``.
+
+    Minus infinity stays what it is.
+    """
     slope: torch.Tensor | float = 1.0
     if softcap:
         capped = (z / softcap).tanh()
-        z, slope = capped * softcap, 1 - capped * capped
+        z, slope = torch.where(z == -torch.inf, z, capped * softcap), 1 - capped * capped
     if temperature is not None:
         z, slope = z / temperature, slope / temperature.to(z.dtype)
     return z, slope
 
 
-def fold_reference(logits: Logits, tile: Tile, running: torch.Tensor, *, with_mean: bool) -> None:
-    """Fold a tile into maximum, sum of exponentials, and sum of logits weighted by them."""
-    z, _ = transformed(tile.logits.to(running.dtype), logits.softcap, logits.temperature_of(tile))
+def fold_reference(
+    logits: Logits, tile: Tile, pairs: PairsOfTiles, running: torch.Tensor, picked: torch.Tensor,
+    *, with_mean: bool,
+) -> None:  # fmt: skip
+    """Fold a tile into maximum, sum of exponentials, and sum of logits weighted by them.
+
+    The logits of pairs go to ``picked`` instead.
+    """
+    some, places = pairs.within(tile)
+    tile.memory[-1] = 0.0
+    picked[some] += tile.memory[places]
+    tile.memory[places] = -torch.inf
+    z, _ = transformed(
+        tile.logits.to(running.dtype), logits.softcap, logits.temperature_of(tile.rows)
+    )
     most, total, weighted = (one[tile.rows] for one in running)
     new_most = torch.maximum(most, z.amax(1))
     shift = torch.where(new_most == -torch.inf, 0.0, new_most)
@@ -168,48 +165,37 @@ def fold_reference(logits: Logits, tile: Tile, running: torch.Tensor, *, with_me
     most.copy_(new_most)
 
 
-def slope_reference(logits: Logits, tile: Tile, rates: torch.Tensor, *, with_mean: bool) -> None:
-    """Overwrite a tile by the gradient of the statistics with respect to it.
-
-    The mean has a gradient only if ``with_mean``.
+def slope_reference(
+    logits: Logits, tile: Tile, pairs: PairsOfTiles, rates: torch.Tensor, of_picked: torch.Tensor,
+    *, with_mean: bool,
+) -> None:  # fmt: skip
+    """Overwrite a tile by the gradient with respect to it; the mean has one if ``with_mean``.
 
     ``rates`` has four rows of ``[R]``: the gradients of log-sum-exp and mean, and their values.
+    ``of_picked`` are the gradients of the logits of pairs.
     """
-    temperature = logits.temperature_of(tile)
+    of_logsumexp, of_mean, logsumexp, mean = rates[:, tile.rows, None].unbind()
     z = tile.logits.to(rates.dtype)
-    tile.logits.copy_(slope_of(z, rates[:, tile.rows, None], logits.softcap, temperature))
-
-
-def slope_of(
-    z: torch.Tensor, rates: torch.Tensor, softcap: float, temperature: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the gradient of log-sum-exp and mean with respect to logits ``z``."""
-    of_logsumexp, of_mean, logsumexp, mean = rates.unbind()
-    z, slope = transformed(z, softcap, temperature)
-    probability = (z - logsumexp).exp()
-    gradient = probability * (of_logsumexp + of_mean * (1 + z - mean)) * slope
-    return torch.where(probability == 0, 0.0, gradient)
+    z, slope = transformed(z, logits.softcap, logits.temperature_of(tile.rows))
+    probability = (z - torch.where(logsumexp == -torch.inf, 0.0, logsumexp)).exp()
+    rate = of_logsumexp + of_mean * (1 + z - mean) if with_mean else of_logsumexp
+    tile.logits.copy_(torch.where(probability == 0, 0.0, probability * rate * slope))
+    some, places = pairs.within(tile)
+    tile.memory[places] = of_picked[some]
 
 
 def gradients(
-    logits: Logits,
-    pairs: Pairs,
-    rates: torch.Tensor,
-    picked: torch.Tensor,
-    of_picked: torch.Tensor,
-    *,
-    needs: list[bool],
-    with_mean: bool,
-    impl: str,
-) -> list[torch.Tensor | None]:
-    """Return the gradients of hidden states, weight and bias that are needed, else None.
+    logits: Logits, pairs: Pairs, rates: torch.Tensor, of_picked: torch.Tensor,
+    *, needs: list[bool], with_mean: bool, impl: str,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Return the gradients of gathered rows, weight and bias that are needed, else None.
 
-    Every product is added in float32 and in the order of the tiles. A gradient of a row that
-    occurs more than once is added in the order of ``logits.rows``.
+    That of the rows is in the dtype of sums. Every product is added in float32 and in the order of
+    the tiles. ``rates`` are those of `slope_reference`.
     """
     hidden = logits.hidden.index_select(0, logits.rows)
     sums, num_rows = logits.sums, hidden.shape[0]
-    of_hidden = torch.zeros_like(hidden, dtype=sums)
+    of_hidden = torch.zeros_like(hidden, dtype=sums) if needs[0] else None
     of_weight = torch.zeros_like(logits.weight) if needs[1] else None
     of_bias = torch.zeros_like(logits.weight[:, :1]) if needs[2] else None
     by_column = [
@@ -217,19 +203,11 @@ def gradients(
         for total, right in ((of_weight, hidden), (of_bias, hidden.new_ones(num_rows, 1)))
         if total is not None
     ]
-    temperature = None if logits.temperature is None else logits.temperature[pairs.rows]
-    exact = slope_of(picked, rates[:, pairs.rows], logits.softcap, temperature) + of_picked
-    rates = rates.to(sums)
-    change, multiple = slope_reference, 1
-    if impl == "triton":
-        from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, slope_forward
-
-        change, multiple = slope_forward, BLOCK
+    rates, of_picked = rates.to(sums), of_picked.to(hidden.dtype)
+    _, change, held, multiple = way_of(impl, logits, pairs, hidden)
     for tile in tiles_of(logits, hidden, multiple):
-        change(logits, tile, rates, with_mean=with_mean)
-        some, _, place = places_in(tile, pairs)
-        tile.memory[place] = exact[some].to(hidden.dtype)
-        if needs[0]:
+        change(logits, tile, held, rates, of_picked, with_mean=with_mean)
+        if of_hidden is not None:
             add_product(of_hidden[tile.rows], tile.logits, logits.weight[tile.columns])
         for total, right, part in by_column:
             if not tile.rows.start:
@@ -237,11 +215,7 @@ def gradients(
             add_product(part, tile.logits.T, right[tile.rows])
             if tile.rows.stop == num_rows:
                 total[tile.columns] = part
-    return [
-        sum_rows(of_hidden, logits.rows, len(logits.hidden)).to(hidden.dtype) if needs[0] else None,
-        of_weight,
-        None if of_bias is None else of_bias[:, 0],
-    ]
+    return [of_hidden, of_weight, None if of_bias is None else of_bias[:, 0]]
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -254,55 +228,58 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-def _run(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rows: torch.Tensor,
-    temperature: torch.Tensor | None,
-    pair_rows: torch.Tensor,
-    pair_tokens: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    per_row, softcap, with_mean, impl = options
+def _run(  # noqa: PLR0913, PLR0917 - arguments of the op
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor,
+    temperature: torch.Tensor | None, boundaries: torch.Tensor, tokens: torch.Tensor,
+    softcap: float, whole: bool, with_mean: bool, impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     logits = Logits(hidden, weight, bias, rows, temperature, softcap)
-    pairs = Pairs(pair_rows, pair_tokens, per_row)
-    return statistics(logits, pairs, with_mean=with_mean, impl=impl)
+    pairs = Pairs(boundaries, tokens)
+    if whole:
+        return statistics(logits, pairs, with_mean=with_mean, impl=impl)
+    mean = hidden.new_zeros(rows.shape[0], dtype=torch.float64)
+    return mean - torch.inf, mean, pair_logits(logits, pairs)
 
 
-def _fake(hidden: torch.Tensor, _weight: Any, _bias: Any, rows: torch.Tensor, *others: Any) -> Any:
-    num_rows, num_pairs = rows.shape[0], others[2].shape[0]
-    return tuple(
-        hidden.new_empty(size, dtype=torch.float64) for size in (num_rows, num_rows, num_pairs)
-    )
+def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    hidden, rows, tokens = arguments[0], arguments[3], arguments[6]
+    sizes = rows.shape[0], rows.shape[0], tokens.shape[0]
+    return tuple(hidden.new_empty(size, dtype=torch.float64) for size in sizes)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.save_for_backward(*inputs[:7], *output[:2])
     ctx.options = inputs[7:]
 
 
-def _backward(ctx: Any, *of_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    *inputs, logsumexp, mean, picked = ctx.saved_tensors
-    of_logsumexp, of_mean, of_picked = of_outputs
+def _backward(
+    ctx: Any, of_logsumexp: torch.Tensor, of_mean: torch.Tensor, of_picked: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    *inputs, logsumexp, mean = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     rates = torch.stack((of_logsumexp, of_mean, logsumexp, mean))
-    found = torch.ops.trajpack.logit_gradients(
-        *inputs, *ctx.options, rates, picked, of_picked, needs
-    )
+    found = torch.ops.trajpack.logit_gradients(*inputs, *ctx.options, rates, of_picked, needs)
     grads = [one if need else None for one, need in zip(found, needs, strict=True)]
     return *grads, *[None] * 8
 
 
-def _run_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    hidden, weight, bias, rows, temperature, pair_rows, pair_tokens = arguments[:7]
-    per_row, softcap, with_mean, impl, rates, picked, of_picked, needs = arguments[7:]
+def _run_gradients(  # noqa: PLR0913, PLR0917 - arguments of the op
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor,
+    temperature: torch.Tensor | None, boundaries: torch.Tensor, tokens: torch.Tensor,
+    softcap: float, whole: bool, with_mean: bool, impl: str,
+    rates: torch.Tensor, of_picked: torch.Tensor, needs: list[bool],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     logits = Logits(hidden, weight, bias, rows, temperature, softcap)
-    pairs = Pairs(pair_rows, pair_tokens, per_row)
-    found = gradients(
-        logits, pairs, rates, picked, of_picked, needs=needs, with_mean=with_mean, impl=impl
-    )
-    return tuple(hidden.new_empty(0) if one is None else one for one in found)
+    pairs = Pairs(boundaries, tokens)
+    if whole:
+        of_rows, *of_head = gradients(
+            logits, pairs, rates, of_picked, needs=needs, with_mean=with_mean, impl=impl
+        )
+    else:
+        of_rows, *of_head = pair_gradients(logits, pairs, of_picked, needs)
+    if of_rows is not None:
+        of_rows = sum_rows(of_rows, rows, hidden.shape[0]).to(hidden.dtype)
+    return tuple(hidden.new_empty(0) if one is None else one for one in (of_rows, *of_head))
 
 
 def _fake_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -314,9 +291,13 @@ def _fake_gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
+def _refuse(ctx: Any, *_of_outputs: torch.Tensor) -> None:
+    raise RuntimeError("log-probabilities of hidden states are differentiable once")
+
+
 ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor rows, Tensor? temperature, "
-    "Tensor pair_rows, Tensor pair_tokens, int per_row, float softcap, bool with_mean, str impl"
+    "Tensor boundaries, Tensor tokens, float softcap, bool whole, bool with_mean, str impl"
 )
 register_op(
     f"logit_statistics({ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
@@ -326,8 +307,9 @@ register_op(
     backward=_backward,
 )
 register_op(
-    f"logit_gradients({ARGUMENTS}, Tensor rates, Tensor picked, Tensor of_picked, bool[] needs) "
+    f"logit_gradients({ARGUMENTS}, Tensor rates, Tensor of_picked, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
     _run_gradients,
     _fake_gradients,
+    backward=_refuse,
 )

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of a tile of logits: one folds it into sums, one overwrites it by its gradient.
 
-A program takes one row of the tile. The row is padded to whole blocks, so no access is masked.
+A program takes one row of the tile. The row is padded to whole blocks, so no access to it is masked
+but those of its few pairs, whose tokens are in memory one behind the other.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -14,10 +13,9 @@ import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
 
-if TYPE_CHECKING:
-    from trajpack.kernels.logprobs.logit_statistics import Logits, Tile
-
 BLOCK = block_shape("logit_statistics", DEFAULT).block
+PAIRS = 128
+"""Pairs that a program takes at once: one a thread, which alone reads and replaces its logit."""
 
 
 @triton.jit
@@ -26,26 +24,53 @@ def _transformed(z, cap, inverse):
     slope = inverse + tl.zeros_like(z)
     if cap > 0:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        capped = 1.0 - 2.0 / (tl.exp(2.0 * (z / cap)) + 1.0)
-        z = capped * cap
+        share = z / cap
+        capped = 1.0 - 2.0 / (tl.exp(2.0 * share) + 1.0)
+        z = tl.where(share == float("-inf"), share, capped * cap)
         slope = slope * (1.0 - capped * capped)
     return z * inverse, slope
 
 
+@triton.jit
+def _pairs_in(tokens, first, end, column, width, PAIRS: tl.constexpr):
+    """Return numbers of pairs from ``first``, their columns, and which are of the row and tile."""
+    number = first + tl.arange(0, PAIRS)
+    place = tl.load(tokens + number, mask=number < end, other=-1) - column
+    return number, place, (place >= 0) & (place < width)
+
+
 @triton.jit(
-    do_not_specialize=["stride", "width", "softcap"],
-    do_not_specialize_on_alignment=["temperature", "most", "total", "weighted"],
+    do_not_specialize=["stride", "column", "width", "softcap"],
+    do_not_specialize_on_alignment=[
+        "temperature",
+        "most",
+        "total",
+        "weighted",
+        "boundaries",
+        "tokens",
+        "picked",
+    ],
 )
 def fold_kernel(
-    tile, temperature, most, total, weighted, stride: tl.int64, width: tl.int32,
-    softcap: tl.float64,
+    tile, temperature, most, total, weighted, boundaries, tokens, picked, stride: tl.int64,
+    column: tl.int64, width: tl.int32, softcap: tl.float64,
     HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Fold a row into its maximum, sum of exponentials and sum of logits weighted by them.
 
-    Every lane keeps sums of its own, relative to its own maximum.
+    Every lane keeps sums of its own, relative to its own maximum. The logits of pairs are picked
+    and replaced by minus infinity before.
     """
     row = tl.program_id(0)
+    begin = tile + row.to(tl.int64) * stride
+    end = tl.load(boundaries + row + 1)
+    for first in range(tl.load(boundaries + row), end, PAIRS):
+        number, place, inside = _pairs_in(tokens, first, end, column, width, PAIRS)
+        found = tl.load(begin + place, mask=inside)
+        tl.store(picked + number, found.to(tl.float64), mask=inside)
+        tl.store(begin + place, float("-inf"), mask=inside)
+    tl.debug_barrier()
     lane = tl.arange(0, BLOCK)
     kind = most.dtype.element_ty
     cap = softcap.to(kind)
@@ -55,7 +80,6 @@ def fold_kernel(
     own_most = tl.full((BLOCK,), float("-inf"), kind)
     own_total = tl.zeros((BLOCK,), kind)
     own_weighted = tl.zeros((BLOCK,), kind)
-    begin = tile + row.to(tl.int64) * stride
     for first in range(0, width, BLOCK):
         z, _ = _transformed(tl.load(begin + first + lane).to(kind), cap, inverse)
         z = tl.where(first + lane < width, z, float("-inf"))
@@ -80,15 +104,25 @@ def fold_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["stride", "width", "softcap"],
-    do_not_specialize_on_alignment=["temperature", "of_logsumexp", "of_mean", "logsumexp", "mean"],
+    do_not_specialize=["stride", "column", "width", "softcap"],
+    do_not_specialize_on_alignment=[
+        "temperature",
+        "of_logsumexp",
+        "of_mean",
+        "logsumexp",
+        "mean",
+        "boundaries",
+        "tokens",
+        "of_picked",
+    ],
 )
 def slope_kernel(
-    tile, temperature, of_logsumexp, of_mean, logsumexp, mean, stride: tl.int64, width: tl.int32,
-    softcap: tl.float64,
+    tile, temperature, of_logsumexp, of_mean, logsumexp, mean, boundaries, tokens, of_picked,
+    stride: tl.int64, column: tl.int64, width: tl.int32, softcap: tl.float64,
     HAS_TEMPERATURE: tl.constexpr, WITH_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite a row by the gradient of its log-sum-exp and its mean."""
+    """Overwrite a row by the gradient of its log-sum-exp and its mean, then that of its pairs."""
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     kind = logsumexp.dtype.element_ty
@@ -97,6 +131,7 @@ def slope_kernel(
     if HAS_TEMPERATURE:
         inverse = 1.0 / tl.load(temperature + row).to(kind)
     shift = tl.load(logsumexp + row)
+    shift = tl.where(shift == float("-inf"), 0.0, shift)
     rate = tl.load(of_logsumexp + row)
     begin = tile + row.to(tl.int64) * stride
     for first in range(0, width, BLOCK):
@@ -107,26 +142,32 @@ def slope_kernel(
             change += tl.load(of_mean + row) * (1.0 + z - tl.load(mean + row))
         gradient = tl.where(probability == 0.0, 0.0, probability * change * slope)
         tl.store(begin + first + lane, gradient.to(tile.dtype.element_ty))
+    tl.debug_barrier()
+    end = tl.load(boundaries + row + 1)
+    for first in range(tl.load(boundaries + row), end, PAIRS):
+        number, place, inside = _pairs_in(tokens, first, end, column, width, PAIRS)
+        tl.store(begin + place, tl.load(of_picked + number, mask=inside), mask=inside)
 
 
-def fold_forward(logits: Logits, tile: Tile, running: torch.Tensor, *, with_mean: bool) -> None:
-    """Launch a program for each row; arguments as for ``fold_reference``."""
-    most, total, weighted = (one[tile.rows] for one in running)
-    _launch(fold_kernel, logits, tile, most, total, weighted, with_mean=with_mean)
-
-
-def slope_forward(logits: Logits, tile: Tile, rates: torch.Tensor, *, with_mean: bool) -> None:
-    """Launch a program for each row; arguments as for ``slope_reference``."""
-    _launch(slope_kernel, logits, tile, *(one[tile.rows] for one in rates), with_mean=with_mean)
-
-
-def _launch(kernel, logits: Logits, tile: Tile, *vectors: torch.Tensor, with_mean: bool) -> None:
+def _launch(kernel, logits, tile, pairs, vectors, of_pairs, *, with_mean) -> None:
+    """Launch a program for each row; arguments as for the references."""
     num_rows, width = tile.logits.shape
-    temperature = logits.temperature_of(tile)
+    temperature = logits.temperature_of(tile.rows)
     with torch.cuda.device_of(tile.padded):  # Triton launches on the current device
         kernel[(num_rows,)](
-            tile.padded, tile.padded if temperature is None else temperature, *vectors,
-            tile.padded.stride(0), width, logits.softcap, HAS_TEMPERATURE=temperature is not None,
-            WITH_MEAN=with_mean, BLOCK=BLOCK,
+            tile.padded, tile.padded if temperature is None else temperature,
+            *vectors[:, tile.rows], pairs.boundaries[tile.rows.start :], pairs.tokens, of_pairs,
+            tile.padded.stride(0), tile.columns.start, width, logits.softcap,
+            HAS_TEMPERATURE=temperature is not None, WITH_MEAN=with_mean, BLOCK=BLOCK, PAIRS=PAIRS,
             **launch_on("logit_statistics", tile.padded.get_device()).options,
         )  # fmt: skip
+
+
+def fold_forward(logits, tile, pairs, running, picked, *, with_mean) -> None:
+    """Fold a tile; arguments as for the reference."""
+    _launch(fold_kernel, logits, tile, pairs, running, picked, with_mean=with_mean)
+
+
+def slope_forward(logits, tile, pairs, rates, of_picked, *, with_mean) -> None:
+    """Overwrite a tile by its gradient; arguments as for the reference."""
+    _launch(slope_kernel, logits, tile, pairs, rates, of_picked, with_mean=with_mean)

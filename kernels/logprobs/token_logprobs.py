@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from torch.autograd import forward_ad
 
 from trajpack.kernels.dispatch import Impl, resolve_impl
 from trajpack.kernels.logprobs.logit_statistics import HALVES, transformed
-from trajpack.kernels.logprobs.vocabulary_shards import merged, shard_of, with_summed_gradient
+from trajpack.kernels.logprobs.pair_logits import LOGITS_PER_PAIR, Pairs
+from trajpack.kernels.logprobs.vocabulary_shards import Merged, SummedGradient, shard_of
+from trajpack.kernels.rearrange.repeat_rows import repeat_rows
 from trajpack.kernels.reduce.segment_reduce import segment_max, segment_sum
 from trajpack.kernels.validation import (
     check_boundaries,
@@ -21,43 +24,32 @@ from trajpack.kernels.validation import (
 
 FLOATS = (*HALVES, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+IDS = (*INTEGERS, torch.int16, torch.uint16, torch.uint8)
 Direction: TypeAlias = Literal["forward", "reverse"]
+TokenSets: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Boundaries ``[R + 1]`` int32 and tokens ``[P]``: those of row ``r`` are
+``tokens[boundaries[r] : boundaries[r + 1]]``, distinct integers; such as a `trajpack.Ragged`."""
 LEAST_TAIL = 2.0**-24
-"""Least probability of the tokens outside the top k: what float32 log-probabilities can resolve."""
-
-
-@overload
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor,
-    *, bias: torch.Tensor | None = ..., temperature: float | torch.Tensor = ...,
-    softcap: float | None = ..., entropy: Literal[False] = ...,
-    support: tuple[torch.Tensor, torch.Tensor] | None = ..., group: Any = ..., impl: Impl = ...,
-) -> torch.Tensor: ...  # fmt: skip
-
-
-@overload
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor,
-    *, bias: torch.Tensor | None = ..., temperature: float | torch.Tensor = ...,
-    softcap: float | None = ..., entropy: Literal[True],
-    support: tuple[torch.Tensor, torch.Tensor] | None = ..., group: Any = ..., impl: Impl = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+"""Least probability of a teacher's other tokens: what float32 log-probabilities can resolve."""
+ROUNDING = 1e-3
+"""Most that a teacher's log-probability may be above 0."""
 
 
 def token_logprobs(  # noqa: PLR0913 - all but four are keywords
     hidden: torch.Tensor,
     weight: torch.Tensor,
     rows: torch.Tensor,
-    targets: torch.Tensor,
+    targets: torch.Tensor | TokenSets,
     *,
     bias: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    support: tuple[torch.Tensor, torch.Tensor] | None = None,
+    support: TokenSets | None = None,
+    every_row_supported: bool = False,
     group: Any = None,
     impl: Impl = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Return the log-probabilities of ``targets`` in the distributions of some rows.
 
     The logits of row ``r`` are ``z = hidden[rows[r]] @ weight.T + bias``, then
@@ -69,14 +61,18 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
         weight: ``[V, H]`` of the same dtype: the LM head. With ``group`` the part of this rank, or
             a ``DTensor`` that is sharded over it by tokens.
         rows: ``[R]`` int32 or int64 indices into ``hidden``. A row may occur more than once.
-        targets: ``[R]`` int32 or int64 tokens in ``[0, V)``.
+        targets: ``[R]`` int32 or int64 tokens in ``[0, V)``; or any number of tokens of each row,
+            such as a teacher's: boundaries ``[R + 1]`` int32 and distinct tokens ``[P]``.
         bias: ``[V]`` of the same dtype.
         temperature: Positive: one number, or ``[R]`` float32. No gradient flows to it.
         softcap: Positive: the largest absolute logit, as of Gemma 2. None for no cap.
         entropy: Whether to return entropies too.
-        support: Tokens that could be sampled: boundaries ``[R + 1]`` int32 and the distinct tokens
-            of each row, int32 or int64. A row is normalised over its tokens alone; a target that is
-            not among them has log-probability -inf. A row with none is normalised over all.
+        support: Tokens that could be sampled, one target a row: boundaries and distinct tokens, as
+            of ``targets``. A row is normalised over its tokens alone; a target that is not among
+            them has log-probability -inf. A row with none is normalised over all.
+        every_row_supported: Whether each row has tokens in ``support``. The host sees that, and a
+            device, which is not asked, is saved the vocabulary. A row with none then has
+            log-probability -inf.
         group: Process group of the tensor-parallel ranks, each of which holds a part of ``weight``
             and ``bias``: equal parts in the order of the ranks. All other arguments are the same on
             all ranks, and so are the results.
@@ -84,148 +80,135 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
             products are torch's in both.
 
     Returns:
-        Log-probabilities ``[R]``, with ``entropy`` also the entropies ``[R]``: float32, float64 of
-        float64. Differentiable with respect to ``hidden``, ``weight`` and ``bias``, once.
+        Log-probabilities ``[R]``, or ``[P]`` and ``[R]``: of the tokens, and of all others of a row
+        together, -inf if there are none; that is as exact where it is 1e-30 as where it is 0.5.
+        With ``entropy`` also the entropies ``[R]``. They are float32, float64 of float64.
+        Differentiable once with respect to ``hidden``, ``weight`` and ``bias``, in reverse mode,
+        not under transforms of ``torch.func``. A logit of -inf stays so under a soft-cap.
 
     Raises:
         TypeError: If an argument or a dtype is none of the above.
-        ValueError: If shapes or devices disagree, a number is out of its range, or indices that can
+        ValueError: If shapes or devices disagree, a number is out of its range, or values that can
             be read without waiting for a device are.
+        RuntimeError: If a gradient is asked for in another way.
 
     Cost: one matrix product forward and three backward, over the ``R`` rows alone, and one launch
     that reads each tile, backward one that reads and writes it. Memory: one tile (on a device
     4,096 rows of 16,384 logits), the gathered rows, and backward float32 gradients of the rows and
-    of one column of tiles. Sums are float32 at least and in a fixed order: results are bitwise the
-    same in every run. No copy to the host, no synchronisation. With ``group`` two all-reduces of
-    two and of three float64 numbers a row, backward one of the gradient of ``hidden``.
+    of one column of tiles. Where every row is supported by few tokens, in place of the products two
+    gathered rows for each token, forward and backward; a token counts as 1,024 logits on a device,
+    as 128 on the host. Sums are float32 at least and in a fixed order: results are bitwise the same
+    in every run. No copy to the host, no synchronisation. With ``group`` two all-reduces of two and
+    of three float64 numbers a row, backward one of the gradient of ``hidden``.
 
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(4, 3)
         >>> rows, targets = torch.tensor([0, 2]), torch.tensor([0, 3])
         >>> token_logprobs(hidden, weight, rows, targets)
         tensor([-0.7437, -1.7437])
-        >>> boundaries, tokens = torch.tensor([0, 2, 2], dtype=torch.int32), torch.tensor([0, 1])
-        >>> token_logprobs(hidden, weight, rows, targets, support=(boundaries, tokens))
+        >>> sets = torch.tensor([0, 2, 2], dtype=torch.int32), torch.tensor([0, 1])
+        >>> token_logprobs(hidden, weight, rows, targets, support=sets)
         tensor([-0.3133, -1.7437])
+        >>> token_logprobs(hidden, weight, rows, sets)
+        (tensor([-0.7437, -1.7437]), tensor([-1.0505,  0.0000]))
 
     Reference:
         ``torch.nn.functional.log_softmax`` of all logits, gathered at the targets.
     """
-    op = "token_logprobs"
     head = _Head(
-        op, hidden, weight, rows,
+        "token_logprobs", hidden, weight, rows,
         bias=bias, temperature=temperature, softcap=softcap, group=group, impl=impl,
     )  # fmt: skip
-    num_rows, device = rows.shape[0], hidden.device
-    check_tensor(
-        op, "targets", targets, dtypes=INTEGERS, device=device, entries=num_rows, per="row"
-    )
-    check_indices(op, "targets", targets, head.vocabulary)
-    row = torch.arange(num_rows, device=device)
-    if support is None:
-        logsumexp, mean, logits = head.statistics(row, targets.long(), 1, with_mean=entropy)
-        logprobs, entropies = logits - logsumexp, logsumexp - mean
+    if isinstance(targets, torch.Tensor):
+        pairs = head.one_pair_a_row(targets)
+    elif support is None:
+        pairs = head.pairs("targets", targets)
     else:
-        logprobs, entropies = _supported(
-            op, head, row, targets.long(), support, with_entropy=entropy
-        )
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    return (logprobs.to(dtype), entropies.to(dtype)) if entropy else logprobs.to(dtype)
+        raise ValueError("token_logprobs: targets must be [R] with a support, got sets of tokens")
+    if support is None:
+        found = _over_all(*head.statistics(pairs, with_mean=entropy), pairs=pairs)
+        if isinstance(targets, torch.Tensor):
+            del found[1]
+    else:
+        sets, every = head.pairs("support", support), every_row_supported
+        found = _over_support(head, sets, pairs, every_row=every, with_mean=entropy)
+    results = [one.to(head.dtype) for one in (found if entropy else found[:-1])]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-def topk_kl(  # noqa: PLR0913 - all but five are keywords
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
+def topk_kl(
+    logprobs: torch.Tensor,
+    rest: torch.Tensor,
     teacher_logprobs: torch.Tensor,
     *,
+    boundaries: torch.Tensor,
     direction: Direction = "forward",
-    bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor = 1.0,
-    softcap: float | None = None,
-    group: Any = None,
-    impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Return the divergence of each row from a teacher that is known at k tokens.
+    """Return the divergence of each row from a teacher that is known at some tokens.
 
-    All other tokens are one class. With the teacher's probabilities p and the model's q over the k
-    tokens and that class, ``"forward"`` is ``sum(p * log(p / q))`` and ``"reverse"`` is
-    ``sum(q * log(q / p))``. The probability of the class is at least 2⁻²⁴.
+    All other tokens are one class. With the teacher's probabilities p and the model's q over the
+    tokens of a row and that class, ``"forward"`` is ``sum(p * log(p / q))`` and ``"reverse"`` is
+    ``sum(q * log(q / p))``.
 
     Args:
-        hidden: As of `token_logprobs`, like ``weight``, ``rows`` and all that follows here.
-        weight: The LM head of the model, not of the teacher.
-        rows: ``[R]``
-        tokens: ``[R, k]`` int32 or int64, distinct in each row.
-        teacher_logprobs: ``[R, k]`` float32 or float64. Entries of -inf are left out, with their
-            tokens: rows with fewer than k tokens end in such. No gradient flows to them.
+        logprobs: ``[P]`` float32 or float64, of `token_logprobs`.
+        rest: ``[R]`` of the same dtype, of `token_logprobs`. Where it is -inf there is no class.
+        teacher_logprobs: ``[P]`` float32 or float64. A token of -inf is counted with the others.
+            The teacher's probability of the others is at least 2⁻²⁴. No gradient flows to them.
+        boundaries: ``[R + 1]`` int32: those of the tokens.
         direction: ``"forward"`` or ``"reverse"``.
-        bias: ``[V]``
-        temperature: Of the model. The teacher's log-probabilities are taken as they are.
-        softcap: Of the model.
-        group: As of `token_logprobs`.
-        impl: As of `token_logprobs`.
 
     Returns:
-        ``[R]``, differentiable and of the dtype of `token_logprobs`.
+        ``[R]`` of the dtype of ``logprobs``, differentiable with respect to both.
 
     Raises:
-        TypeError: As `token_logprobs`.
-        ValueError: As `token_logprobs`, and if a row has a token twice, where that can be read.
+        TypeError: If an argument or a dtype is none of the above.
+        ValueError: If shapes or devices disagree; where values can be read, if a teacher's
+            log-probability is above 0 or no number, or boundaries do not end at the tokens.
 
-    Cost: that of `token_logprobs`, and some small operations over ``[R, k]``.
+    Cost: two dozen small operations over ``[P]`` and ``[R]``. No synchronisation.
 
     Example:
         >>> hidden, weight = torch.zeros(1, 3), torch.eye(4, 3)
-        >>> rows, tokens = torch.tensor([0]), torch.tensor([[0, 1]])
-        >>> topk_kl(hidden, weight, rows, tokens, torch.tensor([[0.5, 0.25]]).log())
+        >>> boundaries, tokens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 1])
+        >>> own = token_logprobs(hidden, weight, torch.tensor([0]), (boundaries, tokens))
+        >>> topk_kl(*own, torch.tensor([0.5, 0.25]).log(), boundaries=boundaries)
         tensor([0.1733])
     """
     op = "topk_kl"
     check_choice(op, "direction", direction, get_args(Direction))
-    head = _Head(
-        op, hidden, weight, rows,
-        bias=bias, temperature=temperature, softcap=softcap, group=group, impl=impl,
-    )  # fmt: skip
-    num_rows, device = rows.shape[0], hidden.device
+    floats, device = (torch.float32, torch.float64), logprobs.device
+    check_tensor(op, "logprobs", logprobs, dtypes=floats)
+    check_tensor(op, "rest", rest, dtypes=floats, device=device)
+    num_rows, num_pairs = rest.shape[0], logprobs.shape[0]
     check_tensor(
-        op, "tokens", tokens, dtypes=INTEGERS, ndim=2, device=device, entries=num_rows, per="row"
+        op, "teacher_logprobs", teacher_logprobs, dtypes=floats, device=device, entries=num_pairs,
+        constant=True,
+    )  # fmt: skip
+    _check_boundaries(op, "logprobs", boundaries, num_rows=num_rows, tokens=logprobs)
+    readable = values_to_check(teacher_logprobs)
+    if readable is not None and not (readable <= ROUNDING).all():
+        wrong = readable[~(readable <= ROUNDING)][0]
+        raise ValueError(f"{op}: teacher_logprobs must be numbers of at most 0, got {wrong:g}")
+    pairs = Pairs(boundaries, boundaries.new_zeros(num_pairs))
+    teacher, own, rest = teacher_logprobs.double(), logprobs.double(), rest.double()
+    known = teacher != -torch.inf
+    others = _logsumexp(own.masked_fill(known, -torch.inf), pairs)
+    has_others = others > -torch.inf
+    with_others = torch.logaddexp(rest, others.where(has_others, 0.0))
+    tail = torch.where(has_others, with_others, rest)
+    has_tail = tail != -torch.inf
+    own, teacher, tail = own.where(known, 0.0), teacher.where(known, 0.0), tail.where(has_tail, 0.0)
+    certain = segment_sum(teacher.exp().where(known, 0.0), boundaries)
+    teacher_tail = (1 - certain).clamp_min(LEAST_TAIL).log()
+    divergences = (
+        (there.exp() * (there - here) if direction == "forward" else here.exp() * (here - there))
+        for here, there in ((own, teacher), (tail, teacher_tail))
     )
-    check_tensor(
-        op, "teacher_logprobs", teacher_logprobs, dtypes=(torch.float32, torch.float64), ndim=2,
-        device=device, entries=num_rows, per="row", constant=True,
-    )  # fmt: skip
-    if teacher_logprobs.shape != tokens.shape:
-        raise ValueError(
-            f"{op}: teacher_logprobs must have the shape {list(tokens.shape)} of tokens, "
-            f"got {list(teacher_logprobs.shape)}"
-        )
-    most = tokens.shape[1]
-    teacher = teacher_logprobs.double()
-    known = teacher > -torch.inf
-    wanted = torch.where(known, tokens, -1)
-    check_indices(op, "tokens", wanted, head.vocabulary, least=-1)
-    row = torch.arange(num_rows, device=device).repeat_interleave(most)
-    _check_distinct(op, row, wanted.flatten())
-    logsumexp, _, logits = head.statistics(row, wanted.long().flatten(), most, with_mean=False)
-    model = logits.view(num_rows, most) - logsumexp[:, None]
-    model, teacher = (torch.where(known, one, 0.0) for one in (model, teacher))
-    here, there = (_with_tail(one, known) for one in (model, teacher))
-    if direction == "forward":
-        here, there = there, here
-    divergence = (here.exp() * (here - there)).masked_fill(~_with_class(known), 0.0).sum(1)
-    return divergence.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-
-
-def _with_tail(logprobs: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Append the logarithm of the probability of all other tokens."""
-    inside = logprobs.exp().masked_fill(~known, 0.0).sum(1, keepdim=True)
-    return torch.cat((logprobs, (1 - inside).clamp_min(LEAST_TAIL).log()), 1)
-
-
-def _with_class(known: torch.Tensor) -> torch.Tensor:
-    return torch.cat((known, known.new_ones(known.shape[0], 1)), 1)
+    of_tokens, of_tail = (
+        one.where(counts, 0.0) for one, counts in zip(divergences, (known, has_tail), strict=True)
+    )
+    return (segment_sum(of_tokens, boundaries) + of_tail).to(logprobs.dtype)
 
 
 class _Head:
@@ -240,7 +223,13 @@ class _Head:
         check_tensor(op, "rows", rows, dtypes=INTEGERS, device=hidden.device)
         own, self.first, self.vocabulary = shard_of(op, "weight", weight, group)
         device = hidden.device
-        check_tensor(op, "weight", own, dtypes=(hidden.dtype,), ndim=2, device=device)
+        if own.dtype != hidden.dtype:
+            wanted, got = (str(one.dtype).removeprefix("torch.") for one in (hidden, own))
+            raise TypeError(
+                f"{op}: weight must be {wanted} as hidden, got {got}; convert one of them, "
+                "hidden.to(weight.dtype) for more exact products"
+            )
+        check_tensor(op, "weight", own, ndim=2, device=device)
         if own.shape[1] != hidden.shape[1] or not own.shape[0]:
             raise ValueError(
                 f"{op}: weight must have shape [V, {hidden.shape[1]}] with at least one token, "
@@ -254,77 +243,165 @@ class _Head:
         check_indices(op, "rows", rows, hidden.shape[0])
         if softcap is not None:
             check_number(op, "softcap", softcap, above=0, finite=True)
-        self.temperature: torch.Tensor | None = None
-        if isinstance(temperature, torch.Tensor):
-            self.temperature = temperature
-            check_tensor(
-                op, "temperature", temperature, dtypes=(torch.float32,), device=device,
-                entries=rows.shape[0], per="row", constant=True,
-            )  # fmt: skip
-        else:
-            check_number(op, "temperature", temperature, above=0, finite=True)
-            if temperature != 1:
-                self.temperature = torch.full(rows.shape, float(temperature), device=device)
-        self.hidden = hidden if group is None else with_summed_gradient(hidden, group)
+        _check_reverse_mode(op, hidden, own, bias)
+        self.op, self.hidden = op, hidden
+        if group is not None:
+            self.hidden = SummedGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
         self.weight, self.bias, self.rows = own, bias, rows.long()
+        self.temperature = temperatures(op, temperature, rows)
         self.softcap = float(softcap or 0.0)
         self.group, self.impl = group, resolve_impl(op, impl, hidden)
+        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+    def one_pair_a_row(self, targets: torch.Tensor) -> Pairs:
+        """Check and return a token of each row."""
+        op, count = self.op, self.rows.shape[0]
+        check_tensor(
+            op, "targets", targets, dtypes=INTEGERS, device=self.rows.device, entries=count,
+            per="row",
+        )  # fmt: skip
+        check_indices(op, "targets", targets, self.vocabulary)
+        each = torch.arange(count + 1, dtype=torch.int32, device=targets.device)
+        return Pairs(each, targets.long())
+
+    def pairs(self, name: str, sets: TokenSets) -> Pairs:
+        """Check and return the tokens of the rows."""
+        op, (boundaries, tokens) = self.op, sets
+        check_tensor(op, f"tokens of {name}", tokens, dtypes=IDS, device=self.rows.device)
+        _check_boundaries(op, name, boundaries, num_rows=self.rows.shape[0], tokens=tokens)
+        pairs = Pairs(boundaries, tokens.long())
+        check_indices(op, f"tokens of {name}", pairs.tokens, self.vocabulary)
+        readable = values_to_check(pairs.tokens)
+        if readable is not None:
+            key = (pairs.owners.to(readable.device) * self.vocabulary + readable).sort().values
+            twice = key[1:][key.diff() == 0]
+            if twice.numel():
+                row, token = divmod(int(twice[0]), self.vocabulary)
+                wrong = f"row {row} has {token} twice"
+                raise ValueError(f"{op}: tokens of a row must be distinct in {name}, {wrong}")
+        return pairs
 
     def statistics(
-        self, pair_rows: torch.Tensor, pair_tokens: torch.Tensor, per_row: int, *, with_mean: bool
+        self, pairs: Pairs, *, with_mean: bool, whole: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return log-sum-exp and mean logit of the rows, and the logits of pairs, all float64."""
+        """Return log-sum-exp and mean of each row's other logits, and those of pairs, all float64.
+
+        Without ``whole`` the first two are any numbers.
+        """
         found = torch.ops.trajpack.logit_statistics(
             self.hidden, self.weight, self.bias, self.rows, self.temperature,
-            pair_rows, pair_tokens - self.first, per_row, self.softcap, with_mean, self.impl,
+            pairs.boundaries, pairs.tokens - self.first, self.softcap, whole, with_mean, self.impl,
         )  # fmt: skip
-        logsumexp, mean, logits = found if self.group is None else merged(found, self.group)
-        temperature = None if self.temperature is None else self.temperature[pair_rows]
-        return logsumexp, mean, transformed(logits, self.softcap, temperature)[0]
+        if self.group is not None:
+            found = Merged.apply(*found, self.group)  # type: ignore[no-untyped-call]
+        rest, mean, logits = found
+        temperature = None if self.temperature is None else self.temperature[pairs.owners]
+        return rest, mean, transformed(logits, self.softcap, temperature)[0]
 
 
-def _supported(
-    op: str, head: _Head, row: torch.Tensor, targets: torch.Tensor,
-    support: tuple[torch.Tensor, torch.Tensor], *, with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return log-probabilities and entropies of distributions over the tokens of ``support``."""
-    boundaries, tokens = support
-    num_rows, device = row.shape[0], row.device
+def temperatures(
+    op: str, temperature: float | torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor | None:
+    """Check temperatures and return that of each of ``rows``, ``[R]`` float32; None for 1."""
+    limits = torch.finfo(torch.float32)
+    if not isinstance(temperature, torch.Tensor):
+        check_number(op, "temperature", temperature, above=limits.tiny, most=limits.max)
+        if temperature == 1:
+            return None
+        return torch.full(rows.shape, float(temperature), device=rows.device)
     check_tensor(
-        op, "boundaries of support", boundaries, dtypes=(torch.int32,), device=device,
+        op, "temperature", temperature, dtypes=(torch.float32,), device=rows.device,
+        entries=rows.shape[0], per="row", constant=True,
+    )  # fmt: skip
+    readable = values_to_check(temperature)
+    wrong = None if readable is None else ~((readable > limits.tiny) & (readable <= limits.max))
+    if readable is not None and wrong is not None and wrong.any():
+        row, least = int(wrong.int().argmax()), f"finite and above {limits.tiny:g}"
+        raise ValueError(f"{op}: temperature must be {least}, row {row} has {readable[row]:g}")
+    return temperature
+
+
+def _over_all(
+    rest: torch.Tensor, mean: torch.Tensor, logits: torch.Tensor, *, pairs: Pairs
+) -> list[torch.Tensor]:
+    """Return log-probabilities of pairs and of all other tokens together, and entropies."""
+    total = torch.logaddexp(rest, _logsumexp(logits, pairs))
+    logprobs, average = _normalized(logits, total, pairs)
+    return [logprobs, rest - total, total - average - (rest - total).exp() * mean]
+
+
+def _over_support(
+    head: _Head, pairs: Pairs, one: Pairs, *, every_row: bool, with_mean: bool
+) -> list[torch.Tensor]:
+    """Return log-probabilities and entropies of distributions over the tokens of ``pairs``.
+
+    ``one`` has the target of each row.
+    """
+    boundaries, tokens, owners = *pairs, pairs.owners
+    num_rows, num_pairs, free = one.tokens.shape[0], tokens.shape[0], None
+    is_free = boundaries[1:] == boundaries[:-1]
+    readable = values_to_check(is_free)
+    if every_row or (readable is not None and not readable.any()):
+        work = LOGITS_PER_PAIR["cuda" if tokens.is_cuda else "cpu"] * num_pairs
+        whole = work > num_rows * head.weight.shape[0]
+        logits = head.statistics(pairs, with_mean=False, whole=whole)[2]
+    else:  # each row has one more: its target, if it has no others
+        ends, place = (
+            boundaries + one.boundaries,
+            owners + torch.arange(num_pairs, device=owners.device),
+        )
+        own = ends[1:].long() - 1
+        more = tokens.new_empty(num_pairs + num_rows).index_copy_(0, place, tokens)
+        more.index_copy_(0, own, one.tokens.where(is_free, -1))
+        rest, mean, found = head.statistics(Pairs(ends, more), with_mean=with_mean)
+        logits = found.index_select(0, place)
+        free = _over_all(rest, mean, found.index_select(0, own), pairs=one)
+    total = _logsumexp(logits, pairs).where(~is_free, 0.0)
+    logprobs, average = _normalized(logits, total, pairs)
+    is_target = tokens == one.tokens[owners]
+    wanted = segment_sum(torch.where(is_target, logprobs, 0.0), boundaries)
+    results = [torch.where(segment_sum(is_target, boundaries) > 0, wanted, -torch.inf)]
+    results.append(total - average)
+    if free is not None:
+        results = [x.where(~is_free, y) for x, y in zip(results, free[::2], strict=True)]
+    return results
+
+
+def _logsumexp(logits: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+    """Return the log-sum-exp of each row's pairs, -inf of none."""
+    most = segment_max(logits.detach(), pairs.boundaries)
+    most = most.where(most > -torch.inf, 0.0)
+    total = segment_sum((logits - most[pairs.owners]).exp(), pairs.boundaries)
+    return torch.where(total == 0, -torch.inf, most + total.where(total != 0, 1.0).log())
+
+
+def _normalized(
+    logits: torch.Tensor, total: torch.Tensor, pairs: Pairs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities by log-sum-exps, and the sum of logits weighted by probability."""
+    logprobs = logits - repeat_rows(total, pairs.owners)
+    probability = logprobs.exp()
+    weighted = probability * logits.masked_fill(probability == 0, 0.0)
+    return logprobs, segment_sum(weighted, pairs.boundaries)
+
+
+def _check_boundaries(
+    op: str, name: str, boundaries: torch.Tensor, *, num_rows: int, tokens: torch.Tensor
+) -> None:
+    """Raise unless boundaries are those of as many rows, and end at the tokens."""
+    check_tensor(
+        op, f"boundaries of {name}", boundaries, dtypes=(torch.int32,), device=tokens.device,
         entries=num_rows + 1, per="boundary",
     )  # fmt: skip
-    check_tensor(op, "tokens of support", tokens, dtypes=INTEGERS, device=device)
-    check_boundaries(op, boundaries, tokens.shape[0], name="support", end="its tokens")
-    check_indices(op, "tokens of support", tokens, head.vocabulary)
-    place = torch.arange(tokens.shape[0], device=device)
-    owner = torch.searchsorted(boundaries.long(), place, right=True) - 1
-    _check_distinct(op, owner, tokens)
-    is_free = boundaries[1:] == boundaries[:-1]
-    pair_rows = torch.cat((owner, row))
-    pair_tokens = torch.cat((tokens.long(), targets.where(is_free, -1)))
-    logsumexp, mean, logits = head.statistics(pair_rows, pair_tokens, 0, with_mean=with_entropy)
-    inside, outside = logits.split((tokens.shape[0], num_rows))
-    most = segment_max(inside.detach(), boundaries).masked_fill(is_free, 0.0)
-    terms = (inside - most[owner]).exp()
-    total = segment_sum(terms, boundaries).masked_fill(is_free, 1.0)
-    is_target = tokens == targets[owner]
-    wanted = segment_sum(torch.where(is_target, inside, 0.0), boundaries)
-    has_target = segment_sum(is_target, boundaries) > 0
-    normalizer = total.log() + most
-    average = segment_sum(torch.where(terms == 0, 0.0, terms * inside), boundaries) / total
-    logprobs = torch.where(has_target, wanted - normalizer, -torch.inf)
-    logprobs = torch.where(is_free, outside - logsumexp, logprobs)
-    return logprobs, torch.where(is_free, logsumexp - mean, normalizer - average)
+    check_boundaries(op, boundaries, tokens.shape[0], name=name, end="its tokens")
 
 
-def _check_distinct(op: str, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Raise if values can be read and a row has a token twice."""
-    readable = values_to_check(tokens)
-    if readable is None:
-        return
-    pairs = torch.stack((rows.to(readable.device), readable.long()))[:, readable >= 0]
-    distinct, counts = pairs.unique(dim=1, return_counts=True)
-    if (counts > 1).any():
-        row, token = distinct[:, int((counts > 1).int().argmax())].tolist()
-        raise ValueError(f"{op}: tokens of a row must be distinct, row {row} has {token} twice")
+def _check_reverse_mode(op: str, *tensors: torch.Tensor | None) -> None:
+    """Raise where torch would return no gradient, or fail in its own words."""
+    for one in tensors if not torch.compiler.is_compiling() else ():
+        if one is not None and (
+            torch._C._functorch.is_gradtrackingtensor(one)
+            or forward_ad.unpack_dual(one).tangent is not None
+        ):
+            others = "not in forward mode, nor under the transforms of torch.func"
+            raise RuntimeError(f"{op}: has gradients in reverse mode, by torch.autograd; {others}")

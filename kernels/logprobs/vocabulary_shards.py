@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import distributed
-
-Statistics: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Log-sum-exp and mean logit of rows, and the logits of pairs; float64."""
 
 
 def shard_of(op: str, name: str, head: torch.Tensor, group: Any) -> tuple[torch.Tensor, int, int]:
@@ -41,39 +38,35 @@ def _local_part(op: str, name: str, head: Any, group: Any) -> tuple[torch.Tensor
     return head.to_local(), group.rank() * -(-vocabulary // group.size()), vocabulary
 
 
-def with_summed_gradient(hidden: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return ``hidden``; its gradient is the sum of those of all ranks."""
-    found: torch.Tensor = _SummedGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
-    return found
+class SummedGradient(torch.autograd.Function):
+    """Hidden states, whose gradient is the sum of those of all ranks."""
 
-
-def merged(statistics: Statistics, group: Any) -> Statistics:
-    """Return the statistics of the whole vocabulary, from those of the shards."""
-    found: Statistics = _Merged.apply(*statistics, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _SummedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, group: Any) -> torch.Tensor:
+        """Return the hidden states."""
         ctx.group = group
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Add the gradients of all ranks in float32 at least."""
         is_half = grad.dtype in (torch.float16, torch.bfloat16)
         total = grad.float() if is_half else grad.clone()
         distributed.all_reduce(total, group=ctx.group)
         return total.to(grad.dtype), None
 
 
-class _Merged(torch.autograd.Function):
-    """Two all-reduces; each rank's gradient is its share of that of the whole."""
+class Merged(torch.autograd.Function):
+    """Statistics of the whole vocabulary, from those of the shards, in two all-reduces.
+
+    Each rank's gradient is its share of that of the whole.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logsumexp: torch.Tensor, mean: torch.Tensor, logits: torch.Tensor, group: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return log-sum-exp and mean of rows, and the logits of pairs; float64."""
         most = logsumexp.clone()
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)
         share = torch.where(logsumexp == -torch.inf, 0.0, (logsumexp - most).exp())
@@ -81,13 +74,14 @@ class _Merged(torch.autograd.Function):
         sums = torch.cat((share, share * mean, logits))
         distributed.all_reduce(sums, group=group)
         total, weighted, logits = sums.split((num_rows, num_rows, logits.shape[0]))
-        whole = most + total.log()
+        whole, total = most + total.log(), total.where(most > -torch.inf, 1.0)
         whole_mean = weighted / total
         ctx.save_for_backward(share / total, mean - whole_mean)
         return whole, whole_mean, logits
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the rank's shares."""
         of_logsumexp, of_mean, of_logits = grads
         share, away = ctx.saved_tensors
         return share * (of_logsumexp + of_mean * away), share * of_mean, of_logits, None

@@ -53,7 +53,11 @@ def sum_rows(x: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tenso
 
     Cost: on a device a sort of ``index`` and a pass over ``x``. No synchronisation.
     """
-    total = x.new_zeros(num_rows, *x.shape[1:])
+    return add_rows(x.new_zeros(num_rows, *x.shape[1:]), index, x)
+
+
+def add_rows(total: torch.Tensor, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Add row ``i`` of ``x`` to ``total[index[i]]``, in the order of `sum_rows`."""
     if x.is_cuda:
         return total.index_put_((index,), x, accumulate=True)
     return total.index_add_(0, index, x)

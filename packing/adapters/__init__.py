@@ -16,9 +16,8 @@ Docstrings of the functions do not repeat these rules of all formats:
   that generated nothing, or had no token between them, are lost or joined. ``ids`` of trajectories
   are their group and a number if ``None``; ``groups`` are none if ``None``. ``missing_reward`` is
   the reward of a row that has none, or whose own is ``None``: such a row is refused if this is
-  ``None`` too. ``fields`` are extra fields to read into `Turn.fields`. ``sampling_mask_width`` is
-  the number of columns of ``"sampling_mask"``, as many as the longest needs if ``None``, or
-  ``"ragged"`` for a ragged `TokenField`.
+  ``None`` too. ``fields`` are extra fields to read into `Turn.fields`; ``"sampling_mask"`` is
+  one for a ragged `TokenField`.
 - ``from_*`` raise a `ValueError` if a key, a reward or a field is missing, a reward is not finite,
   lengths or shapes disagree, labels are not as many as rows, or a row begins with a generated
   token; if there are images, or data of a field that is not named (routes are left out then); a

@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trajpack.kernels.dispatch import Impl
+from trajpack.kernels.logprobs.token_logprobs import TokenSets, token_logprobs
 from trajpack.packing.isolation.trees import check_tree_attention
+from trajpack.packing.micro_batches.logprobs import head_of
 from trajpack.packing.tree.nodes import TreeNodes
 from trajpack.packing.tree_attention.huggingface import NAME, tree_table
 
 if TYPE_CHECKING:
     from trajpack.packing.batch.batch import PackedBatch
     from trajpack.packing.micro_batches.micro_batch import MicroBatch
+
+TRIED = 64
+"""Tokens of the vocabulary, evenly spread, whose log-probabilities are compared."""
 
 
 class LMHead:
@@ -22,15 +28,22 @@ class LMHead:
     (``final_logit_softcapping``) and a scale (``logit_scale``, ``logits_scaling``) are read from
     the model's configuration.
 
+    Modules around the model are left out: pass ``model.module`` of ``DistributedDataParallel``, and
+    add up the gradients of the ranks yourself, because it does so only where its own ``forward``
+    ran. With the hidden states of that, `PackedBatch.logprobs` needs no `LMHead`.
+
     Args:
         model: A causal language model of transformers. Models that keep packed sequences apart pass
             `check_isolation`. Those that compute trees pass `check_tree_attention`, which runs here
             if the model's attention is ``"trajpack_tree"``, else before the first tree.
+        group: Process group over which the rows of the LM head are sharded, if they are, as of
+            `trajpack.kernels.token_logprobs`.
 
     Raises:
-        TypeError: If the model has no ``get_decoder`` or no output embeddings.
-        ValueError: If the logits of a trial input differ from those that the head computes, because
-            the model makes them in another way; if `check_tree_attention` refuses the model.
+        TypeError: If the model has no ``get_decoder``, or its output embeddings are no
+            ``torch.nn.Linear`` without hooks, such as one with a LoRA adapter.
+        ValueError: If log-probabilities of a trial input differ from those of the model's logits,
+            because it makes them in another way; if `check_tree_attention` refuses the model.
 
     Cost: two forward passes over eight tokens, for trees also those of `check_tree_attention`, six
         of up to 132 tokens; then nothing is compared again.
@@ -46,8 +59,8 @@ class LMHead:
         torch.Size([2])
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model, name = model, type(model).__name__
+    def __init__(self, model: Any, *, group: Any = None) -> None:
+        self._model, self._group, name = model, group, type(model).__name__
         if not hasattr(model, "get_decoder") or model.get_output_embeddings() is None:
             raise TypeError(f"LMHead: model must have a decoder and output embeddings, got {name}")
         config = model.config.get_text_config()
@@ -63,19 +76,24 @@ class LMHead:
         self,
         batch: PackedBatch | MicroBatch | TreeNodes,
         *,
+        tokens: str | TokenSets | None = None,
+        entropy: bool = False,
+        most: int | None = None,
         temperature: float | torch.Tensor = 1.0,
-        **options: Any,
+        support: str | TokenSets | None = None,
+        impl: Impl = "auto",
     ) -> Any:
-        """Return `PackedBatch.logprobs` of a batch or micro-batch, or `TreeBatch.logprobs`.
+        """Return `PackedBatch.logprobs` of a batch, a micro-batch or a tree.
 
         Args:
             batch: The inputs: ``batch.model_inputs()``. Trees need a model whose attention is
                 ``"trajpack_tree"``.
-            temperature: Temperature of sampling, as of `trajpack.kernels.token_logprobs`.
-            options: ``entropy``, ``most``, ``support``, ``group`` and ``impl``, as there.
-
-        Returns:
-            float32 ``[num_generated]``, of trees ``[entries]``; with ``entropy`` a pair of such.
+            tokens: As there.
+            entropy: As there.
+            most: As there.
+            temperature: Temperature of sampling, as there.
+            support: As there.
+            impl: As there.
 
         Raises:
             TypeError, ValueError: As the method of the batch; ValueError also if the model does not
@@ -85,9 +103,12 @@ class LMHead:
         """
         if isinstance(batch, TreeNodes) and not self._is_tree_checked:
             self._check_trees(type(self._model).__name__)
-        options |= {"softcap": self._softcap, "temperature": temperature * self._temperature}
         hidden = self._model.get_decoder()(**batch.model_inputs())[0]
-        return batch.logprobs(hidden, self._model.get_output_embeddings(), **options)
+        return batch.logprobs(
+            hidden, self._model.get_output_embeddings(), tokens=tokens, entropy=entropy, most=most,
+            temperature=temperature * self._temperature, softcap=self._softcap, support=support,
+            group=self._group, impl=impl,
+        )  # fmt: skip
 
     def _check_trees(self, name: str) -> None:
         """Raise unless the model computes trees."""
@@ -101,24 +122,30 @@ class LMHead:
         self._is_tree_checked = True
 
     def _check(self, name: str) -> None:
-        """Raise unless the head makes the logits that the model does."""
-        head = self._model.get_output_embeddings()
-        ids = torch.arange(8, device=head.weight.device)[None] % head.weight.shape[0]
+        """Raise unless the head has the log-probabilities that the model's logits have."""
+        weight, bias = head_of(self._model.get_output_embeddings())
+        ids = torch.arange(8, device=weight.device)[None] % weight.shape[0]
         inputs = {"input_ids": ids, "use_cache": False}
         if self._model.config._attn_implementation == NAME:
             depths = torch.arange(8, device=ids.device)
             inputs["attention_mask"] = tree_table(torch.full_like(depths, 8).int(), depths)
         was_training = self._model.training
         with torch.no_grad():
-            expected = self._model.eval()(**inputs).logits[0].double()
-            logits = head(self._model.get_decoder()(**inputs)[0])[0].double()
+            logits = self._model.eval()(**inputs).logits[0].double()
+            hidden = self._model.get_decoder()(**inputs)[0][0]
+            tried = torch.arange(min(TRIED, logits.shape[1]), device=ids.device)
+            tried = tried * logits.shape[1] // len(tried)
+            each = torch.arange(9, dtype=torch.int32, device=ids.device)
+            found, _ = token_logprobs(
+                hidden, weight, each[:8], (each * len(tried), tried.repeat(8)),
+                bias=bias, temperature=self._temperature, softcap=self._softcap, group=self._group,
+            )  # fmt: skip
         self._model.train(was_training)
-        if self._softcap:
-            logits = (logits / self._softcap).tanh() * self._softcap
-        logits = logits / self._temperature
-        largest = expected.abs().max().item()
-        apart = (logits - expected).abs().max().item()
-        if apart > (1e-4 if head.weight.dtype == torch.float32 else 2e-2) * largest:
+        largest = logits.abs().max().item()
+        expected = logits.log_softmax(-1)[:, tried].flatten()
+        apart = (found.double() - expected).abs().max().item()
+        tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}.get(hidden.dtype, 2e-2)
+        if not apart <= tolerance * largest:
             raise ValueError(
                 f"LMHead: {name} makes its logits in another way than by decoder, output "
                 f"embeddings, soft-cap and scale: they differ by {apart:.3g}, the largest is "

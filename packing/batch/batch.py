@@ -27,8 +27,10 @@ from trajpack.packing.micro_batches.cutting import (
     merged,
     place_plan,
     place_selected,
+    summed,
 )
 from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.logprobs import LogprobMethods
 from trajpack.packing.micro_batches.micro_batch import model_inputs, record_storages
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
@@ -74,7 +76,7 @@ class LayoutTokens(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PackedBatch(LabelMethods):
+class PackedBatch(LabelMethods, LogprobMethods):
     """Trajectories as flat, unpadded tensors on one device.
 
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape
@@ -640,7 +642,9 @@ class PackedBatch(LabelMethods):
 
     @cached_property
     def value_lens(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Values of each ragged field in each sequence, by name; int64 arrays on the host.
+        """Values of each ragged field, by name: int64 ``[sequences, 2]`` on the host.
+
+        The second column has the generated tokens without any.
 
         Cost: as `generated_lens`; of another batch than a packed one, two copies a field of 4 bytes
         a token (synchronises).
@@ -649,18 +653,19 @@ class PackedBatch(LabelMethods):
         if known is not None:
             counted: Mapping[str, npt.NDArray[np.int64]] = known()
             return counted
-        lengths = {}
+        lengths, (seqlens, starts) = {}, self.host_lengths
         for name in self.ragged_values:
-            sequence = self.sequence_ids.cpu().numpy()
             counts = self.fields[name][:, 1].cpu().numpy()
-            sizes = np.bincount(sequence, weights=counts, minlength=len(self))
-            lengths[name] = sizes.astype(np.int64)
+            generated = self.turn_ids.cpu().numpy() >= 0
+            of_tokens = np.stack([counts, generated & (counts == 0)], 1)
+            before = np.pad(of_tokens.cumsum(0, dtype=np.int64), ((1, 0), (0, 0)))
+            lengths[name] = before[starts + seqlens] - before[starts]
         return lengths
 
     @property
-    def num_values(self) -> dict[str, int]:
-        """Values of each ragged field, by name. Cost: as `value_lens`."""
-        return {name: int(np.sum(lens)) for name, lens in self.value_lens.items()}
+    def value_counts(self) -> dict[str, tuple[int, int]]:
+        """Values of each ragged field, and generated tokens without any. Cost: as `value_lens`."""
+        return summed(self.value_lens)
 
     def compact_fields(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return `fields` and `ragged_values` that hold the values in the order of the tokens.

@@ -43,7 +43,7 @@ from trajpack.packing.buffer.tables import (
 )
 from trajpack.packing.conversion import INT32_MAX, as_integer, several
 from trajpack.packing.layout import Layout
-from trajpack.packing.ragged import joined
+from trajpack.packing.ragged import concatenated
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.types import Trajectory
 
@@ -319,14 +319,15 @@ class TrajectoryBuffer:
         for field, given in zip(self.fields, intake.rows, strict=True):
             begin, pieces = -(-end // 4) * 4, given  # a multiple of 16 bytes
             if field.ragged:
-                counts, values = joined(given)
-                cu_values.append(np.append(0, counts.cumsum(dtype=np.int64)))
+                cu, values = concatenated(given)
+                without = np.append(0, (np.diff(cu) == 0).cumsum(dtype=np.int64))
+                cu_values += [cu, without]
                 unit = math.lcm(4, field.value_bytes) // 4  # words
-                place = -(-(begin + 2 * len(counts)) // unit) * unit
-                first = cu_values[-1] + 4 * place // field.value_bytes
+                place = -(-(begin + 2 * (len(cu) - 1)) // unit) * unit
+                first = cu + 4 * place // field.value_bytes
                 if first[-1] > INT32_MAX:
                     raise ValueError(f"field {field.name!r} must have its values in {INT32_MAX}")
-                pieces = [np.stack([first[:-1], counts], 1).astype(np.int32).view(np.uint8)]
+                pieces = [np.stack([first[:-1], np.diff(cu)], 1).astype(np.int32).view(np.uint8)]
                 end = place + -(-values.size // (4 * unit)) * unit
                 blocks.append((place, [values.reshape(-1)]))
             else:
@@ -447,7 +448,7 @@ def lazy_columns(
         },
         "seqlens": lambda: tuple(seqlens.tolist()),
         "generated_lens": lambda: tuple(generated.tolist()),
-        "value_lens": lambda: dict(zip(tables.ragged, values.T, strict=True)),
+        "value_lens": lambda: tables.by_field(values),
         "num_groups": lambda: counts.groups,
         "longest": lambda: counts.longest,
         "turn_discounts": lambda: tuple(label.turn_discount for label in labels[:count]),

@@ -75,7 +75,8 @@ class StoredTurns(NamedTuple):
     rows: tuple[int, ...]
     """Byte of the first row of each extra field."""
     cu_values: tuple[Ints, ...] = ()
-    """Values before each generated token of the call, of each ragged field."""
+    """Two counts of each ragged field before each generated token of the call: values, and tokens
+    without values."""
 
 
 ReserveRows: TypeAlias = Callable[[int], Mapping[str, npt.NDArray[Any]]]
@@ -162,13 +163,13 @@ class BatchTables:
         self._rows = GrowingArray(np.int64, len(fields))
         self.ragged = [field.name for field in fields if field.ragged]
         """Names of the ragged fields."""
-        self._values = GrowingArray(np.int64, len(self.ragged))
+        self._values = GrowingArray(np.int64, 2 * len(self.ragged))
         self._groups: dict[str, int] = {}
         self._is_ordered = True
         self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
         """Tokens and generated tokens of the sequences, of which batches have views."""
-        self.value_lens = GrowingArray(np.int64, len(self.ragged))
-        """Values of each ragged field in the sequences."""
+        self.value_lens = GrowingArray(np.int64, 2 * len(self.ragged))
+        """Values of each ragged field in the sequences, and generated tokens without any."""
 
     def append_rows(self, block: StoredTurns, counts: Counts, reserve: ReserveRows) -> Counts:
         """Append the rows of stored turns and return the new counts."""
@@ -277,17 +278,29 @@ class BatchTables:
     ) -> None:
         """Write lengths after those of ``sequences``.
 
-        ``generated`` has the generated tokens, and the values of each ragged field, up to the end
-        of each span; ``opens`` the spans that begin a sequence.
+        ``generated`` has the generated tokens, and what `value_lens` has, up to the end of each
+        span; ``opens`` the spans that begin a sequence.
         """
         if not sequences:  # batches still have views of the old memory
             self.seqlens, self.generated_lens = GrowingArray(np.int32), GrowingArray(np.int32)
-            self.value_lens = GrowingArray(np.int64, len(self.ragged))
+            self.value_lens = GrowingArray(np.int64, 2 * len(self.ragged))
         self.seqlens.write(sequences, np.diff(bounds))
         bounds = np.append(np.flatnonzero(opens), len(generated))
         lengths = np.diff(np.pad(generated, ((1, 0), (0, 0)))[bounds], axis=0)
         self.generated_lens.write(sequences, lengths[:, 0])
         self.value_lens.write(sequences, lengths[:, 1:])
+
+    def by_field(self, lengths: Ints) -> dict[str, Ints]:
+        """Return rows of `value_lens` as `PackedBatch.value_lens` has them."""
+        columns = np.split(lengths, len(self.ragged), axis=1) if self.ragged else []
+        return dict(zip(self.ragged, columns, strict=True))
+
+    def value_lens_of_turns(self, counts: Counts) -> dict[str, Ints]:
+        """Return the values of each ragged field in the turns, as `by_field`."""
+        spans = slice(counts.spans)
+        lengths = np.zeros((counts.turns, 2 * len(self.ragged)), np.int64)
+        np.add.at(lengths, self._spans.rows[spans, Span.TURN], self._values.rows[spans])
+        return self.by_field(lengths)
 
     def arrange_tree(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from trajpack.packing.buffer.chains import TrajectoryLabels, copy_numbers, validate_turns
 from trajpack.packing.conversion import FLOAT32_MAX, as_version_runs, host_tensor
-from trajpack.packing.ragged import Ragged, RaggedBytes, flattened, joined, part
+from trajpack.packing.ragged import Ragged, concatenated, flattened, part
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.turn_fields import TURN_FIELDS
 from trajpack.packing.types import Trajectory, Turn, VersionSpan
@@ -351,10 +351,10 @@ def as_tensor(dtype: str, array: npt.NDArray[Any]) -> torch.Tensor:
 
 def _bytes_of(pieces: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
     """Return the rows of turns or chains as flat bytes; of a ragged field values, then counts."""
-    if not pieces or not isinstance(pieces[0], RaggedBytes):
+    if not pieces or not isinstance(pieces[0], Ragged):
         return [piece.reshape(-1) for piece in pieces]
-    counts, values = joined(pieces)
-    return [values.reshape(-1), counts.view(U8)]
+    cu, values = concatenated(pieces)
+    return [values.reshape(-1), np.diff(cu).astype(I32).view(U8)]
 
 
 def _stored(values: Any) -> _Stored:
@@ -363,8 +363,8 @@ def _stored(values: Any) -> _Stored:
             return as_array(values)
         except (TypeError, ValueError):  # lists of different lengths
             pass
-    counts, flat = flattened(values)
-    return *as_array(flat), np.append(np.int64(0), counts.cumsum(dtype=np.int64))
+    cu, flat = flattened(values)
+    return *as_array(flat), cu
 
 
 def _given(stored: _Stored) -> Any:

@@ -100,6 +100,7 @@ def tree_of_buffer(
         returns, written = write_tree(region, plan, counts, chosen, buffer._memory)
         nodes, entries = gather_tree(region, plan, buffer.fields, chosen)
     later = lazy_columns(region, buffer._labels, buffer._tables, counts=counts)
+    later["value_lens"] = partial(buffer._tables.value_lens_of_turns, state.counts)
     given = {name: later.pop(name)() for name in TABLE_ROWS}
     if buffer.device.type == "cpu":  # later calls write to the memory of the tables
         given = {name: table.clone() for name, table in given.items()}

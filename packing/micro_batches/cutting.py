@@ -82,6 +82,11 @@ def lengths_of(seqlens: Iterable[int]) -> Lengths:
     return Lengths(lengths, np.cumsum(lengths) - lengths)
 
 
+def summed(value_lens: Mapping[str, Ints]) -> dict[str, tuple[int, int]]:
+    """Return the sums of rows of `PackedBatch.value_lens`."""
+    return {name: (*lengths.sum(0).tolist(),) for name, lengths in value_lens.items()}
+
+
 def place_selected(
     lengths: Lengths, sequences: Iterable[int], alignment: Alignment
 ) -> PaddedMicroBatch:
@@ -210,10 +215,9 @@ class TokenSelection:
             max_seqlen=max(padded_seqlens, default=0) if fixed is None else fixed,
             num_generated=sum(generated[index] for index in one.sequences),
             ragged_values=self._batch.ragged_values,
-            num_values={
-                name: sum(int(counts[index]) for index in one.sequences)
-                for name, counts in self._value_lens.items()
-            },
+            value_counts=summed(
+                {name: lengths[one.sequences] for name, lengths in self._value_lens.items()}
+            ),
         )
 
 

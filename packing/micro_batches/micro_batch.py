@@ -11,6 +11,7 @@ import torch
 
 from trajpack.kernels.rearrange.context_parallel import Partition, chunks_of, context_parallel_index
 from trajpack.packing.micro_batches.labels import LabelMethods
+from trajpack.packing.micro_batches.logprobs import LogprobMethods
 
 M = TypeVar("M")
 WITHOUT_STREAMS = ("cpu", "meta")
@@ -90,7 +91,7 @@ def model_inputs(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MicroBatch(LabelMethods):
+class MicroBatch(LabelMethods, LogprobMethods):
     """Some sequences of a packed batch, flat, in the given order and with the given padding.
 
     Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over
@@ -145,9 +146,10 @@ class MicroBatch(LabelMethods):
     """Generated tokens of `sequences`: those that `loss_mask` selects, or more where a sequence was
     cut off."""
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """What the rows of ragged fields in `fields` refer to, by name: the batch's own tensors."""
-    num_values: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Values of each ragged field in `sequences`, cut-off tokens included."""
+    """Values of ragged fields by name, tensors of the batch; rows in `fields` refer to them."""
+    value_counts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    """Values of each ragged field in `sequences`, and generated tokens without any, those that were
+    cut off included."""
 
     @property
     def num_tokens(self) -> int:
@@ -259,7 +261,9 @@ class MicroBatch(LabelMethods):
     ) -> dict[str, torch.Tensor]:
         """Return a rank's share of all tensors over tokens, extra fields among them, by name.
 
-        Boundaries stay those of the whole micro-batch. Values that depend on the next token are
+        Boundaries stay those of the whole micro-batch. A ragged field ``name`` has its rows, and
+        under ``ragged_values.name`` the values that they refer to, those of all tokens. Values that
+        depend on the next token are
         computed from the whole and passed, such as ``{"labels": micro_batch.labels()}``.
 
         Args:
@@ -293,4 +297,5 @@ class MicroBatch(LabelMethods):
         for name, tensor in (tensors or {}).items():
             check_given(name, tensor, whole, num_tokens=self.num_tokens, device=self.device)
         whole |= tensors or {}
-        return {name: tensor.index_select(0, index) for name, tensor in whole.items()}
+        values = {f"ragged_values.{name}": one for name, one in self.ragged_values.items()}
+        return {name: tensor.index_select(0, index) for name, tensor in whole.items()} | values

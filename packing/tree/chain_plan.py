@@ -14,7 +14,7 @@ from trajpack.packing.tree.plan import Chains
 from trajpack.packing.tree.trie import Ints, Trie
 
 Fewest: TypeAlias = Literal["micro_batches", "nodes"]
-"""What a plan has fewest of; of plans with equally few, it has fewest of the other."""
+"""The count that a plan minimizes first, then the other: micro-batches or nodes."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from trajpack.kernels.rearrange.repeat_rows import repeat_rows
-from trajpack.packing.micro_batches.logprobs import logprobs_of_rows
+from trajpack.packing.micro_batches.logprobs import LogprobMethods, Predictions, left_over
 from trajpack.packing.micro_batches.micro_batch import record_storages
+from trajpack.packing.ragged import Ragged
 from trajpack.packing.tree.entries import Entries, MicroEntries
 from trajpack.packing.tree.plan import Chains
 from trajpack.packing.tree.trie import Ints
@@ -25,7 +26,7 @@ Boundary: TypeAlias = Literal["shared", "duplicate"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TreeNodes:
+class TreeNodes(LogprobMethods):
     """Trees of tokens, flat, and the generated tokens that lie on them.
 
     A node is a token behind all tokens before it. Nodes are numbered depth first, so a subtree is
@@ -92,16 +93,38 @@ class TreeNodes:
         """int64 ``[nodes]``: trained nodes up to each node, its own included."""
         return self.loss_mask.cumsum(0)
 
-    def logprob_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def _generated(self) -> Entries | MicroEntries:
+        return self.entries
+
+    def _predictions(self, most: int | None, *, each: bool) -> Predictions:
+        behind = 0, left_over("logprobs", most, self.num_entries)
+        if each:
+            parents = pad(self.entry_parent, behind, value=-1)
+            return self.num_nodes, parents, pad(self.entries.input_ids, behind), None
+        rows, targets = self.logprob_rows(most)
+        of_entry = self._trained_until[self.entry_node] - 1
+        # an entry that is left over has the last row, which is left over too
+        owners = pad(of_entry, behind, value=rows.shape[0] - 1)
+        return self.num_nodes, rows, targets, owners
+
+    def logprob_rows(self, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the nodes whose output predicts each trained node, and the trained tokens.
 
         Each trained node occurs once, in the order of nodes, however many entries lie on it.
+
+        Args:
+            most: Length of the result, for shapes that must not change; `num_trained` if None. Rows
+                that are left over are -1, with token 0.
 
         Returns:
             ``rows`` and ``targets``, int64 ``[num_trained]``: arguments of
             `trajpack.kernels.token_logprobs`.
 
-        Cost: a sum over ``[nodes]``, a search and two gathers. No synchronisation.
+        Raises:
+            ValueError: If ``most`` is below `num_trained`.
+
+        Cost: a pass over `loss_mask`, and six small operations. No synchronisation.
 
         Example:
             >>> import trajpack
@@ -110,58 +133,19 @@ class TreeNodes:
             >>> batch.logprob_rows(), batch.num_entries
             ((tensor([0, 1]), tensor([2, 3])), 3)
         """
-        wanted = torch.arange(1, self.num_trained + 1, device=self.device)
-        trained = torch.searchsorted(self._trained_until, wanted)
-        return self.tree_parent[trained].long(), self.input_ids[trained]
+        size = self.num_trained + left_over("logprob_rows", most, self.num_trained)
+        # a root is a prompt's: its parent, -1, is that of what is left over
+        trained = torch.nonzero_static(self.loss_mask, size=size, fill_value=0)[:, 0]
+        if not self.num_nodes:
+            return trained - 1, trained
+        rows = self.tree_parent[trained].long()
+        return rows, torch.where(rows >= 0, self.input_ids[trained], 0)
 
-    def logprobs(
-        self,
-        hidden: torch.Tensor,
-        lm_head: torch.Tensor | torch.nn.Module | None = None,
-        *,
-        entropy: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Return the log-probabilities of the entries from last hidden states or logits.
-
-        The rows of `logprob_rows` go through the LM head, each trained node once. Entries on one
-        node share its log-probability; their gradients are added in the order of the entries.
-
-        Args:
-            hidden: ``[nodes, H]`` or ``[1, nodes, H]``: the output of the model's decoder for
-                `model_inputs`, such as ``model.model(**batch.model_inputs())[0]``. Without
-                ``lm_head`` the logits, ``[nodes, V]`` or ``[1, nodes, V]``.
-            lm_head: ``[V, H]``, or a module with ``weight`` and perhaps ``bias``, such as
-                ``model.lm_head``.
-            entropy: Whether to return entropies too.
-            options: ``temperature``, ``softcap``, ``support``, ``group`` and ``impl`` of
-                `trajpack.kernels.token_logprobs`; with logits ``temperature`` alone. Tensors have a
-                row for each row of `logprob_rows`.
-
-        Returns:
-            ``[entries]``, with ``entropy`` a pair of such: float32, float64 of float64.
-
-        Raises:
-            TypeError, ValueError: As `trajpack.kernels.token_logprobs`; also if ``hidden`` has not
-                one row for each node.
-
-        Cost: as those two, and a gather; backward a sort of ``[entries]`` indices. With logits, a
-            copy of the rows of `logprob_rows` and their softmax.
-
-        Example:
-            >>> import torch, trajpack
-            >>> turns = [trajpack.Turn([1], [2], [-0.5]), trajpack.Turn([1], [2, 3], [-0.5, -1.0])]
-            >>> batch = trajpack.pack_tree([trajpack.Trajectory("a", turns)])
-            >>> batch.logprobs(torch.zeros(batch.num_nodes, 8), torch.zeros(5, 8))
-            tensor([-1.6094, -1.6094, -1.6094])
-        """
-        found = logprobs_of_rows(
-            hidden, lm_head, *self.logprob_rows(),
-            num_places=self.num_nodes, entropy=entropy, **options,
-        )  # fmt: skip
-        of_entry = self._trained_until[self.entry_node] - 1
-        several = tuple(repeat_rows(one, of_entry) for one in found)
-        return several if entropy else several[0]
+    def ragged(self, name: str, most: int | None = None) -> Ragged:
+        """Return the values of a ragged field for each entry, as `PackedBatch.ragged`."""
+        cu, values = self.values_of_tokens(name)
+        behind = cu[-1:].expand(left_over("ragged", most, self.num_entries))
+        return Ragged(torch.cat([cu, behind]), values)
 
     def labels(self, ignore: int = -100) -> torch.Tensor:
         """Return the token that each node predicts, where a turn generated it.

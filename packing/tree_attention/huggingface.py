@@ -213,7 +213,7 @@ def check_call() -> None:
 
 
 def _running_models() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the models of transformers whose ``forward`` runs, with its variables, inner first."""
+    """Yield the models of transformers whose ``forward`` runs, with its arguments, inner first."""
     from transformers import PreTrainedModel
 
     frame = sys._getframe(1)
@@ -222,7 +222,9 @@ def _running_models() -> Iterator[tuple[Any, dict[str, Any]]]:
         if frame.f_code.co_name == "forward":
             owner = frame.f_locals.get("self")
             if isinstance(owner, PreTrainedModel):
-                yield owner, frame.f_locals
+                code, held = frame.f_code, frame.f_locals
+                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                yield owner, {name: held[name] for name in names if name in held}
 
 
 def tree_table(tree_end: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

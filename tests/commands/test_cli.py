@@ -162,7 +162,7 @@ def test_inspect_shows_where_prefixes_broke(batch_file: Path, tmp_path: Path) ->
     text = " ".join(call("inspect", path, "--width", 200).stdout.split())
     assert f"evil\\x1b[2J[red]: at 2 came {said[0]}, turn 0 has {thought[0]}; " in text
     assert f"{len(thought)} stripped" in text
-    assert "10 of 10 continuations: 9 conversation, 1 stripped" in text
+    assert "10 of 10 continuations: 9 left, 1 stripped" in text
     assert "2 more breaks" in text
     folder = batch_file.with_suffix(".tokenizer")
     options = ["--width", 200, "--sequences", 0, "--tokenizer", folder]

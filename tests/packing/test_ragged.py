@@ -99,7 +99,7 @@ def test_lists_of_lists_come_back_from_a_batch(drawn, layout, calls):
     for field in (MASK, TEACHER, BYTES):
         ragged = batch.ragged(field.name)
         assert (ragged.cu.dtype, ragged.values.dtype) == (torch.int32, field.dtype)
-        assert ragged.values.shape == (batch.num_values[field.name], *field.shape)
+        assert ragged.values.shape == (batch.value_counts[field.name][0], *field.shape)
         assert lists_of(ragged) == rows_by_token(batch, trajectories, field.name)
 
 
@@ -174,6 +174,63 @@ def test_trees_carry_them_with_their_entries(drawn):
     assert lists_of(tree.entries.ragged("mask")) == expected
 
 
+@given(drawn=trajectory_lists().filter(len), data=st.data())
+@settings(max_examples=12)
+def test_micro_batches_of_trees_have_the_values_of_their_entries(drawn, data):
+    tree = pack_tree(with_rows(drawn), fields=FIELDS)
+    if data.draw(st.booleans(), "credited"):
+        tree = tree.with_advantages(GRPO())
+    of_place = {}  # of an entry by its turn and its place in the turn
+    for row, turn in zip(
+        lists_of(tree.ragged("mask")), tree.entries.turn_ids.tolist(), strict=True
+    ):
+        of_place.setdefault(turn, []).append(row)
+    capacity = max(tree.seqlens, default=1)
+    pieces = list(tree.micro_batches(tree.plan_micro_batches(capacity)))
+    found = {}
+    for piece in pieces:
+        turns = piece.entries.turn_ids.tolist()
+        for row, turn in zip(lists_of(piece.ragged("mask")), turns, strict=True):
+            found.setdefault(turn, []).append(row)
+    assert found == of_place
+
+
+def test_a_device_sends_all_values_of_the_entries_of_a_tree():
+    mask = {"mask": [[3, 5], [4]]}
+    turns = [Turn([1, 2], [3, 4], [0, 0], fields=mask)]
+    others = [Turn([1, 2], [3, 5], [0, 0], fields={"mask": [[3, 5], [5, 6]]})]
+    both = [Trajectory("a", turns), Trajectory("b", others)]
+    tree = pack_tree(both, device="meta", fields=[MASK])
+    assert tree.ragged("mask").values.shape == (7,)
+    plan = tree.plan_micro_batches(4)  # a node that both have is repeated or not
+    sizes = [one.ragged("mask").values.shape[0] for one in tree.micro_batches(plan)]
+    assert sum(sizes) == 7
+
+
+@pytest.mark.parametrize("mask", [[[3, 1], [], [2, 5, 7]], [[3], [4, 0], [5]]])
+def test_a_mask_is_the_support_of_the_entries_of_a_tree(mask):
+    first = Turn([1, 2], [3, 4, 5], [0] * 3, fields={"mask": mask})
+    other = Turn([1, 2], [3, 6], [0] * 2, fields={"mask": [[3, 8], [6, 2]]})
+    tree = pack_tree([Trajectory("a", [first]), Trajectory("b", [other])], fields=[MASK])
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(tree.num_nodes, 8, generator=generator)
+    weight = torch.randn(9, 8, generator=generator)
+    expected = []
+    for row, target, allowed in zip(
+        tree.entry_parent.tolist(),
+        tree.entries.input_ids.tolist(),
+        [*mask, [3, 8], [6, 2]],
+        strict=True,
+    ):
+        logits = weight @ hidden[row]
+        within = logits[allowed] if allowed else logits
+        is_allowed = not allowed or target in allowed
+        wanted = logits[target] - within.logsumexp(0)
+        expected.append(wanted if is_allowed else torch.tensor(-torch.inf))
+    found = tree.logprobs(hidden, weight, support="mask")
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+
 def test_copies_hold_their_own_values_and_no_more():
     turns = with_rows([Trajectory("a", [Turn([1] * 999, list(range(20)), [-0.5] * 20)])])
     batch = pack(turns, fields=FIELDS)
@@ -181,7 +238,7 @@ def test_copies_hold_their_own_values_and_no_more():
     assert copied.unpack() == turns
     assert copied.ragged_values["mask"].tolist() == batch.ragged("mask").values.tolist()
     moved = batch.to("meta")
-    assert moved.ragged_values["mask"].shape == (batch.num_values["mask"],)
+    assert moved.ragged_values["mask"].shape == (batch.value_counts["mask"][0],)
 
 
 def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():
@@ -196,7 +253,7 @@ def test_a_pack_is_one_copy_and_the_launches_of_extra_fields():
     assert (copies, launched) == (1, OPS | {"trajpack.gather_fields.default": 1})
     for known in (batch, batch.with_advantages(GRPO())):
         micro_batch = known.select([0])  # a meta tensor whose value is read raises
-        assert micro_batch.ragged("mask").values.shape == (batch.num_values["mask"],)
+        assert micro_batch.ragged("mask").values.shape == (batch.value_counts["mask"][0],)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +322,7 @@ def test_files_hold_them(drawn, layout, tmp_path_factory):
     loaded = PackedBatch.load(path)
     assert loaded.unpack() == trajectories
     assert loaded.token_fields == batch.token_fields
-    assert loaded.num_values == batch.num_values
+    assert loaded.value_counts == batch.value_counts
     assert torch.equal(loaded.ragged("teacher").values, batch.ragged("teacher").values)
     loaded.save(path)
     assert PackedBatch.load(path).unpack() == trajectories
@@ -408,7 +465,7 @@ def test_the_host_knows_how_many_values_sequences_have(drawn, layout):
     assert {name: lens.tolist() for name, lens in batch.value_lens.items()} == {
         name: lens.tolist() for name, lens in counted.items()
     }
-    assert sum(batch.num_values.values()) > 0
+    assert sum(one for one, _ in batch.value_counts.values()) > 0
 
 
 def test_the_last_row_takes_what_is_left_over():

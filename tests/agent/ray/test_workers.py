@@ -136,7 +136,7 @@ def test_a_worker_that_dies_loading_weights_costs_nothing_and_the_next_has_those
     assert (workers.num_turns, workers.num_tokens) == (2 * len(results), 4 * len(results))
     began = scripted.started()
     redone = {qid for qid, count in Counter(qid for qid, _ in began).items() if count > 1}
-    assert 1 <= len(redone) <= workers.num_redone <= OPTIONS.concurrency
+    assert len(redone) <= workers.num_redone <= OPTIONS.concurrency
     assert redone <= {qid for qid, pid in began if pid == victim}
     assert workers.num_lost == 2
     served = {qid for qid, pid in began if pid in new}

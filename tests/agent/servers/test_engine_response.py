@@ -127,11 +127,16 @@ def masks(*rows: Any) -> dict[str, Any]:
     return {"sampling_mask": [*rows]}
 
 
+def offsets(*ends: int) -> dict[str, Any]:
+    return {"sampling_mask": {"token_ids": [207, 129, 350], "offsets": [*ends]}}
+
+
 def test_sampling_masks_are_read_and_packed() -> None:
     rows = [[5, 207], [], [350]]
     for shape in (generate, completions, chat):
-        mask = read(shape(sampling_mask=rows)).sampling_mask
-        assert (mask.cu.tolist(), mask.values.tolist()) == ([0, 2, 2, 3], [5, 207, 350])
+        for form in (rows, {"token_ids": [5, 207, 350], "offsets": [0, 2, 2, 3]}):
+            mask = read(shape(sampling_mask=form)).sampling_mask
+            assert (mask.cu.tolist(), mask.values.tolist()) == ([0, 2, 2, 3], [5, 207, 350])
     assert read(generate()).sampling_mask is None
     aborted = {"finish_reason": "abort", "weight_versions": None}
     completion = Completion("q", 0, PROMPT, SamplingParams(max_new_tokens=6))
@@ -214,6 +219,14 @@ CHOICE = "at `$.choices[0]"
         (masks([207], [129, -1], [350]), "sampling_mask must be 0 or more, got -1 at index 2"),
         (masks([207], [3, 4], [350]), "the token 129 in sampling_mask, got others"),
         (masks([207], 3, [350]), f"`array`, got `int` - {CHOICE}.sampling_mask[1]`"),
+        ({"sampling_mask": []}, "3 rows, one for each of token_ids in sampling_mask, got 0"),
+        (offsets(0, 1, 3), "3 rows, one for each of token_ids in sampling_mask, got 2"),
+        (offsets(0, 1, 2, 4), "offsets of sampling_mask: cu must end at the 3 values, got 4"),
+        (offsets(0, 2, 1, 3), "offsets of sampling_mask: cu must grow from 0"),
+        (offsets(1, 1, 2, 3), "offsets of sampling_mask: cu must grow from 0"),
+        (offsets(0, 1, 2, 2**63 + 5), "offsets of sampling_mask: "),
+        (offsets(0, 0, 1, 3), "the token 129 in sampling_mask, got others"),
+        ({"sampling_mask": {"token_ids": [1]}}, "missing required field `offsets`"),
     ],
 )
 def test_a_wrong_part_is_refused_by_name(changes: Any, message: str) -> None:

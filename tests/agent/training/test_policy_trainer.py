@@ -19,7 +19,6 @@ from trajpack.agent.training.policy_trainer import (
     PolicyTrainer,
     StepOutcome,
     pack_as,
-    token_logprobs,
     warm_up,
 )
 from trajpack.packing.adapters.huggingface import LMHead
@@ -48,12 +47,11 @@ def sampled(version: int = 0, age: int = 0) -> PackedBatch:
     }  # fmt: skip
     batch = packed([Trajectory(str(key), [turn]) for key, turn in turns.items()])
     with torch.no_grad():
-        logprobs = token_logprobs(LMHead(MODEL), batch)
+        logprobs = LMHead(MODEL).logprobs(batch)
     trajectories = []
     for index, (key, turn) in enumerate(turns.items()):
-        begin, end = batch.turn_spans[index].tolist()
         of_turn = Turn(
-            turn.prompt_ids, turn.completion_ids, logprobs[begin:end].tolist(), key[1],
+            turn.prompt_ids, turn.completion_ids, logprobs[2 * index :][:2].tolist(), key[1],
             version_start=version - age, version_end=version,
             version_spans=[(version - age, 0, 1), (version, 1, 2)] if age else None,
         )  # fmt: skip
@@ -63,8 +61,9 @@ def sampled(version: int = 0, age: int = 0) -> PackedBatch:
 
 def completions(model: Any, batch: PackedBatch) -> torch.Tensor:
     with torch.no_grad():
-        logprobs = token_logprobs(LMHead(model), batch)
-    return torch.zeros(len(batch)).index_add_(0, batch.sequence_ids.long(), logprobs)
+        logprobs = LMHead(model).logprobs(batch)
+    owners = batch.sequence_ids[batch.loss_mask].long()
+    return torch.zeros(len(batch)).index_add_(0, owners, logprobs)
 
 
 @pytest.mark.parametrize("is_warm_up", [False, True])
@@ -87,13 +86,15 @@ def test_gradients_from_before_are_not_used(is_warm_up: bool) -> None:
 def test_log_probabilities_are_those_of_each_sequence_by_itself() -> None:
     batch = packed(lazy_demonstrations(12, TOKENIZER, num_turns=3))
     with torch.no_grad():
-        together = token_logprobs(LMHead(MODEL), batch)
+        alone = []
         for start, end in pairwise(batch.cu_seqlens.tolist()):
             ids = batch.input_ids[start:end]
             scores = MODEL(ids[None], use_cache=False).logits[0].log_softmax(-1)
-            alone = scores[:-1].gather(1, ids[1:, None])[:, 0]
-            alone = torch.where(batch.loss_mask[start + 1 : end], alone, 0.0)
-            torch.testing.assert_close(together[start + 1 : end], alone, atol=1e-5, rtol=0)
+            of_next = scores[:-1].gather(1, ids[1:, None])[:, 0]
+            alone.append(of_next[batch.loss_mask[start + 1 : end]])
+        torch.testing.assert_close(
+            LMHead(MODEL).logprobs(batch), torch.cat(alone), atol=1e-5, rtol=0
+        )
 
 
 def test_a_step_makes_right_answers_likelier_and_wrong_ones_less_likely() -> None:

@@ -34,8 +34,9 @@ from trajpack.kernels.groups.group_advantages_triton import (
     group_advantages_forward,
     members_by_nonzero,
 )
-from trajpack.kernels.logprobs.logit_statistics import Logits, Tile
+from trajpack.kernels.logprobs.logit_statistics import Tile
 from trajpack.kernels.logprobs.logit_statistics_triton import BLOCK, fold_forward, slope_forward
+from trajpack.kernels.logprobs.pair_logits import Logits, Pairs
 from trajpack.kernels.rearrange.pad_triton import pad_forward, unpad_forward
 from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
@@ -221,19 +222,21 @@ def launches_of_loss_weights(owners: torch.Tensor) -> Launches:
 
 def launches_of_logits(rows: torch.Tensor) -> Launches:
     """Tiles of logits of every dtype, with all that a head may have and without."""
+    pairs = Pairs(rows.new_zeros(10), torch.zeros(9, dtype=torch.int64, device=rows.device))
+    picked = torch.zeros(9, dtype=torch.float64, device=rows.device)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         memory = torch.zeros(9 * BLOCK, dtype=dtype, device=rows.device)
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         vectors = torch.zeros((4, 16), dtype=sums, device=rows.device)
-        tile = Tile(
-            slice(0, 9), slice(0, 99), memory.view(9, -1)[:, :99], memory.view(9, -1), memory
-        )
+        padded = memory.view(9, -1)
+        tile = Tile(slice(0, 9), slice(0, 99), padded[:, :99], padded, memory, 0)
         name = str(dtype).removeprefix("torch.")
         for label, temperature in ((name, None), (f"{name}, all", vectors[0].float())):
             logits = Logits(memory, memory, None, rows, temperature, 0.0)
             mean = {"with_mean": temperature is not None}
-            yield label, partial(fold_forward, logits, tile, vectors[:3], **mean)
-            yield label, partial(slope_forward, logits, tile, vectors, **mean)
+            yield label, partial(fold_forward, logits, tile, pairs, vectors[:3], picked, **mean)
+            of_picked = picked.to(dtype)
+            yield label, partial(slope_forward, logits, tile, pairs, vectors, of_picked, **mean)
 
 
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:

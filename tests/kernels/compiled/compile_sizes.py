@@ -262,10 +262,6 @@ OPERATORS: Calls = {
     "token_logprobs": lambda size: kernels.token_logprobs(
         *head_of(size), entropy=True, impl="triton"
     )[0].sum().backward(),
-    "topk_kl": lambda size: kernels.topk_kl(
-        *head_of(size)[:3], torch.tensor([[1, 2]] * (size % 9)).view(-1, 2),
-        torch.full((size % 9, 2), -2.0), impl="triton",
-    ).sum().backward(),
     "masked_moments": lambda size: kernels.masked_moments(floats(size), marks(size), impl="triton"),
     "moment_sums": lambda size: kernels.moment_sums(floats(size), marks(size), impl="triton"),
 }  # fmt: skip

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trajpack.kernels.logprobs import logit_statistics as module
-from trajpack.kernels.logprobs.logit_statistics import Logits, Pairs, gradients, statistics
+from trajpack.kernels.logprobs.logit_statistics import gradients, statistics
+from trajpack.kernels.logprobs.pair_logits import Logits, Pairs, pair_gradients, pair_logits
 
 
 class Case(NamedTuple):
@@ -26,7 +27,7 @@ class Case(NamedTuple):
             rates[1].zero_()
         needs = [True, True, self.logits.bias is not None]
         grads = gradients(
-            *self, torch.stack((*rates[:2], *found[:2])), found[2], rates[2],
+            *self, torch.stack((*rates[:2], *found[:2])), rates[2],
             needs=needs, with_mean=with_mean, impl=impl,
         )  # fmt: skip
         return [*found, *(grad for grad in grads if grad is not None)]
@@ -46,8 +47,12 @@ def case(
         normal(11, width), normal(vocabulary, width), normal(vocabulary) if bias else None,
         torch.randint(0, 11, (num_rows,), generator=random), temperatures, softcap,
     )  # fmt: skip
-    tokens = torch.randint(0, vocabulary, (num_rows,), generator=random)
-    return Case(logits, Pairs(torch.arange(num_rows), tokens, 1))
+    lengths = torch.arange(num_rows) % 4  # none, one and several
+    boundaries = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    several = [torch.randperm(vocabulary, generator=random)[:length] for length in lengths]
+    tokens = torch.cat(several)
+    tokens[::5] = torch.tensor([-3, vocabulary])[torch.arange(len(tokens[::5])) % 2]  # elsewhere
+    return Case(logits, Pairs(boundaries, tokens))
 
 
 OPTIONS: list[dict[str, Any]] = [{}, {"bias": True, "temperature": True}, {"softcap": 2.0}]
@@ -68,3 +73,31 @@ def test_kernels_equal_the_reference(dtype: torch.dtype, options: dict[str, Any]
         tolerance *= 3
     for found, expected in zip(one.run("triton"), one.run("torch"), strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_kernels_take_more_pairs_than_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_COLUMNS", {"cpu": 1024})  # a row has some in each tile
+    one = case(3, 2000)
+    tokens = torch.randperm(2000, generator=torch.Generator().manual_seed(2))[:450]
+    one = one._replace(pairs=Pairs(torch.tensor([0, 300, 301, 450]).int(), tokens))
+    for found, expected in zip(one.run("triton"), one.run("torch"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.usefixtures("small_tiles")
+def test_pairs_alone_have_the_logits_and_gradients_of_tiles(
+    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajpack.kernels.logprobs.pair_logits.CHUNK_BYTES", {"cpu": 5 * 4 * 8})
+    monkeypatch.setattr("trajpack.kernels.logprobs.pair_logits.TOTAL_BYTES", 3 * 4 * 50)
+    one = case(13, 50, dtype=dtype, bias=bias)
+    picked = statistics(*one, with_mean=False, impl="torch")[2]
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-2
+    torch.testing.assert_close(pair_logits(*one), picked, rtol=tolerance, atol=tolerance)
+    of_picked, needs = torch.randn(picked.shape, dtype=picked.dtype), [True, True, bias]
+    rates = torch.zeros(4, 13, dtype=torch.float64)
+    expected = gradients(*one, rates, of_picked, needs=needs, with_mean=False, impl="torch")
+    for found, wanted in zip(pair_gradients(*one, of_picked, needs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)

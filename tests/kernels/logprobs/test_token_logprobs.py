@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trajpack.kernels import token_logprobs, topk_kl
-from trajpack.kernels.logprobs import logit_statistics
+from trajpack.kernels.logprobs import logit_statistics, pair_logits, token_logprobs as module
 from trajpack.testing import assert_same_bits
 
 
@@ -147,40 +149,163 @@ def test_gradients_equal_differences(name: str) -> None:
     assert torch.autograd.gradcheck(call, case.leaves)
 
 
+def test_where_every_row_is_supported_no_other_weight_is_read() -> None:
+    case = Case(9, 4000)
+    case.lengths = [1 + length for length in case.lengths]
+    case.allowed = [torch.randperm(4000, generator=case.random)[:n] for n in case.lengths]
+    for row in (0, 3, 8):
+        case.targets[row] = case.allowed[row][-1]
+    used = torch.zeros(4000, dtype=torch.bool)
+    used[torch.cat(case.allowed)] = True
+    expected, results = case.dense(options := options_of(case, "all")), []
+    wanted = gradients(expected, case)
+    for known in (False, True):
+        found = token_logprobs(*case.inputs, entropy=True, every_row_supported=known, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients(found, case), wanted, rtol=1e-11, atol=1e-11)
+        results.append(found)
+    with torch.no_grad():
+        case.weight[~used] = torch.nan
+    found = token_logprobs(*case.inputs, entropy=True, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert_same_bits(results[0][0].detach(), results[1][0].detach())
+
+
+@pytest.mark.parametrize("per_pair", [0, 10**9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_work_that_is_counted_decides_no_result(
+    dtype: torch.dtype, per_pair: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(9, 50, dtype)
+    case.lengths, case.allowed = [3] * 9, [case.targets[row] + torch.arange(3) for row in range(9)]
+    case.allowed = [tokens % 50 for tokens in case.allowed]
+    monkeypatch.setattr(module, "LOGITS_PER_PAIR", {"cpu": per_pair})
+    found = token_logprobs(*case.inputs, entropy=True, support=case.support)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    expected = case.dense({"support": case.support})
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_that_is_said_to_be_supported_and_is_not_is_impossible() -> None:
+    case, support = Case(2), (torch.tensor([0, 0, 1]).int(), torch.tensor([4]))
+    inputs = case.hidden, case.weight, case.rows, torch.tensor([4, 4])
+    options: dict[str, Any] = {"support": support, "every_row_supported": True}
+    logprobs, entropies = token_logprobs(*inputs, entropy=True, **options)
+    assert logprobs.tolist() == [-torch.inf, 0.0]
+    assert entropies.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int16, torch.int32])
+def test_tokens_of_a_support_are_integers_of_any_size(dtype: torch.dtype) -> None:
+    case = Case()
+    boundaries, tokens = case.support
+    found = token_logprobs(*case.inputs, support=(boundaries, tokens.to(dtype)))
+    assert_same_bits(found, token_logprobs(*case.inputs, support=(boundaries, tokens)))
+
+
+@pytest.mark.parametrize("name", ["plain", "bias", "temperatures", "cap"])
+@pytest.mark.parametrize(("num_rows", "vocabulary"), [(9, 50), (1, 17), (13, 16)])
+def test_several_tokens_of_a_row_and_all_others(num_rows: int, vocabulary: int, name: str) -> None:
+    case = Case(num_rows, vocabulary)
+    options = options_of(case, name)
+    found = token_logprobs(*case.inputs[:3], case.support, **options)
+    every = []
+    for token in range(vocabulary):
+        case.targets = torch.full((num_rows,), token)
+        every.append(case.dense(options)[0])
+    dense, others = torch.stack(every, 1), torch.ones(num_rows, vocabulary, dtype=torch.bool)
+    picked = []
+    for row, tokens in enumerate(case.allowed):
+        picked.append(dense[row, tokens])
+        others[row, tokens] = False
+    expected = torch.cat(picked), dense.masked_fill(~others, -torch.inf).logsumexp(1)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        gradients(found, case), gradients(expected, case), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_the_tail_of_a_certain_model_is_exact_and_has_a_gradient() -> None:
+    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[40.0, 0], [0, 0], [0, 0]], dtype=torch.float64)
+    support = torch.tensor([0, 1]).int(), torch.tensor([0])
+    logprobs, rest = token_logprobs(hidden, weight, torch.tensor([0]), support)
+    assert rest.item() == pytest.approx(math.log(2) - 40)
+    teacher = torch.tensor([0.5]).double().log()
+    found = topk_kl(logprobs, rest, teacher, boundaries=support[0])
+    assert found.item() == pytest.approx(math.log(0.5) + 0.5 * (40 - math.log(2)))
+    assert torch.autograd.grad(found.sum(), hidden)[0][0, 0].item() == pytest.approx(20)
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_divergence_from_a_teacher(direction: Any) -> None:
-    case = Case(6, 20)
-    tokens = torch.stack([torch.randperm(20, generator=case.random)[:4] for _ in range(6)])
-    teacher = case.normal(6, 20).log_softmax(1).gather(1, tokens)
-    teacher[2, 2:] = -torch.inf
-    tokens[2, 2:] = -1
-    inputs = case.rows, tokens, teacher
-    found = topk_kl(*case.inputs[:2], *inputs, direction=direction, bias=case.bias)
+    case = Case(9, 20)
+    boundaries, tokens = case.support
+    whole = case.normal(9, 20).log_softmax(1)
+    owners = torch.arange(9).repeat_interleave(boundaries.diff())
+    teacher = whole[owners, tokens]
+    teacher[1] = -torch.inf  # counted with the others
+
+    def call(hidden, weight, bias):
+        found = token_logprobs(hidden, weight, case.rows, (boundaries, tokens), bias=bias)
+        return topk_kl(*found, teacher, boundaries=boundaries, direction=direction)
+
+    found = call(*case.leaves)
     logprobs = (case.hidden[case.rows] @ case.weight.T + case.bias).log_softmax(1)
-    for row in range(6):
-        known = teacher[row] > -torch.inf
-        here = logprobs[row, tokens[row, known]].exp()
-        p, q = (
-            torch.cat((x, 1 - x.sum(0, keepdim=True))) for x in (teacher[row, known].exp(), here)
-        )
+    for row in range(9):
+        own = (owners == row) & (teacher > -torch.inf)
+        here = logprobs[row, tokens[own]].exp()
+        p, q = (torch.cat((x, 1 - x.sum(0, keepdim=True))) for x in (teacher[own].exp(), here))
         p, q = (p, q) if direction == "forward" else (q, p)
         torch.testing.assert_close(found[row], (p * (p / q).log()).sum())
-
-    def call(hidden, weight):
-        return topk_kl(hidden, weight, *inputs, direction=direction)
-
-    assert torch.autograd.gradcheck(call, case.leaves[:2])
+    assert torch.autograd.gradcheck(call, case.leaves)
 
 
-def test_a_teacher_that_is_certain_leaves_a_rest() -> None:
-    case = Case(1, 5)
-    teacher = torch.zeros(1, 1)
-    for direction in ("forward", "reverse"):
-        found = topk_kl(
-            *case.inputs[:2], case.rows, torch.tensor([[2]]), teacher, direction=direction
-        )
-        assert found.isfinite().all()
-        assert found > 0
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_that_is_certain_leaves_a_rest(direction: Any) -> None:
+    case, support = Case(1, 5), (torch.tensor([0, 1]).int(), torch.tensor([2]))
+    found = token_logprobs(*case.inputs[:3], support)
+    divergence = topk_kl(*found, torch.zeros(1), boundaries=support[0], direction=direction)
+    assert divergence.isfinite().all()
+    assert divergence > 0
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_of_the_whole_vocabulary_leaves_no_rest(direction: Any) -> None:
+    case = Case(3, 5)
+    support = torch.tensor([0, 5, 10, 15]).int(), torch.arange(5).repeat(3)
+    teacher = case.normal(3, 5).log_softmax(1)
+    logprobs, rest = token_logprobs(*case.inputs[:3], support)
+    assert (rest == -torch.inf).all()
+    options: dict[str, Any] = {"boundaries": support[0], "direction": direction}
+    found = topk_kl(logprobs, rest, teacher.flatten(), **options)
+    here = (case.hidden[case.rows] @ case.weight.T).log_softmax(1)
+    p, q = (teacher, here) if direction == "forward" else (here, teacher)
+    torch.testing.assert_close(found, (p.exp() * (p - q)).sum(1))
+    got, wanted = (
+        torch.autograd.grad(x.sum(), case.leaves[:2], retain_graph=True)
+        for x in (found, (p.exp() * (p - q)).sum(1))
+    )
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([math.nan, -1.0], "at most 0, got nan"), ([-1.0, 3.0], "at most 0, got 3")],
+)
+def test_a_teacher_whose_numbers_are_wrong_is_refused(values: Any, message: str) -> None:
+    own, boundaries = torch.tensor([-1.0, -2.0]), torch.tensor([0, 2]).int()
+    with pytest.raises(ValueError, match=message):
+        topk_kl(own, torch.tensor([-1.0]), torch.tensor(values), boundaries=boundaries)
+
+
+def test_a_teacher_whose_numbers_cannot_be_read_is_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "values_to_check", lambda _: None)
+    own, boundaries = torch.tensor([-1.0, -2.0]), torch.tensor([0, 2]).int()
+    teacher = torch.tensor([math.nan, -1.0])
+    assert topk_kl(own, torch.tensor([-1.0]), teacher, boundaries=boundaries).isnan().all()
 
 
 def test_no_row_has_no_results_and_zero_gradients() -> None:
@@ -238,38 +363,112 @@ def test_all_logits_are_never_in_memory(device: str) -> None:
     num_rows, vocabulary, width = 24, 300, 4
     hidden, weight = (torch.zeros(n, width, device=device) for n in (num_rows, vocabulary))
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    every = torch.arange(num_rows, device=device)
+    boundaries = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     logits = logit_statistics.Logits(hidden, weight, None, rows, None, 0.0)
-    pairs = logit_statistics.Pairs(every, rows, 1)
+    pairs = logit_statistics.Pairs(boundaries, rows)
     with Largest() as largest:
         found = logit_statistics.statistics(logits, pairs, with_mean=True, impl="torch")
         rates = torch.stack((*found[:2], *found[:2]))
         logit_statistics.gradients(
-            logits, pairs, rates, found[2], found[2],
+            logits, pairs, rates, found[2],
             needs=[True, True, False], with_mean=True, impl="torch",
         )  # fmt: skip
     assert largest.elements == vocabulary * width  # the gradient of the weight
 
 
-def test_repeats_have_the_same_bits() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_all_gathered_rows_are_never_in_memory(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_logits, "CHUNK_BYTES", {"cpu": 4 * 8 * 64})
+    hidden, weight = (torch.zeros(n, 64, device=device) for n in (10, 30))
+    rows, tokens = (torch.arange(n, device=device) for n in (10, 600))
+    boundaries = torch.arange(0, 601, 60, dtype=torch.int32, device=device)
+    logits = logit_statistics.Logits(hidden, weight, None, rows, None, 0.0)
+    pairs = logit_statistics.Pairs(boundaries, tokens % 30)
+    with Largest() as largest:
+        picked = pair_logits.pair_logits(logits, pairs)
+        pair_logits.pair_gradients(logits, pairs, picked, [True, True, False])
+    assert largest.elements == 30 * 64  # the gradient of the weight
+
+
+def calls_of(case: Case) -> dict[str, Any]:
+    """Return calls whose results and gradients are the same in every run."""
+    boundaries, tokens = case.support
+    every = (
+        boundaries + torch.arange(len(boundaries)).int(),
+        torch.cat([torch.cat((one, (one.sum() % 7 + 60)[None])) for one in case.allowed]),
+    )
+    teacher = torch.full(tokens.shape, -2.0)
+
+    def divergence() -> tuple[torch.Tensor, ...]:
+        found = token_logprobs(*case.inputs[:3], case.support, bias=case.bias)
+        return *found, topk_kl(*found, teacher, boundaries=boundaries)
+
+    def plain(**options: Any) -> Any:
+        return lambda: token_logprobs(*case.inputs, entropy=True, bias=case.bias, **options)
+
+    return {
+        "tokens": plain(),
+        "support": plain(support=case.support),
+        "every row supported": plain(support=every),
+        "teacher": divergence,
+    }
+
+
+@pytest.mark.parametrize("name", calls_of(Case()))
+def test_repeats_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOGITS_PER_PAIR", {"cpu": 0})
     case = Case(30, 100, torch.float32)
-    found = token_logprobs(*case.inputs, entropy=True, bias=case.bias)
-    first = [*found, *gradients(found, case)]
+    case.allowed = [one % 60 for one in case.allowed]
+    case.allowed = [one.unique() for one in case.allowed]
+    case.lengths = [len(one) for one in case.allowed]
+    call = calls_of(case)[name]
+    first = [*(found := call()), *gradients(found, case)]
     for _ in range(20):
-        found = token_logprobs(*case.inputs, entropy=True, bias=case.bias)
-        for one, other in zip(first, [*found, *gradients(found, case)], strict=True):
+        for one, other in zip(first, [*(found := call()), *gradients(found, case)], strict=True):
             assert_same_bits(one, other)
 
 
-def test_the_op_keeps_the_contract_of_torch() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_the_ops_keep_the_contract_of_torch(options: str, whole: bool) -> None:
     case = Case(3, 20)
-    row = torch.arange(3)
-    for temperature, bias in ((None, None), (case.temperature, case.bias)):
-        head = case.hidden, case.weight, bias, case.rows, temperature
-        torch.library.opcheck(
-            torch.ops.trajpack.logit_statistics,
-            (*head, row, case.targets, 1, 0.0, True, "torch"),
-        )
+    temperature, bias, softcap = (None, None, 0.0)
+    if options == "all":
+        temperature, bias, softcap = case.temperature, case.bias, 1.5
+    boundaries, tokens = case.support
+    head = case.hidden, case.weight, bias, case.rows, temperature
+    arguments = (*head, boundaries, tokens, softcap, whole, True, "torch")
+    torch.library.opcheck(torch.ops.trajpack.logit_statistics, arguments)
+    found = torch.ops.trajpack.logit_statistics(*arguments)
+    rates = torch.stack((*found[:2], *found[:2])).detach()
+    needs = [True, True, bias is not None]
+    constants = [one.detach() if isinstance(one, torch.Tensor) else one for one in arguments]
+    torch.library.opcheck(
+        torch.ops.trajpack.logit_gradients, (*constants, rates, found[2].detach(), needs)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
+def test_other_kinds_of_gradients_are_refused() -> None:
+    case = Case()
+    rest, given = case.inputs[1:], case.hidden.detach()
+
+    def call(hidden: torch.Tensor) -> torch.Tensor:
+        return token_logprobs(hidden, *rest).sum()
+
+    for transform in (
+        lambda: torch.func.jvp(call, (given,), (given,)),
+        lambda: torch.func.grad(call)(given),
+    ):
+        with pytest.raises(RuntimeError, match="token_logprobs: has gradients in reverse mode"):
+            transform()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="not in forward mode"):
+        call(forward_ad.make_dual(given, given))
+    (grad,) = torch.autograd.grad(call(case.hidden), case.hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        grad.sum().backward()
 
 
 def test_a_caller_is_compiled() -> None:
@@ -293,7 +492,7 @@ def test_a_caller_is_compiled() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "hidden of 3 dimensions": ({"hidden": torch.zeros(1, 7, 6)}, "hidden must have 2 dim"),
     "integers": ({"hidden": torch.zeros(7, 6, dtype=torch.int32)}, "hidden must be float16"),
-    "another dtype": ({"weight": torch.zeros(50, 6)}, "weight must be float64, got float32"),
+    "another dtype": ({"weight": torch.zeros(50, 6)}, "float64 as hidden, got float32; conv"),
     "another width": ({"weight": torch.zeros(50, 5).double()}, "weight must have shape"),
     "no vocabulary": ({"weight": torch.zeros(0, 6).double()}, "at least one token"),
     "no tensor": ({"weight": 3}, "weight must be a tensor, got int"),
@@ -302,7 +501,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few targets": ({"targets": torch.zeros(8).long()}, "targets must have one entry"),
     "a target outside": ({"targets": torch.full((9,), 50)}, r"targets must be in \[0, 50\)"),
     "a bias of another size": ({"bias": torch.zeros(49).double()}, "bias must have one entry"),
-    "temperature 0": ({"temperature": 0.0}, "temperature must be finite and above 0"),
+    "temperature 0": ({"temperature": 0.0}, r"temperature must be above 1\.17549e-38"),
+    "a temperature that float32 has not": ({"temperature": 1e-46}, "got 1e-46"),
+    "a temperature 0 of a row": (
+        {"temperature": torch.tensor([1.0] * 4 + [0.0] + [1.0] * 4)}, "above 1.* row 4 has 0"
+    ),
+    "negative temperatures": ({"temperature": -torch.ones(9)}, "above 1.* row 0 has -1"),
+    "a temperature of no dimension": ({"temperature": torch.tensor(1.0)}, "temperature must have"),
     "temperatures of another size": ({"temperature": torch.ones(3)}, "temperature must have one"),
     "a negative cap": ({"softcap": -1.0}, "softcap must be finite and above 0"),
     "boundaries that end early": (
@@ -314,7 +519,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a token twice": (
         {"support": (torch.tensor([0, 1, 3, 3, 3, 3, 3, 3, 3, 3]).int(), torch.tensor([1, 1, 1]))},
-        "must be distinct, row 1 has 1 twice",
+        "distinct in support, row 1 has 1 twice",
     ),
     "another impl": ({"impl": "cuda"}, "impl must be"),
 }  # fmt: skip

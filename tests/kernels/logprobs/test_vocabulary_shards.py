@@ -7,17 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import distributed as dist
 
 from trajpack.kernels import token_logprobs, topk_kl
+from trajpack.kernels.logprobs import token_logprobs as module
 
 ROWS, TARGETS = torch.tensor([0, 3, 3, 4]), torch.tensor([0, 9, 25, 4])
 TEMPERATURE = torch.tensor([1.0, 0.5, 2.0, 1.5])
 TOP = torch.tensor([[0, 19], [9, 8], [25, 3], [4, 13]])
 SUPPORT = torch.tensor([0, 2, 2, 3, 5]).int(), torch.tensor([0, 22, 25, 4, 14])
+EVERY = torch.tensor([0, 2, 3, 4, 6]).int(), torch.tensor([0, 22, 9, 25, 4, 14])
 
 
 def leaves(vocabulary: int) -> list[torch.Tensor]:
@@ -31,14 +34,27 @@ def results(leaves: list[torch.Tensor], **options: Any) -> dict[str, list[torch.
     """Return results and gradients of each call."""
     hidden, weight, bias = (leaf.detach().requires_grad_() for leaf in leaves)
     options |= {"bias": bias, "softcap": 4.0, "temperature": TEMPERATURE}
-    teacher = torch.tensor([[0.5, 0.25]] * 4).log()
-    head, vocabulary = (hidden, weight), 26
+    teacher, head = torch.tensor([0.5, 0.25] * 4).log(), (hidden, weight)
+    boundaries = torch.arange(0, 9, 2).int()
+
+    def divergence() -> tuple[torch.Tensor, ...]:
+        found = token_logprobs(*head, ROWS, (boundaries, TOP.flatten()), **options)
+        return (topk_kl(*found, teacher, boundaries=boundaries),)
+
+    def pairs_alone() -> Any:
+        with patch.object(module, "LOGITS_PER_PAIR", {"cpu": 0}):
+            return token_logprobs(*head, ROWS, TARGETS, entropy=True, support=EVERY, **options)
+
     calls = {
         "tokens": lambda: token_logprobs(*head, ROWS, TARGETS, entropy=True, **options),
         "support": lambda: token_logprobs(
             *head, ROWS, TARGETS, entropy=True, support=SUPPORT, **options
         ),
-        "top": lambda: (topk_kl(*head, ROWS, TOP % vocabulary, teacher, **options),),
+        "every row supported": lambda: token_logprobs(
+            *head, ROWS, TARGETS, entropy=True, support=EVERY, **options
+        ),
+        "pairs alone": pairs_alone,
+        "top": divergence,
     }
     found = {}
     for name, call in calls.items():

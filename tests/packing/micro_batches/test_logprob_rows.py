@@ -135,11 +135,35 @@ def test_a_head_gives_the_log_probabilities_of_the_model(name: str) -> None:
         )
 
 
+class AdaptedHead(torch.nn.Module):
+    """A linear layer with an adapter of low rank, as of peft."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = torch.nn.Parameter(torch.ones(2, base.in_features))
+        self.b = torch.nn.Parameter(torch.zeros(base.out_features, 2))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
 def test_a_model_whose_logits_are_made_otherwise_is_refused() -> None:
     model = tiny_model("llama").eval()
     head = model.lm_head
-    model.lm_head.register_forward_hook(lambda *call: call[-1] * 1)
-    LMHead(model)
+    hook = head.register_forward_hook(lambda *call: call[-1] * 1)  # that it changes no number
+    with pytest.raises(TypeError, match="without hooks, got Linear with hooks"):
+        LMHead(model)
+    hook.remove()
+    adapted = AdaptedHead(head)  # B = 0, as LoRA begins: a comparison alone would pass
+    model.set_output_embeddings(adapted)
+    with pytest.raises(TypeError, match="got AdaptedHead: only weight and bias are read"):
+        LMHead(model)
+    model.set_output_embeddings(head)
     model.config.final_logit_softcapping = 1e-3
     with pytest.raises(ValueError, match="LlamaForCausalLM makes its logits in another way"):
         LMHead(model)

@@ -65,14 +65,28 @@ def test_temperatures_divide_the_logits_of_a_row(way):
     hidden, weight, _ = outputs_of(batch)
     logits = hidden @ weight.T
     given = (hidden, weight) if way == "hidden" else (logits,)
-    each = torch.linspace(0.5, 2, batch.num_trained)
-    of_node = torch.zeros(batch.num_nodes)
-    of_node[batch.loss_mask] = each
-    for temperature, of_entry in ((0.7, torch.tensor(0.7)), (each, of_node[batch.entry_node])):
+    each = torch.linspace(0.5, 2, batch.num_entries)
+    for temperature, of_entry in ((0.7, torch.tensor(0.7)), (each, each)):
         want = (logits[batch.entry_parent] / of_entry.reshape(-1, 1)).log_softmax(-1)
         want = want.gather(1, batch.entries.input_ids[:, None])[:, 0]
         got = batch.logprobs(*given, temperature=temperature)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_are_left_over_are_zero_and_reach_no_gradient():
+    batch = pack_tree(branching())
+    hidden, weight, _ = outputs_of(batch)
+    want = batch.logprobs(hidden, weight)
+    most = batch.num_entries + 3
+    for temperature in (1.0, torch.nn.functional.pad(torch.ones(batch.num_entries), (0, 3))):
+        got = batch.logprobs(hidden, weight, most=most, temperature=temperature)
+        torch.testing.assert_close(got[:-3], want, rtol=1e-12, atol=1e-12)
+        assert got[-3:].tolist() == [0, 0, 0]
+        found, expected = (
+            torch.autograd.grad(one.sum(), (hidden, weight), retain_graph=True)
+            for one in (got, want)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_a_token_that_cannot_be_sampled_adds_no_entropy():
@@ -199,7 +213,7 @@ def test_wrong_outputs_are_refused():
         batch.logprobs(hidden[1:], weight)
     with pytest.raises(ValueError, match=f"logits must have one entry for each of {len(hidden)}"):
         batch.logprobs(hidden[1:])
-    with pytest.raises(TypeError, match="support need hidden states and lm_head, got logits"):
-        batch.logprobs(hidden, support=None)
+    with pytest.raises(TypeError, match="need hidden states and lm_head, got logits"):
+        batch.logprobs(hidden, support="mask")
     with pytest.raises(TypeError, match="hidden must be a"):
         batch.logprobs([hidden], weight)

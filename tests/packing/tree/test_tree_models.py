@@ -7,10 +7,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
-from trajpack.packing.adapters.huggingface import check_tree_attention, register_tree_attention
+from trajpack.packing.adapters.huggingface import (
+    LMHead,
+    check_tree_attention,
+    register_tree_attention,
+)
 from trajpack.packing.tree_attention.huggingface import _MADE
 
 pytestmark = pytest.mark.filterwarnings(
@@ -18,6 +23,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 OTHERS = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "olmo2", "deepseek_v3"]
+TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "d_model": 32, "embedding_dim": 32}
+TINY |= {"num_hidden_layers": 2, "decoder_layers": 2, "num_blocks": 2, "intermediate_size": 64}
+TINY |= {"decoder_attention_heads": 4, "num_attention_heads": 4, "num_heads": 8, "head_dim": 8}
+TINY |= {"decoder_ffn_dim": 32, "dim_head": 8, "dim_ff": 32, "state_size": 8, "n_groups": 1}
+TINY |= {"chunk_size": 8, "attention_hidden_size": 32, "max_position_embeddings": 256}
+TINY |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+FAMILIES = ["mamba2", "rwkv", "xlstm", "cpmant", "bart", "mbart", "pegasus", "marian", "plbart"]
+FAMILIES += ["blenderbot", "blenderbot-small"]
 LONGER = 20
 """Tokens of a shared prompt: more than the sliding windows of tiny models."""
 
@@ -316,19 +329,19 @@ def test_masks_of_wrong_dtypes_and_windows_are_refused():
     assert near.sum(1).tolist() == (depth + 1).clamp(max=3).tolist()
 
 
-def test_the_backend_computes_the_fewer_pairs_and_can_be_forced():
+def test_the_host_takes_paths_and_a_backend_can_be_forced():
     prompt = list(range(3, 103))
     members = [Trajectory(str(i), [Turn(prompt, [i + 3] * 100, [-1.0] * 100)]) for i in range(6)]
     bushy = [Trajectory(str(i), [Turn([1, i + 2], [], [])]) for i in range(40)]
     model = tiny_model("qwen3")
-    for trajectories, chosen in ((members, "path"), (bushy, "mask")):
+    for trajectories in (members, bushy):
         batch, found = pack_tree(trajectories), {}
         for backend in ("auto", "mask", "path"):
             register_tree_attention(backend)
             model.set_attn_implementation("trajpack_tree")
             with torch.no_grad():
                 found[backend] = model(**batch.model_inputs()).logits
-        assert torch.equal(found["auto"], found[chosen])
+        assert torch.equal(found["auto"], found["path"])
         torch.testing.assert_close(found["mask"], found["path"])
     with pytest.raises(
         ValueError, match="backend must be one of 'auto', 'mask', 'path', 'flex', got 'dense'"
@@ -360,6 +373,43 @@ def test_the_check_passes_where_a_tree_is_computed(family, dtype):
     model.set_attn_implementation("trajpack_tree")
     check_tree_attention(model)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "mamba2",
+        "rwkv",
+        "xlstm",
+        "cpmant",
+        "bart",
+        "mbart",
+        "pegasus",
+        "marian",
+        "plbart",
+        "blenderbot",
+        "blenderbot-small",
+    ],
+)
+def test_models_that_would_ignore_the_tree_are_refused(family):
+    config = AutoConfig.for_model(family)
+    for name, value in TINY.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if hasattr(config, "is_encoder_decoder"):
+        config.is_decoder, config.is_encoder_decoder = True, False
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    register_tree_attention()
+    model.set_attn_implementation("trajpack_tree")
+    with pytest.raises(ValueError, match=rf"{type(model).__name__} (computes|cannot take) a tree"):
+        check_tree_attention(model)
+    batch = pack_tree(branching())
+    with pytest.raises(ValueError, match=type(model).__name__):
+        LMHead(model).logprobs(batch)
+    if "bart" in family or family in ("pegasus", "marian", "blenderbot", "blenderbot-small"):
+        with pytest.raises(ValueError, match=r"position_ids, which .* does not take"):
+            model(**batch.model_inputs())
 
 
 def test_the_check_finds_what_ignores_the_tree(monkeypatch):

@@ -10,9 +10,10 @@ a segment, so a segment's bits are those of a block of its own.
 
 States, decays and increments are float64; results are rounded once, to float32.
 
-One launch scans segments of up to ``LONGEST_WALK`` entries, block after block. Where longer ones may
-be, a launch before it finds the effect of each of their blocks on the state; then a program for
-each block folds the effects of the blocks behind it, in an order that depends on the segment alone.
+One launch scans segments of up to ``LONGEST_WALK`` entries, block after block. Where longer ones
+may be, a launch before it finds the effect on the state of each of their rows of ``ROW`` entries;
+then a program for each row folds the effects of the rows behind it, in an order that depends on the
+segment alone.
 There are no atomic operations.
 
 Positions count the scanned tokens, segment after segment. Without chunks a position is the
@@ -278,6 +279,40 @@ def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
 
 
 @triton.jit
+def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.constexpr):
+    """Return increment and weight of the trace; what `write_results` takes; effect on ``state``.
+
+    ``state`` is the value that follows the block, and ``steps`` what `read_entries` returns. The
+    effect is decay and increment, and the factor in the trace, which is 0 if there are ``outputs``.
+    """
+    at, generated, reward, value = steps
+    gamma = entries[5]
+    limits = inputs[2]
+    place, rate = lanes
+    nothing = tl.zeros_like(reward)
+    ratio = tl.exp(difference(inputs[0][5], at, generated))
+    rho = clip_ratio(ratio, generated, limits[3])
+    c = clip_ratio(ratio, generated, limits[4])
+    passed = passed_on(reward, entries[2], FORM[1])
+    increment, passes = observe(generated, gamma * value, passed, nothing, FORM[1])
+    following, decay, total = scan_block(passes, increment, rate, place, state, FORM)
+    factor = tl.zeros_like(decay)
+    if len(outputs) == 0:
+        start = tl.zeros_like(decay)
+        share, _, _ = scan_block(passes, nothing, rate, place, start + 1.0, FORM)
+        share *= gamma * rho
+        if FORM[1] == RESET:
+            share = tl.where(generated, share, 0.0)
+        share, weight = observe(generated, share, nothing, c, FORM[1])
+        _, _, factor = scan_block(weight, share, rate, place, start, FORM)
+    if FORM[1] == RESET:
+        following = tl.where(generated, following, 0.0)
+    surprise = reward + following - value
+    increment, weight = observe(generated, gamma * rho * surprise, nothing, c, FORM[1])
+    return increment, weight, (ratio, rho, c, surprise), (decay, total, factor)
+
+
+@triton.jit
 def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
     """Scan the entries of a block, and write their results if there are ``outputs``.
 
@@ -285,62 +320,54 @@ def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
     Return the effect of the block: decay and increment of the first state; decay and increment of
     the second, and its factor in the first.
     """
-    at, generated, reward, value = read_entries(inputs, entries, FORM)
-    _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
+    steps = read_entries(inputs, entries, FORM)
+    _at, generated, reward, value = steps
+    _position, _exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
     place, rate = lanes
-    own_rate = gamma * lam
     nothing = tl.zeros_like(reward)
-    one = nothing + 1.0
-    passed = passed_on(reward, is_last, FORM[1])
+    traced = ()
     of_second = ()
     if FORM[0] == VTRACE:
-        limits = inputs[2]
-        ratio = tl.exp(difference(inputs[0][5], at, generated))
-        rho = clip_ratio(ratio, generated, limits[3])
-        c = clip_ratio(ratio, generated, limits[4])
-        increment, passes = observe(generated, gamma * value, passed, nothing, FORM[1])
-        following, decay, total = scan_block(passes, increment, rate, place, states[1], FORM)
-        of_second = decay, total, tl.zeros_like(decay)
-        if len(outputs) == 0:
-            start = tl.zeros_like(decay)
-            share, _, _ = scan_block(passes, nothing, rate, place, start + 1.0, FORM)
-            share *= gamma * rho
-            if FORM[1] == RESET:
-                share = tl.where(generated, share, 0.0)
-            share, weight = observe(generated, share, nothing, c, FORM[1])
-            _, _, factor = scan_block(weight, share, rate, place, start, FORM)
-            of_second = decay, total, factor
-        if FORM[1] == RESET:
-            following = tl.where(generated, following, 0.0)
-        surprise = reward + following - value
-        increment, weight = observe(generated, gamma * rho * surprise, nothing, c, FORM[1])
+        increment, weight, traced, of_second = steps_of_vtrace(
+            inputs, outputs, entries, lanes, states[1], steps, FORM
+        )
     elif FORM[0] == ADJOINT:
         own = tl.where(generated, reward, 0.0)
-        increment, weight = observe(generated, own, nothing, one, FORM[1])
+        increment, weight = observe(generated, own, nothing, nothing + 1.0, FORM[1])
     else:
         own = gamma * (1.0 - lam) * value
-        own = tl.fma(nothing + own_rate, reward, own)
-        increment, weight = observe(generated, own, passed, one, FORM[1])
+        own = tl.fma(nothing + gamma * lam, reward, own)
+        passed = passed_on(reward, is_last, FORM[1])
+        increment, weight = observe(generated, own, passed, nothing + 1.0, FORM[1])
     states, decay, total = scan_block(weight, increment, rate, place, states[0], FORM)
     if len(outputs) > 0:
-        written = exists
-        if inputs[0][3] is not None:
-            written = generated
-        if FORM[0] == ADJOINT:
-            first = adjoint_of(generated, reward, states, own_rate, is_last, FORM[1])
-        elif FORM[0] == VTRACE:
-            first = clip_ratio(ratio, generated, limits[5]) * (surprise + states)
+        write_results(inputs, outputs, entries, steps, states, traced, FORM)
+    return (decay, total) + of_second
+
+
+@triton.jit
+def write_results(inputs, outputs, entries, steps, states, traced, FORM: tl.constexpr):
+    """Write the results of a block, from the state behind each entry."""
+    at, generated, reward, value = steps
+    _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
+    written = exists
+    if inputs[0][3] is not None:
+        written = generated
+    if FORM[0] == ADJOINT:
+        first = adjoint_of(generated, reward, states, gamma * lam, is_last, FORM[1])
+    else:
+        if FORM[0] == VTRACE:
+            ratio, rho, c, surprise = traced
+            first = clip_ratio(ratio, generated, inputs[2][5]) * (surprise + states)
             second = value + rho * surprise + lam * c * states
         else:
             first = reward - value + states
             second = reward + states
-        if FORM[0] != ADJOINT:
-            first = tl.where(generated, first, 0.0)
-        tl.store(outputs[0] + at, first.to(tl.float32), mask=written)
-        if len(outputs) > 1:
-            second = tl.where(generated, second, 0.0)
-            tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
-    return (decay, total) + of_second
+        first = tl.where(generated, first, 0.0)
+    tl.store(outputs[0] + at, first.to(tl.float32), mask=written)
+    if len(outputs) > 1:
+        second = tl.where(generated, second, 0.0)
+        tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
 
 
 @triton.jit
@@ -562,6 +589,45 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
 
 
 @triton.jit
+def shift_of(longest, BLOCK_SHIFT: tl.constexpr):
+    """Return the logarithm of the entries of a block for each segment of up to ``longest``."""
+    shift = tl.zeros_like(longest) + LANE_SHIFT
+    for size in tl.static_range(LANE_SHIFT, BLOCK_SHIFT):
+        shift += (longest > (1 << size)).to(tl.int32)
+    return shift
+
+
+@triton.jit
+def scan_side_by_side(
+    inputs, outputs, effects, segments, reach, FORM: tl.constexpr, SIZES: tl.constexpr
+):
+    """Scan the segments that lie side by side in a block, or one segment block after block.
+
+    ``segments`` are the first, the past-last and the `shift_of` each; ``reach`` the entries behind
+    the first block, and behind and in the last one. A segment of more rows than ``reach`` holds is
+    scanned in one row; one that ``reach`` holds, and that is long, in the row that begins it.
+    """
+    number, past, shift = segments
+    done, stop = reach
+    laid, lanes, tail = lay_out(inputs, number, past, shift, SIZES[0])
+    states = tail, tail
+    if FORM[0] >= VTRACE:
+        states = tl.zeros_like(tail), tail
+    if shift == SIZES[3]:
+        begin, end, _, _ = span_of(inputs[0][3], inputs[1][0], number)
+        if effects is not None:
+            if (stop >= end - begin) & (end - begin > SIZES[2]):
+                done = (end - begin - 1) // SIZES[1] * SIZES[1]
+            states = fold_effects(effects, (end - 1) // SIZES[1], done // SIZES[1], states, FORM)
+        stop = tl.minimum(stop, end - begin)
+    while done < stop:
+        entries = entries_of(laid, done, FORM)
+        effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
+        states = carry_on(effect, states)
+        done += SIZES[0]
+
+
+@triton.jit
 def longest_first(inputs, program, num_segments):
     """Return the segment of a program, so that the first programs have the longest ones.
 
@@ -607,9 +673,7 @@ def scan_kernel(
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
     BLOCK: tl.constexpr = SIZES[0]
-    ROW: tl.constexpr = SIZES[1]
     BLOCK_SHIFT: tl.constexpr = SIZES[3]
-    chunks = source[3]
     program = tl.program_id(0)
     walks = tl.cdiv(num_segments, share)
     if share == 1:
@@ -627,35 +691,17 @@ def scan_kernel(
                 past = tl.minimum(number + 1, num_segments)
             begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
             stop += tl.max(end - begin, 0)
-            shift = 0
-            shift += LANE_SHIFT
-            for size in tl.static_range(LANE_SHIFT, BLOCK_SHIFT):
-                shift += (stop > (1 << size)).to(tl.int32)
+            shift = shift_of(stop, BLOCK_SHIFT)
         elif effects is not None:
             number, start, exists = row_of_window(
-                chunks, cu_seqlens, num_segments, num_chunks, program - walks, SIZES
+                source[3], cu_seqlens, num_segments, num_chunks, program - walks, SIZES
             )
             past = number + exists.to(tl.int32)
-            stop = start + ROW
+            stop = start + SIZES[1]
         while number < past:
-            done = start
-            laid, lanes, tail = lay_out(inputs, number, past, shift, BLOCK)
-            states = tail, tail
-            if FORM[0] >= VTRACE:
-                states = tl.zeros_like(tail), tail
-            own_stop = stop
-            if shift == BLOCK_SHIFT:
-                begin, end, _, _ = span_of(chunks, cu_seqlens, number)
-                own_stop = tl.minimum(stop, end - begin)
-                if effects is not None:
-                    if (program < walks) & (end - begin > SIZES[2]):
-                        done = (end - begin - 1) // ROW * ROW
-                    states = fold_effects(effects, (end - 1) // ROW, done // ROW, states, FORM)
-            while done < own_stop:
-                entries = entries_of(laid, done, FORM)
-                effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
-                states = carry_on(effect, states)
-                done += BLOCK
+            scan_side_by_side(
+                inputs, outputs, effects, (number, past, shift), (start, stop), FORM, SIZES
+            )
             number += BLOCK >> shift
     elif fill_ids is not None:
         fill_with_zeros(outputs, fill_ids, program - walks - num_windows, num_tokens, BLOCK)

@@ -95,7 +95,7 @@ def demanding_launches(device: str = "cpu") -> Launches:
     """Yield the variants that are closest to a kernel's bounds."""
     for label, call in launches_of_every_variant(device):
         if label in DEMANDING[call.func.__name__]:
-            yield label, launch
+            yield label, call
 
 
 def launches_of_every_variant(device: str = "cpu") -> Launches:
@@ -249,7 +249,8 @@ def _launches_of_scan(label: str, scan: Scan) -> Launches:
     main = torch.zeros(99, device=scan.device)
     outputs = (main,) if scan.kind in ("returns", "adjoint") else (main, torch.zeros_like(main))
     yield label, partial(launch, scan, outputs)
-    yield f"{label}, in rows", partial(launch, scan._replace(num_positions=LONGEST_WALK + 1), outputs)
+    long = scan._replace(num_positions=LONGEST_WALK + 1)
+    yield f"{label}, in rows", partial(launch, long, outputs)
 
 
 def launches_of_every_scan(device: str = "cpu") -> Launches:

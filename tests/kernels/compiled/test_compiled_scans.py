@@ -7,7 +7,6 @@ without `--full` the installed Triton compiles a twelfth for sm_90.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 

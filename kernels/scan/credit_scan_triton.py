@@ -286,7 +286,7 @@ def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.cons
     effect is decay and increment, and the factor in the trace, which is 0 if there are ``outputs``.
     """
     at, generated, reward, value = steps
-    gamma = entries[5]
+    gamma, lam = entries[5], entries[6]
     limits = inputs[2]
     place, rate = lanes
     nothing = tl.zeros_like(reward)
@@ -309,7 +309,8 @@ def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.cons
         following = tl.where(generated, following, 0.0)
     surprise = reward + following - value
     increment, weight = observe(generated, gamma * rho * surprise, nothing, c, FORM[1])
-    return increment, weight, (ratio, rho, c, surprise), (decay, total, factor)
+    traced = clip_ratio(ratio, generated, limits[5]), surprise, value + rho * surprise, lam * c
+    return increment, weight, traced, (decay, total, factor)
 
 
 @triton.jit
@@ -357,9 +358,9 @@ def write_results(inputs, outputs, entries, steps, states, traced, FORM: tl.cons
         first = adjoint_of(generated, reward, states, gamma * lam, is_last, FORM[1])
     else:
         if FORM[0] == VTRACE:
-            ratio, rho, c, surprise = traced
-            first = clip_ratio(ratio, generated, inputs[2][5]) * (surprise + states)
-            second = value + rho * surprise + lam * c * states
+            capped, surprise, target, trace = traced
+            first = capped * (surprise + states)
+            second = target + trace * states
         else:
             first = reward - value + states
             second = reward + states
@@ -434,32 +435,71 @@ def segments_of(inputs, segment, past):
 
 
 @triton.jit
-def lay_out(inputs, number, past, shift, BLOCK: tl.constexpr):
-    """Lay the segments from ``number`` on side by side in a block, ``2 ** shift`` entries for each.
+def owners_of(inputs, number, past, WIDTH: tl.constexpr):
+    """Let the segments from ``number`` on take lanes, one after another, as long as they fit.
 
-    Return what `entries_of` takes; place and decay rate of each lane; the state behind its segment.
+    A segment takes as many of the ``WIDTH`` lanes as hold its entries; a longer one takes all, and
+    stands alone. Return how many segments have lanes; of each lane its segment, or ``past``, and
+    the lanes of the same segment before it.
     """
-    chunks, cu_seqlens = inputs[0][3], inputs[1][0]
-    entry = tl.arange(0, BLOCK)
-    begin, end, own_last, gamma, lam, _ = segments_of(inputs, number + (entry >> shift), past)
-    top = end - 1 - (entry & ((1 << shift) - 1))
-    lane = tl.arange(0, BLOCK // EACH)
-    lane_shift = shift - LANE_SHIFT
-    _, _, _, own_gamma, own_lam, tail = segments_of(inputs, number + (lane >> lane_shift), past)
-    rate = own_gamma * own_lam + tl.zeros_like(tail)
-    range_of_chunks = 0, 0
-    if chunks is not None:
-        first = tl.load(cu_seqlens + number)
-        after = tl.load(cu_seqlens + tl.minimum(number + (BLOCK >> shift), past))
-        range_of_chunks = first, tl.maximum(after - 1, first)
-    laid = top, begin, end, range_of_chunks, own_last, gamma, lam
-    return laid, (lane & ((1 << lane_shift) - 1), rate), tail
+    begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
+    taken = tl.minimum(tl.cdiv(end - begin, EACH), WIDTH + 1)
+    behind = tl.cumsum(taken, 0)
+    given = (behind <= WIDTH) & (number + tl.arange(0, LANES) < past)
+    count = tl.maximum(tl.sum(given.to(tl.int32), 0), 1)
+    lane = tl.arange(0, WIDTH)
+    owner = tl.zeros_like(lane)
+    for halving in tl.static_range(5):
+        half = 16 >> halving
+        owner += tl.where(tl.gather(behind, owner + (half - 1), 0) <= lane, half, 0)
+    last = tl.gather(behind, owner, 0)
+    place = lane - last + tl.gather(taken, owner, 0)
+    owned = (owner < count) & (lane < last)
+    return count, tl.where(owned, number + owner, past), tl.where(owned, place, 0)
 
 
 @triton.jit
-def entries_of(laid, start, FORM: tl.constexpr):
+def lay_out(inputs, number, past, BLOCK: tl.constexpr):
+    """Lay the segments from ``number`` on side by side in a block, each from a lane on.
+
+    Return what `entries_of` takes; place and decay rate of each lane; the state behind its segment;
+    the number of segments.
+    """
+    WIDTH: tl.constexpr = BLOCK // EACH
+    chunks, cu_seqlens = inputs[0][3], inputs[1][0]
+    count, segment, place = owners_of(inputs, number, past, WIDTH)
+    begin, end, own_last, gamma, lam, tail = segments_of(inputs, segment, past)
+    rate = gamma * lam + tl.zeros_like(tail)
+    top = end - 1 - place * EACH
+    range_of_chunks = 0, 0
+    if chunks is not None:
+        first = tl.load(cu_seqlens + number)
+        after = tl.load(cu_seqlens + tl.minimum(number + count, past))
+        range_of_chunks = first, tl.maximum(after - 1, first)
+        own_last = at_entries(own_last, 0, BLOCK)
+    top = at_entries(top, 0, BLOCK) - (tl.arange(0, BLOCK) & (EACH - 1))
+    begin, end = at_entries(begin, 0, BLOCK), at_entries(end, 0, BLOCK)
+    return (top, begin, end, range_of_chunks, own_last, gamma, lam), (place, rate), tail, count
+
+
+@triton.jit
+def at_entries(lanes, start, BLOCK: tl.constexpr):
+    """Return the number of each entry's lane.
+
+    ``start`` is 0 or more. One that changes in a loop keeps the compiler from holding all of the
+    entries' numbers in registers throughout the loop.
+    """
+    return tl.gather(lanes, (tl.arange(0, BLOCK) >> LANE_SHIFT) + (start >> 31), 0)
+
+
+@triton.jit
+def entries_of(inputs, laid, start, FORM: tl.constexpr):
     """Return what `scan_entries` takes, ``start`` entries before the tops."""
     top, begin, end, range_of_chunks, own_last, gamma, lam = laid
+    if inputs[1][1] is not None:
+        gamma = at_entries(gamma, start, top.shape[0])
+    if inputs[1][2] is not None:
+        lam = at_entries(lam, start, top.shape[0])
     position = top - start
     is_last = position == end - 1
     if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
@@ -544,11 +584,11 @@ def effects_kernel(
         source[3], cu_seqlens, num_segments, num_chunks, window, SIZES
     )
     if exists:
-        laid, lanes, tail = lay_out(inputs, number, number + 1, SIZES[3], SIZES[0])
+        laid, lanes, tail, _ = lay_out(inputs, number, number + 1, SIZES[0])
         states = tl.zeros_like(tail), tl.zeros_like(tail)
         total = no_effect(LANES, FORM)
         for done in range(0, SIZES[1], SIZES[0]):
-            entries = entries_of(laid, start + done, FORM)
+            entries = entries_of(inputs, laid, start + done, FORM)
             effect = scan_entries(inputs, (), entries, lanes, states, FORM)
             total = together(total, effect, FORM)
         lane = tl.arange(0, LANES)
@@ -589,42 +629,35 @@ def fold_effects(effects, window, count, states, FORM: tl.constexpr):
 
 
 @triton.jit
-def shift_of(longest, BLOCK_SHIFT: tl.constexpr):
-    """Return the logarithm of the entries of a block for each segment of up to ``longest``."""
-    shift = tl.zeros_like(longest) + LANE_SHIFT
-    for size in tl.static_range(LANE_SHIFT, BLOCK_SHIFT):
-        shift += (longest > (1 << size)).to(tl.int32)
-    return shift
-
-
-@triton.jit
 def scan_side_by_side(
     inputs, outputs, effects, segments, reach, FORM: tl.constexpr, SIZES: tl.constexpr
 ):
-    """Scan the segments that lie side by side in a block, or one segment block after block.
+    """Scan segments that fit side by side in a block, or one longer segment block after block.
 
-    ``segments`` are the first, the past-last and the `shift_of` each; ``reach`` the entries behind
-    the first block, and behind and in the last one. A segment of more rows than ``reach`` holds is
-    scanned in one row; one that ``reach`` holds, and that is long, in the row that begins it.
+    ``segments`` are the first and the past-last; ``reach`` the entries of a long segment behind the
+    first block, and up to the end of the last one. With ``effects``, a segment of rows that
+    ``reach`` holds whole is scanned in the row that begins it alone. Return how many were scanned.
     """
-    number, past, shift = segments
+    number, past = segments
     done, stop = reach
-    laid, lanes, tail = lay_out(inputs, number, past, shift, SIZES[0])
+    laid, lanes, tail, count = lay_out(inputs, number, past, SIZES[0])
     states = tail, tail
     if FORM[0] >= VTRACE:
         states = tl.zeros_like(tail), tail
-    if shift == SIZES[3]:
-        begin, end, _, _ = span_of(inputs[0][3], inputs[1][0], number)
-        if effects is not None:
-            if (stop >= end - begin) & (end - begin > SIZES[2]):
-                done = (end - begin - 1) // SIZES[1] * SIZES[1]
+    begin, end, _, _ = span_of(inputs[0][3], inputs[1][0], number)
+    length = end - begin
+    if effects is not None:  # noqa: SIM102 - the compiler takes one condition at a time
+        if length > SIZES[2]:
+            if stop >= length:
+                done = (length - 1) // SIZES[1] * SIZES[1]
             states = fold_effects(effects, (end - 1) // SIZES[1], done // SIZES[1], states, FORM)
-        stop = tl.minimum(stop, end - begin)
+    stop = tl.minimum(stop, tl.maximum(length, 1))
     while done < stop:
-        entries = entries_of(laid, done, FORM)
+        entries = entries_of(inputs, laid, done, FORM)
         effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
         states = carry_on(effect, states)
         done += SIZES[0]
+    return count
 
 
 @triton.jit
@@ -673,7 +706,6 @@ def scan_kernel(
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
     inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
     BLOCK: tl.constexpr = SIZES[0]
-    BLOCK_SHIFT: tl.constexpr = SIZES[3]
     program = tl.program_id(0)
     walks = tl.cdiv(num_segments, share)
     if share == 1:
@@ -681,17 +713,12 @@ def scan_kernel(
     if program < walks + num_windows:
         number = program * share
         past = tl.minimum(number + share, num_segments)
-        shift = 0
-        shift += BLOCK_SHIFT
         start = 0
-        stop = 0
+        stop = 2147483647
         if program < walks:
             if share == 1:
                 number = longest_first(inputs, program, num_segments)
                 past = tl.minimum(number + 1, num_segments)
-            begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
-            stop += tl.max(end - begin, 0)
-            shift = shift_of(stop, BLOCK_SHIFT)
         elif effects is not None:
             number, start, exists = row_of_window(
                 source[3], cu_seqlens, num_segments, num_chunks, program - walks, SIZES
@@ -699,10 +726,9 @@ def scan_kernel(
             past = number + exists.to(tl.int32)
             stop = start + SIZES[1]
         while number < past:
-            scan_side_by_side(
-                inputs, outputs, effects, (number, past, shift), (start, stop), FORM, SIZES
+            number += scan_side_by_side(
+                inputs, outputs, effects, (number, past), (start, stop), FORM, SIZES
             )
-            number += BLOCK >> shift
     elif fill_ids is not None:
         fill_with_zeros(outputs, fill_ids, program - walks - num_windows, num_tokens, BLOCK)
 
@@ -750,10 +776,10 @@ def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def share_of(scan: Scan, longest: int) -> int:
-    """Return the number of segments of a program: as many as fit in two blocks, if short."""
-    mean = triton.cdiv(scan.num_positions, max(scan.num_segments, 1))
-    width = triton.next_power_of_2(max(min(longest, 2 * mean), EACH.value))
-    return max(min(2 * BLOCK // width, LANES.value), 2) if width < BLOCK else 1
+    """Return the number of segments of a program: about four blocks of short ones, or one."""
+    mean = min(longest, triton.cdiv(scan.num_positions, max(scan.num_segments, 1)))
+    width = mean + EACH.value
+    return min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
 
 
 def _arguments(scan: Scan) -> dict[str, Any]:
@@ -789,6 +815,6 @@ def _arguments(scan: Scan) -> dict[str, Any]:
             OBSERVATIONS.index(observation),
             0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
         ),
-        "SIZES": (BLOCK, ROW, LONGEST_WALK, BLOCK.bit_length() - 1),
+        "SIZES": (BLOCK, ROW, LONGEST_WALK),
         **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
     }

@@ -68,13 +68,13 @@ def test_a_pack_makes_two_launches_at_any_size(compiled: Any, layout: str) -> No
 
 @builds("90")
 def test_grids_cover_the_batch_and_no_more(compiled: Any) -> None:
-    """Up to 32 trajectories of a few turns share a program of the scan, about two blocks of 256."""
+    """Up to 32 trajectories of a few turns share a program of the scan: four blocks of 256."""
     for case in compiled["launches"]:
         if case["num_tokens"]:
             tiles = -(-case["num_tokens"] // TILE)
             walked = case["num_trajectories"]
-            longest = max(8, 2 * -(-case["num_turns"] // walked))
-            share = 512 // (1 << (longest - 1).bit_length())  # two blocks of 256
+            width = -(-case["num_turns"] // walked) + 8
+            share = 1024 // width if width <= 128 else 1
             assert [grid for _, grid in case["launches"]] == [
                 [-(-walked // min(share, 32)), 1, 1],
                 [tiles, 1, 1],

@@ -6,7 +6,7 @@ ifneq ($(words $(VENV)),1)
 $(error VENV must be one path without spaces, got '$(VENV)')
 endif
 # an environment whose Python is gone or has become another one is installed anew
-$(shell test ! -e $(STAMP) || sh .ci/make-venv --check $(VENV) || rm -f $(STAMP))
+$(shell test ! -e $(VENV) || sh .ci/make-venv --check $(VENV) || rm -f $(STAMP) $(VENV)/.demo-installed $(VENV)/.dist-installed)
 TRITON_VERSIONS := tests/kernels/triton_versions.txt
 PEERS := tests/packing/adapters/peers.txt
 
@@ -47,25 +47,53 @@ install: $(STAMP) ## Make the virtual environment with everything in it
 
 .PHONY: clean
 clean: ## Remove what make has made: environment, builds, demonstration, caches
-	rm -rf '$(VENV)' build demo src/trajpack.egg-info
+	rm -rf '$(VENV)' build dist demo src/trajpack.egg-info
 	rm -rf .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find agent benchmarks examples kernels packing src tests -name __pycache__ -prune -exec rm -rf {} +
 
+# no development tools; an environment that has them already has all that the demonstration needs
+DEMO_STAMP := $(VENV)/.demo-installed
+$(DEMO_STAMP): pyproject.toml constraints.txt .ci/install-demo | environment
+	@sh .ci/install-demo '$(BIN)/python' '$(TORCH_INDEX)'
+	@touch $(DEMO_STAMP)
+
 .PHONY: demo
-demo: install ## Train a tiny model on sums, look at its last batch, draw both; half a minute
-	$(BIN)/trajpack train --steps 6 --out demo/train.html --batch demo/batch.safetensors
+demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP)) ## Train a tiny model on sums, look at its last batch, draw both; half a minute
+	$(BIN)/trajpack train --steps 6 --force --out demo/train.html --batch demo/batch.safetensors
 	$(BIN)/trajpack inspect demo/batch.safetensors --order worst --sequences 2
 	$(BIN)/trajpack report demo/batch.safetensors
 
 .PHONY: train
-train: install ## Let a tiny model learn sums, in about a minute; curves in demo/train.html
-	$(BIN)/trajpack train --out demo/train.html
+train: $(or $(wildcard $(STAMP)),$(DEMO_STAMP)) ## Let a tiny model learn sums, in about a minute; curves in demo/train.html
+	$(BIN)/trajpack train --force --out demo/train.html
 
 .PHONY: check
 check: install ## Format, lint and type check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# BUILDER=linkcheck looks at the links to other sites
+BUILDER ?= html
+DOCS_STAMP := $(VENV)/.docs-installed
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $(DOCS_STAMP)
+
+.PHONY: docs
+docs: $(DOCS_STAMP) ## Build the site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --jobs auto --builder $(BUILDER) docs build/docs
+
+DIST_STAMP := $(VENV)/.dist-installed
+$(DIST_STAMP): pyproject.toml constraints.txt | environment
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build setuptools twine
+	touch $(DIST_STAMP)
+
+.PHONY: dist
+dist: $(DIST_STAMP) ## Build sdist and wheel in dist, and check them; `make test` installs and runs them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 # four workers also on two cores, since some tests wait for other processes
 WORKERS ?= 4

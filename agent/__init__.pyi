@@ -2,6 +2,7 @@
 
 from trajpack.agent.agents.conversation import ConversationLimits as ConversationLimits
 from trajpack.agent.agents.environment_agent import EnvironmentAgent as EnvironmentAgent
+from trajpack.agent.agents.episode_agent import EpisodeAgent as EpisodeAgent
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent as MathMultiTurnAgent
 from trajpack.agent.agents.registry import (
     make_agent as make_agent,
@@ -12,6 +13,7 @@ from trajpack.agent.agents.tools import Tool as Tool
 from trajpack.agent.conversation_rows import (
     conversations_to_trajectories as conversations_to_trajectories,
 )
+from trajpack.agent.engines.function_engine import FunctionEngine as FunctionEngine
 from trajpack.agent.engines.queues import QueuedEngine as QueuedEngine
 from trajpack.agent.engines.transformers_engine import TransformersEngine as TransformersEngine
 from trajpack.agent.environments.code import (

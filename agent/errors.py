@@ -7,10 +7,17 @@ from typing import ClassVar
 
 
 class EpisodeError(RuntimeError):
-    """An episode ended without a trajectory."""
+    """An episode ended without a trajectory.
+
+    Args:
+        qid: Name of the episode.
+        reason: What went wrong, in one sentence.
+
+    Attributes:
+        cause: Kind of failure in one word, for counts and for rules about retries.
+    """
 
     cause: ClassVar[str] = "agent"
-    """Kind of failure in one word, for counts and for rules about retries."""
 
     def __init__(self, qid: str, reason: str) -> None:
         super().__init__(f"episode {qid!r}: {reason}")
@@ -77,6 +84,19 @@ class EngineEndedError(GenerationError):
 
 class SetupError(ValueError):
     """A configuration that cannot be set up; the message is one line for a person to read."""
+
+
+class SettingError(SetupError):
+    """A setting that has a wrong value.
+
+    Args:
+        name: Name of the setting.
+        problem: What it must be and what it is, a sentence that goes on after the name.
+    """
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
 
 
 def _causes_of_kinds(kind: type[EpisodeError]) -> frozenset[str]:

@@ -12,43 +12,51 @@ queues are served too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trajpack.agent.errors import GenerationError
 from trajpack.packing.equality import same_rows, same_values
-from trajpack.packing.ragged import Ragged
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.types import FloatArray, IntArray, Trajectory, VersionSpan
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Opening of an episode."""
+    """Opening of an episode.
+
+    Attributes:
+        id: The episode's ``qid``: unique among the episodes in flight.
+        input_ids: Token ids of the conversation so far, generation prompt included.
+        task_id: Kind of task, as the data set numbers it.
+        seed: Seed of the episode. A runner derives it from its own seed, or from this one if it is
+            given, and the episode's name; it is the same for every attempt.
+    """
 
     id: str
-    """The episode's ``qid``: unique among the episodes in flight."""
     input_ids: Sequence[int]
-    """Token ids of the conversation so far, generation prompt included."""
     task_id: int | None = None
-    """Kind of task, as the data set numbers it."""
     seed: int | None = None
-    """Seed of the episode. A runner derives it from its own seed, or from this one if it is given,
-    and the episode's name; it is the same for every attempt."""
+
+    __repr__ = brief_repr
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one completion."""
+    """Sampling parameters of one completion.
+
+    Attributes:
+        max_new_tokens: Tokens of one completion at most, stop token included.
+        temperature: Divisor of the logits; 0 takes the likeliest token each time.
+        top_p: Sample from the smallest set of tokens that holds this much probability.
+        top_k: Sample from this many likeliest tokens; 0 takes all.
+    """
 
     max_new_tokens: int = 256
-    """Tokens of one completion at most, stop token included."""
     temperature: float = 1.0
-    """Divisor of the logits; 0 takes the likeliest token each time."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens that holds this much probability."""
     top_k: int = 0
-    """Sample from this many likeliest tokens; 0 takes all."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -63,40 +71,44 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class GenerationOutput:
-    """One completion, as the engine returned it; equal to another if all values are."""
+    """One completion, as the engine returned it; equal to another if all values are.
+
+    Attributes:
+        qid: Name of the episode.
+        prompt_ids: Token ids the engine saw.
+        output_ids: Token ids it sampled, stop token included.
+        output_logprobs: Log-probability of each sampled token (natural log).
+        no_eos: True when generation stopped without an end-of-sequence token.
+        version_start: Policy version of the first sampled token.
+        version_end: Policy version of the last sampled token.
+        version_spans: ``(version, start, end)`` spans over the sampled tokens, where the engine
+            reports them.
+        fields: Rows of extra fields that the engine reports, by name, as those of `Turn.fields`:
+            declare a `TokenField` of each name at the buffer. Engines of servers have
+            ``sampling_mask``, the tokens that each one was sampled from, and ``routed_experts``.
+    """
 
     qid: str
-    """Name of the episode."""
     prompt_ids: IntArray
-    """Token ids the engine saw."""
     output_ids: IntArray
-    """Token ids it sampled, stop token included."""
     output_logprobs: FloatArray
-    """Log-probability of each sampled token (natural log)."""
     no_eos: bool
-    """True when generation stopped without an end-of-sequence token."""
     version_start: int
-    """Policy version of the first sampled token."""
     version_end: int
-    """Policy version of the last sampled token."""
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
-    """`(version, start, end)` spans over the sampled tokens, where the engine reports them."""
-    sampling_mask: Ragged | None = None
-    """Tokens that each one was sampled from, where the engine reports them. They become the extra
-    field of that name: declare ``TokenField("sampling_mask", torch.int32, ragged=True)``."""
+    fields: Mapping[str, Any] | None = None
+
+    __repr__ = brief_repr
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, GenerationOutput):
             return NotImplemented
         arrays = ("prompt_ids", "output_ids", "output_logprobs")
         mine, theirs = dict(vars(self)), dict(vars(other))
-        mask, other_mask = mine.pop("sampling_mask"), theirs.pop("sampling_mask")
-        if mask is None or other_mask is None:
-            if mask is not other_mask:
-                return False
-        elif not same_rows(mask, other_mask):
+        rows, other_rows = mine.pop("fields") or {}, theirs.pop("fields") or {}
+        if rows.keys() != other_rows.keys():
             return False
-        return all(
+        return all(same_rows(rows[name], other_rows[name]) for name in rows) and all(
             same_values(mine[name], theirs[name]) if name in arrays else mine[name] == theirs[name]
             for name in mine
         )
@@ -157,14 +169,20 @@ def _check_bundled(qid: str, what: str, expected: int, got: int) -> None:
 
 
 class GenerationRequest(NamedTuple):
-    """Request for one completion; a plain tuple of the three is one, too."""
+    """Request for one completion; a plain tuple of the three is one, too.
+
+    Attributes:
+        qid: Name of the episode that asks.
+        token_ids: Token ids of the whole conversation so far.
+        sampling: `SamplingParams`, or any object with ``max_new_tokens``.
+    """
 
     qid: str
-    """Name of the episode that asks."""
     token_ids: Sequence[int]
-    """Token ids of the whole conversation so far."""
     sampling: Any
-    """`SamplingParams`, or any object with ``max_new_tokens``."""
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 Observation: TypeAlias = tuple[str, Sequence[int], Any]

@@ -17,6 +17,8 @@ GAE = "gae of tokens"
 GAE_MASKED = "gae of tokens, a third not generated"
 OVER_COLUMNS = "loop over columns, as verl's"
 ONE_LANE = "a lane for each sequence, as cugae's"
+LOGPROBS = "log-probabilities of tokens and their gradients"
+PRODUCTS = "the matrix products alone"
 Record = dict[str, Any]
 
 

@@ -108,4 +108,6 @@ async def main():
 
 if __name__ == "__main__":
     successes = asyncio.run(main())
-    print(f"right answers: {successes[0]:.0%} in the first step, {successes[-1]:.0%} in the last")
+    last = successes[-5:]
+    right = f"{sum(last) / len(last):.0%} in the last {len(last)}"
+    print(f"right answers: {successes[0]:.0%} in the first step, {right}")

@@ -10,50 +10,45 @@ which it was sampled.
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import torch
 
 import trajpack
-from trajpack.agent import Prompt, RolloutRunner, SamplingParams, TransformersEngine
+from trajpack.agent import (
+    EpisodeAgent,
+    Prompt,
+    RolloutRunner,
+    SamplingParams,
+    TransformersEngine,
+)
 from trajpack.agent.environments.questions import ExactAnswerEnvironment, Question
-from trajpack.agent.errors import GenerationError
 from trajpack.agent.models.tiny_model import build_tiny_model
 
 
-class ForgetfulAgent:
+class ForgetfulAgent(EpisodeAgent):
     """Answers several times; forgets all but the end of its last answer when a budget is full."""
 
     def __init__(self, tokenizer, *, num_turns=5, budget=120, num_kept=8):
+        super().__init__(SamplingParams(max_new_tokens=24))
         self.tokenizer = tokenizer
         self.num_turns, self.budget, self.num_kept = num_turns, budget, num_kept
-        self.sampling = SamplingParams(max_new_tokens=24)
         chat = [{"role": "user", "content": "That is wrong. Try again."}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         self.feedback_ids = tokenizer.encode("\n" + text, add_special_tokens=False)
 
-    async def collect_trajectory(self, prompt, env, obs_queue, act_queue):
+    async def run(self, prompt, env):
         """Run one episode; every turn keeps the very prompt that the engine saw."""
         await env.reset()
         history, turns = list(prompt.input_ids), []
         for _ in range(self.num_turns):
-            await obs_queue.put((prompt.id, history.copy(), self.sampling))
-            reply = await act_queue.get()
-            if isinstance(reply, GenerationError):
-                raise reply
-            answer = self.tokenizer.decode(reply.output_ids, skip_special_tokens=True)
+            turn = await self.generate(history)
+            answer = self.tokenizer.decode(turn.completion_ids, skip_special_tokens=True)
             _, (success,), *_ = await env.step((prompt.id, [answer]))
-            turns.append(
-                trajpack.Turn(
-                    prompt_ids=reply.prompt_ids,
-                    completion_ids=reply.output_ids,
-                    completion_logprobs=reply.output_logprobs,
-                    reward=float(success),
-                    truncated=reply.no_eos,
-                )
-            )
-            history += [*reply.output_ids, *self.feedback_ids]
+            turns.append(replace(turn, reward=float(success)))
+            history += [*turn.completion_ids, *self.feedback_ids]
             if len(history) > self.budget:  # here the prefix breaks
-                kept = reply.output_ids[-self.num_kept :]
+                kept = turn.completion_ids[-self.num_kept :]
                 history = [*prompt.input_ids, *kept, *self.feedback_ids]
         return [trajpack.Trajectory(prompt.id, turns)]
 

@@ -1,5 +1,6 @@
 """Names that `trajpack.packing` exports. The runtime reads this list too."""
 
+from trajpack.packing import adapters as adapters
 from trajpack.packing.batch.batch import PackedBatch as PackedBatch
 from trajpack.packing.batch.unpack import unpack as unpack
 from trajpack.packing.buffer.buffer import TrajectoryBuffer as TrajectoryBuffer, pack as pack

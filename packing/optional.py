@@ -8,6 +8,7 @@ from importlib.util import find_spec
 BROUGHT_BY = {
     "anyio": "trajpack[agent]",
     "httpcore": "trajpack[servers]",
+    "huggingface_hub": "trajpack[agent]",
     "hypothesis": "hypothesis",
     "jinja2": "trajpack[agent]",
     "math_verify": "trajpack[agent]",

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trajpack.packing.conversion import INT32_MAX, host_tensor, several, shown
+from trajpack.packing.representation import brief_repr
 
 
 class Ragged(NamedTuple):
@@ -18,19 +19,24 @@ class Ragged(NamedTuple):
     `PackedBatch.ragged` returns tensors on the batch's device, with a row for each generated token:
     the ``support`` of `trajpack.kernels.token_logprobs`.
 
+    Attributes:
+        cu: int32 ``[rows + 1]``: number of values before each row; starts at 0, ends at the total.
+        values: ``[total, *shape]``: values of all rows, one behind the other.
+
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack
         >>> mask = TokenField("sampling_mask", torch.int32, ragged=True)
         >>> given = {"sampling_mask": [[3], [4, 9]]}  # or Ragged([0, 1, 3], [3, 4, 9])
         >>> turn = Turn([1, 2], [3, 4], [-0.5, -0.5], fields=given)
         >>> pack([Trajectory("a", [turn])], fields=[mask]).ragged("sampling_mask")
-        Ragged(cu=tensor([0, 1, 3], dtype=torch.int32), values=tensor([3, 4, 9], dtype=torch.int32))
+        Ragged(cu=tensor([0, 1, 3]), values=tensor([3, 4, 9]))
     """
 
     cu: Any
-    """int32 ``[rows + 1]``: number of values before each row; starts at 0, ends at the total."""
     values: Any
-    """``[total, *shape]``: values of all rows, one behind the other."""
+
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def flattened(values: Any) -> Ragged:

@@ -57,6 +57,20 @@ class TokenField:
     `TrajectoryBuffer.pack`, `PackedBatch.unpack` and `PackedBatch.save` include it.
     `PackedBatch.with_field` adds rows that are computed after packing.
 
+    Attributes:
+        name: Key in `Turn.fields` and in `PackedBatch.fields`.
+        dtype: Dtype of the packed field. Rows of another dtype are converted; a conversion that
+            changes an integer or a bool raises.
+        shape: Shape of a token's row: ``(layers, k)`` for routed experts, ``()`` for a number.
+        fill: Value of tokens without a row: padding, and prompt tokens if ``generated_only``.
+        generated_only: Whether a turn has rows for its completion only, or for its prompt and
+            completion. In the second case a turn extends a chain only if the rows of the chain are
+            equal too.
+        ragged: Whether a generated token has any number of values, each of ``shape``: a turn brings
+            a list of lists, or `Ragged`. Then ``PackedBatch.fields[name]`` is int32 ``[tokens,
+            2]``: the first value and the number of values in ``PackedBatch.ragged_values[name]``,
+            and `PackedBatch.ragged` returns the values in the order of the generated tokens.
+
     Example:
         >>> from trajpack import TokenField, Trajectory, Turn, pack
         >>> values = TokenField("values", torch.float32)
@@ -66,22 +80,11 @@ class TokenField:
     """
 
     name: str
-    """Key in `Turn.fields` and in `PackedBatch.fields`."""
     dtype: torch.dtype
-    """Dtype of the packed field. Rows of another dtype are converted; a conversion that changes an
-    integer or a bool raises."""
     shape: tuple[int, ...] = ()
-    """Shape of a token's row: ``(layers, k)`` for routed experts, ``()`` for a number."""
     fill: float | int | bool = 0
-    """Value of tokens without a row: padding, and prompt tokens if ``generated_only``."""
     generated_only: bool = True
-    """Whether a turn has rows for its completion only, or for its prompt and completion. In the
-    second case a turn extends a chain only if the rows of the chain are equal too."""
     ragged: bool = False
-    """Whether a generated token has any number of values, each of ``shape``: a turn brings a list
-    of lists, or `Ragged`. Then ``PackedBatch.fields[name]`` is int32 ``[tokens, 2]``: the first
-    value and the number of values in ``PackedBatch.ragged_values[name]``, and `PackedBatch.ragged`
-    returns the values in the order of the generated tokens."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -12,13 +12,20 @@ import torch
 
 from trajpack.packing.conversion import several
 from trajpack.packing.equality import same_turns
+from trajpack.packing.representation import brief_repr
 
 IntArray: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 FloatArray: TypeAlias = Sequence[float] | npt.NDArray[np.floating[Any]] | torch.Tensor
 
 
 class VersionSpan(NamedTuple):
-    """Completion tokens ``[start, end)`` that one version of the policy sampled."""
+    """Completion tokens ``[start, end)`` that one version of the policy sampled.
+
+    Attributes:
+        version: Number of weight updates before these tokens were sampled.
+        start: Index of the first token in the completion.
+        end: Index behind the last one.
+    """
 
     version: int
     start: int
@@ -35,29 +42,35 @@ class Turn:
     as float32, version spans as versions per token, rows of extra fields in the narrower of their
     two dtypes. A turn with values that are no numbers equals itself alone.
 
+    Attributes:
+        prompt_ids: Token ids of everything the engine saw: the whole conversation so far.
+        completion_ids: Token ids it sampled, stop token included. May be empty.
+        completion_logprobs: Natural log-probability of each completion token under the sampling
+            policy.
+        reward: Reward of this turn, not discounted.
+        truncated: True when no end-of-sequence token was sampled.
+        version_start: Policy version that sampled the first completion token.
+        version_end: Policy version that sampled the last completion token.
+        version_spans: ``(version, start, end)`` spans that cover the completion, where the engine
+            reports them.
+        fields: Rows of the fields that the buffer declares (`TokenField`), by name.
+
     Example:
         >>> Turn([1, 2], [3], [-0.5]) == Turn(np.array([1, 2]), torch.tensor([3]), (-0.5,))
         True
     """
 
     prompt_ids: IntArray
-    """Token ids of everything the engine saw: the whole conversation so far."""
     completion_ids: IntArray
-    """Token ids it sampled, stop token included. May be empty."""
     completion_logprobs: FloatArray
-    """Natural log-probability of each completion token under the sampling policy."""
     reward: float = 0.0
-    """Reward of this turn, not discounted."""
     truncated: bool = False
-    """True when no end-of-sequence token was sampled."""
     version_start: int = 0
-    """Policy version that sampled the first completion token."""
     version_end: int = 0
-    """Policy version that sampled the last completion token."""
     version_spans: Sequence[VersionSpan | tuple[int, int, int]] | None = None
-    """`(version, start, end)` spans that cover the completion, where the engine reports them."""
     fields: Mapping[str, Any] | None = None
-    """Rows of the fields that the buffer declares (`TokenField`), by name."""
+
+    __repr__ = brief_repr
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Turn):
@@ -69,20 +82,26 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """All turns of one agent in one episode, oldest first."""
+    """All turns of one agent in one episode, oldest first.
+
+    Attributes:
+        id: Name of the trajectory in errors and in the packed batch.
+        turns: At least one turn.
+        group: Name of the group: trajectories of one task, which estimators compare.
+        turn_discount: Discount from one turn to the next; estimators have their own discounts of
+            tokens.
+        task_id: Kind of task, as the data set numbers it.
+        birth_time_ms: Start of the episode, milliseconds since the epoch.
+    """
 
     id: str
-    """Name of the trajectory in errors and in the packed batch."""
     turns: Sequence[Turn]
-    """At least one turn."""
     group: str | None = None
-    """Name of the group: trajectories of one task, which estimators compare."""
     turn_discount: float = 1.0
-    """Discount from one turn to the next; estimators have their own discounts of tokens."""
     task_id: int | None = None
-    """Kind of task, as the data set numbers it."""
     birth_time_ms: int | None = None
-    """Start of the episode, milliseconds since the epoch."""
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         try:

@@ -21,6 +21,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import printable
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789@_-.,:=+")
@@ -30,26 +31,31 @@ _MAX_NAME_CHARS = 160
 
 @dataclass(frozen=True)
 class LoggedTurn:
-    """One turn of a finished episode."""
+    """One turn of a finished episode.
+
+    Attributes:
+        turn: Which turn of the episode, from 0.
+        prompt_text: Text of the whole prompt of this turn.
+        completion_text: Text that the environment judged.
+        prompt_len: Tokens of this turn's prompt.
+        answer_len: Tokens of this turn's completion.
+        success: Judgement of the environment.
+        reward: Reward as shaped by the agent, not discounted.
+        version_start: Policy version of the first sampled token.
+        version_end: Policy version of the last sampled token.
+    """
 
     turn: int
-    """Which turn of the episode, from 0."""
     prompt_text: str
-    """Text of the whole prompt of this turn."""
     completion_text: str
-    """Text that the environment judged."""
     prompt_len: int
-    """Tokens of this turn's prompt."""
     answer_len: int
-    """Tokens of this turn's completion."""
     success: bool
-    """Judgement of the environment."""
     reward: float
-    """Reward as shaped by the agent, not discounted."""
     version_start: int
-    """Policy version of the first sampled token."""
     version_end: int
-    """Policy version of the last sampled token."""
+
+    __repr__ = brief_repr
 
 
 class AnswerLog:

@@ -26,16 +26,18 @@ class ConversationAgent(ABC):
 
     A turn's prompt is the last turn's prompt, its completion as it was sampled, and the observation
     since. One agent serves any number of episodes at once.
+
+    Attributes:
+        gconfig: Sampling parameters, handed to the engine unchanged.
+        tokenizer: Tokenizer that encodes and decodes.
+        limits: Limits of each conversation.
+        turn_discount: Discount from one turn to the next, stored in the trajectory.
     """
 
     gconfig: Any
-    """Sampling parameters, handed to the engine unchanged."""
     tokenizer: Any
-    """Tokenizer that encodes and decodes."""
     limits: ConversationLimits
-    """Limits of each conversation."""
     turn_discount: float
-    """Discount from one turn to the next, stored in the trajectory."""
 
     async def collect_trajectory(
         self,

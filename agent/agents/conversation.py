@@ -35,18 +35,20 @@ from trajpack.packing.types import Trajectory, Turn
 class ConversationLimits:
     """Limits on the length of a conversation and on the wait for a reply.
 
+    Attributes:
+        max_turns: Completions at most.
+        max_total_tokens: Tokens of the whole conversation at most. A turn whose prompt and
+            ``gconfig.max_new_tokens`` might exceed it is not requested.
+        generation_timeout: Seconds to wait for a reply at most.
+
     Raises:
         ValueError: If one is out of range.
         TypeError: If a number of turns or tokens is not an integer.
     """
 
     max_turns: int = 8
-    """Completions at most."""
     max_total_tokens: int | None = None
-    """Tokens of the whole conversation at most. A turn whose prompt and ``gconfig.max_new_tokens``
-    might exceed it is not requested."""
     generation_timeout: float | None = None
-    """Seconds to wait for a reply at most."""
 
     def __post_init__(self) -> None:
         if as_integer("max_turns", self.max_turns) < 1:
@@ -67,48 +69,68 @@ def sampling_option(gconfig: Any, name: str, default: Any) -> Any:
 
 @dataclass(eq=False)
 class Exchange:
-    """One turn: the engine's checked completion, and its judgement."""
+    """One turn: the engine's checked completion, and its judgement.
+
+    Attributes:
+        start: Offset in the conversation: the length of its prompt in tokens.
+        ids: Sampled tokens.
+        logprobs: Log-probability of each token.
+        version_start: Policy version of the first token.
+        version_end: Policy version of the last token.
+        reply: Reply as the engine gave it.
+        text: Text of the completion, as the environment sees it.
+        success: Judgement of the environment.
+        reward: Reward as shaped by the agent, not discounted.
+    """
 
     start: int
-    """Offset in the conversation: the length of its prompt in tokens."""
     ids: npt.NDArray[np.int32]
-    """Sampled tokens."""
     logprobs: npt.NDArray[np.float32]
-    """Log-probability of each token."""
     version_start: int
-    """Policy version of the first token."""
     version_end: int
-    """Policy version of the last token."""
     reply: GenerationOutput
-    """Reply as the engine gave it."""
     text: str = ""
-    """Text of the completion, as the environment sees it."""
     success: bool = False
-    """Judgement of the environment."""
     reward: float = 0.0
-    """Reward as shaped by the agent, not discounted."""
+
+    def turn(self, prompt_ids: npt.NDArray[np.int32]) -> Turn:
+        """Return the turn, with the tokens of its prompt."""
+        return Turn(
+            prompt_ids=prompt_ids,
+            completion_ids=self.ids,
+            completion_logprobs=self.logprobs,
+            reward=self.reward,
+            truncated=bool(self.reply.no_eos),
+            version_start=self.version_start,
+            version_end=self.version_end,
+            version_spans=self.reply.version_spans,
+            fields=self.reply.fields,
+        )
 
 
 @dataclass(eq=False)
 class Conversation:
-    """State of one episode. It grows turn by turn and is dropped if a turn fails."""
+    """State of one episode. It grows turn by turn and is dropped if a turn fails.
+
+    Attributes:
+        qid: Name of the episode in every request and error.
+        env: Environment that judges the answers.
+        obs_queue: Queue of requests.
+        act_queue: Queue of replies, one for each request.
+        token_ids: Token ids so far. Tokens appended between turns are observation.
+        exchanges: Finished turns.
+        observation: Observation that the environment gave last.
+        birth_time_ms: Unix time of the beginning, in milliseconds.
+    """
 
     qid: str
-    """Name of the episode in every request and error."""
     env: Environment
-    """Environment that judges the answers."""
     obs_queue: asyncio.Queue[Observation]
-    """Queue of requests."""
     act_queue: asyncio.Queue[Reply]
-    """Queue of replies, one for each request."""
     token_ids: list[int] = field(default_factory=list)
-    """Token ids so far. Tokens appended between turns are observation."""
     exchanges: list[Exchange] = field(default_factory=list)
-    """Finished turns."""
     observation: Any = None
-    """Observation that the environment gave last."""
     birth_time_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
-    """Unix time of the beginning, in milliseconds."""
 
     def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
         """Return an error that names the episode and the turn it is in."""
@@ -220,22 +242,7 @@ class Conversation:
     def turns(self) -> list[Turn]:
         """Return the turns; their prompts are views of one array."""
         conversation = as_ids("token_ids", self.token_ids)
-        return [
-            Turn(
-                prompt_ids=conversation[: one.start],
-                completion_ids=one.ids,
-                completion_logprobs=one.logprobs,
-                reward=one.reward,
-                truncated=bool(one.reply.no_eos),
-                version_start=one.version_start,
-                version_end=one.version_end,
-                version_spans=one.reply.version_spans,
-                fields=None
-                if one.reply.sampling_mask is None
-                else {"sampling_mask": one.reply.sampling_mask},
-            )
-            for one in self.exchanges
-        ]
+        return [one.turn(conversation[: one.start]) for one in self.exchanges]
 
     def trajectory(self, prompt: Prompt, turn_discount: float) -> Trajectory:
         """Return the conversation as a trajectory."""

@@ -11,19 +11,25 @@ from trajpack.agent.protocols import Prompt
 
 
 class Opening(NamedTuple):
-    """Action that begins an episode; it is answered with the first observation."""
+    """Action that begins an episode; it is answered with the first observation.
+
+    Attributes:
+        qid: Name of the episode in all later actions.
+        seed: Seed of the episode; None leaves it to the environment.
+    """
 
     qid: str
-    """Name of the episode in all later actions."""
     seed: int | None = None
-    """Seed of the episode; None leaves it to the environment."""
 
 
 class Closing(NamedTuple):
-    """Action that ends an episode at any time; it is answered without waiting."""
+    """Action that ends an episode at any time; it is answered without waiting.
+
+    Attributes:
+        qid: Name of the episode.
+    """
 
     qid: str
-    """Name of the episode."""
 
 
 class EnvironmentAgent(ChatAgent):
@@ -36,6 +42,12 @@ class EnvironmentAgent(ChatAgent):
     A prompt's tokens are those of `prompt_ids`: a chat that has a system message and no turn yet.
     The environment is one that takes an `Opening` and a `Closing`, as a `GymnasiumEnvironment`
     does.
+
+    Args:
+        gconfig: Sampling parameters, handed to the engine unchanged.
+        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
+        limits: Limits of each conversation; None takes the default ones.
+        turn_discount: Discount from one turn to the next, stored in the trajectory.
     """
 
     def prompt_ids(self, instructions: str) -> list[int]:

@@ -18,6 +18,7 @@ from trajpack.agent.agents.conversation import (
 )
 from trajpack.agent.models.causal_model import load_tokenizer
 from trajpack.packing.conversion import as_integer, as_number
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,24 @@ class MathMultiTurnAgent(ConversationAgent):
 
     One agent serves any number of episodes at once.
 
+    Attributes:
+        gconfig: Sampling parameters, handed to the engine unchanged. Where it has ``n`` or
+            ``n_samples``, as an attribute or a key, that must be 1.
+        tokenizer: A Hugging Face tokenizer with a chat template, or the local folder of one.
+        answer_save_path: Folder of the `AnswerLog`; None keeps no log. A finished episode is logged
+            whole, an unfinished one not at all. Where the folder cannot be written to, the
+            trajectory is returned all the same and a warning is logged.
+        reward_scaling: Multiplies the reward, after the bias.
+        reward_bias: Subtracted from the reward, which is 1 or -1 before.
+        turn_level_discount: Discount from one turn to the next, stored in the trajectory.
+        num_turns: Turns of an episode; at least 1.
+        stop_on_success: End the episode at the first right answer.
+        stop_on_terminated: End the episode when the environment says it is terminated or truncated.
+            A `MathVerifyEnvironment` says so at every answer, so the episode ends after one turn.
+        max_total_tokens: Tokens of the whole conversation at most. A turn whose prompt and
+            ``gconfig.max_new_tokens`` might exceed it is not requested; the episode ends before it.
+        generation_timeout: Seconds to wait for a reply at most.
+
     Raises:
         ValueError: On an option out of range, or where the ``gconfig`` asks for more
             samples than one; as `SetupError`, where the tokenizer's folder cannot be read.
@@ -53,35 +72,21 @@ class MathMultiTurnAgent(ConversationAgent):
     """
 
     gconfig: Any
-    """Sampling parameters, handed to the engine unchanged. Where it has ``n`` or ``n_samples``,
-    as an attribute or a key, that must be 1."""
     tokenizer: Any
-    """A Hugging Face tokenizer with a chat template, or the local folder of one."""
     answer_save_path: str | os.PathLike[str] | None
-    """Folder of the `AnswerLog`; None keeps no log. A finished episode is logged whole, an
-    unfinished one not at all. Where the folder cannot be written to, the trajectory is
-    returned all the same and a warning is logged."""
     reward_scaling: float = 1.0
-    """Multiplies the reward, after the bias."""
     reward_bias: float = 0.0
-    """Subtracted from the reward, which is 1 or -1 before."""
     turn_level_discount: float = 1.0
-    """Discount from one turn to the next, stored in the trajectory."""
     num_turns: int = 5
-    """Turns of an episode; at least 1."""
     _: KW_ONLY
     stop_on_success: bool = False
-    """End the episode at the first right answer."""
     stop_on_terminated: bool = False
-    """End the episode when the environment says it is terminated or truncated. A
-    `MathVerifyEnvironment` says so at every answer, so the episode ends after one turn."""
     max_total_tokens: int | None = None
-    """Tokens of the whole conversation at most. A turn whose prompt and
-    ``gconfig.max_new_tokens`` might exceed it is not requested; the episode ends before it."""
     generation_timeout: float | None = None
-    """Seconds to wait for a reply at most."""
     _feedback_ids: dict[bool, list[int]] = field(init=False, repr=False)
     _log: AnswerLog | None = field(init=False, repr=False)
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         for name in ("n", "n_samples"):

@@ -16,6 +16,7 @@ from typing import Any
 
 from trajpack.agent.blocking_work import contained
 from trajpack.agent.errors import reason_of
+from trajpack.packing.representation import brief_repr
 
 _NUM_THREADS = 64
 """Threads for the functions of all tools. A function that hangs keeps its thread, so these are not
@@ -35,6 +36,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
 class Tool:
     """Function that a model may call, and its declaration.
 
+    Attributes:
+        name: Name in a call.
+        description: Description for the model.
+        parameters: JSON schema of the arguments: ``properties``, each with a ``type``, and which of
+            them are ``required``. Nothing deeper is checked; other arguments are refused.
+        function: Function of the arguments, by name. A coroutine function runs on the event loop;
+            any other in one of 64 threads that all tools share, which cannot be stopped: it must
+            end by itself.
+        timeout_s: Seconds to wait for the function at most, and for a thread too.
+        max_chars: Characters of its answer at most; the rest is cut off.
+
     Raises:
         ValueError: If the schema is not that of an object or uses an unknown type, or if a limit is
             not positive.
@@ -48,19 +60,13 @@ class Tool:
     """
 
     name: str
-    """Name in a call."""
     description: str
-    """Description for the model."""
     parameters: Mapping[str, Any]
-    """JSON schema of the arguments: ``properties``, each with a ``type``, and which of them are
-    ``required``. Nothing deeper is checked; other arguments are refused."""
     function: Callable[..., Any]
-    """Function of the arguments, by name. A coroutine function runs on the event loop; any other in
-    one of 64 threads that all tools share, which cannot be stopped: it must end by itself."""
     timeout_s: float = 10.0
-    """Seconds to wait for the function at most, and for a thread too."""
     max_chars: int = 4096
-    """Characters of its answer at most; the rest is cut off."""
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -157,12 +163,15 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call, as the model wrote it."""
+    """One call, as the model wrote it.
+
+    Attributes:
+        name: Name of the tool; it may not exist.
+        arguments: Arguments by name, not checked yet.
+    """
 
     name: str
-    """Name of the tool; it may not exist."""
     arguments: Mapping[str, Any]
-    """Arguments by name, not checked yet."""
 
 
 class ToolCallError(ValueError):

@@ -1,1 +1,1 @@
-"""The engine inside this process: continuous batching of a transformers model."""
+"""Engines inside this process: continuous batching of a transformers model, and functions."""

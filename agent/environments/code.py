@@ -13,6 +13,7 @@ from typing import Any
 from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.agent.sandbox.launcher import MAX_DEPTH, canonical
 from trajpack.agent.sandbox.sandbox import Outcome, Sandbox, SandboxError, SandboxLimits
+from trajpack.packing.representation import brief_repr
 
 _MAX_ANSWER_CHARS = 65_536
 _NO_CODE, _PASSED, _WRONG, _NOT_RUN = "no_code", "passed", "wrong", "not_run"
@@ -29,12 +30,17 @@ _FENCE = "```"
 
 @dataclass(frozen=True)
 class InputCase:
-    """A case that compares standard output, without trailing spaces and empty lines."""
+    """A case that compares standard output, without trailing spaces and empty lines.
+
+    Attributes:
+        stdin: Standard input of the program.
+        stdout: Expected standard output.
+    """
 
     stdin: str
-    """Standard input of the program."""
     stdout: str
-    """Expected standard output."""
+
+    __repr__ = brief_repr
 
     def is_met_by(self, output: bytes) -> bool:
         """Return whether ``output`` equals the expected standard output."""
@@ -52,6 +58,10 @@ class ValueCase:
     Numbers, strings, bytes, ``None`` and collections of them are compared as Python does. A value
     of any other type equals no expected value.
 
+    Attributes:
+        expression: Trusted expression; evaluated in the sandbox.
+        value: Expected value.
+
     Raises:
         TypeError: If the expected value is of another type, or nested more than 100 deep.
 
@@ -63,9 +73,9 @@ class ValueCase:
     """
 
     expression: str
-    """Trusted expression; evaluated in the sandbox."""
     value: Any
-    """Expected value."""
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if not _can_be_compared(self.value):
@@ -117,16 +127,20 @@ class ValueCase:
 class CodeProblem:
     """A task whose answer is a program, with the cases that judge it.
 
+    Attributes:
+        id: Unique among the problems used together.
+        cases: Cases; an answer is right if it passes all.
+        setup: Python code that runs before the answer in each case, such as imports.
+
     Raises:
         ValueError: If there are no cases.
     """
 
     id: str
-    """Unique among the problems used together."""
     cases: Sequence[InputCase | ValueCase]
-    """Cases; an answer is right if it passes all."""
     setup: str = ""
-    """Python code that runs before the answer in each case, such as imports."""
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if not self.cases:

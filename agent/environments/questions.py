@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from trajpack.agent.environments.judging import JudgingEnvironment
 from trajpack.packing.optional import require
+from trajpack.packing.representation import brief_repr
 
 Message: TypeAlias = Mapping[str, str]
 """Message of a chat: ``role`` and ``content``."""
@@ -23,20 +24,25 @@ _MAX_LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its accepted answers."""
+    """A question with its accepted answers.
+
+    Attributes:
+        id: Unique among the questions used together.
+        messages: Chat messages that ask the question.
+        solutions: Accepted answers.
+        task_id: Kind of task, numbered by the data set.
+        gym_task: reasoning-gym task whose scorer judges the answer instead of ``solutions``.
+        gym_entry: Argument of that scorer.
+    """
 
     id: str
-    """Unique among the questions used together."""
     messages: tuple[Message, ...]
-    """Chat messages that ask the question."""
     solutions: tuple[str, ...]
-    """Accepted answers."""
     task_id: int | None = None
-    """Kind of task, numbered by the data set."""
     gym_task: str | None = None
-    """reasoning-gym task whose scorer judges the answer instead of ``solutions``."""
     gym_entry: Mapping[str, Any] | None = None
-    """Argument of that scorer."""
+
+    __repr__ = brief_repr
 
     @property
     def text(self) -> str:
@@ -47,11 +53,12 @@ class Question:
 def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> list[Question]:
     r"""Read questions from a JSONL file, one object per line.
 
-    A line is either of GSM8K's form, ``question`` and ``answer`` with the final answer
-    after ``####``, or has ``prompt`` (a string or a list of chat messages) and
-    ``solutions`` (a list of strings). ``query_id`` or ``id`` (a string or an integer) and
-    ``task_id`` (an integer) are optional; a question without id is called after the file
-    and the line, ``gsm8k_test-1``. Blank lines are skipped.
+    A line has a question: ``question``, ``prompt`` or ``messages``, a string or a list of chat
+    messages. It has accepted answers: ``solutions``, a list of strings, or ``answer``. An
+    ``answer`` is a number, a string without spaces, or a text with the final answer after
+    ``####``, GSM8K's form. ``query_id`` or ``id`` (a string or an integer) and ``task_id`` (an
+    integer) are optional; a question without id is called after the file and the line,
+    ``gsm8k_test-1``. Blank lines are skipped.
 
     Args:
         path: Path of the file.
@@ -99,7 +106,12 @@ def load_questions(path: str | os.PathLike[str], limit: int | None = None) -> li
 
 
 def reasoning_gym_questions(name: str = DEFAULT_TASK, *, size: int, seed: int) -> list[Question]:
-    """Generate ``size`` questions of one reasoning-gym task; equal seeds give equal questions.
+    """Generate questions of one reasoning-gym task.
+
+    Args:
+        name: Task, as reasoning-gym names it.
+        size: Number of questions.
+        seed: Equal seeds give equal questions.
 
     Raises:
         ValueError: If ``size`` is not positive or no such task exists.
@@ -163,27 +175,41 @@ def _parse(line: bytes, default_id: str) -> Question:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, got {type(fields).__name__}")
-    if "question" in fields:
-        messages = _messages(fields["question"], "question")
-        _, mark, final = _text(fields.get("answer"), "answer").rpartition("####")
-        if not mark or not final.strip():
-            raise ValueError("answer has no final answer after '####'")
-        solutions: Sequence[str] = (final.strip(),)
-    elif "prompt" in fields:
-        messages = _messages(fields["prompt"], "prompt")
-        given = fields.get("solutions")
-        if not isinstance(given, list) or not given:
-            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
-        solutions = [_text(solution, "solutions") for solution in given]
-    else:
-        raise ValueError("expected 'question' and 'answer', or 'prompt' and 'solutions'")
+    name = next((name for name in ("question", "prompt", "messages") if name in fields), None)
+    if name is None or not {"answer", "solutions"} & fields.keys():
+        raise ValueError(
+            "expected 'question', 'prompt' or 'messages', and 'answer' or 'solutions', got "
+            f"{', '.join(map(repr, fields)) or 'no fields'}"
+        )
+    messages = _messages(fields[name], name)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{name} must end with the question, not with an assistant's message")
     task_id = fields.get("task_id")
     if task_id is not None and (isinstance(task_id, bool) or not isinstance(task_id, int)):
         raise ValueError(f"task_id must be an integer, got {task_id!r}")
     question_id = fields.get("query_id", fields.get("id", default_id))
     if isinstance(question_id, int) and not isinstance(question_id, bool):
         question_id = str(question_id)
-    return Question(_text(question_id, "id"), messages, tuple(solutions), task_id)
+    return Question(_text(question_id, "id"), messages, _solutions(fields), task_id)
+
+
+def _solutions(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    if "solutions" in fields:
+        given = fields["solutions"]
+        if not isinstance(given, list) or not given:
+            raise ValueError(f"solutions must be a list of at least one string, got {given!r:.80}")
+        return tuple(_text(solution, "solutions") for solution in given)
+    answer = fields["answer"]
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return (str(answer),)
+    _, mark, final = _text(answer, "answer").rpartition("####")
+    final = final.strip()
+    if not final or (not mark and len(final.split()) > 1):
+        raise ValueError(
+            "answer has several words and no final answer after '####'; a whole text goes into "
+            f"solutions, a list of strings; got {answer!r:.80}"
+        )
+    return (final,)
 
 
 def _messages(value: Any, name: str) -> tuple[Message, ...]:

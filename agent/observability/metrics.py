@@ -105,6 +105,9 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
     One instance may watch any number of runs, one after the other or at once, if no two running
     episodes share a name.
 
+    Attributes:
+        registry: Holds the metrics.
+
     Args:
         registry: Registry of the metrics; a new one if None, so that any number of instances can
             live in one program.
@@ -129,7 +132,6 @@ class RolloutMetrics(EpisodeObserver[tuple[float, int]]):
     """
 
     registry: CollectorRegistry
-    """Holds the metrics."""
 
     def __init__(
         self,

@@ -19,38 +19,49 @@ _logger = logging.getLogger(__name__)
 
 
 class PackFigures(NamedTuple):
-    """Numbers of a packed batch, all known to the host."""
+    """Numbers of a packed batch, all known to the host.
+
+    Attributes:
+        num_trajectories: Trajectories.
+        num_turns: Turns of all trajectories.
+        num_sequences: Sequences in this layout.
+        num_tokens: Tokens of all sequences.
+        num_generated: Tokens that were sampled.
+        num_continuations: Turns after the first of their trajectory; None unless the layout is
+            ``"merged"`` and without padding.
+        num_prefix_breaks: Continuations whose prompt does not begin with the turns before, so that
+            they began another sequence; None in the same cases.
+        rectangle_fill: Share of tokens in a padded rectangle, one row per sequence and as wide as
+            the longest; None for a batch without tokens or a padded one.
+    """
 
     num_trajectories: int
     num_turns: int
     num_sequences: int
     num_tokens: int
     num_generated: int
-    """Tokens that were sampled."""
     num_continuations: int | None
-    """Turns after the first of their trajectory; None unless the layout is ``"merged"`` and
-    without padding."""
     num_prefix_breaks: int | None
-    """Continuations whose prompt does not begin with the turns before, so that they began another
-    sequence; None in the same cases."""
     rectangle_fill: float | None
-    """Share of tokens in a padded rectangle, one row per sequence and as wide as the longest; None
-    for a batch without tokens or a padded one."""
 
 
 @dataclass
 class WatchedPack:
-    """A pack that `watch_pack` watches; the caller sets its batch and its plan."""
+    """A pack that `watch_pack` watches; the caller sets its batch and its plan.
+
+    Attributes:
+        batch: The packed batch; without one, only the time is known.
+        plan: Plan of its micro-batches, for its fill.
+        error: Exception that ended the pack, or None.
+        began_ns: Start, in nanoseconds since the epoch.
+        seconds: Time on the host; a device may still be running.
+    """
 
     batch: PackedBatch | None = None
-    """The packed batch; without one, only the time is known."""
     plan: Plan | None = None
-    """Plan of its micro-batches, for its fill."""
     error: BaseException | None = None
     began_ns: int = 0
-    """Start, in nanoseconds since the epoch."""
     seconds: float = 0.0
-    """Time on the host; a device may still be running."""
 
     def figures(self) -> PackFigures | None:
         """Return the numbers of the batch, if there is one, without a read from the device."""
@@ -81,7 +92,11 @@ class PackObserver(Protocol):
 
 @contextmanager
 def watch_pack(*observers: PackObserver) -> Iterator[WatchedPack]:
-    """Time a pack, and report it to ``observers``.
+    """Time a pack, and report it to observers.
+
+    Args:
+        *observers: `RolloutMetrics`, `RolloutTracer`, or objects with a method ``pack_ended`` that
+            takes the `WatchedPack`.
 
     Errors of the block are raised to the caller; errors of an observer are logged.
 

@@ -70,7 +70,10 @@ def serve_metrics(
 
 
 class MetricsServer(ThreadingHTTPServer):
-    """An HTTP server in its own thread that answers ``GET /metrics``; see `serve_metrics`."""
+    """An HTTP server in its own thread that answers ``GET /metrics``.
+
+    Made by `serve_metrics`.
+    """
 
     daemon_threads = False  # so that closing waits for them
     request_queue_size = 4 * _MAX_CONNECTIONS

@@ -35,12 +35,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one policy version, put into the object store once for all workers."""
+    """The weights of one policy version, put into the object store once for all workers.
+
+    Attributes:
+        version: Policy version.
+        arrays: Torch dtype and values of each tensor, by name.
+    """
 
     version: int
-    """Policy version."""
     arrays: Mapping[str, tuple[str, npt.NDArray[Any]]]
-    """Torch dtype and values of each tensor, by name."""
 
     @classmethod
     def of(cls, state_dict: Mapping[str, torch.Tensor], version: int) -> Weights:
@@ -72,31 +75,36 @@ async def update_weights(engine: Any, state_dict: dict[str, Any], version: int) 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of rollout workers; a value out of range is a `ValueError`."""
+    """Options of rollout workers; a value out of range is a `ValueError`.
+
+    Attributes:
+        concurrency: Maximum number of running episodes on one worker.
+        num_cpus: Cores that Ray reserves for a worker.
+        num_gpus: GPUs, or a fraction of one, that Ray reserves for a worker.
+        num_threads: Torch threads of a worker; more threads than cores slow all workers down.
+        start_timeout_s: Seconds to start or to load new weights, after which a worker counts as
+            lost.
+        heartbeat_s: Seconds between two pings of a worker, which also collect its warnings.
+        hang_timeout_s: Seconds without a reply to a ping, after which a worker counts as lost.
+        max_redos: Times that an episode restarts because its worker was lost, before it fails.
+        max_restarts: Consecutive restarts of a worker without a finished episode, before it is
+            given up.
+        drain: Whether new weights wait until all requests are answered, with new requests held
+            back: for engines that cannot load weights between two tokens.
+        load_weights: Loads new weights into the engine.
+    """
 
     concurrency: int = 16
-    """Maximum number of running episodes on one worker."""
     num_cpus: float = 1.0
-    """Cores that Ray reserves for a worker."""
     num_gpus: float = 0.0
-    """GPUs, or a fraction of one, that Ray reserves for a worker."""
     num_threads: int = 1
-    """Torch threads of a worker; more threads than cores slow all workers down."""
     start_timeout_s: float = 300.0
-    """Seconds to start or to load new weights, after which a worker counts as lost."""
     heartbeat_s: float = 2.0
-    """Seconds between two pings of a worker, which also collect its warnings."""
     hang_timeout_s: float = 60.0
-    """Seconds without a reply to a ping, after which a worker counts as lost."""
     max_redos: int = 3
-    """Times that an episode restarts because its worker was lost, before it fails."""
     max_restarts: int = 5
-    """Consecutive restarts of a worker without a finished episode, before it is given up."""
     drain: bool = False
-    """Whether new weights wait until all requests are answered, with new requests held back: for
-    engines that cannot load weights between two tokens."""
     load_weights: LoadWeights = update_weights
-    """Loads new weights into the engine."""
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "num_threads"):
@@ -112,13 +120,16 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Process and weights of a serving worker."""
+    """Process and weights of a serving worker.
+
+    Attributes:
+        node: Ray's id of the node.
+        version: Policy version of the worker's weights.
+    """
 
     pid: int
     node: str
-    """Ray's id of the node."""
     version: int
-    """Policy version of the worker's weights."""
 
 
 class RolloutWorker:

@@ -13,13 +13,13 @@ from typing import Any
 from trajpack.agent.errors import EpisodeCancelledError, SetupError
 from trajpack.agent.models.causal_model import save_tokenizer
 from trajpack.agent.protocols import Prompt
+from trajpack.agent.rollout.places import SETTINGS_FILE
 from trajpack.agent.rollout.rollout import Rollout
 from trajpack.agent.runner.results import EpisodeResult
 from trajpack.packing.durable_files import write_durably
 from trajpack.packing.trajectory_log.log import TrajectoryLog
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
 
-_SETTINGS = "rollout.json"
 _SCHEMA_VERSION = 1
 
 
@@ -93,12 +93,12 @@ class RolloutLog:
 
     def _claim(self, prepared: Rollout) -> None:
         """Write the settings of the rollout, or compare them with those that are there."""
-        place = self.folder / _SETTINGS
+        place = self.folder / SETTINGS_FILE
         wanted = {"schema_version": _SCHEMA_VERSION, **_identity(prepared)}
         try:
             text = place.read_text(encoding="utf-8") if place.exists() else None
             if text is None and len(self._log):
-                raise SetupError(f"{self.folder} is no rollout's log: it has no {_SETTINGS}")
+                raise SetupError(f"{self.folder} is no rollout's log: it has no {SETTINGS_FILE}")
             if text is None:
                 save_tokenizer(prepared.tokenizer, logged_tokenizer(self.folder))
                 write_durably(place, json.dumps(wanted, indent=1).encode())
@@ -133,6 +133,6 @@ def _identity(prepared: Rollout) -> dict[str, Any]:
         "seed": settings.seed,
         "num_prompts": len(prepared.prompts),
         **{name: getattr(settings, name) for name in names},
-        "model": None if settings.model is None else str(settings.model.resolve()),
+        "model": None if settings.model is None else str(Path(settings.model).resolve()),
         "questions": hashlib.sha256(questions.encode()).hexdigest()[:16],
     }

@@ -159,9 +159,7 @@ class Rollout:
     def _make_engine(self, seed: int) -> Any:
         settings = self.settings
         if settings.has_servers:
-            from trajpack.agent.servers.settings import ServerSettings
-
-            found = ServerSettings.from_environment(settings.servers, seed=seed)
+            found = _server_settings(settings, seed=seed)
             kind: Any = settings.engine  # not "transformers"
             vocab_size = found.options.vocab_size or self.vocab_size
             options = replace(found.options, vocab_size=vocab_size)
@@ -187,6 +185,8 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
         ModuleNotFoundError: If an optional package is missing.
     """
     require("anyio", "jinja2", "math_verify", "transformers")
+    if settings.has_servers:
+        _server_settings(settings)  # a wrong address is seen before anything is loaded
     questions = _choose_questions(settings)
     try:
         device = torch.device(settings.device)
@@ -221,6 +221,12 @@ def prepare_rollout(settings: RolloutSettings) -> Rollout:
             raise SetupError(f"the model does not fit {device}: {first_line(error)}") from error
     vocab_size = limits.vocab_size or len(tokenizer)
     return Rollout(settings, questions, prompts, model, tokenizer, vocab_size, agent)
+
+
+def _server_settings(settings: RolloutSettings, **options: Any) -> Any:
+    from trajpack.agent.servers.settings import ServerSettings
+
+    return ServerSettings.from_environment(settings.servers, **options)
 
 
 def _load_model(settings: RolloutSettings) -> tuple[Any, Any]:

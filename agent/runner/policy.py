@@ -25,6 +25,10 @@ class BackOff:
     It doubles each time and is shortened by up to a half, by a number drawn from the episode's
     name, so that episodes which failed together do not come back together.
 
+    Attributes:
+        initial_s: Seconds after the first attempt at most.
+        max_s: Seconds after any attempt at most.
+
     Raises:
         ValueError: If a number of seconds is negative or not finite.
 
@@ -34,9 +38,7 @@ class BackOff:
     """
 
     initial_s: float = 0.1
-    """Seconds after the first attempt at most."""
     max_s: float = 10.0
-    """Seconds after any attempt at most."""
 
     def __post_init__(self) -> None:
         for name in ("initial_s", "max_s"):
@@ -53,18 +55,20 @@ class BackOff:
 class RetryPolicy:
     """Retries of failed episodes: from the start, with the same name and seed.
 
+    Attributes:
+        max_attempts: Attempts at an episode at most; 1 disables retries.
+        causes: `EpisodeError.cause` of failures that are retried. By default all but those of the
+            agent, of refused requests, of cancellations and of the engine's end.
+        wait: Wait before a retry. Other episodes use the slot meanwhile.
+
     Raises:
         TypeError: If ``max_attempts`` is no integer, or ``causes`` is a str.
         ValueError: If ``max_attempts`` is below 1, or a cause is unknown.
     """
 
     max_attempts: int = 1
-    """Attempts at an episode at most; 1 disables retries."""
     causes: Collection[str] = RETRIED
-    """`EpisodeError.cause` of failures that are retried. By default all but those of the agent, of
-    refused requests, of cancellations and of the engine's end."""
     wait: BackOff = field(default_factory=BackOff)
-    """Wait before a retry. Other episodes use the slot meanwhile."""
 
     def __post_init__(self) -> None:
         if as_integer("max_attempts", self.max_attempts) < 1:
@@ -85,23 +89,25 @@ class RetryPolicy:
 class StalenessPolicy:
     """Limits on how many versions old the weights of a result may be.
 
+    Attributes:
+        max_staleness: Versions between the weights that an episode starts with and those it trains:
+            with 0 no episode starts before the weights of its training step are there.
+        batch_size: Results per version: episodes for `RolloutRunner.run`, groups for
+            `RolloutRunner.run_groups`.
+        max_token_age: A result whose oldest token is more versions than this behind the engine's,
+            when it is handed over, has failed as ``stale``. ``None`` sets no limit.
+        num_accepted: Results accepted before this runner: what a checkpoint says. ``None`` counts
+            one ``batch_size`` for each version that the engine has when the first episode begins.
+
     Raises:
         TypeError: If a number is no integer.
         ValueError: If one is out of range.
     """
 
     max_staleness: int
-    """Versions between the weights that an episode starts with and those it trains: with 0 no
-    episode starts before the weights of its training step are there."""
     batch_size: int
-    """Results per version: episodes for `RolloutRunner.run`, groups for
-    `RolloutRunner.run_groups`."""
     max_token_age: int | None = None
-    """A result whose oldest token is more versions than this behind the engine's, when it is
-    handed over, has failed as `stale`. ``None`` sets no limit."""
     num_accepted: int | None = None
-    """Results accepted before this runner: what a checkpoint says. ``None`` counts one
-    ``batch_size`` for each version that the engine has when the first episode begins."""
 
     def __post_init__(self) -> None:
         for name in ("max_staleness", "batch_size", "max_token_age", "num_accepted"):
@@ -198,6 +204,9 @@ GroupFilter: TypeAlias = Callable[[Sequence[EpisodeResult]], str | None]
 def not_all_equal(results: Sequence[EpisodeResult]) -> str | None:
     """Reject a group whose episodes all have the same sum of rewards: nothing to compare.
 
+    Args:
+        results: Episodes of the group that have succeeded.
+
     Returns:
         ``"all_equal"``, or None. A group of one is not rejected: it is compared with others.
     """
@@ -246,19 +255,21 @@ def success_rate_between(
 class GroupPolicy:
     """Rules that accept or reject a group, for `RolloutRunner.run_groups`.
 
+    Attributes:
+        incomplete: Treatment of a group with failed episodes: accept the others, reject the group,
+            or start further samples in their place.
+        max_refills: Further samples of one group at most; a group that needs more is rejected.
+        filters: Filters, called in turn with the results that did not fail; the first reason
+            rejects the group.
+
     Raises:
         TypeError: If ``max_refills`` is no integer, or a filter cannot be called.
         ValueError: If ``incomplete`` is unknown or ``max_refills`` negative.
     """
 
     incomplete: Literal["keep", "drop", "refill"] = "keep"
-    """Treatment of a group with failed episodes: accept the others, reject the group, or start
-    further samples in their place."""
     max_refills: int = 8
-    """Further samples of one group at most; a group that needs more is rejected."""
     filters: Sequence[GroupFilter] = ()
-    """Filters, called in turn with the results that did not fail; the first reason rejects the
-    group."""
 
     def __post_init__(self) -> None:
         known = ("keep", "drop", "refill")
@@ -276,26 +287,28 @@ class GroupPolicy:
 class RolloutPolicy:
     """Policies of a rollout. The default tries once, sets no limits and keeps every result.
 
+    Attributes:
+        retries: Retries of failed episodes.
+        episode_timeout_s: Seconds that one attempt at an episode may take, without those of
+            `RolloutRunner.paused`; ``None`` sets no limit.
+        staleness: Limits on staleness; ``None`` sets none.
+        groups: Rules that accept or reject a group.
+        seed: Seed of all episodes: each `Prompt.seed` is derived from it and the episode's name.
+        silence_warning_s: Seconds without a reply of the engine, an answer of the environment, a
+            step of an agent or a prompt after which a warning is logged, and again after twice as
+            long; ``None`` logs none. Ray workers follow it too.
+
     Raises:
         TypeError: If ``seed`` is no integer.
         ValueError: If ``episode_timeout_s`` or ``silence_warning_s`` is not positive.
     """
 
     retries: RetryPolicy = field(default_factory=RetryPolicy)
-    """Retries of failed episodes."""
     episode_timeout_s: float | None = None
-    """Seconds that one attempt at an episode may take, without those of `RolloutRunner.paused`;
-    ``None`` sets no limit."""
     staleness: StalenessPolicy | None = None
-    """Limits on staleness; ``None`` sets none."""
     groups: GroupPolicy = field(default_factory=GroupPolicy)
-    """Rules that accept or reject a group."""
     seed: int = 0
-    """Seed of all episodes: each `Prompt.seed` is derived from it and the episode's name."""
     silence_warning_s: float | None = PATIENCE_S
-    """Seconds without a reply of the engine, an answer of the environment, a step of an agent or
-    a prompt after which a warning is logged, and again after twice as long; ``None`` logs none.
-    Ray workers follow it too."""
 
     def __post_init__(self) -> None:
         as_integer("seed", self.seed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trajpack.agent.errors import EpisodeError
 from trajpack.agent.protocols import GenerationOutput, Prompt, Reply
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.text import one_line
 from trajpack.packing.types import Trajectory, Turn
 
@@ -19,18 +20,24 @@ _EARLY = 100
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """Result of one episode: its trajectories, or the error that ended it."""
+    """Result of one episode: its trajectories, or the error that ended it.
+
+    Attributes:
+        prompt: Prompt as given to the runner.
+        trajectories: Trajectories that the agent returned; empty if the episode failed.
+        error: Failure of the episode, with the original exception as its cause; None if it
+            succeeded.
+        sample: Index of this rollout among those of its prompt, from 0.
+        attempts: Number of attempts; the result is that of the last one.
+    """
 
     prompt: Prompt
-    """Prompt as given to the runner."""
     trajectories: tuple[Trajectory, ...]
-    """Trajectories that the agent returned; empty if the episode failed."""
     error: EpisodeError | None = None
-    """Failure of the episode, with the original exception as its cause; None if it succeeded."""
     sample: int = 0
-    """Index of this rollout among those of its prompt, from 0."""
     attempts: int = 1
-    """Number of attempts; the result is that of the last one."""
+
+    __repr__ = brief_repr
 
     @property
     def qid(self) -> str:
@@ -50,15 +57,21 @@ class EpisodeResult:
 
 @dataclass(frozen=True)
 class GroupResult:
-    """Results of all samples of one prompt."""
+    """Results of all samples of one prompt.
+
+    Attributes:
+        prompt: Prompt as given to the runner.
+        results: One result for each episode that was begun, failed ones included, by sample.
+        rejected: Reason not to train on the group: ``failed`` if all episodes failed,
+            ``incomplete`` if some did, ``filtered:`` and a filter's reason. ``None`` if it was
+            accepted.
+    """
 
     prompt: Prompt
-    """Prompt as given to the runner."""
     results: tuple[EpisodeResult, ...]
-    """One result for each episode that was begun, failed ones included, by sample."""
     rejected: str | None = None
-    """Reason not to train on the group: ``failed`` if all episodes failed, ``incomplete`` if
-    some did, ``filtered:`` and a filter's reason. ``None`` if it was accepted."""
+
+    __repr__ = brief_repr
 
     @property
     def trajectories(self) -> tuple[Trajectory, ...]:
@@ -68,28 +81,32 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Counts of a run so far."""
+    """Counts of a run so far.
+
+    Attributes:
+        num_prompts: Prompts taken.
+        num_started: Episodes begun, ``group_size`` to a prompt; each counts once, whatever its
+            attempts.
+        num_finished: Episodes ended, the failed ones included.
+        num_failed: Episodes that ended with an error.
+        num_turns: Turns sampled, those of failed and of unfinished episodes included.
+        num_tokens: Tokens sampled in these turns.
+        num_kept_turns: Turns of the episodes that finished without an error.
+        num_rewarded_turns: Kept turns with a reward above zero.
+        reward_sum: Sum of the rewards of the kept turns, not discounted.
+        elapsed_s: Seconds since the run began.
+    """
 
     num_prompts: int = 0
-    """Prompts taken."""
     num_started: int = 0
-    """Episodes begun, ``group_size`` to a prompt; each counts once, whatever its attempts."""
     num_finished: int = 0
-    """Episodes ended, the failed ones included."""
     num_failed: int = 0
-    """Episodes that ended with an error."""
     num_turns: int = 0
-    """Turns sampled, those of failed and of unfinished episodes included."""
     num_tokens: int = 0
-    """Tokens sampled in these turns."""
     num_kept_turns: int = 0
-    """Turns of the episodes that finished without an error."""
     num_rewarded_turns: int = 0
-    """Kept turns with a reward above zero."""
     reward_sum: float = 0.0
-    """Sum of the rewards of the kept turns, not discounted."""
     elapsed_s: float = 0.0
-    """Seconds since the run began."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,9 +194,10 @@ class RunOutcome:
         elif self._log_episodes("all") or self._log_rejections("all"):
             return
         elif group_size > 1 and self._num_trajectories > 1 and len(self._rewards) == 1:
-            _logger.info(
+            _logger.warning(
                 "all %d trajectories earned the same reward, %g: estimators that compare the "
-                "trajectories of a group give them no advantage",
+                "trajectories of a group give them no advantage; see the environment's answers, or "
+                "take other questions or a policy that answers some of them",
                 self._num_trajectories,
                 *self._rewards,
             )

@@ -41,25 +41,37 @@ class SandboxError(RuntimeError):
 
 
 class Outcome(Enum):
-    """How a program ended."""
+    """How a program ended.
+
+    Attributes:
+        EXITED: Exit status 0.
+        CRASHED: Exception, other exit status, or signal.
+        CPU_LIMIT: `SandboxLimits.cpu_s` was exceeded.
+        WALL_LIMIT: `SandboxLimits.wall_s` was exceeded.
+        MEMORY_LIMIT: An uncaught MemoryError.
+        OUTPUT_LIMIT: `SandboxLimits.output_bytes` was exceeded.
+    """
 
     EXITED = "exited"
-    """Exit status 0."""
     CRASHED = "crashed"
-    """Exception, other exit status, or signal."""
     CPU_LIMIT = "cpu_limit"
-    """`SandboxLimits.cpu_s` was exceeded."""
     WALL_LIMIT = "wall_limit"
-    """`SandboxLimits.wall_s` was exceeded."""
     MEMORY_LIMIT = "memory_limit"
-    """An uncaught MemoryError."""
     OUTPUT_LIMIT = "output_limit"
-    """`SandboxLimits.output_bytes` was exceeded."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
     """Resource limits of one program.
+
+    Attributes:
+        cpu_s: Processor time in whole seconds, the unit of ``RLIMIT_CPU``.
+        wall_s: Seconds from the first line of the program to its end.
+        memory_bytes: Bytes of address space, interpreter included; at least 64 MiB.
+        output_bytes: Bytes of standard output; a program that writes more is killed.
+        num_files: Open descriptors; at least 16.
+        num_threads: Running threads, main thread included. Where the kernel cannot count them, a
+            program has the main thread only and `Sandbox.protections` has ``"no_threads"``.
 
     Raises:
         ValueError: If a limit is not positive or below its minimum.
@@ -67,18 +79,11 @@ class SandboxLimits:
     """
 
     cpu_s: int = 5
-    """Processor time in whole seconds, the unit of ``RLIMIT_CPU``."""
     wall_s: float = 15.0
-    """Seconds from the first line of the program to its end."""
     memory_bytes: int = 512 << 20
-    """Bytes of address space, interpreter included; at least 64 MiB."""
     output_bytes: int = 64 << 10
-    """Bytes of standard output; a program that writes more is killed."""
     num_files: int = 64
-    """Open descriptors; at least 16."""
     num_threads: int = 32
-    """Running threads, main thread included. Where the kernel cannot count them, a program has the
-    main thread only and `Sandbox.protections` has ``"no_threads"``."""
 
     def __post_init__(self) -> None:
         least = {"cpu_s": 1, "memory_bytes": 64 << 20, "output_bytes": 1}
@@ -95,17 +100,20 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Result of one program."""
+    """Result of one program.
+
+    Attributes:
+        outcome: Reason of the end.
+        output: Standard output, or the value of the expression as `canonical` text. The program
+            chose every byte: compare it, and never run, format or log it unescaped.
+        wall_s: Seconds from the first line of the program to its end.
+        cpu_s: Seconds of processor time, start of the interpreter included.
+    """
 
     outcome: Outcome
-    """Reason of the end."""
     output: bytes
-    """Standard output, or the value of the expression as `canonical` text. The program chose every
-    byte: compare it, and never run, format or log it unescaped."""
     wall_s: float
-    """Seconds from the first line of the program to its end."""
     cpu_s: float
-    """Seconds of processor time, start of the interpreter included."""
 
 
 class Sandbox:

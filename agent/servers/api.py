@@ -37,6 +37,8 @@ class SampleRequest:
     """Token ids that end the completion, beside the model's own."""
     seed: int | None = None
     """Seed of this request."""
+    wants_routes: bool = False
+    """Whether the response is to have the routed experts."""
 
 
 class ServerAPI(Protocol):

@@ -149,6 +149,10 @@ class ServerURL:
         except ValueError:
             raise ValueError(f"{wanted}; this one cannot be read") from None
         is_plain = not parts.query and not parts.fragment and text.isprintable() and " " not in text
+        if "://" not in text:
+            raise ValueError(
+                "a server's address begins with http:// or https://; add it to this one"
+            )
         if parts.scheme not in ("http", "https") or not host or not is_plain:
             raise ValueError(f"{wanted}; this one is another")
         name = f"[{name}]" if ":" in name else name

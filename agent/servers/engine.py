@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -340,10 +341,14 @@ class ServerEngine(QueuedEngine):
         # a server may repeat the prompt: 11 digits and a comma per token at most
         per_token = _BYTES_PER_TOKEN + 12 * completion.params.top_k  # a sampling mask
         num_bytes = _BYTES_BESIDE + per_token * max_tokens + 12 * len(completion.token_ids)
+        routes = self._options.routed_experts
+        if routes is not None:  # base64 of int32
+            num_bytes += 6 * math.prod(routes) * (len(completion.token_ids) + max_tokens)
         limits = ResponseLimits(
             max_tokens=max_tokens,
             vocab_size=self._options.vocab_size or INT32_MAX + 1,
             max_bytes=min(num_bytes, self._options.max_response_bytes),
+            routed_experts=routes,
         )
         told = server.told_version
         body = await self._send(server, completion, limits.max_bytes)
@@ -376,6 +381,7 @@ class ServerEngine(QueuedEngine):
             params=completion.remaining,
             stop_token_ids=completion.stop_token_ids,
             seed=seed,
+            wants_routes=self._options.routed_experts is not None,
         )
         timeout_s = self._options.time_limits.request_s
         while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -15,6 +17,7 @@ from trajpack.agent.protocols import GenerationOutput, SamplingParams
 from trajpack.packing.conversion import INT32_MAX, as_ids, as_logprobs
 from trajpack.packing.optional import require
 from trajpack.packing.ragged import Ragged, concatenated, flattened
+from trajpack.packing.rows.reading import routes_of_all
 from trajpack.packing.types import VersionSpan
 
 PLACEHOLDER_LOGPROB = -9999.0
@@ -39,6 +42,9 @@ class ResponseLimits:
     max_bytes: int = 64 * 2**20
     """Length of the body in bytes. ``/inference/v1/generate`` takes about 140 bytes per token. A
     crafted body may take 30 times its size in memory when parsed."""
+    routed_experts: tuple[int, int] | None = None
+    """Layers with experts, and experts of a token, of the routes that the response must have;
+    ``None`` leaves routes out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +63,9 @@ class EngineResponse:
     """``(version, start, end)`` spans as the server named them; None if it does not report any."""
     sampling_mask: Ragged | None = None
     """int32 token ids that each token was sampled from; None if the server does not report them."""
+    routed_experts: npt.NDArray[np.integer[Any]] | None = None
+    """Integers [prompt and completion tokens - 1, layers, experts of a token], as the server wrote
+    them: the last token was not run. None if they were not asked for, or nothing was sampled."""
 
 
 def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
@@ -67,7 +76,8 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     ``"return_token_ids": true``. It must not stream, and not ``echo`` the prompt.
 
     Servers started with ``--return-sampling-mask`` report the tokens that top-p and top-k left: a
-    list for each token, or ``token_ids`` of all and ``offsets``.
+    list for each token, or ``token_ids`` of all and ``offsets``. Servers started with
+    ``--enable-return-routed-experts`` report the routes as a base64 ``.npy`` file.
     vLLM writes a log-probability that it does not have as ``null`` or as -9999. Both are refused.
 
     Args:
@@ -104,7 +114,7 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     elif logprobs is None:
         raise _refusal("vLLM", "content or token_logprobs in logprobs", "neither")
     prompt = choice.prompt_token_ids
-    return _checked(
+    sample = _checked(
         "vLLM",
         limits,
         prompt_ids=response.prompt_token_ids if prompt is None else prompt,
@@ -114,6 +124,7 @@ def read_vllm_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         weight_versions=None if spans is None else _spans(spans),
         sampling_mask=choice.sampling_mask,
     )
+    return _with_routes("vLLM", limits, sample, choice.routed_experts)
 
 
 def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
@@ -134,7 +145,8 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
 
     Cost: as `read_vllm_response`.
 
-    Source: the published types of SGLang 0.5.23.
+    Source: the published types of SGLang 0.5.23, and its page "Return Routed Experts": int32 in
+    base64, without a shape.
 
     Example:
         >>> body = b'''{"output_ids": [5, 7], "meta_info": {"finish_reason": {"type": "length"},
@@ -159,7 +171,7 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
     versions = None if spans is None else _spans(spans)
     if spans is None and meta.weight_version is not None:
         versions = ((meta.weight_version, 0, len(ids)),)
-    return _checked(
+    sample = _checked(
         "SGLang",
         limits,
         prompt_ids=response.prompt_token_ids,
@@ -168,6 +180,7 @@ def read_sglang_response(body: bytes, limits: ResponseLimits) -> EngineResponse:
         finish_reason=meta.finish_reason.type,
         weight_versions=versions,
     )
+    return _with_routes("SGLang", limits, sample, meta.routed_experts)
 
 
 def _refusal(server: str, expected: str, got: object) -> ValueError:
@@ -280,6 +293,32 @@ def _checked(
     )
 
 
+def _with_routes(
+    server: str, limits: ResponseLimits, sample: EngineResponse, encoded: str | None
+) -> EngineResponse:
+    """Return a sample with its routes, if asked for: base64 of a ``.npy`` file or plain int32."""
+    sizes = limits.routed_experts
+    if sizes is None or not sample.output_ids.size:
+        return sample
+    if encoded is None:
+        expected = "routed_experts: start the server with --enable-return-routed-experts"
+        raise _refusal(server, expected, "none")
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+        if raw.startswith(np.lib.format.MAGIC_PREFIX):
+            routes: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
+        else:
+            routes = np.frombuffer(raw, "<i4").reshape(-1, *sizes)
+    except (ValueError, EOFError, SyntaxError) as error:
+        raise ValueError(f"{server} response: routed_experts: {error}") from None
+    if routes.dtype.kind not in "iu" or routes.ndim != 3 or routes.shape[1:] != sizes:
+        expected = f"integers [tokens, {sizes[0]}, {sizes[1]}] in routed_experts"
+        raise _refusal(server, expected, f"{routes.dtype} {list(routes.shape)}")
+    if routes.size and routes.min() < 0:
+        raise _refusal(server, "0 or more in routed_experts", routes.min())
+    return replace(sample, routed_experts=routes)
+
+
 def _mask_of(server: str, sampling_mask: Any, num_tokens: int) -> Ragged:
     """Return a list for each token, or an object with all ids and their offsets, as a `Ragged`."""
     if hasattr(sampling_mask, "offsets"):
@@ -316,6 +355,7 @@ def _decoders() -> dict[str, Callable[[bytes], Any]]:
     )
     ragged = struct(("token_ids", list[int]), ("offsets", list[int]))
     mask = ("sampling_mask", array(list[int]) | ragged | None, None)
+    routes = ("routed_experts", str | None, None)
     choice = struct(
         ("token_ids", list[int]),
         ("finish_reason", str),
@@ -323,6 +363,7 @@ def _decoders() -> dict[str, Callable[[bytes], Any]]:
         prompt,
         spans,
         mask,
+        routes,
     )
     pair = struct(("logprob", float), ("token_id", int), array_like=True)
     finish = struct(("type", str), ("matched", int | str | list[int] | None, None))
@@ -331,6 +372,7 @@ def _decoders() -> dict[str, Callable[[bytes], Any]]:
         ("output_token_logprobs", array(pair)),
         ("weight_version", str | None, None),
         spans,
+        routes,
     )
     shapes = {
         "vLLM": struct(("choices", array(choice)), prompt),
@@ -410,6 +452,7 @@ class Completion:
     _ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)
     _masks: list[Ragged] = field(default_factory=list)
+    _routes: npt.NDArray[np.integer[Any]] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt)
@@ -455,9 +498,7 @@ class Completion:
         seen = response.prompt_ids
         if seen is not None and not np.array_equal(seen, self.token_ids):
             raise ValueError("the server saw another prompt than was sent")
-        mask = response.sampling_mask
-        if num_new and self.num_tokens and (mask is None) == bool(self._masks):
-            raise ValueError("only some of the tokens have a sampling mask")
+        self._check_fields(response)
         spans = read_spans(response.weight_versions, num_new, declared)
         last = self.spans[-1].version if self.spans else 0
         if spans and spans[0].version < last:
@@ -470,13 +511,32 @@ class Completion:
         self.token_ids.extend(response.output_ids.tolist())
         self._ids.append(response.output_ids)
         self._logprobs.append(response.output_logprobs)
-        if num_new and mask is not None:
-            self._masks.append(mask)
+        if num_new and response.sampling_mask is not None:
+            self._masks.append(response.sampling_mask)
+        if response.routed_experts is not None:
+            self._routes = response.routed_experts
         self.finish_reason = reason
+
+    def _check_fields(self, response: EngineResponse) -> None:
+        num_new, routes = len(response.output_ids), response.routed_experts
+        has_mask = response.sampling_mask is not None
+        if num_new and self.num_tokens and has_mask != bool(self._masks):
+            raise ValueError("only some of the tokens have a sampling mask")
+        num_run = len(self.token_ids) + num_new - 1
+        if routes is not None and len(routes) != num_run:
+            raise ValueError(
+                f"expected routed_experts of {num_run} tokens, all but the last, got {len(routes)}"
+            )
 
     def to_output(self) -> GenerationOutput:
         """Return the reply."""
         is_one = len(self._ids) == 1  # whose arrays need no copy
+        fields: dict[str, Any] = {}
+        if self._masks:
+            fields["sampling_mask"] = concatenated(self._masks)
+        if self._routes is not None:
+            name, size = f"episode {self.qid!r}", len(self.token_ids)
+            fields["routed_experts"] = routes_of_all(name, self._routes, size)
         return GenerationOutput(
             qid=self.qid,
             prompt_ids=self.prompt,
@@ -486,5 +546,5 @@ class Completion:
             version_start=self.spans[0].version,
             version_end=self.spans[-1].version,
             version_spans=tuple(self.spans) if len(self.spans) > 1 else None,
-            sampling_mask=concatenated(self._masks) if self._masks else None,
+            fields=fields or None,
         )

@@ -26,23 +26,25 @@ def _require_positive(owner: object, *names: str) -> None:
 class TimeLimits:
     """Time limits in seconds.
 
+    Attributes:
+        connect_s: For opening a connection.
+        request_s: For one request, from its start to the last byte of the response.
+        generation_s: For one completion: all of its requests and the pauses between them.
+        outage_s: For a healthy server, while there is none: long enough to restart one.
+        start_s: For the first healthy server, when the engine is entered.
+        control_s: For an administrative request: a weight update, a pause.
+
     Raises:
         TypeError: If one is not a number.
         ValueError: If one is not above 0.
     """
 
     connect_s: float = 5.0
-    """For opening a connection."""
     request_s: float = 600.0
-    """For one request, from its start to the last byte of the response."""
     generation_s: float = 1800.0
-    """For one completion: all of its requests and the pauses between them."""
     outage_s: float = 120.0
-    """For a healthy server, while there is none: long enough to restart one."""
     start_s: float = 30.0
-    """For the first healthy server, when the engine is entered."""
     control_s: float = 600.0
-    """For an administrative request: a weight update, a pause."""
 
     def __post_init__(self) -> None:
         _require_positive(self, *vars(self))
@@ -55,24 +57,28 @@ class RetryLimits:
     Retried are requests whose server could not be reached, answered 408, 425, 429, 500, 502, 503
     or 504, was too slow, or died before its last byte. Other failures would repeat.
 
+    Attributes:
+        max_attempts: Requests for one response, the first included.
+        wait_initial_s: Pause before the second attempt; doubles with each attempt, with random
+            jitter.
+        wait_max_s: Longest pause without jitter, also if a server asks for a longer one
+            (``Retry-After``).
+        max_idle_resumes: Consecutive resumptions of an interrupted generation without a new token.
+        rest_s: Pause before a failed server is probed; doubles up to 16 times this.
+        max_failures: Consecutive failures, other than of a connection, that take a server out of
+            rotation. Each further one before its next success does so again, for longer.
+
     Raises:
         TypeError: If one is not a number, or a count not an integer.
         ValueError: If one is not above 0.
     """
 
     max_attempts: int = 6
-    """Requests for one response, the first included."""
     wait_initial_s: float = 0.2
-    """Pause before the second attempt; doubles with each attempt, with random jitter."""
     wait_max_s: float = 10.0
-    """Longest pause without jitter, also if a server asks for a longer one (``Retry-After``)."""
     max_idle_resumes: int = 20
-    """Consecutive resumptions of an interrupted generation without a new token."""
     rest_s: float = 1.0
-    """Pause before a failed server is probed; doubles up to 16 times this."""
     max_failures: int = 3
-    """Consecutive failures, other than of a connection, that take a server out of rotation. Each
-    further one before its next success does so again, for longer."""
 
     def __post_init__(self) -> None:
         _require_positive(self, *vars(self))
@@ -82,36 +88,45 @@ class RetryLimits:
 class ServerOptions:
     """Options of an engine that uses servers.
 
+    Attributes:
+        token: Sent as ``Authorization: Bearer``; never shown or logged.
+        ca_file: File of certificates that verify ``https`` servers; ``None`` takes those of the
+            system.
+        max_connections: Requests in flight on one server; others wait. About the concurrency of the
+            runner.
+        time_limits: Time limits.
+        retries: Retries.
+        vocab_size: Upper bound (exclusive) of token ids in requests and responses.
+        max_request_tokens: Limit of prompt plus completion tokens; longer requests are refused
+            unsent.
+        max_response_bytes: Limit of a response in bytes; lower if few tokens were asked for.
+        logprobs: Semantics of the servers' log-probabilities, or ``"detect"`` to probe each server
+            twice before it serves. ``None`` is the default of the kind of server.
+        allow_other_logprobs: Whether to send a request whose log-probabilities will not be those of
+            the distribution that it is sampled from.
+        seed: Seed from which each request's seed is derived, with the episode and the number of the
+            request; ``None`` leaves sampling to the servers.
+        routed_experts: Layers with experts of the model, and experts of a token, to have each
+            completion's ``routed_experts``; ``None`` leaves them out. Servers report them if they
+            were started with ``--enable-return-routed-experts``.
+
     Raises:
         TypeError: If a value is of another type.
         ValueError: If a value is out of range.
     """
 
     token: str | None = field(default=None, repr=False)
-    """Sent as ``Authorization: Bearer``; never shown or logged."""
     ca_file: str | None = None
-    """File of certificates that verify ``https`` servers; ``None`` takes those of the system."""
     max_connections: int = 1024
-    """Requests in flight on one server; others wait. About the concurrency of the runner."""
     time_limits: TimeLimits = TimeLimits()
-    """Time limits."""
     retries: RetryLimits = RetryLimits()
-    """Retries."""
     vocab_size: int | None = None
-    """Upper bound (exclusive) of token ids in requests and responses."""
     max_request_tokens: int | None = None
-    """Limit of prompt plus completion tokens; longer requests are refused unsent."""
     max_response_bytes: int = 64 * 2**20
-    """Limit of a response in bytes; lower if few tokens were asked for."""
     logprobs: LogprobSemantics | Literal["detect"] | None = None
-    """Semantics of the servers' log-probabilities, or ``"detect"`` to probe each server twice
-    before it serves. ``None`` is the default of the kind of server."""
     allow_other_logprobs: bool = False
-    """Whether to send a request whose log-probabilities will not be those of the distribution
-    that it is sampled from."""
     seed: int | None = None
-    """Seed from which each request's seed is derived, with the episode and the number of the
-    request; ``None`` leaves sampling to the servers."""
+    routed_experts: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_connections", "max_response_bytes")
@@ -122,6 +137,13 @@ class ServerOptions:
             raise ValueError(
                 f"logprobs must be 'raw', 'processed', 'detect' or None, got {self.logprobs!r}"
             )
+        routes = self.routed_experts
+        if routes is not None and (
+            not isinstance(routes, tuple)
+            or len(routes) != 2
+            or not all(type(size) is int and size > 0 for size in routes)
+        ):
+            raise ValueError(f"routed_experts must be (layers, experts of a token), got {routes!r}")
         token = self.token
         if not isinstance(token, str | None):
             raise TypeError(f"token must be a string, got {type(token).__name__}")

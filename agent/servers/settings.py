@@ -25,6 +25,11 @@ class ServerSettings:
 
     Addresses and the token are in no ``repr`` and no message.
 
+    Attributes:
+        kind: Kind of the servers.
+        urls: Addresses of the servers.
+        options: Limits, retries, the token.
+
     Example:
         >>> import os
         >>> os.environ["TRAJPACK_SERVER_URLS"] = "http://a:1,http://b:2"
@@ -38,11 +43,8 @@ class ServerSettings:
     """
 
     kind: Literal["vllm", "sglang"]
-    """Kind of the servers."""
     urls: tuple[str, ...]
-    """Addresses of the servers."""
     options: ServerOptions
-    """Limits, retries, the token."""
 
     def __repr__(self) -> str:
         return f"ServerSettings(kind={self.kind!r}, names={self.names})"

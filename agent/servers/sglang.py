@@ -75,7 +75,7 @@ class SGLangEngine(ServerEngine):
 class SGLangServerAPI:
     """SGLang's ``/generate``.
 
-    Source: the published types of SGLang 0.5.23.
+    Source: the published types of SGLang 0.5.23, and its page "Return Routed Experts".
     """
 
     default_logprobs: LogprobSemantics = "processed"
@@ -100,6 +100,8 @@ class SGLangServerAPI:
         if sample.seed is not None:
             sampling["sampling_seed"] = sample.seed
         payload = {"rid": sample.request_id, **_payload(sample.token_ids, sampling)}
+        if sample.wants_routes:
+            payload["return_routed_experts"] = True
         return HTTPRequest("/generate", payload, request_id=sample.request_id)
 
     def read_sample(self, body: bytes, limits: ResponseLimits) -> EngineResponse:

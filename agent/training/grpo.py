@@ -49,21 +49,25 @@ _NUM_EXAMPLES = 6
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Measurements of one finished step."""
+    """Measurements of one finished step.
+
+    Attributes:
+        step: Number of the step, from 1.
+        success: Share of the answers that were right.
+        solved: Share of the episodes that ended with a right answer.
+        reward: Mean over episodes of the sum of rewards.
+        num_tokens: Tokens of the batch, or nodes: what a forward pass without micro-batches
+            computes.
+        seconds: Seconds since the end of the step before, or since the first episode began.
+    """
 
     step: int
-    """Number of the step, from 1."""
     success: float
-    """Share of the answers that were right."""
     solved: float
-    """Share of the episodes that ended with a right answer."""
     reward: float
-    """Mean over episodes of the sum of rewards."""
     num_tokens: int
-    """Tokens of the batch, or nodes: what a forward pass without micro-batches computes."""
     num_generated: int
     seconds: float
-    """Seconds since the end of the step before, or since the first episode began."""
     outcome: StepOutcome
     examples: tuple[Trajectory, ...] = ()
     """Some of the step's episodes, each of another question."""

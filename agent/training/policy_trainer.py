@@ -34,24 +34,30 @@ _WARM_UP_RAMP_STEPS = 20
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Measurements of one trained batch."""
+    """Measurements of one trained batch.
+
+    Attributes:
+        loss: Loss of the batch in the first epoch.
+        gradient_norm: Norm of the gradient in the first epoch, before scaling.
+        clip_fraction: Share of the generated tokens whose gradient the clip set to zero, mean over
+            the epochs.
+        fill: Tokens, or nodes, of the micro-batches divided by their capacity.
+        mean_staleness: Mean over generated tokens of trainer version less token version.
+        num_on_policy: Tokens of turns that the current weights sampled from the first token to the
+            last.
+        logprob_gap: Largest absolute difference of their log-probabilities between trainer and
+            engine, nats.
+    """
 
     loss: float
-    """Loss of the batch in the first epoch."""
     gradient_norm: float
-    """Norm of the gradient in the first epoch, before scaling."""
     clip_fraction: float
-    """Share of the generated tokens whose gradient the clip set to zero, mean over the epochs."""
     num_micro_batches: int
     fill: float
-    """Tokens, or nodes, of the micro-batches divided by their capacity."""
     mean_staleness: float
-    """Mean over generated tokens of trainer version less token version."""
     max_staleness: int
     num_on_policy: int
-    """Tokens of turns that the current weights sampled from the first token to the last."""
     logprob_gap: float
-    """Largest absolute difference of their log-probabilities between trainer and engine, nats."""
 
 
 def pack_as(trajectories: Sequence[Trajectory], layout: LayoutName) -> Batch:
@@ -104,7 +110,7 @@ class PolicyTrainer:
         learning_rate: Learning rate of AdamW, reached after a ramp of ten batches.
         capacity: Maximum number of tokens in a micro-batch.
         num_epochs: Optimizer steps on each batch.
-        clip: As in `clipped_policy_loss`.
+        clip: Lower and upper distance from 1 at which the ratio of a token is clipped.
         max_gradient_norm: Gradients with a larger norm are scaled down to it.
         layout: Layout of the batches. ``"tree"`` trains a `TreeBatch`, and sets the model's
             attention to ``"trajpack_tree"``; the others train a `PackedBatch`.

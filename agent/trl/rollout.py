@@ -1,4 +1,4 @@
-"""The ``rollout_func`` of TRL's `GRPOTrainer`: episodes of agents as rows that it trains on."""
+"""The ``rollout_func`` of TRL's ``GRPOTrainer``: episodes of agents as rows that it trains on."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """One completion in TRL's form."""
+    """One completion in TRL's form.
+
+    Attributes:
+        prompt_ids: Tokens before the first generated one.
+        completion_ids: Tokens from the first generated one to the last.
+        env_mask: 1 where the completion was generated, 0 on observations.
+        logprobs: Log-probabilities of the generated tokens, 0 on observations.
+        episode_reward: Score of the episode; TRL leaves a row without one out of its group's mean.
+    """
 
     prompt_ids: list[int]
-    """Tokens before the first generated one."""
     completion_ids: list[int]
-    """Tokens from the first generated one to the last."""
     env_mask: list[int]
-    """1 where the completion was generated, 0 on observations."""
     logprobs: list[float]
-    """Log-probabilities of the generated tokens, 0 on observations."""
     episode_reward: float | None = None
-    """Score of the episode; TRL leaves a row without one out of its group's mean."""
 
 
 def sum_of_rewards(result: EpisodeResult) -> float:
@@ -49,7 +52,7 @@ def sum_of_rewards(result: EpisodeResult) -> float:
 
 @dataclass(eq=False)
 class TRLRollout:
-    """The ``rollout_func`` of TRL's `GRPOTrainer`, by an agent of this library.
+    """The ``rollout_func`` of TRL's ``GRPOTrainer``, by an agent of this library.
 
     Called with prompts and the trainer, it runs an episode for each prompt on the model that
     is being trained, with its current weights, and returns lists with one entry for each prompt,
@@ -75,6 +78,24 @@ class TRLRollout:
     completion, its ``max_total_tokens`` a conversation. Of TRL's sampling options only
     ``temperature`` matters, which divides the logits in its loss: it must be the agent's.
 
+    Attributes:
+        agent: Agent of the episodes. The temperature of its ``gconfig``, if any, is compared.
+        environment: Environment of the episodes. The caller enters and closes it; each call has an
+            event loop of its own, so that the environment must not be bound to one.
+        questions: All questions. A prompt of the trainer is looked up by its messages, or by its
+            text if it is a string; the question's id is the prompt id of agent and environment.
+        concurrency: Maximum number of running episodes.
+        score: Score of an episode.
+        several_sequences: Treatment of an episode whose turns do not continue each other and so
+            make several sequences: raise, leave the episode out, or train its last sequence with
+            the score of all.
+        failures: Treatment of an episode that failed or sampled nothing: raise, or leave it out. An
+            engine that ended always raises.
+        seed: Seed of the sampling, together with step, number of the call and process.
+        make_engine: Makes the engine of one call from the model, a ``seed`` and a ``version``,
+            which is the trainer's step.
+        on_results: Called with the episodes of each call, in the order of the prompts.
+
     Raises:
         ValueError: If an option is out of range, or two questions have the same messages.
 
@@ -83,31 +104,16 @@ class TRLRollout:
     """
 
     agent: Agent
-    """Agent of the episodes. The temperature of its ``gconfig``, if any, is compared."""
     environment: Environment
-    """Environment of the episodes. The caller enters and closes it; each call has an event loop
-    of its own, so that the environment must not be bound to one."""
     questions: Iterable[Question]
-    """All questions. A prompt of the trainer is looked up by its messages, or by its text if it
-    is a string; the question's id is the prompt id of agent and environment."""
     _: KW_ONLY
     concurrency: int = 64
-    """Maximum number of running episodes."""
     score: Callable[[EpisodeResult], float] = sum_of_rewards
-    """Score of an episode."""
     several_sequences: Literal["raise", "mask", "last"] = "raise"
-    """Treatment of an episode whose turns do not continue each other and so make several
-    sequences: raise, leave the episode out, or train its last sequence with the score of all."""
     failures: Literal["raise", "mask"] = "raise"
-    """Treatment of an episode that failed or sampled nothing: raise, or leave it out. An engine
-    that ended always raises."""
     seed: int = 0
-    """Seed of the sampling, together with step, number of the call and process."""
     make_engine: Callable[..., Engine] = TransformersEngine
-    """Makes the engine of one call from the model, a ``seed`` and a ``version``, which is the
-    trainer's step."""
     on_results: Callable[[list[EpisodeResult]], None] | None = None
-    """Called with the episodes of each call, in the order of the prompts."""
     _by_prompt: dict[Any, Question] = field(init=False, repr=False)
     _calls: count[int] = field(init=False, repr=False)
 
@@ -266,8 +272,11 @@ def episode_reward(
 ) -> list[float | None]:
     """Return the scores of a `TRLRollout`; one of the trainer's ``reward_funcs``.
 
-    The mean number of turns and the share of episodes that were left out are logged as
-    ``episode/turns`` and ``episode/left_out``.
+    Args:
+        episode_reward: Score of each row, None where the episode was left out.
+        episode_turns: Turns of each row's episode.
+        log_metric: Given the mean number of turns as ``episode/turns``, and the share of episodes
+            that were left out as ``episode/left_out``.
     """
     if log_metric is not None and episode_reward:
         num_left_out = sum(reward is None for reward in episode_reward)
@@ -278,6 +287,9 @@ def episode_reward(
 
 def trl_dataset_rows(questions: Iterable[Question]) -> list[dict[str, Any]]:
     """Return questions as rows of a data set for the trainer, for ``Dataset.from_list``.
+
+    Args:
+        questions: Those that the `TRLRollout` is given.
 
     Example:
         >>> trl_dataset_rows([Question("sum", ({"role": "user", "content": "2 + 3?"},), ("5",))])

@@ -76,8 +76,8 @@ def padding_contest(make, workload, lengths, device="cuda"):
 
 def logprobs_contest(which, shape, device="cuda"):
     contest, entrants = logprobs_job.contest(which, shape, device)
-    width = 2 * (shape[0] + shape[2]) * shape[1]  # hidden states and head, and their gradients
-    return contest, entrants, (width, width), device
+    num_bytes = 2 * (shape[0] + shape[2]) * shape[1]  # of hidden states and head, in 16 bits
+    return contest, entrants, (num_bytes, num_bytes), device  # their gradients are written
 
 
 @pytest.mark.parametrize("rows", logprobs_job.ROWS)

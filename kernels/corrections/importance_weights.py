@@ -35,6 +35,12 @@ class Rejection:
     of its inverse see `of_inverse`. At level ``"segment"`` or ``"geometric"`` all tokens of a
     segment are kept or rejected together (sequence rejection).
 
+    Attributes:
+        low: Smallest ratio that is kept.
+        high: Largest ratio that is kept.
+        level: Ratio that is compared: ``"token"``, ``"segment"`` or ``"geometric"``, as in
+            `Correction.level`.
+
     Example:
         >>> Rejection(0.999, 1.001)
         Rejection(low=0.999, high=1.001, level='geometric')
@@ -45,12 +51,8 @@ class Rejection:
     """
 
     low: float = 0.0
-    """Smallest ratio that is kept."""
     high: float = math.inf
-    """Largest ratio that is kept."""
     level: Level = "geometric"
-    """Ratio that is compared: ``"token"``, ``"segment"`` or ``"geometric"``, as in
-    `Correction.level`."""
 
     def __post_init__(self) -> None:
         check_choice("Rejection", "level", self.level, get_args(Level)[:3])
@@ -90,6 +92,18 @@ class Correction:
     `tis`, `icepop` and `mis` are published ones. Level ``"segment"`` is elsewhere called sequence
     level: the segments are those given to `importance_weights`: trajectories, turns or sequences.
 
+    Attributes:
+        level: ``"token"``: each token has its own ratio. ``"segment"``: all tokens of a segment (a
+            turn, a sequence) have the product of their ratios. ``"geometric"``: they have its n-th
+            root for n generated tokens. ``"none"``: the weight is 1; only ``rejection`` applies.
+        outside: Treatment of ratios outside ``[low, high]``. ``"truncate"``: replaced by the nearer
+            bound. ``"mask"``: weight 0. ``"keep"``: unchanged.
+        low: Lower end of the window.
+        high: Upper end of the window.
+        normalize: Whether bounded weights are divided by their mean before ``rejection``: over
+            generated tokens, or over segments at a level of segments.
+        rejection: Additional rejection of tokens or segments.
+
     Example:
         >>> Correction.tis(2.0) == Correction(level="token", outside="truncate", high=2.0)
         True
@@ -103,21 +117,11 @@ class Correction:
     """
 
     level: Level = "token"
-    """``"token"``: each token has its own ratio. ``"segment"``: all tokens of a segment (a turn,
-    a sequence) have the product of their ratios. ``"geometric"``: they have its n-th root for n
-    generated tokens. ``"none"``: the weight is 1; only ``rejection`` applies."""
     outside: Outside = "truncate"
-    """Treatment of ratios outside ``[low, high]``. ``"truncate"``: replaced by the nearer bound.
-    ``"mask"``: weight 0. ``"keep"``: unchanged."""
     low: float = 0.0
-    """Lower end of the window."""
     high: float = math.inf
-    """Upper end of the window."""
     normalize: bool = False
-    """Whether bounded weights are divided by their mean before ``rejection``: over generated
-    tokens, or over segments at a level of segments."""
     rejection: Rejection | None = None
-    """Additional rejection of tokens or segments."""
 
     def __post_init__(self) -> None:
         check_choice("Correction", "level", self.level, get_args(Level))

@@ -45,7 +45,7 @@ def loss_weights(
     ``"merged"``.
 
     Args:
-        aggregation: One of `AGGREGATIONS`.
+        aggregation: One of the names above.
         loss_mask: ``[tokens]`` bool: True on generated tokens.
         sequence_ids: ``[tokens]`` int32 or int64: the token's sequence, in any order; outside
             ``[0, num_sequences)``: none, and weight 0. Not used by ``"token_mean"`` and

@@ -40,7 +40,7 @@ def kl_penalty(
     Args:
         logprobs: ``[tokens]`` float32 or float64, of the policy that sampled.
         ref_logprobs: ``[tokens]`` float32 or float64, of the reference.
-        estimator: One of `KL_ESTIMATORS`.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
         clamp: Bound of the result on either side, above 0, or None.
 
     Returns:

@@ -37,26 +37,29 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class TokenFields(NamedTuple):
-    """Outputs of `build`, all of shape ``[tokens]``."""
+    """Outputs of `build`, all of shape ``[tokens]``.
+
+    Attributes:
+        input_ids: int64 token ids.
+        position_ids: int64 positions, from 0 in every sequence.
+        sequence_ids: int32 index of the token's sequence.
+        turn_ids: int32 index of the turn that generated the token, or -1.
+        prompt_mask: bool, True on tokens that were not generated.
+        loss_mask: bool, True on generated tokens.
+        rollout_logprobs: float32 log-probability at the token's own index; 0 where not generated.
+        policy_versions: int32 version that sampled the token, or -1.
+        returns: float32 return of the token's turn; 0 where not generated.
+    """
 
     input_ids: torch.Tensor
-    """int64 token ids."""
     position_ids: torch.Tensor
-    """int64 positions, from 0 in every sequence."""
     sequence_ids: torch.Tensor
-    """int32 index of the token's sequence."""
     turn_ids: torch.Tensor
-    """int32 index of the turn that generated the token, or -1."""
     prompt_mask: torch.Tensor
-    """bool, True on tokens that were not generated."""
     loss_mask: torch.Tensor
-    """bool, True on generated tokens."""
     rollout_logprobs: torch.Tensor
-    """float32 log-probability at the token's own index; 0 where not generated."""
     policy_versions: torch.Tensor
-    """int32 version that sampled the token, or -1."""
     returns: torch.Tensor
-    """float32 return of the token's turn; 0 where not generated."""
 
 
 FIELD_DTYPES = {

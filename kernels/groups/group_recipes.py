@@ -1,7 +1,7 @@
 """Group advantages by name: each fixes the arguments of `group_advantages` as its source does.
 
-Arguments, result, errors and cost are those of `trajpack.kernels.group_advantages`. r is a score,
-n the size of its group, and sums are over the group. `step_advantages` groups turns by state.
+r is a score, n the size of its group, and sums are over the group. `step_advantages` groups turns
+by state.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def grpo(
     """Return ``(r - mean) / (std + eps)``, with n - 1 under the variance.
 
     A group of one keeps its score, as in verl; others give it 0 (``singleton="zero"``).
+
+    Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
         >>> scores = torch.tensor([1.0, 0.0, 1.0, 0.0, 7.0])
@@ -68,6 +70,8 @@ def dr_grpo(
     A group of one keeps its score, as in verl; prime-rl and tinker give it 0
     (``singleton="zero"``).
 
+    Arguments, result, errors and cost are those of `group_advantages`.
+
     Example:
         >>> dr_grpo(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([0, 0, 1]), num_groups=2)
         tensor([ 0.5000, -0.5000,  5.0000])
@@ -100,6 +104,8 @@ def rloo(
 
     A group of one keeps its score, as in verl's ``rloo``; its ``rloo_vectorized`` and SkyRL give
     it 0 (``singleton="zero"``).
+
+    Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
         >>> rloo(torch.tensor([10.0, 20.0, 30.0]), torch.tensor([0, 0, 0]), num_groups=1)
@@ -134,6 +140,8 @@ def opo(
 
     ``lengths`` ``[members]`` int32, int64, float32 or float64 counts each response's tokens. A
     group of one keeps its score, as in verl.
+
+    Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
         >>> scores, lengths = torch.tensor([1.0, 0.0]), torch.tensor([30, 10])
@@ -171,6 +179,8 @@ def reinforce_plus_plus_baseline(
     The second half whitens these over the tokens of the whole batch, once they stand at their
     tokens; it is the caller's to do. A group of one keeps its score, as in verl.
 
+    Arguments, result, errors and cost are those of `group_advantages`.
+
     Example:
         >>> scores, group_ids = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1])
         >>> reinforce_plus_plus_baseline(scores, group_ids, num_groups=2)
@@ -203,6 +213,8 @@ def max_rl(
 
     So a group that rarely succeeds counts for more than one that often does. A group of one has
     advantage 0, which is what the formula says.
+
+    Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
         >>> scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0])
@@ -239,6 +251,8 @@ def gpg(
     ``alpha = members / max(members with r != 0, 1)`` counts the whole batch, so an advantage
     depends on all groups. A group of one has ``alpha * r``, as in verl.
 
+    Arguments, result, errors and cost are those of `group_advantages`.
+
     Example:
         >>> scores = torch.tensor([1.0, 0.0, 0.0, 0.0])
         >>> gpg(scores, torch.tensor([0, 0, 1, 1]), num_groups=2)
@@ -272,6 +286,8 @@ def grpo_pass_at_k(
 
     If two tie for best, both get 0, and so does a group of one, which verl refuses.
     ``scale="std"`` divides by ``std + eps``, as verl does unless it is told not to.
+
+    Arguments, result, errors and cost are those of `group_advantages`.
 
     Example:
         >>> scores = torch.tensor([3.0, 1.0, 0.0, 1.0, 1.0])

@@ -27,14 +27,17 @@ Positions: TypeAlias = Literal["continue", "zero"]
 
 
 class SelectedTokens(NamedTuple):
-    """Result of `select_tokens`."""
+    """Result of `select_tokens`.
+
+    Attributes:
+        rows: ``[num_tokens, *rest]`` for each source, of its dtype.
+        position_ids: int64 ``[num_tokens]``: position of each token in its segment.
+        segment_ids: int32 ``[num_tokens]``: segment of each token.
+    """
 
     rows: list[torch.Tensor]
-    """``[num_tokens, *rest]`` for each source, of its dtype."""
     position_ids: torch.Tensor
-    """int64 ``[num_tokens]``: position of each token in its segment."""
     segment_ids: torch.Tensor
-    """int32 ``[num_tokens]``: segment of each token."""
 
 
 def select_tokens(

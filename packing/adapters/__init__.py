@@ -23,3 +23,19 @@ Docstrings of the functions do not repeat these rules of all formats:
   token; if there are images, or data of a field that is not named (routes are left out then); a
   `TypeError` if arrays hold no numbers. They copy tensors to the host, which synchronises.
 """
+
+from trajpack.packing.adapters import (
+    areal as areal,
+    flash_attention as flash_attention,
+    huggingface as huggingface,
+    megatron as megatron,
+    nemo_rl as nemo_rl,
+    openrlhf as openrlhf,
+    prime_rl as prime_rl,
+    skyrl as skyrl,
+    slime as slime,
+    tinker as tinker,
+    torchtitan as torchtitan,
+    trl as trl,
+    verl as verl,
+)

@@ -26,8 +26,8 @@ def to_padded_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the dictionary of a ``RolloutWorkflow``: a row for each sequence, right-padded.
 
-    ``S`` is the longest sequence. Entry ``j`` belongs to token ``j``, in the extra fields `EARLY`
-    to token ``j + 1``.
+    ``S`` is the longest sequence. Entry ``j`` belongs to token ``j``, in the extra fields
+    ``values``, ``ref_logp``, ``prox_logp`` and ``teacher_logp`` to token ``j + 1``.
 
     ================ ======= ========= ================================= ============
     key              dtype   shape     content                           padding
@@ -41,7 +41,7 @@ def to_padded_dict(
     turn_ids         int32   [B, S]    turn within its trajectory, -1    -1
                                        where not generated
     rewards          float32 [B]       ``"rewards"`` or ``"returns"``
-    each extra field its own [B, S, *]                                   0
+    each extra field its own [B, S, …]                                   0
     ================ ======= ========= ================================= ============
 
     Layout ``"turns"`` is AReaL's export ``"individual"``, ``"merged"`` is ``"concat"``. Only

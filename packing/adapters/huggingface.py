@@ -51,7 +51,7 @@ def to_padding_free(
     Labels are at the token itself: the model shifts them. They are at generated tokens, or at
     ``"all"``, never at padding. Call the model with ``use_cache=False``: with a cache, or with an
     ``attention_mask``, sequences see each other without an error. Convolutions and recurrent layers
-    need `seq_idx` and boundaries instead of positions: set these options for a hybrid model, and
+    need ``seq_idx`` and boundaries instead of positions: set these options for a hybrid model, and
     call `check_isolation` once for any model.
 
     Not carried: log-probabilities, versions, returns, advantages, turns.

@@ -37,8 +37,8 @@ def packed_seq_params_kwargs(batch: Packed, *, lengths: Lengths = "both") -> dic
     micro-batch must be multiples of twice the context-parallel ranks times the tensor-parallel
     ones.
 
-    With ``lengths="padded"`` padded lengths stand for the true ones too, and `pad_between_seqs` is
-    False: for engines that treat padding as tokens.
+    With ``lengths="padded"`` padded lengths stand for the true ones too, and ``pad_between_seqs``
+    is False: for engines that treat padding as tokens.
 
     Cost: views; lengths are known to the host. No synchronisation.
 
@@ -91,16 +91,19 @@ def to_packed_seq_params(batch: Packed, *, lengths: Lengths = "both") -> Any:
 
 
 class TreeQueryRun(NamedTuple):
-    """Consecutive nodes of one segment on one rank, with the fields of Megatron's own class."""
+    """Consecutive nodes of one segment on one rank, with the fields of Megatron's own class.
+
+    Attributes:
+        segment_index: Segment of the nodes.
+        global_start: Place of the first node in the whole row.
+        global_end: Place behind the last.
+        local_indices: int64: their places on the rank, consecutive.
+    """
 
     segment_index: int
-    """Segment of the nodes."""
     global_start: int
-    """Place of the first node in the whole row."""
     global_end: int
-    """Place behind the last."""
     local_indices: torch.Tensor
-    """int64: their places on the rank, consecutive."""
 
 
 def tree_rank_nodes(
@@ -168,7 +171,7 @@ def tree_packed_seq_params_kwargs(
     ============================ ===== ======= ====================================================
 
     An edge is an entry of the tree: edge e predicts ``tree.entries.input_ids[e]``, and log-
-    probabilities at ``tree_edge_output_indices`` go beside `rollout_logprobs`, `advantages` and
+    probabilities at ``tree_edge_output_indices`` go beside ``rollout_logprobs``, ``advantages`` and
     weights. A rank without edges has one local index, 0, and no output index. Padding is a segment
     of its own, a root.
 

@@ -32,7 +32,7 @@ def to_loss_inputs(
     advantages                float32 [B, S]    of the batch                     0
     token_mask                float32 [B, S]    1 where generated                0
     sample_mask               float32 [B]       1
-    each other field          its own [B, S, *]                                  0
+    each other field          its own [B, S, …]                                  0
     ========================= ======= ========= ================================ ============
 
     ``BatchedDataDict`` takes it. ``S`` is a multiple of ``sequence_multiple``, NeMo-RL's

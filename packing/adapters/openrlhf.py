@@ -39,9 +39,10 @@ def to_experience_dict(
     info                dict               reward: float32 [B], for logs
     prompts             list               name of the group, or the id
     labels              list               ``""``
-    each of `FIELDS`    its own [B, T - 1] extra field of that name       0
+    each extra field    its own [B, T - 1] of the names below             0
     =================== ======= ========== ============================== ============
 
+    The extra fields are ``values``, ``action_log_probs``, ``base_action_log_probs`` and ``kl``.
     Masks are integers, as in OpenRLHF's own sample generator. Not carried: rewards of single turns,
     policy versions, other extra fields.
 

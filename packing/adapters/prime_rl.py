@@ -27,11 +27,9 @@ from trajpack.packing.rows.packed import (
     places_of,
 )
 from trajpack.packing.rows.sampling_mask import (
-    Width,
-    as_integers,
     ids_and_counts,
+    mask_of_counts,
     mask_rows,
-    masks_from_ragged,
     masks_of,
 )
 from trajpack.packing.types import Trajectory
@@ -90,7 +88,7 @@ def to_tensor_micro_batch(
         ValueError: As in all formats, and if there are not as many names as sequences, or a
             sampling mask has another shape.
 
-    Cost: views and some launches over the tokens; `env_names` is a list of the host. No
+    Cost: views and some launches over the tokens; ``env_names`` is a list of the host. No
     synchronisation.
     """
     op = "to_tensor_micro_batch"
@@ -215,7 +213,6 @@ def from_training_samples(
     rewards: Sequence[float | None] | None = None,
     versions: Sequence[int] | None = None,
     fields: Sequence[str] = (),
-    sampling_mask_width: Width = None,
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return a trajectory for each ``TrainingSample``, or object or mapping with its fields.
@@ -225,9 +222,9 @@ def from_training_samples(
     ``ids`` are numbers if ``None``, ``rewards`` are for the last turns, ``versions`` are those that
     sampled, 0 if ``None``. Advantages are not read.
 
-    ``fields`` may be per-token lists such as ``"temperatures"`` and ``"sampling_mask"``, for
-    generated tokens, and ``"routed_experts"``, for prompt and completion: declare the `TokenField`
-    with ``generated_only=False``. Streams that are not named are left out.
+    ``fields`` may be per-token lists such as ``"temperatures"`` and ``"sampling_mask"``, which is
+    ragged, for generated tokens, and ``"routed_experts"``, for prompt and completion: declare the
+    `TokenField` with ``generated_only=False``. Streams that are not named are left out.
 
     Example:
         >>> sample = {"token_ids": [1, 2, 3], "mask": [False, True, True], "logprobs": [0, -1, -2]}
@@ -249,18 +246,12 @@ def from_training_samples(
         reading.check_carried(whose, sample, fields=(*NEEDED, *fields), keys=keys, refused=REFUSED)
         if _get(sample["sampling_mask"], "logprobs") is not None:
             raise ValueError(f"{whose}: logprobs of a sampling_mask are not carried")
-    masks = None
-    if "sampling_mask" in fields:
-        sent = [
-            (as_integers(_get(mask, "ids")), as_integers(_get(mask, "counts")))
-            for mask in (sample["sampling_mask"] for sample in given)
-        ]
-        masks = masks_from_ragged(names, sent, sampling_mask_width)
     trajectories = []
     for index, (name, sample) in enumerate(zip(names, given, strict=True)):
         rows = {field: _rows(sample[field], field) for field in fields if field != "sampling_mask"}
-        if masks is not None:
-            rows["sampling_mask"] = masks[index]
+        if "sampling_mask" in fields:
+            mask = sample["sampling_mask"]
+            rows["sampling_mask"] = mask_of_counts(name, _get(mask, "ids"), _get(mask, "counts"))
         reward = reading.reward_or_missing(
             op,
             of_rewards[index],

@@ -24,7 +24,7 @@ from trajpack.packing.rows.rows import (
     row_groups,
     widths_of,
 )
-from trajpack.packing.rows.sampling_mask import mask_rows
+from trajpack.packing.rows.sampling_mask import mask_rows, without_padding
 from trajpack.packing.rows.scores import row_scores, token_scores
 from trajpack.packing.types import Trajectory
 
@@ -67,7 +67,7 @@ def to_generator_output(
                                                else "stop"
     trajectory_ids         `TrajectoryID`      the group or else the id; number in the group
     is_last_step           bool                whether it is its trajectory's last sequence
-    rollout_expert_indices array [L - 1, *]    of extra field ``routed_experts``
+    rollout_expert_indices array [L - 1, …]    of extra field ``routed_experts``
     rollout_sample_support int32 array [R, K]  of extra field ``sampling_mask``; -1
     ====================== =================== ============================================
 
@@ -143,10 +143,10 @@ def to_training_input(
     rewards                float32      [B, R]             at a turn's last token      0
     rollout_logprobs       float32      [B, R]             0 where not generated       0
     advantages, returns    float32      [B, R]             if it has advantages        0
-    rollout_expert_indices PackedTensor [tokens, *]        field ``routed_experts``
+    rollout_expert_indices PackedTensor [tokens, …]        field ``routed_experts``
     router_padding_mask    bool         [B, S]             with it; True without route True
     rollout_sample_support PackedTensor [responses, K]     field ``sampling_mask``     -1
-    each other field       its own      [B, R, *]                                      0
+    each other field       its own      [B, R, …]                                      0
     ====================== ============ ================== =========================== =======
 
     ``TrainingInputBatch`` takes it; its ``metadata["uids"]`` is for the caller, from
@@ -155,9 +155,9 @@ def to_training_input(
     0, 1, 2, ..., as in SkyRL. Not carried: policy versions, truncation, images.
 
     Raises:
-        ValueError: As in all formats, and if a response is longer than ``max_response_length``, as
-            in `rows_of`, a field has a dtype or a shape that SkyRL does not take, or a batch with
-            one of the two fields is empty.
+        ValueError: As in all formats, and if a response is longer than ``max_response_length``, a
+            field has a dtype or a shape that SkyRL does not take, or a batch with one of the two
+            fields is empty.
 
     Cost: a launch for each key and some over the turns. One host read of a number, which
     synchronises a device, unless ``max_response_length`` is given; two more for each
@@ -233,7 +233,7 @@ def from_generator_output(
 
     ``fields`` may be ``"routed_experts"`` (rows of prompt and completion, 0, 1, 2, ... where no
     route was captured; declare the `TokenField` with ``generated_only=False``) and
-    ``"sampling_mask"`` (rows of the completion, int32, -1 behind the last token).
+    ``"sampling_mask"`` (rows of the completion, ragged).
     """
     op = "from_generator_output"
     reading.check_known_fields(op, fields, CARRIED)
@@ -285,7 +285,9 @@ def _entry(
     if by_token and as_array.dtype == object:  # None is among them
         reward = [given(one, f"rewards[{row}][{index}]") for index, one in enumerate(reward)]
     prompt, response = output["prompt_token_ids"][row], output["response_ids"][row]
-    rows = {field: host_array(output[CARRIED[field]][row]) for field in fields}
+    rows: dict[str, Any] = {field: host_array(output[CARRIED[field]][row]) for field in fields}
+    if "sampling_mask" in rows:
+        rows["sampling_mask"] = without_padding(rows["sampling_mask"])
     if "routed_experts" in rows:
         rows["routed_experts"] = reading.routes_of_all(
             f"trajectory {name!r}", rows["routed_experts"], len(prompt) + len(response)

@@ -15,7 +15,7 @@ from trajpack.packing.rows import reading
 from trajpack.packing.rows.masked_tokens import masked_trajectory
 from trajpack.packing.rows.packed import check_not_ragged
 from trajpack.packing.rows.rows import RowLists
-from trajpack.packing.rows.sampling_mask import Width, as_integers, masks_from_ragged, masks_of
+from trajpack.packing.rows.sampling_mask import as_integers, mask_of_counts, masks_of
 from trajpack.packing.rows.scores import row_scores
 from trajpack.packing.types import Trajectory
 
@@ -164,7 +164,6 @@ def from_samples(
     ids: Iterable[str] | None = None,
     *,
     fields: Sequence[str] = (),
-    sampling_mask_width: Width = None,
     missing_reward: float | None = None,
 ) -> list[Trajectory]:
     """Return the trajectories of ``Sample`` objects, or of dictionaries with their fields.
@@ -177,7 +176,7 @@ def from_samples(
     Lost in the format: rewards of single turns, versions of single tokens, the common rollout of
     samples.
 
-    ``fields`` may be ``"teacher_log_probs"``, ``"sampling_mask"`` (of the top-p tokens) and
+    ``fields`` may be ``"teacher_log_probs"``, ``"sampling_mask"`` (the top-p tokens, ragged) and
     ``"routed_experts"`` (rows of prompt and completion, experts 0, 1, 2, ... at the last token;
     declare the `TokenField` with ``generated_only=False``).
     """
@@ -191,18 +190,14 @@ def from_samples(
     for sample, name in zip(given, names, strict=True):
         whose = f"trajectory {name!r}"
         reading.check_carried(whose, sample, fields=fields, keys=SAMPLE_KEYS, refused=IMAGES)
-    rows = [{field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields} for sample in given]
+    rows: list[dict[str, Any]] = [
+        {field: host_array(sample[SAMPLE_KEYS[field]]) for field in fields} for sample in given
+    ]
     if "sampling_mask" in fields:
-        masks = [
-            (
-                as_integers(sample["rollout_top_p_token_ids"]),
-                np.diff(as_integers(sample["rollout_top_p_token_offsets"])),
-            )
-            for sample in given
-        ]
-        padded = masks_from_ragged(names, masks, sampling_mask_width)
-        for of_sample, mask in zip(rows, padded, strict=True):
-            of_sample["sampling_mask"] = mask
+        for name, sample, of_sample in zip(names, given, rows, strict=True):
+            counts = np.diff(as_integers(sample["rollout_top_p_token_offsets"]))
+            ids = sample["rollout_top_p_token_ids"]
+            of_sample["sampling_mask"] = mask_of_counts(name, ids, counts)
     return [
         masked_trajectory(
             name, **_sample(sample, name, of_sample, missing_reward=missing_reward), group=group

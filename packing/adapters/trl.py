@@ -168,7 +168,7 @@ def to_async_row(
 ) -> dict[str, Any]:
     """Return the row that the asynchronous collator of TRL 1.16 writes for one rank.
 
-    Of a tree of ``pack_tree(..., boundary="duplicate")``: TRL's own `TreeRow` of the same
+    Of a tree of ``pack_tree(..., boundary="duplicate")``: TRL's own ``TreeRow`` of the same
     sequences, in the order of their tokens. A trained token has its own advantage. Of a batch or a
     micro-batch: sequences side by side, TRL's own row for sequences without a common prefix. For
     versions up to 1.15 see `to_flat_async_row`.

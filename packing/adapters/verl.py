@@ -49,28 +49,28 @@ def to_data_proto_dict(
     and ``max_response_length``, those of the longest if ``None``. Column ``j`` of a response's
     fields belongs to its token ``j``: nothing is shifted.
 
-    =================== ======= ========== ================================ ============
-    tensors             dtype   shape      content                          padding
-    =================== ======= ========== ================================ ============
-    prompts             int64   [B, P]     up to the first generated token  pad_token_id
-    responses           int64   [B, R]     the rest, observations too       pad_token_id
-    response_mask       int64   [B, R]     1 where generated                0
-    input_ids           int64   [B, P + R] prompts, responses               pad_token_id
-    attention_mask      int64   [B, P + R] 1 at tokens                      0
-    position_ids        int64   [B, P + R] from 0                           left 0, right
-                                                                            the last again
-    rollout_log_probs   float32 [B, R]     0 where not generated            0
-    rm_scores           float32 [B, R]     rewards, by ``scores``           0
-    advantages, returns float32 [B, R]     if the batch has advantages      0
-    token_level_scores, float32 [B, R]     with advantages: rm_scores       0
+    =================== ======= ============ ============================== ============
+    tensor              dtype   shape        content                        padding
+    =================== ======= ============ ============================== ============
+    prompts             int64   [B, P]       before the first generated one pad_token_id
+    responses           int64   [B, R]       the rest, observations too     pad_token_id
+    response_mask       int64   [B, R]       1 where generated              0
+    input_ids           int64   [B, P + R]   prompts, responses             pad_token_id
+    attention_mask      int64   [B, P + R]   1 at tokens                    0
+    position_ids        int64   [B, P + R]   from 0                         0, last
+    rollout_log_probs   float32 [B, R]       0 where not generated          0
+    rm_scores           float32 [B, R]       rewards, by ``scores``         0
+    advantages, returns float32 [B, R]       if the batch has advantages    0
+    token_level_scores, float32 [B, R]       with advantages: rm_scores     0
     token_level_rewards
-    routed_experts,     its    [B, P+R, *] extra fields                     0
+    routed_experts,     its     [B, P+R, …]  extra fields                   0
     teacher_ids,        own
     teacher_logprobs
-    other extra fields  own    [B, R, *]                                    0
-    =================== ======= ========== ================================ ============
+    other extra fields  own     [B, R, …]                                   0
+    =================== ======= ============ ============================== ============
 
-    These are ``tensors``. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
+    These are ``tensors``. Padding of ``position_ids`` is 0 on the left, the last position on the
+    right. ``non_tensors`` are arrays of ``B``: ``uid``, the group or else the id;
     ``__num_turns__``, two per turn; ``min_global_steps`` and ``max_global_steps``, the policy
     versions. ``meta_info`` are the given entries of the proto, such as the temperature.
     ``scores="turns"`` puts each turn's reward at its last token, ``"last"`` the sum of the row's
@@ -131,7 +131,7 @@ def to_tensordict(batch: PackedBatch, *, scores: Place = "turns") -> Any:
     advantages, returns                           float32 of responses; if it has advantages
     each extra field                              its own as in `to_data_proto_dict`
     max_seq_len, max_response_len                 int     not a tensor
-    uid, num_turns, min_ and max_global_steps     list    an entry for each row, not a tensor
+    uid, num_turns, min/max_global_steps          list    an entry for each row, not a tensor
     ============================================= ======= =====================================
 
     Raises:

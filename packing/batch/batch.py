@@ -51,23 +51,29 @@ UNALIGNED = Alignment()
 
 
 class GroupOrder(NamedTuple):
-    """Trajectories and turns in the order of their groups, int32 but for computed orders."""
+    """Trajectories and turns in the order of their groups, int32 but for computed orders.
+
+    Attributes:
+        trajectories: ``[trajectories]``: a permutation, stable within a group.
+        turns: ``[turns]``: a permutation, stable within a group.
+        owners: ``[turns]``: the trajectory of each turn.
+    """
 
     trajectories: torch.Tensor
-    """``[trajectories]``: a permutation, stable within a group."""
     turns: torch.Tensor
-    """``[turns]``: a permutation, stable within a group."""
     owners: torch.Tensor
-    """``[turns]``: the trajectory of each turn."""
 
 
 class LayoutTokens(NamedTuple):
-    """Tokens that the same turns take in each layout."""
+    """Tokens that the same turns take in each layout.
+
+    Attributes:
+        turns: Tokens in layout ``"turns"``: every turn's prompt and completion.
+        merged: Tokens in layout ``"merged"``: every token once.
+    """
 
     turns: int
-    """Tokens in layout ``"turns"``: every turn's prompt and completion."""
     merged: int
-    """Tokens in layout ``"merged"``: every token once."""
 
     @property
     def ratio(self) -> float:
@@ -82,89 +88,95 @@ class PackedBatch(LabelMethods, LogprobMethods):
     Made by `trajpack.pack` or `TrajectoryBuffer.pack`. Tensors over tokens are of shape
     ``[tokens]``, sequence after sequence; tensors over turns of shape ``[turns]``, trajectory
     after trajectory, oldest turn first. Host tuples have one entry for each trajectory.
+
+    Attributes:
+        input_ids: int64 ``[tokens]``: token ids.
+        position_ids: int64 ``[tokens]``: positions, from 0 in every sequence.
+        sequence_ids: int32 ``[tokens]``: index of the token's sequence.
+        turn_ids: int32 ``[tokens]``: turn that generated the token, an index of the turn tensors,
+            or -1.
+        prompt_mask: bool ``[tokens]``: True on prompt and observation tokens.
+        loss_mask: bool ``[tokens]``: True on generated tokens, each exactly once in the batch.
+        rollout_logprobs: float32 ``[tokens]``: log-probability at the token's own index; 0 where
+            not generated.
+        policy_versions: int32 ``[tokens]``: version of the weights that sampled the token, or -1.
+        returns: float32 ``[tokens]``: return of the token's turn; 0 where not generated.
+        cu_seqlens: int32 ``[sequences + 1]``: sequence boundaries; starts at 0, ends at ``tokens``.
+        turn_rewards: float64 ``[turns]``: rewards as given.
+        turn_returns: float32 ``[turns]``: rewards discounted backward over the trajectory's turns.
+        turn_truncated: bool ``[turns]``: True where no end-of-sequence token was sampled.
+        turn_version_start: int32 ``[turns]``: policy version of the first sampled token.
+        turn_version_end: int32 ``[turns]``: policy version of the last sampled token.
+        turn_sequence: int32 ``[turns]``: sequence that holds the turn's completion.
+        turn_spans: int32 ``[turns, 2]``: the completion's first token in the batch, and one past
+            its last.
+        turn_begin: int32 ``[turns]``: index of the first token that is new with the turn: the end
+            of the previous completion of its chain, or the start of its sequence. The tokens from
+            here to the end of the completion are the same in every layout.
+        cu_generated: int32 ``[turns + 1]``: generated tokens of all turns before each; ends at
+            their number.
+        cu_turns: int32 ``[trajectories + 1]``: boundaries of the trajectories' turns.
+        group_ids: int32 ``[trajectories]``: groups, numbered from 0 as they first appear in the
+            batch; a trajectory without a group is one of its own.
+        fields: ``[tokens, *shape]`` each: the extra fields, by name.
+        token_fields: Declarations of the extra fields.
+        layout: ``"merged"`` or ``"turns"``.
+        seqlens: Tokens of each sequence.
+        num_generated: Number of generated tokens, which `loss_mask` selects.
+        num_groups: Number of distinct groups in `group_ids`.
+        ids: Names of the trajectories.
+        groups: Groups of the trajectories.
+        task_ids: Kinds of task of the trajectories.
+        birth_times_ms: Start times of the episodes, milliseconds since the epoch.
+        turn_discounts: Discounts of the trajectories from one turn to the next.
+        advantages: float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first.
+        metrics: float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`.
+            Computed at first access, if whitening did not need them.
+        metric_names: Names of the metrics.
+        ragged_values: ``[any, *shape]`` each: what the rows of ragged fields in `fields` refer to,
+            by name. The order is any, and other numbers may be among them: see `ragged`.
     """
 
     input_ids: torch.Tensor
-    """int64 ``[tokens]``: token ids."""
     position_ids: torch.Tensor
-    """int64 ``[tokens]``: positions, from 0 in every sequence."""
     sequence_ids: torch.Tensor
-    """int32 ``[tokens]``: index of the token's sequence."""
     turn_ids: torch.Tensor
-    """int32 ``[tokens]``: turn that generated the token, an index of the turn tensors, or -1."""
     prompt_mask: torch.Tensor
-    """bool ``[tokens]``: True on prompt and observation tokens."""
     loss_mask: torch.Tensor
-    """bool ``[tokens]``: True on generated tokens, each exactly once in the batch."""
     rollout_logprobs: torch.Tensor
-    """float32 ``[tokens]``: log-probability at the token's own index; 0 where not generated."""
     policy_versions: torch.Tensor
-    """int32 ``[tokens]``: version of the weights that sampled the token, or -1."""
     returns: torch.Tensor
-    """float32 ``[tokens]``: return of the token's turn; 0 where not generated."""
 
     cu_seqlens: torch.Tensor
-    """int32 ``[sequences + 1]``: sequence boundaries; starts at 0, ends at ``tokens``."""
     turn_rewards: torch.Tensor
-    """float64 ``[turns]``: rewards as given."""
     turn_returns: torch.Tensor
-    """float32 ``[turns]``: rewards discounted backward over the trajectory's turns."""
     turn_truncated: torch.Tensor
-    """bool ``[turns]``: True where no end-of-sequence token was sampled."""
     turn_version_start: torch.Tensor
-    """int32 ``[turns]``: policy version of the first sampled token."""
     turn_version_end: torch.Tensor
-    """int32 ``[turns]``: policy version of the last sampled token."""
     turn_sequence: torch.Tensor
-    """int32 ``[turns]``: sequence that holds the turn's completion."""
     turn_spans: torch.Tensor
-    """int32 ``[turns, 2]``: the completion's first token in the batch, and one past its last."""
     turn_begin: torch.Tensor
-    """int32 ``[turns]``: index of the first token that is new with the turn: the end of the
-    previous completion of its chain, or the start of its sequence. The tokens from here to the
-    end of the completion are the same in every layout."""
     cu_generated: torch.Tensor
-    """int32 ``[turns + 1]``: generated tokens of all turns before each; ends at their number."""
     cu_turns: torch.Tensor
-    """int32 ``[trajectories + 1]``: boundaries of the trajectories' turns."""
     group_ids: torch.Tensor
-    """int32 ``[trajectories]``: groups, numbered from 0 as they first appear in the batch; a
-    trajectory without a group is one of its own."""
 
     fields: Mapping[str, torch.Tensor]
-    """``[tokens, *shape]`` each: the extra fields, by name."""
     token_fields: tuple[TokenField, ...]
-    """Declarations of the extra fields."""
 
     layout: Layout
-    """``"merged"`` or ``"turns"``."""
     seqlens: tuple[int, ...]
-    """Tokens of each sequence."""
     num_generated: int
-    """Number of generated tokens, which `loss_mask` selects."""
     num_groups: int
-    """Number of distinct groups in `group_ids`."""
     ids: tuple[str, ...]
-    """Names of the trajectories."""
     groups: tuple[str | None, ...]
-    """Groups of the trajectories."""
     task_ids: tuple[int | None, ...]
-    """Kinds of task of the trajectories."""
     birth_times_ms: tuple[int | None, ...]
-    """Start times of the episodes, milliseconds since the epoch."""
     turn_discounts: tuple[float, ...]
-    """Discounts of the trajectories from one turn to the next."""
 
     advantages: torch.Tensor | None = None
-    """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` at first."""
     metrics: torch.Tensor | None = dataclasses.field(default_factory=type(None))
-    """float64 ``[metrics]``: metrics of `with_advantages`, named by `metric_names`. Computed at
-    first access, if whitening did not need them."""
     metric_names: tuple[str, ...] = ()
-    """Names of the metrics."""
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """``[any, *shape]`` each: what the rows of ragged fields in `fields` refer to, by name. The
-    order is any, and other numbers may be among them: see `ragged`."""
 
     @classmethod
     def with_lazy_columns(

@@ -22,6 +22,9 @@ def unpack(batch: PackedBatch) -> list[Trajectory]:
 
     In every layout a turn's prompt is the tokens of its sequence before its completion.
 
+    Args:
+        batch: Batch as it was packed; a micro-batch is none.
+
     Cost: copies the batch to the host (synchronises); the turns' arrays are views of the copy.
 
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
     from trajpack.packing.tree.nodes import Boundary
     from trajpack.packing.tree.tree_batch import Share, TreeBatch
 
+ROUNDING = 0.01
+"""Log-probabilities up to this are 0 with the rounding errors of an engine."""
+MOST_LOOKED_AT = 1 << 16
+"""Log-probabilities of a call that are looked at for positive ones."""
 MOST_WAITING = 64
 """Turns that may wait for a table update; their update costs as much as a call."""
 
@@ -95,6 +100,28 @@ def pack(
     buffer = TrajectoryBuffer(device=device, fields=fields)
     buffer.extend(trajectories)
     return buffer.pack(layout=layout, impl=impl)
+
+
+def _warn_of_positive(logprobs: npt.NDArray[np.float32]) -> None:
+    """Warn if one of the first log-probabilities of a call is positive by more than rounding."""
+    if logprobs[:MOST_LOOKED_AT].max(initial=0.0) > ROUNDING:
+        warnings.warn(
+            "TrajectoryBuffer.extend: completion_logprobs has positive numbers, which are no "
+            "logarithms of probabilities: give the natural logarithm, neither negated nor as a "
+            "probability",
+            stacklevel=5,  # the caller of pack or add; one above that of extend
+        )
+
+
+def _warn_of_retokenized(intake: ValidatedTurns) -> None:
+    """Warn if a prompt repeats its history with a few other tokens."""
+    if intake.has_retokenized:
+        warnings.warn(
+            "TrajectoryBuffer.extend: a prompt replaces a few tokens of its history, so that a new "
+            "sequence begins and the history is stored again: build prompts from the sampled token "
+            "ids, not from decoded text; statistics().breaks of the batch has the places",
+            stacklevel=4,  # the caller of pack or add; one above that of extend
+        )
 
 
 class State(NamedTuple):
@@ -197,6 +224,11 @@ class TrajectoryBuffer:
                 not fit the capacity. Every error names the trajectory, the turn, the expected and
                 the given value; no part of the call is stored.
 
+        Warns:
+            UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01; if one
+                of its first 4 prompts that break a prefix replaces a few tokens of the history by a
+                few others, as re-tokenized text does.
+
         Each number is read once, and the read value is checked and stored. An array that another
         thread writes meanwhile may raise, but an unchecked value is never stored.
 
@@ -217,6 +249,7 @@ class TrajectoryBuffer:
                 "pack and clear it, or give it more capacity"
             )
         stored, num_words = self._append(intake)
+        _warn_of_retokenized(intake)
         new = state._replace(
             num_words=num_words,
             num_tokens=state.num_tokens + intake.num_tokens,
@@ -299,7 +332,7 @@ class TrajectoryBuffer:
         return tree_of_buffer(self, (share, boundary), impl)
 
     def pack_into(self, static: StaticBatch, layout: Layout = "merged") -> PackedBatch:
-        """Write all trajectories to the memory of ``static``: `StaticBatch.fill` and `run`.
+        """Write all trajectories to the memory of ``static``, by its ``fill`` and ``run``.
 
         Raises:
             ValueError: If the batch does not fit, or ``static`` has other fields.
@@ -340,6 +373,7 @@ class TrajectoryBuffer:
         stream = self._staging.region.stream
         floats = stream[logprobs : logprobs + intake.num_generated].view(np.float32)
         copy_numbers(intake, stream[used:logprobs], floats)
+        _warn_of_positive(floats)
         for begin, flat in blocks:
             size = sum(piece.size for piece in flat)
             np.concatenate(flat, out=stream.view(np.uint8)[4 * begin : 4 * begin + size])

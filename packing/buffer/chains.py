@@ -27,11 +27,14 @@ from trajpack.packing.conversion import (
     shown,
 )
 from trajpack.packing.token_fields import Rows, TokenField, rows_of_turn
+from trajpack.packing.tree.breaks import is_retokenized
 from trajpack.packing.turn_fields import TURN_FIELDS, TurnField
 from trajpack.packing.types import Trajectory, Turn
 
 TINY = 256
 """Lists of fewer numbers are concatenated before their conversion."""
+MOST_BREAKS = 4
+"""Breaks of a call that are looked at for re-tokenized text."""
 
 VersionRun = tuple[int, int, int]
 ID_FIELDS = ("prompt_ids", "completion_ids")
@@ -96,6 +99,10 @@ class ValidatedTurns:
     """Sum of `chain_sizes`."""
     num_generated: int = 0
     """Sum of `turn_size`."""
+    num_breaks: int = 0
+    """Turns that begin a further chain of their trajectory."""
+    has_retokenized: bool = False
+    """Whether one of the first `MOST_BREAKS` breaks looks like re-tokenized text."""
     has_lists: bool = False
     """Whether lists are among `ids` and `logprobs`, until `validate_turns` returns."""
 
@@ -367,6 +374,7 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
     if chain is None:
         chain = len(tips)
         tips.append(tip)
+        _look_at_break(intake, tips)
     else:
         tips[chain] = tip
     intake.logprobs.append(logprobs)
@@ -374,6 +382,14 @@ def _take_turn(intake: ValidatedTurns, tips: list[ChainEnd], turn: Turn, *, alon
         if spec.generated_only:
             intake.rows[number].append(rows[number])
     intake.turn_chain.append(len(intake.chain_sizes) + chain)
+
+
+def _look_at_break(intake: ValidatedTurns, tips: list[ChainEnd]) -> None:
+    """Count a break, if there is one, and note whether it looks like re-tokenized text."""
+    intake.num_breaks += len(tips) > 1
+    if len(tips) > 1 and intake.num_breaks <= MOST_BREAKS:
+        history, turn = tips[-2:]
+        intake.has_retokenized |= is_retokenized(history.prompt + history.completion, turn.prompt)
 
 
 def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> None:

@@ -105,6 +105,8 @@ class TokenEstimator(Estimator):
     last token generated before it. All turns of a trajectory are scanned in order, so both layouts
     give a token the same value. ``gamma`` discounts, and `Trajectory.turn_discount` is not used.
 
+    More options are those of `Estimator`.
+
     Args:
         kl: Penalty in the reward, against ``ref_logprobs``.
         whiten: Whether advantages are scaled to mean 0 and standard deviation 1 over the batch.
@@ -120,6 +122,8 @@ class TokenEstimator(Estimator):
 @dataclass(frozen=True)
 class GAE(TokenEstimator):
     """Generalized advantage estimation, token by token; needs ``values``.
+
+    More options are those of `TokenEstimator`.
 
     Args:
         gamma: Discount from one token to the next.
@@ -143,6 +147,8 @@ class TurnGAE(TokenEstimator):
     A turn is one action: its value is that of its first token, and its tokens share its
     advantage. A turn without tokens is none; its reward belongs to the one before it.
 
+    More options are those of `TokenEstimator`.
+
     Args:
         gamma: Discount from one turn to the next.
         lam: λ.
@@ -158,6 +164,8 @@ class TurnGAE(TokenEstimator):
 @dataclass(frozen=True)
 class VTrace(TokenEstimator):
     """V-trace: GAE for tokens of an older policy; needs ``values`` and ``logprobs``.
+
+    More options are those of `TokenEstimator`.
 
     Args:
         gamma: Discount from one token to the next.
@@ -185,6 +193,8 @@ class ReinforcePlusPlus(TokenEstimator):
 
     Without ``whiten`` it is plain reward-to-go.
 
+    More options are those of `TokenEstimator`.
+
     Args:
         gamma: Discount from one token to the next.
         observation: As of `GAE`.
@@ -202,6 +212,8 @@ class ReinforcePlusPlus(TokenEstimator):
 @dataclass(frozen=True)
 class TurnReturns(Estimator):
     """Return of each token's turn, discounted over turns: `PackedBatch.turn_returns`.
+
+    More options are those of `Estimator`.
 
     Args:
         whiten: As of `TokenEstimator`.
@@ -227,13 +239,15 @@ class GroupEstimator(Estimator):
 
     A trajectory's score is the undiscounted sum of its turns' rewards; each of its generated tokens
     gets the trajectory's advantage. Its group is `Trajectory.group`, or itself without one. Where
-    every group of a batch has one member, `with_advantages` warns.
+    every group of a batch has one member, `PackedBatch.with_advantages` warns.
     """
 
 
 @dataclass(frozen=True)
 class GRPO(GroupEstimator):
     """Score less the group's mean, divided by its standard deviation.
+
+    More options are those of `Estimator`.
 
     Args:
         eps: Added to the standard deviation.
@@ -269,6 +283,8 @@ class GRPO(GroupEstimator):
 class DrGRPO(GroupEstimator):
     """Score less the group's mean. Reference: `trajpack.kernels.dr_grpo`.
 
+    More options are those of `Estimator`.
+
     Args:
         singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
@@ -280,6 +296,8 @@ class DrGRPO(GroupEstimator):
 class RLOO(GroupEstimator):
     """Score less the mean of the others. Reference: `trajpack.kernels.rloo`.
 
+    More options are those of `Estimator`.
+
     Args:
         singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
@@ -290,6 +308,8 @@ class RLOO(GroupEstimator):
 @dataclass(frozen=True)
 class OPO(GroupEstimator):
     """Score less the group's mean weighted by length. Reference: `trajpack.kernels.opo`.
+
+    More options are those of `Estimator`.
 
     Args:
         singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
@@ -303,6 +323,8 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     """Score less the group's mean, whitened over the batch's tokens.
 
     Reference: `trajpack.kernels.reinforce_plus_plus_baseline`.
+
+    More options are those of `Estimator`.
 
     Args:
         singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
@@ -323,6 +345,8 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
 class MaxRL(GroupEstimator):
     """Score less the group's mean, divided by that. Reference: `trajpack.kernels.max_rl`.
 
+    More options are those of `Estimator`.
+
     Args:
         singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
         scale: Where the mean is negative, advantages are 0 (``"mean"``) or change their sign
@@ -340,6 +364,8 @@ class MaxRL(GroupEstimator):
 class GPG(GroupEstimator):
     """Score less the group's mean, scaled by those not scored 0. Reference: `trajpack.kernels.gpg`.
 
+    More options are those of `Estimator`.
+
     Args:
         singleton: Advantage of a group of one: its score (``"raw"``), or 0 (``"zero"``).
     """
@@ -350,6 +376,8 @@ class GPG(GroupEstimator):
 @dataclass(frozen=True)
 class PassAtK(GroupEstimator):
     """Best score less second best, for the best. Reference: `trajpack.kernels.grpo_pass_at_k`.
+
+    More options are those of `Estimator`.
 
     Args:
         scale: ``"std"`` divides by the group's standard deviation.
@@ -366,6 +394,8 @@ class GiGPO(GroupEstimator):
 
     Needs ``state_ids``. A turn's step score is its `PackedBatch.turn_returns`, compared with those
     of all turns from the same state in the same group.
+
+    More options are those of `Estimator`.
 
     Args:
         step_weight: Factor of the turn's advantage.

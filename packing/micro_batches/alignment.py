@@ -16,14 +16,17 @@ Tail: TypeAlias = Literal["sequence", "extend", "separate"]
 
 
 class Placement(NamedTuple):
-    """Lengths of a micro-batch's sequences; a padding sequence is the last."""
+    """Lengths of a micro-batch's sequences; a padding sequence is the last.
+
+    Attributes:
+        seqlens: int64 ``[sequences]``: tokens of each as attention sees them.
+        padded_seqlens: int64 ``[sequences]``: tokens of each in memory.
+        num_tokens: Tokens of all sequences in memory.
+    """
 
     seqlens: Ints
-    """int64 ``[sequences]``: tokens of each as attention sees them."""
     padded_seqlens: Ints
-    """int64 ``[sequences]``: tokens of each in memory."""
     num_tokens: int
-    """Tokens of all sequences in memory."""
 
 
 @dataclass(frozen=True)
@@ -33,33 +36,36 @@ class Alignment:
     The number of tokens is a multiple of both multiples, so that the padding behind the sequences
     divides as they do. A micro-batch without sequences is one padding sequence.
 
+    Attributes:
+        sequence_multiple: Each sequence takes a multiple of this many tokens; its padding lies
+            behind its tokens, and only `MicroBatch.cu_seqlens_padded` counts it. Context
+            parallelism needs twice its size.
+        total_multiple: The total number of tokens is a multiple of this. Ranks of context and of
+            sequence parallelism hold equal shares: multiply what a share must divide by, such as
+            16, 32 or 128 for FP8, by the sizes of both.
+        total: Exact total number of tokens, for fixed shapes.
+        tail: Padding behind the sequences, up to the total: a separate last ``"sequence"``; tokens
+            that ``"extend"`` the last sequence; or tokens ``"separate"`` from it, which
+            `MicroBatch.cu_seqlens_padded` counts to the last sequence and `MicroBatch.cu_seqlens`
+            to none.
+        max_sequences: Maximum sequences of a micro-batch, without the padding sequence. If given,
+            boundaries have one length in all micro-batches, the last one repeated, and with `total`
+            `MicroBatch.max_seqlen` is that: for CUDA graphs.
+        positions: Positions of padding: ``"continue"`` counts on in its sequence, ``"zero"`` is 0.
+        token_id: Token id of padding.
+
     Example:
         >>> Alignment(sequence_multiple=4, total_multiple=16).place(np.array([3, 5])).padded_seqlens
         array([4, 8, 4])
     """
 
     sequence_multiple: int = 1
-    """Each sequence takes a multiple of this many tokens; its padding lies behind its tokens, and
-    only `MicroBatch.cu_seqlens_padded` counts it. Context parallelism needs twice its size."""
     total_multiple: int = 1
-    """The total number of tokens is a multiple of this. Ranks of context and of sequence
-    parallelism hold equal shares: multiply what a share must divide by, such as 16, 32 or 128 for
-    FP8, by the sizes of both."""
     total: int | None = None
-    """Exact total number of tokens, for fixed shapes."""
     tail: Tail = "sequence"
-    """Padding behind the sequences, up to the total: a separate last ``"sequence"``; tokens that
-    ``"extend"`` the last sequence; or tokens ``"separate"`` from it, which
-    `MicroBatch.cu_seqlens_padded` counts to the last sequence and `MicroBatch.cu_seqlens` to
-    none."""
     max_sequences: int | None = None
-    """Maximum sequences of a micro-batch, without the padding sequence. If given, boundaries have
-    one length in all micro-batches, the last one repeated, and with `total`
-    `MicroBatch.max_seqlen` is that: for CUDA graphs."""
     positions: Literal["continue", "zero"] = "continue"
-    """Positions of padding: ``"continue"`` counts on in its sequence, ``"zero"`` is 0."""
     token_id: int = 0
-    """Token id of padding."""
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple", "total", "max_sequences", "token_id"):

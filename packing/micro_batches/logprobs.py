@@ -92,7 +92,7 @@ class LogprobMethods:
             ValueError: If there is no such field; see also `logprob_rows`.
 
         Cost: that of `logprob_rows`, and a dozen small operations. No synchronisation where `pack`
-            made the batch, `with_advantages` included; of any other batch as
+            made the batch, `PackedBatch.with_advantages` included; of any other batch as
             `PackedBatch.value_lens`.
         """
         spans = self._spans(name)

@@ -97,59 +97,65 @@ class MicroBatch(LabelMethods, LogprobMethods):
     Made by `PackedBatch.select`, `PackedBatch.split` and `PackedBatch.micro_batches`. Tensors over
     tokens are of shape ``[tokens]``, padding included, sequence after sequence. Padding has the
     token id of the `Alignment`, no turn, no version, 0 everywhere else, and is in neither mask.
+
+    Attributes:
+        input_ids: int64 ``[tokens]``: token ids.
+        position_ids: int64 ``[tokens]``: positions, from 0 in every sequence.
+        sequence_ids: int32 ``[tokens]``: index of the token's sequence in this micro-batch; padding
+            has the index of the sequence that it pads.
+        turn_ids: int32 ``[tokens]``: turn that generated the token, an index of the turn tensors of
+            the batch it was selected from, or -1.
+        prompt_mask: bool ``[tokens]``: True on prompt and observation tokens, not on padding.
+        loss_mask: bool ``[tokens]``: True on generated tokens that the batch trains.
+        rollout_logprobs: float32 ``[tokens]``: log-probability at the token's own index; 0 where
+            not generated.
+        policy_versions: int32 ``[tokens]``: version of the weights that sampled the token, or -1.
+        returns: float32 ``[tokens]``: return of the token; 0 where not generated.
+        advantages: float32 ``[tokens]``: advantages, 0 where not generated; ``None`` if the batch
+            has none.
+        fields: ``[tokens, *shape]`` each: the batch's extra fields, and the caller's tensors.
+        cu_seqlens: int32 ``[sequences + 1]``: cumulative sums of `seqlens`, as Megatron and
+            Transformer Engine use the name. Boundaries in memory only where no sequence is padded.
+        cu_seqlens_padded: int32 ``[sequences + 1]``: boundaries in memory, cumulative sums of
+            `padded_seqlens`; the same tensor as `cu_seqlens` where those are the same.
+        seqlens: Tokens of each sequence; a padding sequence is the last.
+        padded_seqlens: Tokens of each sequence in memory, its padding included.
+        sequences: Indices of the sequences in the batch, without the padding sequence.
+        num_kept: Tokens of each of `sequences` in this micro-batch: all, or the first ones where it
+            was cut off. Padding follows them.
+        max_seqlen: Tokens of the longest sequence in memory, or `Alignment.total` where shapes are
+            fixed.
+        num_generated: Generated tokens of `sequences`: those that `loss_mask` selects, or more
+            where a sequence was cut off.
+        ragged_values: What the rows of ragged fields in `fields` refer to, by name: the batch's own
+            tensors.
+        value_counts: Values of each ragged field in `sequences`, and generated tokens without any,
+            those that were cut off included.
     """
 
     input_ids: torch.Tensor
-    """int64 ``[tokens]``: token ids."""
     position_ids: torch.Tensor
-    """int64 ``[tokens]``: positions, from 0 in every sequence."""
     sequence_ids: torch.Tensor
-    """int32 ``[tokens]``: index of the token's sequence in this micro-batch; padding has the index
-    of the sequence that it pads."""
     turn_ids: torch.Tensor
-    """int32 ``[tokens]``: turn that generated the token, an index of the turn tensors of the batch
-    it was selected from, or -1."""
     prompt_mask: torch.Tensor
-    """bool ``[tokens]``: True on prompt and observation tokens, not on padding."""
     loss_mask: torch.Tensor
-    """bool ``[tokens]``: True on generated tokens that the batch trains."""
     rollout_logprobs: torch.Tensor
-    """float32 ``[tokens]``: log-probability at the token's own index; 0 where not generated."""
     policy_versions: torch.Tensor
-    """int32 ``[tokens]``: version of the weights that sampled the token, or -1."""
     returns: torch.Tensor
-    """float32 ``[tokens]``: return of the token; 0 where not generated."""
     advantages: torch.Tensor | None
-    """float32 ``[tokens]``: advantages, 0 where not generated; ``None`` if the batch has none."""
     fields: Mapping[str, torch.Tensor]
-    """``[tokens, *shape]`` each: the batch's extra fields, and the caller's tensors."""
 
     cu_seqlens: torch.Tensor
-    """int32 ``[sequences + 1]``: cumulative sums of `seqlens`, as Megatron and Transformer Engine
-    use the name. Boundaries in memory only where no sequence is padded."""
     cu_seqlens_padded: torch.Tensor
-    """int32 ``[sequences + 1]``: boundaries in memory, cumulative sums of `padded_seqlens`; the
-    same tensor as `cu_seqlens` where those are the same."""
 
     seqlens: tuple[int, ...]
-    """Tokens of each sequence; a padding sequence is the last."""
     padded_seqlens: tuple[int, ...]
-    """Tokens of each sequence in memory, its padding included."""
     sequences: tuple[int, ...]
-    """Indices of the sequences in the batch, without the padding sequence."""
     num_kept: tuple[int, ...]
-    """Tokens of each of `sequences` in this micro-batch: all, or the first ones where it was cut
-    off. Padding follows them."""
     max_seqlen: int
-    """Tokens of the longest sequence in memory, or `Alignment.total` where shapes are fixed."""
     num_generated: int
-    """Generated tokens of `sequences`: those that `loss_mask` selects, or more where a sequence was
-    cut off."""
     ragged_values: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """Values of ragged fields by name, tensors of the batch; rows in `fields` refer to them."""
     value_counts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    """Values of each ragged field in `sequences`, and generated tokens without any, those that were
-    cut off included."""
 
     @property
     def num_tokens(self) -> int:

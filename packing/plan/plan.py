@@ -31,27 +31,30 @@ class Plan:
 
     Made by `plan_micro_batches` or `plan_ranks`; ``plan[i]`` are the sequences of micro-batch i.
     One without sequences is a dummy: a forward pass that only keeps step with other ranks.
+
+    Attributes:
+        order: int64 ``[planned]``: sequences, micro-batch after micro-batch.
+        cu_bins: int64 ``[micro-batches + 1]``: boundaries of the micro-batches in `order`.
+        seqlens: int64 ``[sequences]``: tokens of every sequence of the batch; the kept tokens of a
+            truncated one, all tokens of a dropped one.
+        capacity: Maximum tokens of a micro-batch, each sequence rounded up to a multiple of
+            `align`.
+        align: Each sequence takes a multiple of this many tokens.
+        dropped: Sequences that are in no micro-batch since they are too long.
+        truncated: Kept tokens of the sequences that are cut, by sequence.
+        oversized: Sequences that are alone in a micro-batch over its capacity.
+        costs: float64 ``[sequences]``: cost of each; its aligned tokens if None.
     """
 
     order: Ints
-    """int64 ``[planned]``: sequences, micro-batch after micro-batch."""
     cu_bins: Ints
-    """int64 ``[micro-batches + 1]``: boundaries of the micro-batches in `order`."""
     seqlens: Ints
-    """int64 ``[sequences]``: tokens of every sequence of the batch; the kept tokens of a truncated
-    one, all tokens of a dropped one."""
     capacity: int
-    """Maximum tokens of a micro-batch, each sequence rounded up to a multiple of `align`."""
     align: int = 1
-    """Each sequence takes a multiple of this many tokens."""
     dropped: tuple[int, ...] = ()
-    """Sequences that are in no micro-batch since they are too long."""
     truncated: Mapping[int, int] = field(default_factory=dict)
-    """Kept tokens of the sequences that are cut, by sequence."""
     oversized: tuple[int, ...] = ()
-    """Sequences that are alone in a micro-batch over its capacity."""
     costs: Floats | None = None
-    """float64 ``[sequences]``: cost of each; its aligned tokens if None."""
 
     def __post_init__(self) -> None:
         for name in ("order", "cu_bins", "seqlens", "costs"):
@@ -153,7 +156,7 @@ def plan_micro_batches(  # noqa: PLR0913
 
     Args:
         seqlens: ``[sequences]``: tokens of each; ints, an integer array or a tensor.
-        capacity: Maximum tokens of a micro-batch; `align` or more, and fewer than 2**31.
+        capacity: Maximum tokens of a micro-batch; ``align`` or more, and fewer than 2**31.
         algorithm: Method that fills them, see `trajpack.packing.plan.units.Algorithm`.
         cost: Cost of a sequence, where micro-batches are balanced or split: ``None`` for its
             aligned tokens, one number for each sequence, or a function of aligned lengths such as

@@ -49,12 +49,14 @@ class RankPlan:
 
     In a step every rank has as many micro-batches. Where a rank has too few sequences for that,
     some are dummies, without sequences.
+
+    Attributes:
+        plans: Plans by step, then by rank; each over the sequences of the whole batch.
+        dropped: Sequences that no rank has since they are too long.
     """
 
     plans: tuple[tuple[Plan, ...], ...]
-    """Plans by step, then by rank; each over the sequences of the whole batch."""
     dropped: tuple[int, ...] = ()
-    """Sequences that no rank has since they are too long."""
 
     @property
     def num_steps(self) -> int:

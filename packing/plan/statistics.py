@@ -23,45 +23,50 @@ class PlanStatistics:
 
     ``capacity * num_micro_batches`` is ``num_tokens + padding_alignment + padding_tail +
     padding_dummy - num_tokens_over``.
+
+    Attributes:
+        num_micro_batches: Micro-batches of all ranks and steps, dummies included.
+        num_dummies: Micro-batches without a sequence.
+        num_sequences: Sequences in micro-batches.
+        num_oversized: Sequences alone in a micro-batch over its capacity.
+        num_tokens: Tokens of the sequences in micro-batches.
+        num_tokens_over: Tokens over the capacity, in micro-batches of an oversized sequence,
+            aligned.
+        padding_alignment: Tokens that bring each sequence to a multiple of ``align``.
+        padding_tail: Tokens that micro-batches with sequences have left to their capacity.
+        padding_dummy: Tokens that dummies could hold.
+        padding_rank: Aligned tokens that ranks hold less than the fullest rank, summed over steps;
+            a part of the tails and the dummies.
+        lower_bound: Micro-batches that every plan needs, all ranks and steps together.
+        fill: Tokens over the capacity of all micro-batches.
+        token_imbalance: Largest load of a micro-batch over the mean of all; 1 is even.
+        cost_imbalance: Largest cost of a micro-batch over the mean of all.
+        rank_token_imbalance: Largest load of a rank over the mean of its step, of the least even
+            step.
+        rank_cost_imbalance: Largest cost of a rank over the mean of its step, of the least even
+            step.
     """
 
     num_ranks: int
     num_steps: int
     num_micro_batches: int
-    """Micro-batches of all ranks and steps, dummies included."""
     num_dummies: int
-    """Micro-batches without a sequence."""
     num_sequences: int
-    """Sequences in micro-batches."""
     num_dropped: int
     num_truncated: int
     num_oversized: int
-    """Sequences alone in a micro-batch over its capacity."""
     num_tokens: int
-    """Tokens of the sequences in micro-batches."""
     num_tokens_over: int
-    """Tokens over the capacity, in micro-batches of an oversized sequence, aligned."""
     padding_alignment: int
-    """Tokens that bring each sequence to a multiple of ``align``."""
     padding_tail: int
-    """Tokens that micro-batches with sequences have left to their capacity."""
     padding_dummy: int
-    """Tokens that dummies could hold."""
     padding_rank: int
-    """Aligned tokens that ranks hold less than the fullest rank, summed over steps; a part of the
-    tails and the dummies."""
     lower_bound: int
-    """Micro-batches that every plan needs, all ranks and steps together."""
     fill: float
-    """Tokens over the capacity of all micro-batches."""
     token_imbalance: float
-    """Largest load of a micro-batch over the mean of all; 1 is even."""
     cost_imbalance: float
-    """Largest cost of a micro-batch over the mean of all."""
     rank_token_imbalance: float
-    """Largest load of a rank over the mean of its step, of the least even step."""
     rank_cost_imbalance: float
-    """Largest cost of a rank over the mean of its step, of the least even step."""
 
     def __repr__(self) -> str:
         rows = []

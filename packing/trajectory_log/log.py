@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from trajpack.packing.buffer.buffer import TrajectoryBuffer
 from trajpack.packing.buffer.trajectory_arrays import TrajectoryArrays
 from trajpack.packing.durable_files import LockTakenError, WriterLock, make_folder
+from trajpack.packing.representation import brief_repr
 from trajpack.packing.token_fields import TokenField, check_fields
 from trajpack.packing.trajectory_log.database import LOG, Entry, LogFile
 from trajpack.packing.trajectory_log.options import DamagedLogError, LogInUseError, LogOptions
@@ -33,14 +34,20 @@ Mode: TypeAlias = Literal["append", "read"]
 
 @dataclass(frozen=True)
 class LoggedEpisode:
-    """One episode of a log."""
+    """One episode of a log.
+
+    Attributes:
+        episode: Name of the episode.
+        trajectories: Trajectories of the episode; empty where it failed. Arrays are int32 and
+            float32.
+        error: Reason of the failure, or ``None``.
+    """
 
     episode: str
-    """Name of the episode."""
     trajectories: tuple[Trajectory, ...]
-    """Trajectories of the episode; empty where it failed. Arrays are int32 and float32."""
     error: str | None = None
-    """Reason of the failure, or ``None``."""
+
+    __repr__ = brief_repr
 
 
 class TrajectoryLog:

@@ -25,6 +25,17 @@ class LogOptions:
     Pending episodes are written as one segment, a transaction of the log's file, as soon as one of
     three limits is reached: episodes, bytes or age.
 
+    Attributes:
+        segment_episodes: Maximum episodes of a transaction.
+        segment_bytes: Maximum bytes of a transaction; a larger episode is written alone.
+        flush_seconds: Maximum seconds until an episode is written, if no write fails. After a
+            failure, seconds until the next attempt.
+        max_pending_bytes: Maximum bytes that are pending; `TrajectoryLog.append` waits above it.
+        max_error_chars: Characters kept of an episode's error.
+        damaged: Treatment of a damaged episode: ``"raise"`` raises `DamagedLogError` when it is
+            read, ``"skip"`` reads all episodes when the log is opened, warns of each damaged one,
+            and goes on as if it had never been logged.
+
     Raises:
         TypeError: If a number is of the wrong kind.
         ValueError: If a limit is not positive, or ``damaged`` is unknown.
@@ -36,20 +47,11 @@ class LogOptions:
     """
 
     segment_episodes: int = 1024
-    """Maximum episodes of a transaction."""
     segment_bytes: int = 16 << 20
-    """Maximum bytes of a transaction; a larger episode is written alone."""
     flush_seconds: float = 5.0
-    """Maximum seconds until an episode is written, if no write fails. After a failure, seconds
-    until the next attempt."""
     max_pending_bytes: int = 128 << 20
-    """Maximum bytes that are pending; `TrajectoryLog.append` waits above it."""
     max_error_chars: int = 2000
-    """Characters kept of an episode's error."""
     damaged: Damaged = "raise"
-    """Treatment of a damaged episode: ``"raise"`` raises `DamagedLogError` when it is read,
-    ``"skip"`` reads all episodes when the log is opened, warns of each damaged one, and goes on as
-    if it had never been logged."""
 
     def __post_init__(self) -> None:
         for name in ("segment_episodes", "segment_bytes", "max_pending_bytes", "max_error_chars"):

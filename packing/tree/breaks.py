@@ -20,35 +20,37 @@ class PrefixBreak(NamedTuple):
 
     The history is the earlier turn of the trajectory with which the prompt shares most tokens, the
     latest of several: its prompt and completion.
+
+    Attributes:
+        trajectory: Index of the trajectory in the batch.
+        turn: Turn of the trajectory that broke the prefix, counted from 0.
+        history: Turn of the trajectory that is the history.
+        position: Tokens that prompt and history share: index of the first token that differs.
+        expected: Token of the history there; ``None`` if the history ends there.
+        came: Token of the prompt there; ``None`` if the prompt ends there.
+        reason: Reason, as far as tokens tell. The prompt is back in the history where 8 tokens
+            agree; within 8 tokens, also where all tokens that are left of the history agree (if it
+            is only one, then at the break or at its old position).
+
+            - ``"stripped"``: the prompt left out ``removed`` tokens, then it is back.
+            - ``"rewritten"``: ``added`` tokens came, in place of ``removed`` ones if any, then it
+              is back.
+            - ``"repeated"``: the prompt ends inside the history, as that of a second attempt does.
+            - ``"fields"``: the tokens agree, rows of an extra field do not.
+            - ``"left"``: it is not back, such as in a compacted history or with a sub-agent.
+        removed: Tokens of the history that were left out; ``None`` if the prompt is not back in it.
+        added: Tokens that the prompt has in their place; ``None`` if it is not back.
     """
 
     trajectory: int
-    """Index of the trajectory in the batch."""
     turn: int
-    """Turn of the trajectory that broke the prefix, counted from 0."""
     history: int
-    """Turn of the trajectory that is the history."""
     position: int
-    """Tokens that prompt and history share: index of the first token that differs."""
     expected: int | None
-    """Token of the history there; ``None`` if the history ends there."""
     came: int | None
-    """Token of the prompt there; ``None`` if the prompt ends there."""
     reason: Reason
-    """Reason, as far as tokens tell. The prompt is back in the history where 8 tokens agree; within
-    8 tokens, also where all tokens that are left of the history agree (if it is only one, then
-    at the break or at its old position).
-
-    - ``"stripped"``: the prompt left out ``removed`` tokens, then it is back.
-    - ``"rewritten"``: ``added`` tokens came, in place of ``removed`` ones if any, then it is back.
-    - ``"repeated"``: the prompt ends inside the history, as that of a second attempt does.
-    - ``"fields"``: the tokens agree, rows of an extra field do not.
-    - ``"left"``: it is not back, such as in a compacted history or with a sub-agent.
-    """
     removed: int | None
-    """Tokens of the history that were left out; ``None`` if the prompt is not back in it."""
     added: int | None
-    """Tokens that the prompt has in their place; ``None`` if it is not back."""
 
 
 def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int | None]:
@@ -70,6 +72,23 @@ def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int 
         return "fields", None, None
     back = _back_in_history(history, prompt)
     return ("left", None, None) if back is None else ("rewritten" if back[1] else "stripped", *back)
+
+
+def is_retokenized(history: bytes, prompt: bytes) -> bool:
+    """Return whether a prompt replaces up to 8 tokens of its history by up to 8 others.
+
+    That is what tokens of decoded text do, or a template that ends messages in its own way.
+
+    Args:
+        history: int32 tokens of the whole history.
+        prompt: int32 tokens of the whole prompt.
+
+    Cost: one comparison of both; three sorts of what is behind the first token that differs.
+    """
+    one, other = np.frombuffer(history, np.int32), np.frombuffer(prompt, np.int32)
+    begin = _agreeing(one, other)
+    reason, removed, added = reason_of(one[begin:], other[begin:])
+    return reason == "rewritten" and 0 < (removed or 0) <= RUN and 0 < (added or 0) <= RUN
 
 
 def _back_in_history(history: Tokens, prompt: Tokens) -> tuple[int, int] | None:

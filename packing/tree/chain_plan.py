@@ -24,17 +24,19 @@ class ChainPlan:
     Made by `TreeBatch.plan_micro_batches` or `TreeBatch.plan_ranks`. A chain is a sequence of
     layout ``"merged"``. Micro-batches are stretches of the depth-first order of chains; ``plan[i]``
     are the chains of micro-batch i. One without chains is a dummy.
+
+    Attributes:
+        order: int64 ``[chains]``: all chains of the batch, depth first.
+        bounds: int64 ``[micro-batches, 2]``: first and end of each in `order`; equal in a dummy.
+        loads: int64 ``[micro-batches]``: nodes of each. A prefix that chains of several
+            micro-batches have is in each of them.
+        capacity: Maximum nodes of a micro-batch.
     """
 
     order: Ints
-    """int64 ``[chains]``: all chains of the batch, depth first."""
     bounds: Ints
-    """int64 ``[micro-batches, 2]``: first and end of each in `order`; equal in a dummy."""
     loads: Ints
-    """int64 ``[micro-batches]``: nodes of each. A prefix that chains of several micro-batches have
-    is in each of them."""
     capacity: int
-    """Maximum nodes of a micro-batch."""
 
     def __len__(self) -> int:
         """Return the number of micro-batches, dummies included."""

@@ -31,34 +31,38 @@ class TreeNodes(LogprobMethods):
 
     A node is a token behind all tokens before it. Nodes are numbered depth first, so a subtree is
     an interval. Tensors over nodes have shape ``[nodes]``, tensors over entries ``[entries]``.
+
+    Attributes:
+        input_ids: int64 ``[nodes]``: token ids.
+        position_ids: int64 ``[nodes]``: depths, 0 at a root: the position of the token in its
+            sequence.
+        tree_end: int32 ``[nodes]``: first node behind the node's subtree. A query at node q attends
+            to the key at node k where ``k <= q < tree_end[k]``.
+        tree_parent: int32 ``[nodes]``: node of the token before, whose output predicts this one; -1
+            at a root.
+        loss_mask: bool ``[nodes]``: True where at least one entry lies.
+        cu_seqlens: int32 ``[trees + 1]``: boundaries of the trees.
+        fields: ``[nodes, *shape]`` each: extra fields with rows for all tokens, by name. The others
+            are in ``entries.fields``.
+        entries: Generated tokens of all turns, turn after turn; several may lie on one node.
+        chains: Chains and turns on the host. A chain is a sequence of layout ``"merged"``.
+        seqlens: Nodes of each tree.
+        num_trained: Nodes on which at least one entry lies: those that `loss_mask` selects.
+        boundary: Whether nodes at which sequences part are duplicated, see `trajpack.pack_tree`.
     """
 
     input_ids: torch.Tensor
-    """int64 ``[nodes]``: token ids."""
     position_ids: torch.Tensor
-    """int64 ``[nodes]``: depths, 0 at a root: the position of the token in its sequence."""
     tree_end: torch.Tensor
-    """int32 ``[nodes]``: first node behind the node's subtree. A query at node q attends to the
-    key at node k where ``k <= q < tree_end[k]``."""
     tree_parent: torch.Tensor
-    """int32 ``[nodes]``: node of the token before, whose output predicts this one; -1 at a root."""
     loss_mask: torch.Tensor
-    """bool ``[nodes]``: True where at least one entry lies."""
     cu_seqlens: torch.Tensor
-    """int32 ``[trees + 1]``: boundaries of the trees."""
     fields: Mapping[str, torch.Tensor]
-    """``[nodes, *shape]`` each: extra fields with rows for all tokens, by name. The others are
-    in ``entries.fields``."""
     entries: Entries | MicroEntries
-    """Generated tokens of all turns, turn after turn; several may lie on one node."""
     chains: Chains
-    """Chains and turns on the host. A chain is a sequence of layout ``"merged"``."""
     seqlens: tuple[int, ...]
-    """Nodes of each tree."""
     num_trained: int
-    """Nodes on which at least one entry lies: those that `loss_mask` selects."""
     boundary: Boundary
-    """Whether nodes at which sequences part are duplicated, see `trajpack.pack_tree`."""
 
     @property
     def num_nodes(self) -> int:
@@ -194,7 +198,7 @@ class TreeNodes(LogprobMethods):
 
     @property
     def advantages(self) -> torch.Tensor | None:
-        """float32 ``[entries]``: set by `with_advantages`, ``None`` at first."""
+        """float32 ``[entries]``: set by `PackedBatch.with_advantages`, ``None`` at first."""
         return self.entries.advantages
 
     def attention_mask(

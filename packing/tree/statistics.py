@@ -24,30 +24,35 @@ class TreeStatistics:
 
     ``num_tokens_turns`` is ``num_tokens_merged + shared_in_chains``, and ``num_tokens_merged`` is
     ``num_nodes + shared_in_trajectories + shared_in_groups + shared_across_groups``.
+
+    Attributes:
+        num_chains: Sequences of layout ``"merged"``.
+        num_entries: Generated tokens.
+        num_tokens_turns: Tokens of layout ``"turns"``.
+        num_tokens_merged: Tokens of layout ``"merged"``.
+        shared_in_chains: Tokens saved where prompts repeat the turns before them; layout
+            ``"merged"`` saves them.
+        shared_in_trajectories: Tokens saved between chains of one trajectory: branches, attempts,
+            broken prefixes.
+        shared_in_groups: Tokens saved between trajectories of one group.
+        shared_across_groups: Tokens saved between groups. A trajectory without a group is one of
+            its own.
+        breaks: Turns, but a trajectory's first, that begin a chain, in the order of the turns.
     """
 
     num_trees: int
     num_trajectories: int
     num_turns: int
     num_chains: int
-    """Sequences of layout ``"merged"``."""
     num_nodes: int
     num_entries: int
-    """Generated tokens."""
     num_tokens_turns: int
-    """Tokens of layout ``"turns"``."""
     num_tokens_merged: int
-    """Tokens of layout ``"merged"``."""
     shared_in_chains: int
-    """Tokens saved where prompts repeat the turns before them; layout ``"merged"`` saves them."""
     shared_in_trajectories: int
-    """Tokens saved between chains of one trajectory: branches, attempts, broken prefixes."""
     shared_in_groups: int
-    """Tokens saved between trajectories of one group."""
     shared_across_groups: int
-    """Tokens saved between groups. A trajectory without a group is one of its own."""
     breaks: tuple[PrefixBreak, ...] = field(repr=False)
-    """Turns, but a trajectory's first, that begin a chain, in the order of the turns."""
 
     @property
     def turns_ratio(self) -> float:

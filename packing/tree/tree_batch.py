@@ -65,15 +65,18 @@ class TreeBatch(TreeNodes):
     log-probability, version, return and advantage of its own.
 
     Tensors over nodes have shape ``[nodes]``, tensors over entries ``[entries]``. The order of the
-    trees and branches is that of their token ids; the entries are in the order of the turns.
+    trees and branches is that of their token ids; the entries are in the order of the turns. The
+    tensors over nodes are those of `TreeNodes`, a base class.
+
+    Attributes:
+        turn_prompt_node: int32 ``[turns]``: node of the last token of each turn's prompt.
+        entries: Entries, turns and trajectories: all other tensors of a `PackedBatch`.
+        share: Weight of an entry, see `entry_weights`.
     """
 
     turn_prompt_node: torch.Tensor
-    """int32 ``[turns]``: node of the last token of each turn's prompt."""
     entries: Entries
-    """Entries, turns and trajectories: all other tensors of a `PackedBatch`."""
     share: Share
-    """Weight of an entry, see `entry_weights`."""
 
     @property
     def num_turns(self) -> int:
@@ -282,8 +285,9 @@ class TreeBatch(TreeNodes):
 
         Args:
             plan: Plan of the batch, such as ``batch.plan_micro_batches(capacity)``.
-            alignment: Rules for padding of the nodes: `total_multiple`, `total`, `max_sequences`
-                (of trees) and `token_id`. Its depths are 0 whatever `positions` is.
+            alignment: Rules for padding of the nodes: ``total_multiple``, ``total``,
+                ``max_sequences`` (of trees) and ``token_id``. Its depths are 0 whatever
+                ``positions`` is.
             tensors: ``[entries, ...]`` each, of any dtype of at most 8 bytes: further inputs of the
                 loss, such as ``{"weights": batch.loss_weights("token_mean")}``. They become
                 ``entries.fields`` of the micro-batches, without gradients.

@@ -24,14 +24,14 @@ __version__ = "0.1.0"
 
 @_cache
 def _exports(module: _ModuleType) -> dict[str, str]:
-    """Return the module that defines each name which the stub of ``module`` imports."""
+    """Return for each name that the stub of ``module`` imports the module that it comes from."""
     import ast
     from pathlib import Path
 
     stub = Path(next(iter(module.__path__)), "__init__.pyi").read_text(encoding="utf-8")
     names: dict[str, str] = {}
     for node in ast.parse(stub).body:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module != __name__:
+        if isinstance(node, ast.ImportFrom) and node.module:
             if node.names[0].name == "*":
                 names |= _exports(_sys.modules[node.module])
             else:
@@ -43,7 +43,7 @@ def _load_lazily(module: _ModuleType) -> None:
     """Import the names of a module's stub when they are first used.
 
     The stub ``__init__.pyi`` is the only list of them: type checkers, ``__all__``, ``dir()`` and
-    attribute access read it.
+    attribute access read it. ``dir()`` leaves out the modules that happen to be imported.
     """
 
     def get(name: str) -> object:
@@ -51,15 +51,22 @@ def _load_lazily(module: _ModuleType) -> None:
             return sorted(_exports(module))
         if name.startswith("_") or name not in _exports(module):
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-        value = getattr(_import_module(_exports(module)[name]), name)
+        origin = _exports(module)[name]
+        if origin == module.__name__:
+            return _import_module(f"{origin}.{name}")  # a folder of modules, such as adapters
+        value = getattr(_import_module(origin), name)
         setattr(module, name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*module.__dict__, *_exports(module)})
+        of_python = [name for name in module.__dict__ if name.startswith("__")]
+        return sorted({"__all__", *of_python, *_exports(module)})
 
     module.__dict__.update(__getattr__=get, __dir__=names)
 
 
+trajpack.kernels.__doc__ = "Operators over packed tensors and their boundaries, on any device."
+trajpack.packing.__doc__ = "Turns, layouts, batches, plans, advantages and trainers' formats."
+trajpack.agent.__doc__ = "Conversations, engines and environments: rollouts that make trajectories."
 for _module in (trajpack.kernels, trajpack.packing, trajpack.agent, _sys.modules[__name__]):
     _load_lazily(_module)

@@ -8,7 +8,7 @@ from benchmarks.goals import goals, lines
 from benchmarks.kernels import gae_job, gae_ways, groups_job, logprobs_job
 from benchmarks.kernels.gae_one_lane import one_lane
 from benchmarks.kernels.gae_ways import GAMMA, LAM
-from benchmarks.promises import GAE, ONE_LANE
+from benchmarks.promises import GAE, LOGPROBS, ONE_LANE, PRODUCTS
 from tests.benchmarks.contest_cases import LENGTHS
 
 
@@ -70,6 +70,18 @@ def test_a_lane_for_each_sequence_makes_the_same_advantages(lengths):
     given = gae_job.inputs(lengths)
     expected = gae_job.reference(given, lengths)
     gae_job.check_of(expected, None)(one_lane(*given[:3], GAMMA, LAM))
+
+
+def test_the_goals_of_log_probabilities_are_times_the_products_and_memory_beside_gradients():
+    def run(took, peak_mib):
+        ours = {"contender": OURS, "cold_ms": took, "peak_mib": peak_mib}
+        entries = [ours, {"contender": PRODUCTS, "cold_ms": 10.0}]
+        return {"job": LOGPROBS, "workload": "all", "written": 2**30, "entries": entries}
+
+    records = [run(15.0, 4096), run(15.1, 4097), run(None, None)]
+    assert [goal.met for goal in goals(records)] == [True, True, False, False, None, None]
+    assert lines(records)[0].endswith("all: 1.50 times")
+    assert lines(records)[1].endswith("3 GiB or less beside weights and gradients, all: 3.00 GiB")
 
 
 def test_the_goals_of_gae_are_a_share_of_the_copy_and_times_a_lane_for_each_sequence():

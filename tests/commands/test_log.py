@@ -123,7 +123,7 @@ def test_a_finished_rollout_is_packed_again_and_nothing_is_generated(tmp_path: P
     assert "4, 0 of them failed" in done.stdout
     assert "tokenizer" not in call("inspect", replayed).stderr
     assert (tmp_path / "new" / "c.tokenizer" / "tokenizer_config.json").is_file()
-    turns = call("replay", folder, "--out", replayed, "--layout", "turns")
+    turns = call("replay", folder, "--out", replayed, "--force", "--layout", "turns")
     assert "layout turns" in turns.stdout
 
 
@@ -219,11 +219,13 @@ def test_a_log_of_a_program_is_replayed_without_a_tokenizer(tmp_path: Path) -> N
         log.append("q", [trajectory])
     assert call("replay", folder, "--out", out).status == 0
     assert batch_of(out) == {"q": tokens(trajectory)}
-    done = call("replay", folder, "--out", out, "--layout", "tree")
+    assert refusal("replay", folder, "--out", out).endswith("exists; --force replaces it")
+    done = call("replay", folder, "--out", out, "--force", "--layout", "tree")
     assert "4 nodes in 1 tree, for 4 tokens merged" in " ".join(done.stdout.split())
     assert batch_of(out) == {"q": tokens(trajectory)}
     (tmp_path / "batch.tokenizer").mkdir()
-    assert refusal("replay", folder, "--out", out).endswith("is that of another batch")
+    said = refusal("replay", folder, "--out", out, "--force")
+    assert said.endswith("is that of another batch")
 
 
 def test_a_damaged_log_is_refused_in_one_escaped_line(tmp_path: Path) -> None:

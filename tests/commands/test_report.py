@@ -36,8 +36,8 @@ def test_the_report_compares_layouts_and_counts_failures() -> None:
     named = dict(rows)
     assert named["right answers"] == "1 of 3 (33.3%)"
     # as turns 3 + 5 + 2, merged 5 + 2
-    assert named["tokens as turns, merged"] == "10 against 7, a ratio of 1.43"
-    assert named["fill, if padded"] == "7 of 10 tokens (70%)"
+    assert named["packing saves"] == "30% of the tokens: 7 in place of 10, turn by turn"
+    assert named["padding adds"] == "43%: 10 tokens in place of 7"
     assert "100%" not in "".join(value for _, value in rows)
     failures = [row for row in rows if row[0].startswith("failed")]
     assert failures[0] == ("failed 2", "reason 6")

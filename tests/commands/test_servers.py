@@ -113,11 +113,13 @@ def test_servers_are_refused_in_one_line(
     rollout = ["rollout", *SMALL, "--out", tmp_path / "batch.safetensors"]
     vllm = [*rollout, "--engine", "vllm", "--model", tokenizer_folder]
     assert "no server is named" in refusal(*vllm)
-    assert "engine 'vllm' needs model" in refusal(*rollout, "--engine", "vllm")
-    assert "servers need an engine" in refusal(*rollout, "--server", "http://127.0.0.1:1")
+    assert "--model is missing: with vllm" in refusal(*rollout, "--engine", "vllm")
+    alone = refusal(*rollout, "--server", "http://127.0.0.1:1")
+    assert "--engine must be sglang or vllm where a server is given" in alone
+    assert "begins with http:// or https://; add it" in refusal(*vllm, "--server", "localhost:8000")
     secret = "http://user:secret@127.0.0.1:1"
     assert "secret" not in refusal(*vllm, "--server", secret)
-    assert "metrics_port must be in" in refusal(*rollout, "--metrics-port", 65536)
+    assert "--metrics-port must be" in refusal(*rollout, "--metrics-port", 65536)
 
 
 def test_a_server_that_is_away_is_refused(
@@ -129,7 +131,7 @@ def test_a_server_that_is_away_is_refused(
     options = ["--engine", "sglang", "--model", tokenizer_folder]
     said = refusal("rollout", *SMALL, "--out", out, *options)
     assert "no server is healthy after 0.2 s: 127.0.0.1:9: " in said
-    assert not out.exists()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")

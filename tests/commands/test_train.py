@@ -94,12 +94,12 @@ def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "0"], "num_steps must be from 1 to 10,000, got 0"),
-        (["--group-size", "1"], "group_size must be from 2 to 1,000, got 1"),
-        (["--turns", "99"], "num_turns must be from 1 to 16, got 99"),
-        (["--learning-rate", "nan"], "learning_rate must be positive, got nan"),
-        (["--layout", "rows"], "Invalid value for '--layout'"),
-        (["--seed", "-1"], "seed must be from 0 to 4,294,967,295, got -1"),
+        (["--steps", "0"], "--steps must be a whole number from 1 to 10,000, got '0'"),
+        (["--group-size", "1"], "--group-size must be a whole number from 2 to 1,000, got '1'"),
+        (["--turns", "99"], "--turns must be a whole number from 1 to 16, got '99'"),
+        (["--learning-rate", "nan"], "--learning-rate must be a number above 0, got 'nan'"),
+        (["--layout", "rows"], "--layout must be merged, turns or tree, got 'rows'"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 4,294,967,295, got '-1'"),
         (["--out", "train.png"], "--out must be an .html file, got train.png"),
         (["--batch", "batch.txt"], "--batch must be a .safetensors file, got batch.txt"),
         (["--stepps", "2"], "No such option: --stepps"),
@@ -107,6 +107,15 @@ def test_a_training_in_another_layout(layout: str, tmp_path: Path) -> None:
 )
 def test_wrong_options_are_refused_at_once(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
+
+
+def test_a_page_is_replaced_only_if_asked_to(tmp_path: Path) -> None:
+    out = tmp_path / "train.html"
+    out.write_text("last week's curves")
+    assert f"{out} exists; --force replaces it" in refusal(*SMALL, "--out", out)
+    assert out.read_text() == "last week's curves"
+    assert call("train", *SMALL, "--force", "--out", out).status == 0
+    assert out.read_text().startswith("<!doctype html>")
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_trained(

@@ -100,6 +100,13 @@ def other_calls(given: Drawn) -> Iterator[tuple[str, Call]]:
     bounds, rewards, mask = given.cu_seqlens, given.rewards, given.mask
     both = rewards, given.values, bounds
     policies = given.logprobs, given.old
+    yield "token_logprobs, bfloat16", lambda impl: with_gradients(given, impl, lambda _: 0.7)
+    yield (
+        "token_logprobs, bfloat16, a temperature a row",
+        lambda impl: with_gradients(given, impl, lambda rows: 0.5 + rows % 3 / 2),
+    )
+    tree = given.buffer.pack_tree().with_advantages(GRPO(), impl="torch")
+    yield "values of a tree", lambda impl: values_of_tree(tree, impl)
     yield "vtrace", lambda impl: k.vtrace(*both, *policies, **RATES, loss_mask=mask, impl=impl)
     known: dict[str, Any] = {"mask": mask, "max_seqlen": given.longest}
     yield "segment_mean", lambda impl: k.segment_mean(rewards, bounds, **known, impl=impl)
@@ -144,13 +151,37 @@ def every_call(given: Drawn) -> Iterator[tuple[str, Call]]:
     yield from other_calls(given)
 
 
-def with_gradients(given: Drawn, impl: Any) -> Any:
-    """Return log-probabilities of one token in eight, and their gradients."""
+def with_gradients(given: Drawn, impl: Any, temperature: Callable[..., Any] | None = None) -> Any:
+    """Return log-probabilities of one token in eight, and their gradients.
+
+    With a function of rows to temperatures they are of bfloat16, with bias, soft-cap and entropies.
+    """
     rows = torch.arange(0, given.tokens, 8, device=given.device)
-    hidden = torch.stack((given.rewards, given.values), 1).requires_grad_()
-    weight = torch.linspace(-1, 1, 2048, device=given.device).view(1024, 2).requires_grad_()
-    found = k.token_logprobs(hidden, weight, rows, given.ids[::8] % 1024, impl=impl)
-    return [found.detach(), *torch.autograd.grad(found.sum(), (hidden, weight))]
+    hidden = torch.stack((given.rewards, given.values), 1)
+    weight = torch.linspace(-1, 1, 2048, device=given.device).view(1024, 2)
+    leaves, options = [hidden, weight], dict[str, Any]()
+    if temperature is not None:
+        leaves = [one.bfloat16() for one in (hidden, weight, weight[:, 0].abs())]
+        options = {"temperature": temperature(rows), "softcap": 2.0, "entropy": True}
+    hidden, weight, *bias = (one.requires_grad_() for one in leaves)
+    options["bias"] = bias[0] if bias else None
+    found = k.token_logprobs(hidden, weight, rows, given.ids[::8] % 1024, **options, impl=impl)
+    several = found if isinstance(found, tuple) else (found,)
+    grads = torch.autograd.grad(torch.cat(several).sum(), (hidden, weight, *bias))
+    return [*(one.detach() for one in several), *grads]
+
+
+def values_of_tree(tree: Any, impl: Any) -> Any:
+    """Return log-probabilities and entropies of a tree, the gradient of a loss, and its credit."""
+    hidden, weight = (
+        torch.linspace(-9, 9, 2 * size, device=tree.device).sin().view(size, 2).requires_grad_()
+        for size in (tree.num_nodes, 32_000)
+    )
+    logprobs, entropies = tree.logprobs(hidden, weight, entropy=True, impl=impl)
+    credited = tree.with_advantages(GRPO(), impl=impl)
+    loss = (logprobs * credited.advantages * tree.entry_weights - entropies).sum()
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    return [logprobs.detach(), entropies.detach(), credited.advantages, *grads]
 
 
 def credited(batch: Any, estimator: Any, inputs: dict[str, Any]) -> Call:

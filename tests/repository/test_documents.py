@@ -12,7 +12,8 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 def test_every_relative_link_leads_to_a_file():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
             assert "://" in target or (page.parent / target).exists(), f"{page}: {target}"
 
 
@@ -32,3 +33,24 @@ def test_the_picture_shows_what_pack_returns():
     script = ROOT / "docs" / "pictures" / "three_turns.py"
     drawn = runpy.run_path(str(script))["picture"]()
     assert drawn == script.with_suffix(".svg").read_text()
+
+
+MOST_LINES = {
+    "Train on chats with tool calls": 36,
+    "Bring rollouts of another trainer": 34,
+    "Write an environment and an agent": 49,
+    "Write an estimator": 16,
+    "Carry routed experts and a teacher": 31,
+    "Write an engine": 47,
+    "Replace padded tensors": 43,
+    "See what was packed": 21,
+}
+"""Lines of code that each job took a newcomer."""
+
+
+def test_each_job_is_one_short_block():
+    parts = re.split(r"^## ", (ROOT / "docs" / "jobs.md").read_text(), flags=re.MULTILINE)[1:]
+    assert [part.splitlines()[0] for part in parts] == [*MOST_LINES]
+    for part, most in zip(parts, MOST_LINES.values(), strict=True):
+        (block,) = re.findall(r"```python\n(.*?)```", part, re.DOTALL)
+        assert sum(bool(line.strip()) for line in block.splitlines()) <= most, part[:40]

@@ -3,7 +3,7 @@
 import doctest
 import importlib
 import os
-import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BLOCKS = runpy.run_path(str(ROOT / "docs" / "site" / "blocks.py"))
 MODULES = sorted(
     ".".join(("trajpack", *path.relative_to(ROOT).with_suffix("").parts))
     for layer in ("kernels", "packing", "agent")
@@ -47,18 +48,21 @@ def test_scripts_that_run_elsewhere_do():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.usefixtures("warm_judge")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+def test_each_python_block_of_a_page_runs_alone(page, tmp_path, monkeypatch):
+    """Run each block after its set-up, which the site's button copies with it."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
-    names = {"__name__": "page"}
+    blocks = BLOCKS["blocks"](BLOCKS["texts_of"](page.read_text()))
+    assert blocks
     for block in blocks:
-        if ">>>" in block:
-            example = parser.get_doctest(block, names, page.name, str(page), 0)
-            example.globs = names  # a later block goes on with the names of an earlier one
+        names = {"__name__": "page"}
+        exec(compile(block.setup, str(page), "exec"), names)
+        if ">>>" in block.text:
+            example = parser.get_doctest(block.text, names, page.name, str(page), 0)
+            example.globs = names
             runner.run(example, clear_globs=False)
         else:
-            exec(compile(block, str(page), "exec"), names)
+            exec(compile(block.text, str(page), "exec"), names)
     assert not runner.failures
 
 

@@ -288,6 +288,59 @@ def test_an_environment_of_no_single_path_is_refused(venv: str, fresh: Path) -> 
     assert len(done.stderr.splitlines()) == 1
 
 
+# the demonstration
+
+
+def test_the_demonstration_installs_no_development_tools(installed: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / ".ci/install-demo", installed / ".ci")
+    for target in ("demo", "train"):
+        assert "pip install" not in run(["make", "--dry-run", target], installed).stdout
+    (installed / ".venv/.installed").unlink()
+    for target in ("demo", "train"):
+        done = run(["make", "--dry-run", target], installed)
+        assert "sh .ci/install-demo '.venv/bin/python'" in done.stdout
+        assert "[dev]" not in done.stdout
+    (installed / ".venv/.demo-installed").touch()
+    assert "install-demo" not in run(["make", "--dry-run", "demo"], installed).stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "gpu", "index", "said", "torch"),
+    [
+        ("torch", False, "", "torch for CPUs and transformers", "torch"),
+        ("torch", False, "cpu", "torch for CPUs and transformers", "--index-url cpu torch"),
+        ("nvidia-cublas", False, "", "pip finds only torch with CUDA", "torch"),
+        ("nvidia-cublas", True, "", "a GPU is here: torch with CUDA", "torch"),
+    ],
+)
+def test_the_demonstration_says_what_it_fetches(
+    found: str, gpu: bool, index: str, said: str, torch: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The Python is a stand-in that notes what pip is asked for, and finds what it is told."""
+    reports = f"""case "$*" in *--report*) echo '{{"metadata": {{"name": "{found}"}}}}' ;; esac"""
+    python = script(tmp_path / "python", f'echo "$*" >> {tmp_path}/asked\n{reports}')
+    script(tmp_path / "nvidia-smi", f"exit {0 if gpu else 9}")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    done = run(["sh", ".ci/install-demo", python, index], Path(__file__).parents[2])
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"trajpack: {said}")
+    assert ("about 3 GB" in done.stdout) is (found != "torch")
+    *_, first, last = (tmp_path / "asked").read_text().splitlines()
+    pip = "-m pip --disable-pip-version-check install --constraint constraints.txt"
+    assert (first, last) == (f"{pip} {torch}", f"{pip} --editable .[demo]")
+
+
+def test_a_failed_installation_of_the_demonstration_is_tried_again(installed: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / ".ci/install-demo", installed / ".ci")
+    (installed / ".venv/.installed").unlink()
+    (installed / ".venv/bin/python").unlink()  # a link to the real one
+    script(installed / ".venv/bin/python", 'echo 3.12.0; case "$*" in *"pip "*) exit 1 ;; esac')
+    done = run(["make", "demo"], installed)
+    assert done.returncode == 2
+    assert not (installed / ".venv/.demo-installed").exists()
+
+
 # copies without links
 
 
@@ -368,7 +421,7 @@ def test_clean_removes_what_make_has_made_and_nothing_else(tmp_path: Path) -> No
     kept = sorted(copy.rglob("*"))
     for name in (
         ".venv/bin/python", ".venv/.installed", ".venv/triton/3.7.0/x", "build/soak/x.html",
-        "demo/batch.safetensors", "demo/answers/0", "src/trajpack.egg-info/PKG-INFO",
+        "dist/x", "demo/batch.safetensors", "demo/answers/0", "src/trajpack.egg-info/PKG-INFO",
         ".mypy_cache/x", ".ruff_cache/x", ".pytest_cache/x", ".hypothesis/x", ".benchmarks/x",
         "kernels/__pycache__/x.pyc", "agent/servers/__pycache__/x.pyc", "tests/__pycache__/x.pyc",
         "src/trajpack/__pycache__/x.pyc", "examples/__pycache__/x.pyc",
@@ -394,5 +447,5 @@ def test_clean_removes_a_link_to_an_environment_and_not_the_environment(tmp_path
 
 def test_help_lists_every_target_with_what_it_does(fresh: Path) -> None:
     shown = run(["make"], fresh).stdout
-    for target in ("install", "clean", "check", "test", "demo", "train"):
+    for target in ("install", "clean", "check", "test", "demo", "train", "docs", "dist"):
         assert re.search(rf"^{target} +[A-Z]", shown, re.MULTILINE), target

@@ -4,13 +4,9 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
-
-from tests.support.source_copy import copy_source
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ["kernels", "packing", "agent"]
@@ -56,43 +52,3 @@ def test_the_top_level_holds_what_the_design_names_and_no_more():
     )
     found = {name.split("/")[0] for name in listed.stdout.splitlines()}  # none in an archive
     assert {name for name in found if not name.startswith(".")} <= known
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory):
-    """Build sdist and wheel without isolation: setuptools is part of the installation."""
-    out = tmp_path_factory.mktemp("dist")
-    code = (
-        "import setuptools.build_meta as backend, sys; out = sys.argv[1]\n"
-        "backend.build_wheel(out); backend.build_sdist(out)"
-    )
-    copy = copy_source(tmp_path_factory.mktemp("tree") / "trajpack")
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(out)],
-        cwd=copy, check=True, capture_output=True,
-    )  # fmt: skip
-    return out
-
-
-def test_the_wheel_holds_one_package_with_real_files(built):
-    (wheel,) = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    for name in ["__init__.py", "py.typed", "cli.py", *(f"{layer}/" for layer in LAYERS)]:
-        assert any(entry.startswith(f"trajpack/{name}") for entry in names), name
-    tops = {entry.split("/")[0] for entry in names}
-    assert tops == {"trajpack", *(top for top in tops if top.endswith(".dist-info"))}
-    in_wheel = {entry for entry in names if entry.endswith(".py")}
-    in_tree = {
-        f"trajpack/{path.relative_to(ROOT)}"
-        for layer in LAYERS
-        for path in (ROOT / layer).rglob("*.py")
-    }
-    assert in_tree <= in_wheel
-
-
-def test_the_sdist_holds_the_layers(built):
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    for layer in LAYERS:
-        assert any(name.startswith(f"src/trajpack/{layer}/") for name in names), layer

@@ -204,6 +204,7 @@ def test_what_is_to_be_installed_brings_the_package() -> None:
         for extra, packages in project["optional-dependencies"].items()
     }
     others = {
+        "huggingface_hub": "transformers",
         "opentelemetry": "opentelemetry_sdk",
         "pydantic": "pydantic_settings",
         "tokenizers": "transformers",
@@ -277,10 +278,11 @@ sys.meta_path.insert(0, Interrupts())
 @pytest.mark.parametrize(
     "module", ["typer", "numpy", "torch", "torch.nn", "trajpack.packing.batch.batch"]
 )
-def test_ctrl_c_in_the_middle_of_any_import_is_one_line(module: str) -> None:
+def test_ctrl_c_in_the_middle_of_any_import_is_one_line(module: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     code = f"MODULE = {module!r}\n{INTERRUPT}{COMMAND}"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, "inspect", "no such file"],
+        [sys.executable, "-P", "-c", code, "inspect", str(tmp_path / "file")],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (130, "")

@@ -10,31 +10,58 @@ from typing import Annotated, Any, Literal, TypeAlias
 import typer
 
 import trajpack
-from trajpack.agent.errors import SetupError
+from trajpack.agent.errors import SettingError, SetupError
+from trajpack.agent.rollout.places import answers_folder, check_places, is_continued
 from trajpack.agent.rollout.settings import (
     MAX_COUNT,
     EngineName,
     LayoutName,
     RolloutSettings as _Rollout,
 )
-from trajpack.agent.training.settings import TrainSettings as _Train
-from trajpack.commands.terminal import results
+from trajpack.agent.training.settings import LIMITS, TrainSettings as _Train
+from trajpack.commands.option_values import number, one_of, whole
+from trajpack.commands.terminal import readable, results, say
 
-_COUNT: Any = {"min": 1, "max": MAX_COUNT}
+_COUNT: Any = whole(1, MAX_COUNT)
+Order = Literal["batch", "best", "worst"]
+Oversized = Literal["raise", "drop", "truncate_at_turn", "own_bin"]
+Source = Literal["slime", "prime-rl", "areal", "trajpack"]
+Target = Literal["slime", "prime-rl", "torchtitan", "trajpack"]
+Credit = Literal["grpo", "dr-grpo", "rloo"]
+_LAYOUTS: Any = one_of(LayoutName)
+_FILE: Any = {"metavar": "FILE"}
+_NAME: Any = {"metavar": "MODEL", "show_default": False}
+_FOLDER: Any = {"metavar": "FOLDER", "show_default": False}
+_SEED: Any = whole(*LIMITS["seed"])
 
 Work: TypeAlias = Callable[[], int]
 """The work of a command whose options were read; returns the exit status."""
 
+OPTIONS = {
+    "max_attempts": "--attempts",
+    "num_steps": "--steps",
+    "num_turns": "--turns",
+    "num_workers": "--ray",
+    "servers": "--server",
+}
+"""Options of settings that have other names."""
+
 
 def read(arguments: Sequence[str]) -> Work | int:
     """Return the work that the arguments ask for, or the exit status of a help text."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.callback(invoke_without_command=True)(_top)
-    app.command("rollout")(rollout)
-    app.command("replay")(replay)
-    app.command("inspect")(inspect_batch)
-    app.command("report")(report)
-    app.command("train")(train)
+    app.command("rollout", short_help="Let a model answer questions, and pack the turns.")(rollout)
+    app.command("replay", short_help="Pack the episodes of a log.")(replay)
+    app.command("inspect", short_help="Show what is in a packed batch.")(inspect_batch)
+    app.command("report", short_help="Draw a batch or a log on a page.")(report)
+    app.command("plan", short_help="Show the micro-batches of a saved batch.")(plan)
+    app.command("convert", short_help="Write the rollouts of one trainer for another.")(convert)
+    app.command("train", short_help="Let a tiny model learn sums, on a CPU.")(train)
     usage_error: Any = typer.BadParameter.__bases__[0]  # click's own in older releases of typer
     work: Work | int | None
     try:
@@ -42,8 +69,20 @@ def read(arguments: Sequence[str]) -> Work | int:
             work = app(list(arguments), prog_name="trajpack", standalone_mode=False)
     except usage_error as error:
         command = "trajpack" if error.ctx is None else error.ctx.command_path
-        raise SetupError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
+        problem = _problem(error)
+        end = "" if problem.endswith("?") else ";"
+        raise SetupError(f"{problem}{end} see {command} --help") from error
+    except SettingError as error:
+        option = OPTIONS.get(error.name, f"--{error.name.replace('_', '-')}")
+        raise SetupError(f"{option} {error.problem}") from error
     return work or 0
+
+
+def _problem(error: Any) -> str:
+    """Return what a usage error says, with the name of the option before its problem."""
+    if isinstance(error, typer.BadParameter) and error.param is not None and error.message:
+        return f"{error.param.opts[0]} {error.message}"
+    return str(error.format_message()).rstrip(".")
 
 
 def _top(
@@ -67,108 +106,144 @@ def _top(
 
 
 def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
-    dataset: Annotated[Path | None, typer.Option(help=_DATASET, show_default=False)] = None,
-    model: Annotated[Path | None, typer.Option(help=_MODEL, show_default=False)] = None,
+    dataset: Annotated[
+        Path | None, typer.Option(**_FILE, help=_DATASET, show_default=False)
+    ] = None,
+    model: Annotated[str | None, typer.Option(**_NAME, help=_MODEL)] = None,
     num_prompts: Annotated[
-        int, typer.Option(**_COUNT, help="Questions to ask.")
+        int, typer.Option(**_COUNT, help="Number of questions.")
     ] = _Rollout.num_prompts,
-    num_turns: Annotated[int, typer.Option("--turns", **_COUNT, help=_TURNS)] = _Rollout.num_turns,
+    num_turns: Annotated[
+        int, typer.Option("--turns", **_COUNT, help="Turns of an episode.")
+    ] = _Rollout.num_turns,
     group_size: Annotated[
         int, typer.Option(**_COUNT, help="Episodes for each question.")
     ] = _Rollout.group_size,
     concurrency: Annotated[int, typer.Option(**_COUNT, help=_CONCURRENCY)] = _Rollout.concurrency,
     max_new_tokens: Annotated[
-        int, typer.Option(**_COUNT, help="Tokens of a completion.")
+        int, typer.Option(**_COUNT, help="Tokens of an answer at most.")
     ] = _Rollout.max_new_tokens,
-    layout: Annotated[LayoutName, typer.Option(help=_LAYOUT)] = "merged",
+    layout: Annotated[LayoutName, typer.Option(**_LAYOUTS, help=_LAYOUT)] = "merged",
     turn_discount: Annotated[
-        float, typer.Option(help="Discount from turn to turn.")
+        float, typer.Option(**number(), help="Factor of the rewards of the next turn.")
     ] = _Rollout.turn_discount,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = _Rollout.device,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help=_SEED)] = _Rollout.seed,
-    out: Annotated[Path, typer.Option(help=_OUT)] = Path("trajpack-rollout/batch.safetensors"),
-    answers: Annotated[Path | None, typer.Option(help=_ANSWERS, show_default=False)] = None,
-    engine: Annotated[EngineName, typer.Option(help=_ENGINE)] = _Rollout.engine,
-    server: Annotated[list[str] | None, typer.Option(metavar="<url>", **_SERVER)] = None,
-    log: Annotated[Path | None, typer.Option(help=_LOG, show_default=False)] = None,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Device of the model: cpu, cuda, cuda:1, ...")
+    ] = _Rollout.device,
+    seed: Annotated[int, typer.Option(**_SEED, help=_SEEDED)] = _Rollout.seed,
+    out: Annotated[Path, typer.Option(**_FILE, help=_OUT)] = Path(
+        "trajpack-rollout/batch.safetensors"
+    ),
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+    answers: Annotated[Path | None, typer.Option(**_FOLDER, help=_ANSWERS)] = None,
+    engine: Annotated[
+        EngineName, typer.Option(**one_of(EngineName), help=_ENGINE)
+    ] = _Rollout.engine,
+    server: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help=_SERVER, show_default=False)
+    ] = None,
+    log: Annotated[Path | None, typer.Option(**_FOLDER, help=_LOG)] = None,
     num_workers: Annotated[
-        int, typer.Option("--ray", min=0, max=MAX_COUNT, help=_RAY)
+        int, typer.Option("--ray", **whole(0, MAX_COUNT), help=_RAY)
     ] = _Rollout.num_workers,
     max_attempts: Annotated[
         int, typer.Option("--attempts", **_COUNT, help=_ATTEMPTS)
     ] = _Rollout.max_attempts,
-    metrics_port: Annotated[int | None, typer.Option(help=_METRICS, show_default=False)] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(**whole(0, 2**16 - 1), help=_METRICS, show_default=False)
+    ] = None,
 ) -> Work:
     """Let a model answer questions over several turns, and pack the turns into a batch.
 
-    Ctrl-C or SIGTERM stops early and keeps what has finished; a second one gives up at once.
+    Ctrl-C or SIGTERM stops early and keeps what has finished; a second one ends at once.
 
-    Example: trajpack rollout --dataset gsm8k.jsonl --model ./Qwen3-0.6B --log run
+    Example: trajpack rollout --dataset gsm8k.jsonl --model Qwen/Qwen3-0.6B --log run
     """
     chosen: dict[str, Any] = dict(locals())  # an option is called as its setting is
-    del chosen["layout"], chosen["out"], chosen["server"]
-    from trajpack.agent.rollout.files import answers_folder
-    from trajpack.commands.rollout import roll_out
-
+    del chosen["layout"], chosen["out"], chosen["server"], chosen["force"]
     chosen["answers"] = answers_folder(out) if answers is None else answers
     chosen["servers"] = tuple(server or ())
-    return partial(roll_out, _Rollout(**chosen), layout, out)
+    settings = _Rollout(**chosen)
+    check_places(out, settings.answers, replace=force or is_continued(log))
+    if dataset is not None:
+        readable(dataset)
+    say("loading torch and transformers")
+    from trajpack.commands.rollout import roll_out
+
+    return partial(roll_out, settings, layout, out)
 
 
 _DATASET = "JSONL file of questions and answers. [default: sums made by reasoning-gym]"
-_MODEL = "Folder of a transformers causal LM. [default: a tiny Qwen3, random weights]"
-_TURNS = "Turns of an episode."
-_CONCURRENCY = "Episodes at the same time; with 1 the seed decides every token."
-_LAYOUT = (
-    "A sequence is a whole conversation (merged) or one turn (turns); tree also shares prefixes "
-    "of conversations, in the file of merged."
+_MODEL = (
+    "Folder of a causal language model, or its name on the Hugging Face hub, such as "
+    "Qwen/Qwen3-0.6B. [default: a tiny Qwen3 with random weights]"
 )
-_SEED = "Of tiny model, questions and sampling."
-_OUT = "Where the batch goes; its tokenizer goes beside it."
+_CONCURRENCY = "Episodes that run at the same time. With 1 the seed decides every token."
+_LAYOUT = (
+    "merged: a sequence is a whole conversation; turns: one turn; tree: conversations that also "
+    "share prefixes, saved as merged."
+)
+_SEEDED = "Seed of the tiny model, the questions and the sampling."
+_OUT = "File of the batch. Its tokenizer goes beside it."
+_FORCE = "Replace a file that exists."
 _ANSWERS = "Folder of the answers in plain text. [default: beside the batch]"
-_ENGINE = "The model in this process, or servers; then --model is the folder of the tokenizer."
-_SERVER: Any = {"help": "Address of a server; more than once for several.", "show_default": False}
-_LOG = "Folder that keeps each episode; the same command goes on from it after a crash."
-_RAY = "Workers on Ray, each with an engine of its own; 0 stays in this process."
-_ATTEMPTS = "Times an episode that fails is begun."
-_METRICS = "Port on this machine for Prometheus; 0 takes any. [default: no metrics]"
+_ENGINE = (
+    "Where the model runs: in this process, or on servers, for which --model names the tokenizer."
+)
+_SERVER = "Address of a server, such as http://localhost:8000. Repeat it for several."
+_LOG = "Folder that keeps each episode. The same command continues from it after a crash."
+_RAY = "Workers on Ray, each with its own engine. 0 runs in this process."
+_ATTEMPTS = "Attempts at an episode before it counts as failed."
+_METRICS = "Port of Prometheus metrics on this machine, 0 for any. [default: no metrics]"
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="A log that rollout --log or a program wrote.")],
-    out: Annotated[Path | None, typer.Option(help=_REPLAYED, show_default=False)] = None,
-    layout: Annotated[LayoutName, typer.Option(help=_LAYOUT)] = "merged",
-    device: Annotated[str, typer.Option(help="Where the batch is packed.")] = "cpu",
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Log of rollout --log.")],
+    out: Annotated[Path | None, typer.Option(**_FILE, help=_REPLAYED, show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+    layout: Annotated[LayoutName, typer.Option(**_LAYOUTS, help=_LAYOUT)] = "merged",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Device on which the batch is packed.")
+    ] = "cpu",
 ) -> Work:
-    """Read a log of trajectories back, pack it into a batch, and say what is in it.
+    """Read a log of trajectories, pack it into a batch, and say what is in it.
 
     Example: trajpack replay run --out again.safetensors
     """
+    if out is not None:
+        check_places(out, None, replace=force)
     from trajpack.commands.replay import replay_log
 
     return partial(replay_log, folder, out, layout, device)
 
 
-_REPLAYED = "Where to write the batch. [default: nowhere]"
+_REPLAYED = "File of the batch. [default: none is written]"
 
 
 def inspect_batch(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
-    file: Annotated[Path, typer.Argument(help="A batch that rollout or PackedBatch.save wrote.")],
-    tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
-    sequences: Annotated[int, typer.Option(min=0, max=MAX_COUNT, help="Sequences to show.")] = 3,
-    name: Annotated[str | None, typer.Option("--id", help=_ID, show_default=False)] = None,
-    group: Annotated[str | None, typer.Option(help=_GROUP, show_default=False)] = None,
-    order: Annotated[Literal["batch", "best", "worst"], typer.Option(help=_ORDER)] = "batch",
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of a packed batch.")],
+    tokenizer: Annotated[str | None, typer.Option(**_NAME, help=_TOKENIZER)] = None,
+    sequences: Annotated[
+        int, typer.Option(**whole(0, MAX_COUNT), help="Number of sequences to show.")
+    ] = 3,
+    name: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help=_ID, show_default=False)
+    ] = None,
+    group: Annotated[
+        str | None, typer.Option(metavar="GROUP", help=_GROUP, show_default=False)
+    ] = None,
+    order: Annotated[Order, typer.Option(**one_of(Order), help=_ORDER)] = "batch",
     width: Annotated[
-        int | None, typer.Option(min=20, max=10_000, help=_WIDTH, show_default=False)
+        int | None, typer.Option(**whole(20, 10_000), help=_WIDTH, show_default=False)
     ] = None,
     full: Annotated[bool, typer.Option("--full", help=_FULL)] = False,
     as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> Work:
-    """Show a packed batch: what is in it, and who said what in some of its sequences.
+    """Show what is in a packed batch, and the text of some of its sequences by role.
 
     Example: trajpack inspect batch.safetensors --order worst --sequences 1
     """
+    readable(file)
     from trajpack.commands.inspect import Chosen, inspect_as_json, inspect_file
 
     if as_json:
@@ -181,26 +256,31 @@ _ID = "Only the sequences of this trajectory."
 _GROUP = "Only the sequences of this group."
 _ORDER = "Order of the sequences: of the batch, or by summed rewards, best or worst first."
 _JSON = "Print numbers as JSON, those of `trajpack report`, and nothing else."
-_TOKENIZER = "Folder of a tokenizer. [default: the one beside FILE, if rollout left one]"
-_FULL = "Leave nothing out of a sequence that is shown, and no prefix break."
-_WIDTH = "Columns to use. [default: those of the terminal]"
+_TOKENIZER = (
+    "Folder of a tokenizer, or its name on the Hugging Face hub. [default: that of the batch]"
+)
+_FULL = "Show all tokens of a sequence, and all prefix breaks."
+_WIDTH = "Width in columns. [default: the terminal's]"
 
 
 def report(
-    source: Annotated[Path, typer.Argument(help="A saved batch, or the folder of a log.")],
-    out: Annotated[Path | None, typer.Option(help=_PAGE, show_default=False)] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help=_TOKENIZER, show_default=False)] = None,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="File of a packed batch, or folder of a log.")
+    ],
+    out: Annotated[Path | None, typer.Option(**_FILE, help=_PAGE, show_default=False)] = None,
+    tokenizer: Annotated[str | None, typer.Option(**_NAME, help=_TOKENIZER)] = None,
     capacity: Annotated[
         int | None, typer.Option(**_COUNT, help=_CAPACITY, show_default=False)
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, max=10_000, help="Data-parallel ranks.")] = 8,
+    ranks: Annotated[int, typer.Option(**whole(1, 10_000), help="Data-parallel ranks.")] = 8,
     align: Annotated[
-        int, typer.Option(min=1, max=1 << 20, help="Multiple that each sequence is padded to.")
+        int, typer.Option(**whole(1, 1 << 20), help="Multiple that each sequence is padded to.")
     ] = 1,
 ) -> Work:
     """Write a page with pictures of a batch or a log: micro-batches, lengths, rewards and texts.
 
-    The page is one file that loads nothing; its numbers are written as JSON beside it.
+    The page is one file that loads nothing. Its numbers are written as JSON beside it. A page
+    that exists is replaced.
 
     Example: trajpack report batch.safetensors --capacity 16384 --out page.html
     """
@@ -214,45 +294,140 @@ _PAGE = "HTML file. [default: beside SOURCE, with .html]"
 _CAPACITY = "Tokens of a micro-batch to show first. [default: twice the longest sequence]"
 
 
+def plan(
+    batch: Annotated[Path, typer.Argument(metavar="FILE", help="File of a packed batch.")],
+    capacity: Annotated[int, typer.Option(**_COUNT, help="Tokens of a micro-batch at most.")],
+    ranks: Annotated[int, typer.Option(**whole(1, 10_000), help="Data-parallel ranks.")] = 1,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help=_ALGORITHM, show_default=False)
+    ] = None,
+    align: Annotated[
+        int, typer.Option(**whole(1, 1 << 20), help="Multiple that each sequence is padded to.")
+    ] = 1,
+    oversized: Annotated[Oversized, typer.Option(**one_of(Oversized), help=_OVERSIZED)] = "raise",
+    as_json: Annotated[bool, typer.Option("--json", help=_PLAN_JSON)] = False,
+) -> Work:
+    """Plan the micro-batches of a batch, and show their number, fill, padding and balance.
+
+    Example: trajpack plan batch.safetensors --capacity 16384 --ranks 8
+    """
+    from trajpack.commands.plan import plan_file
+
+    return partial(
+        plan_file,
+        batch,
+        capacity,
+        ranks,
+        algorithm=algorithm,
+        align=align,
+        oversized=oversized,
+        as_json=as_json,
+    )
+
+
+_ALGORITHM = (
+    "next_fit, first_fit_decreasing, best_fit_decreasing, karmarkar_karp or "
+    "longest_processing_time. [default: best_fit_decreasing, or with several ranks the last]"
+)
+_OVERSIZED = "Treatment of a sequence that is longer than the capacity."
+_PLAN_JSON = "Print the statistics and the sequences of each micro-batch as JSON."
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_CONVERTED)],
+    source: Annotated[Source, typer.Option("--from", **one_of(Source), help="Format of FILE.")],
+    target: Annotated[Target, typer.Option("--to", **one_of(Target), help="Format to write.")],
+    out: Annotated[Path, typer.Option(**_FILE, help=_CONVERTED_OUT)],
+    advantages: Annotated[
+        Credit | None, typer.Option(**one_of(Credit), help=_ADVANTAGES, show_default=False)
+    ] = None,
+    missing_reward: Annotated[
+        float | None, typer.Option(**number(), help=_MISSING_REWARD, show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
+) -> Work:
+    """Convert rollouts from one trainer's format to another's.
+
+    Example: trajpack convert samples.jsonl --from slime --to prime-rl --out prime.jsonl
+    """
+    if out.exists() and not out.is_dir() and not force:
+        raise SetupError(f"{out} exists; --force replaces it")
+    from trajpack.commands.convert import convert_file
+
+    return partial(
+        convert_file,
+        file,
+        source,
+        target,
+        out=out,
+        advantages=advantages,
+        missing_reward=missing_reward,
+    )
+
+
+_CONVERTED = "JSONL, or a .pt file that torch.save wrote; a saved batch with --from trajpack."
+_CONVERTED_OUT = "JSONL or .pt file to write; a .safetensors file with --to trajpack."
+_ADVANTAGES = "Estimator of the advantages. [default: none, or those of a saved batch]"
+_MISSING_REWARD = "Reward of rollouts that have none. [default: they are refused]"
+
+
 def train(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
-    steps: Annotated[int, typer.Option(help="Steps of policy gradients.")] = _Train.num_steps,
-    num_prompts: Annotated[int, typer.Option(help="Questions for each step.")] = _Train.num_prompts,
+    num_steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", **whole(*LIMITS["num_steps"]), help="Number of policy-gradient steps."
+        ),
+    ] = _Train.num_steps,
+    num_prompts: Annotated[
+        int, typer.Option(**whole(*LIMITS["num_prompts"]), help="Questions of a step.")
+    ] = _Train.num_prompts,
     group_size: Annotated[
-        int, typer.Option(help="Episodes for each question.")
+        int, typer.Option(**whole(*LIMITS["group_size"]), help="Episodes for each question.")
     ] = _Train.group_size,
-    turns: Annotated[int, typer.Option(help="Answers of an episode at most.")] = _Train.num_turns,
+    num_turns: Annotated[
+        int, typer.Option("--turns", **whole(*LIMITS["num_turns"]), help="Turns of an episode.")
+    ] = _Train.num_turns,
     warm_up_steps: Annotated[
-        int, typer.Option(help="Supervised steps before.")
+        int,
+        typer.Option(
+            **whole(*LIMITS["warm_up_steps"]), help="Supervised steps before the first episode."
+        ),
     ] = _Train.warm_up_steps,
     learning_rate: Annotated[
-        float, typer.Option(help="Of policy gradients.")
+        float,
+        typer.Option(**number(positive=True), help="Learning rate of the policy-gradient steps."),
     ] = _Train.learning_rate,
-    layout: Annotated[LayoutName, typer.Option(help=_TRAINED)] = _Train.layout,
-    seed: Annotated[int, typer.Option(help="Of weights, questions and sampling.")] = _Train.seed,
-    out: Annotated[Path, typer.Option(help=_CURVES)] = Path("trajpack-train/train.html"),
-    batch: Annotated[Path | None, typer.Option(help=_LAST_BATCH, show_default=False)] = None,
+    layout: Annotated[LayoutName, typer.Option(**_LAYOUTS, help=_TRAINED)] = _Train.layout,
+    seed: Annotated[
+        int, typer.Option(**_SEED, help="Seed of the weights, the questions and the sampling.")
+    ] = _Train.seed,
+    out: Annotated[Path, typer.Option(**_FILE, help=_CURVES)] = Path("trajpack-train/train.html"),
+    batch: Annotated[
+        Path | None, typer.Option(**_FILE, help=_LAST_BATCH, show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help=_FORCE)] = False,
 ) -> Work:
     """Let a tiny model learn sums from verified answers, on a CPU, in a few minutes.
 
-    Ctrl-C or SIGTERM stops early and writes the curves so far; a second one gives up at once.
+    Ctrl-C or SIGTERM stops early and writes the curves so far; a second one ends at once.
 
     Example: trajpack train --out demo/train.html
     """
+    chosen: dict[str, Any] = dict(locals())  # an option is called as its setting is
+    del chosen["out"], chosen["batch"], chosen["force"]
+    settings = _Train(**chosen)
+    if out.suffix != ".html" or out.is_dir():
+        raise SetupError(f"--out must be an .html file, got {out}")
+    if out.exists() and not force:
+        raise SetupError(f"{out} exists; --force replaces it")
+    if batch is not None:
+        check_places(batch, None, replace=force, option="--batch")
+    say("loading torch and transformers")
     from trajpack.commands.train import train
 
-    settings = _Train(
-        num_steps=steps,
-        num_prompts=num_prompts,
-        group_size=group_size,
-        num_turns=turns,
-        warm_up_steps=warm_up_steps,
-        learning_rate=learning_rate,
-        layout=layout,
-        seed=seed,
-    )
     return partial(train, settings, out, batch)
 
 
-_TRAINED = "A sequence is a whole conversation (merged) or one turn (turns); tree trains on trees."
-_LAST_BATCH = "Where the batch of the last step goes. [default: nowhere]"
-_CURVES = "HTML page for the curves of success, speed, fill and staleness."
+_TRAINED = "merged: a sequence is a whole conversation; turns: one turn; tree: train on trees."
+_LAST_BATCH = "File of the batch of the last step. [default: none is written]"
+_CURVES = "HTML page of the curves: success, speed, fill and staleness."

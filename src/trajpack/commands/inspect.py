@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
-from trajpack.agent.rollout.files import tokenizer_folder
+from trajpack.agent.models.hub import model_folder
+from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.terminal import make_console, results, say, tell
 from trajpack.packing.batch import inspection
 from trajpack.packing.batch.batch import PackedBatch
@@ -30,7 +31,7 @@ class Chosen(NamedTuple):
 
 
 def inspect_file(
-    file: Path, tokenizer: Path | None, chosen: Chosen, *, width: int | None, full: bool
+    file: Path, tokenizer: str | None, chosen: Chosen, *, width: int | None, full: bool
 ) -> int:
     """Show a summary of a batch and some of its sequences; return the exit status."""
     batch = load_batch(file)
@@ -89,17 +90,17 @@ def _tree(batch: PackedBatch) -> TreeStatistics | None:
     return tree_of(batch).statistics()
 
 
-def decoder_of(
-    batch: PackedBatch, beside: Path, tokenizer: Path | None
-) -> inspection.Decode | None:
+def decoder_of(batch: PackedBatch, beside: Path, tokenizer: str | None) -> inspection.Decode | None:
     """Return the decoding of a tokenizer, or ``None`` if there is none.
 
     Args:
         batch: Batch whose tokens are decoded.
         beside: Folder of the tokenizer, if there is one and no other is asked for.
-        tokenizer: Folder that was asked for.
+        tokenizer: Folder, or name on the hub, that was asked for.
     """
-    folder = beside if tokenizer is None and beside.is_dir() else tokenizer
+    folder = beside if tokenizer is None and beside.is_dir() else None
+    if tokenizer is not None:
+        folder = model_folder(tokenizer, say, weights=False)
     if folder is None:
         return None
     try:

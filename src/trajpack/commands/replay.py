@@ -7,8 +7,9 @@ from pathlib import Path
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line, load_tokenizer
-from trajpack.agent.rollout.files import check_places, save_rollout, tokenizer_folder
+from trajpack.agent.rollout.files import save_rollout
 from trajpack.agent.rollout.log import logged_tokenizer
+from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.agent.rollout.settings import LayoutName
 from trajpack.commands.rollout import failure_rows, tree_rows
 from trajpack.commands.terminal import make_console, results, tell, writing
@@ -20,8 +21,6 @@ from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 def replay_log(folder: Path, out: Path | None, layout: LayoutName, device: str) -> int:
     """Read a log, pack it, save the batch if asked to, and report; return the exit status."""
-    if out is not None:
-        check_places(out, None)
     try:
         with TrajectoryLog.open(folder, mode="read") as log:
             rows = [("episodes", f"{len(log):,}, {len(log.failed):,} of them failed")]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from trajpack.agent.errors import SetupError
 from trajpack.agent.models.causal_model import first_line
-from trajpack.agent.rollout.files import tokenizer_folder
 from trajpack.agent.rollout.log import logged_tokenizer
+from trajpack.agent.rollout.places import tokenizer_folder
 from trajpack.commands.inspect import decoder_of, load_batch
 from trajpack.commands.terminal import make_console, results, tell, writing
 from trajpack.packing.batch.batch import PackedBatch
@@ -19,7 +19,7 @@ from trajpack.packing.trajectory_log.log import TrajectoryLog
 
 
 def report_source(
-    source: Path, out: Path | None, tokenizer: Path | None, options: ReportOptions
+    source: Path, out: Path | None, tokenizer: str | None, options: ReportOptions
 ) -> int:
     """Write the page of a batch's file or of a log's folder; return the exit status."""
     out = source.with_suffix(".html") if out is None else out

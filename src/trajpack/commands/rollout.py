@@ -7,18 +7,16 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trajpack.agent.errors import SetupError
+from trajpack.agent.models.hub import model_folder
 from trajpack.agent.observability.pack_watch import watch_pack
-from trajpack.agent.rollout.files import (
-    check_places,
-    check_writable,
-    save_rollout,
-    tokenizer_folder,
-)
+from trajpack.agent.rollout.files import save_rollout
 from trajpack.agent.rollout.log import RolloutLog
+from trajpack.agent.rollout.places import tokenizer_folder, writable
 from trajpack.agent.rollout.rollout import Rollout, RolloutOutcome, prepare_rollout
 from trajpack.agent.rollout.settings import LayoutName, RolloutSettings
 from trajpack.agent.runner import watchdog
@@ -79,17 +77,19 @@ def roll_out(settings: RolloutSettings, layout: LayoutName, out: Path) -> int:
 def _roll_out(
     settings: RolloutSettings, layout: LayoutName, out: Path, interruption: Interruption
 ) -> None:
-    check_places(out, settings.answers)
-    say("loading model and questions")
     silence_transformers()
+    if settings.model is not None:
+        settings = replace(
+            settings, model=model_folder(settings.model, say, weights=not settings.has_servers)
+        )
+    say("loading model and questions")
     prepared = prepare_rollout(settings)
     if len(prepared.prompts) < settings.num_prompts:
         num_there = counted(len(prepared.prompts), "question")
         say(f"{settings.dataset} has {num_there}, fewer than {settings.num_prompts:,}: all asked")
-    for folder in filter(None, (out.parent, settings.answers)):
-        with writing(folder):
-            check_writable(folder)
     with contextlib.ExitStack() as stack:
+        for folder in filter(None, (out.parent, settings.answers)):
+            stack.enter_context(writable(folder))
         log = None
         if settings.log is not None:
             log = stack.enter_context(RolloutLog(settings.log, prepared))
@@ -246,8 +246,8 @@ def report(
 ) -> list[tuple[str, str]]:
     """Return the results of a rollout as pairs of a name and a formatted value.
 
-    ``num_merged`` counts the tokens of the trajectories, shared prefixes once. The fill is the
-    share of the batch's tokens in a padded rectangle as wide as the longest sequence.
+    ``num_merged`` counts the tokens of the trajectories, each once. Padding would make a rectangle
+    as wide as the longest sequence.
     """
     turns = [turn for path in outcome.trajectories for turn in path.turns]
     num_as_turns = sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
@@ -264,12 +264,14 @@ def report(
         ),
         ("speed", f"{progress.tokens_per_s:,.0f} generated tokens/s, {progress.elapsed_s:.1f} s"),
         (
-            "tokens as turns, merged",
-            f"{num_as_turns:,} against {num_merged:,}, a ratio of {num_as_turns / num_merged:.2f}",
+            "packing saves",
+            f"{1 - num_merged / num_as_turns:.0%} of the tokens: {num_merged:,} in place of "
+            f"{num_as_turns:,}, turn by turn",
         ),
         (
-            "fill, if padded",
-            f"{batch.num_tokens:,} of {capacity:,} tokens ({batch.num_tokens / capacity:.0%})",
+            "padding adds",
+            f"{capacity / batch.num_tokens - 1:.0%}: {capacity:,} tokens in place of "
+            f"{batch.num_tokens:,}",
         ),
         *describe(batch),
         *failure_rows(outcome.failures),

@@ -100,6 +100,14 @@ def results() -> Iterator[None]:
         raise SetupError(f"cannot write standard output: {error.strerror or error}")
 
 
+def readable(path: Path) -> None:
+    """Raise a SetupError unless ``path`` is a file that can be read."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise SetupError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Convert an `OSError` while ``path`` is written into a `SetupError`."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import trajpack
-from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.files import check_places, check_writable, save_rollout
+from trajpack.agent.rollout.files import save_rollout
+from trajpack.agent.rollout.places import writable
 from trajpack.agent.training.grpo import StepRecord, Training
 from trajpack.agent.training.settings import TrainSettings
 from trajpack.commands.interruption import Interruption
@@ -59,14 +59,14 @@ def train(settings: TrainSettings, out: Path, batch_file: Path | None) -> int:
 def _train(
     settings: TrainSettings, out: Path, batch_file: Path | None, interruption: Interruption
 ) -> None:
-    if batch_file is not None:
-        check_places(batch_file, None, option="--batch")
-    if out.suffix != ".html" or out.is_dir():
-        raise SetupError(f"--out must be an .html file, got {out}")
-    for folder in [out.parent] if batch_file is None else [out.parent, batch_file.parent]:
-        with writing(folder):
-            check_writable(folder)
     silence_transformers()
+    with writable(out.parent), writable((batch_file or out).parent):
+        _train_and_write(settings, out, batch_file, interruption)
+
+
+def _train_and_write(
+    settings: TrainSettings, out: Path, batch_file: Path | None, interruption: Interruption
+) -> None:
     records: list[StepRecord] = []
     with _single_threaded(), TrainBoard(settings, make_console(stderr=True), say) as board:
 

@@ -98,10 +98,10 @@ def test_the_turns_are_views_of_one_conversation() -> None:
     assert np.shares_memory(first.prompt_ids, second.prompt_ids)  # type: ignore[arg-type]
 
 
-def test_a_sampling_mask_becomes_a_field_of_its_turn() -> None:
+def test_rows_of_a_reply_become_fields_of_its_turn() -> None:
     held = episode()
     mask = Ragged([0, 2, 3], [7, 9, 8])
-    held.keep(ask(says(sampling_mask=mask), held))
+    held.keep(ask(says(fields={"sampling_mask": mask}), held))
     held.keep(ask(says(prompt_ids=[5, 6, 7, 8]), held))
     assert [turn.fields for turn in held.turns()] == [{"sampling_mask": mask}, None]
 

@@ -45,18 +45,45 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "solutions"),
+    [
+        ({"answer": "One and one.\n#### 2"}, ("2",)),
+        ({"answer": " 1/2 "}, ("1/2",)),
+        ({"answer": 2}, ("2",)),
+        ({"answer": -0.5}, ("-0.5",)),
+        ({"answer": "Bologna", "solutions": ["New York", "NYC"]}, ("New York", "NYC")),
+    ],
+)
+@pytest.mark.parametrize("name", ["question", "prompt", "messages"])
+def test_a_question_and_its_answer_have_several_names(
+    tmp_path: Path, name: str, answer: dict[str, Any], solutions: tuple[str, ...]
+) -> None:
+    asked = [{"role": "user", "content": "Q?"}] if name == "messages" else "Q?"
+    (question,) = load_questions(write(tmp_path, {name: asked, **answer}))
+    assert question.messages == ({"role": "user", "content": "Q?"},)
+    assert question.solutions == solutions
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "not JSON: .* at column 2"),
         pytest.param("[" * 100_000, "recursion", id="deep nesting"),
         ("[1]", "expected an object, got list"),
         ('"text"', "expected an object, got str"),
-        ("{}", "expected 'question' and 'answer', or 'prompt' and 'solutions'"),
-        ({"question": "Q?"}, "answer must be a string that is not empty, got None"),
+        ("{}", "expected 'question', 'prompt' or 'messages', and .*, got no fields"),
+        ({"answer": "2", "id": 1}, "expected 'question', .*, got 'answer', 'id'"),
+        ({"question": "Q?"}, "and 'answer' or 'solutions', got 'question'"),
+        ({"question": "Q?", "answer": None}, "answer must be a string that is not empty, got None"),
+        ({"question": "Q?", "answer": True}, "answer must be a string that is not empty, got True"),
         ({"question": "", "answer": "#### 2"}, "question must be a string"),
-        ({"question": "Q?", "answer": "2"}, "no final answer after '####'"),
+        ({"question": "Q?", "answer": "It is 2."}, "several words and no final .*'It is 2.'"),
         ({"question": "Q?", "answer": "2 ####  "}, "no final answer after '####'"),
-        ({"prompt": "Q?"}, "solutions must be a list of at least one string, got None"),
+        ({"prompt": "Q?"}, "and 'answer' or 'solutions', got 'prompt'"),
+        (
+            {"messages": [{"role": "assistant", "content": "2"}], "answer": "2"},
+            "messages must end with the question",
+        ),
         ({"prompt": "Q?", "solutions": []}, r"at least one string, got \[\]"),
         ({"prompt": "Q?", "solutions": "2"}, "solutions must be a list"),
         ({"prompt": "Q?", "solutions": [2]}, "solutions must be a string.*, got 2"),

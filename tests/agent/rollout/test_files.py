@@ -9,12 +9,8 @@ import pytest
 
 from trajpack import PackedBatch, Trajectory, Turn, pack
 from trajpack.agent.errors import SetupError
-from trajpack.agent.rollout.files import (
-    check_places,
-    check_writable,
-    save_rollout,
-    tokenizer_folder,
-)
+from trajpack.agent.rollout.files import save_rollout
+from trajpack.agent.rollout.places import check_places, is_continued, tokenizer_folder, writable
 
 BATCH = pack([Trajectory("a", [Turn([1], [2], [-1.0])])])
 
@@ -107,10 +103,10 @@ def test_only_the_folder_of_a_tokenizer_may_be_replaced(
     for name in names:
         (folder / name).touch()
     if reason is None:
-        check_places(tmp_path / "batch.safetensors", tmp_path / "answers")
+        check_places(tmp_path / "batch.safetensors", tmp_path / "answers", replace=True)
     else:
         with pytest.raises(SetupError, match=f"will not be replaced: {reason}"):
-            check_places(tmp_path / "batch.safetensors", None)
+            check_places(tmp_path / "batch.safetensors", None, replace=True)
 
 
 def test_a_file_or_a_link_in_the_tokenizers_place_is_refused(tmp_path: Path) -> None:
@@ -118,7 +114,7 @@ def test_a_file_or_a_link_in_the_tokenizers_place_is_refused(tmp_path: Path) -> 
     (tmp_path / "b.tokenizer").symlink_to(tmp_path)
     for name in ("a", "b"):
         with pytest.raises(SetupError, match="it is not a folder"):
-            check_places(tmp_path / f"{name}.safetensors", None)
+            check_places(tmp_path / f"{name}.safetensors", None, replace=True)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +122,36 @@ def test_a_file_or_a_link_in_the_tokenizers_place_is_refused(tmp_path: Path) -> 
 )
 def test_answers_in_the_way_of_the_other_files_are_refused(answers: str, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"--answers must not be .*batch\.\w+ or in it"):
-        check_places(tmp_path / "batch.safetensors", tmp_path / answers)
+        check_places(tmp_path / "batch.safetensors", tmp_path / answers, replace=True)
 
 
-def test_a_folder_is_created_and_left_empty_by_the_check(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a" / "b")
-    assert not list((tmp_path / "a" / "b").iterdir())
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        check_writable(tmp_path / "file")
+def test_a_batch_is_replaced_only_if_asked_to(tmp_path: Path) -> None:
+    out = tmp_path / "batch.safetensors"
+    check_places(out, None, replace=False)
+    out.touch()
+    check_places(out, None, replace=True)
+    with pytest.raises(SetupError, match=r"batch.safetensors exists; --force replaces it$"):
+        check_places(out, None, replace=False)
+
+
+def test_a_rollout_continues_where_its_log_has_settings(tmp_path: Path) -> None:
+    assert not is_continued(None)
+    assert not is_continued(tmp_path)
+    (tmp_path / "rollout.json").touch()
+    assert is_continued(tmp_path)
+
+
+def test_folders_are_created_and_removed_unless_something_is_in_them(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    with writable(inner):
+        assert not list(inner.iterdir())
+    assert not list(tmp_path.iterdir())
+    with writable(inner):
+        (inner.parent / "kept").touch()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["kept"]
+    inner.mkdir()
+    with writable(inner):
+        pass
+    assert inner.is_dir()  # it was there before
+    with pytest.raises(SetupError, match=r"cannot write .*kept/c: "), writable(inner / "../kept/c"):
+        pass

@@ -1,12 +1,16 @@
 """Completions of both engines: requests, resumptions, cancellation and whole rollouts."""
 
 import asyncio
+import base64
+import io
 from collections.abc import Awaitable, Callable
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trajpack
 from tests.agent.servers.loopback import (
@@ -95,6 +99,34 @@ def test_sglang_gets_token_ids_and_returns_a_checked_sample() -> None:
             "no_stop_trim": True,
             **NEUTRAL,
         }
+
+    asyncio.run(body())
+
+
+def test_routed_experts_are_asked_for_and_become_a_field() -> None:
+    routes = np.arange(24, dtype=np.int32).reshape(4, 2, 3)
+    with io.BytesIO() as file:
+        np.save(file, routes.astype(np.uint16))
+        npy = base64.b64encode(file.getvalue()).decode()
+
+    async def vllm(asked: Asked) -> Answer:
+        body = vllm_body([7, 8])
+        body["choices"][0]["routed_experts"] = npy
+        return Answer(body=body)
+
+    async def sglang(asked: Asked) -> Answer:
+        assert asked.payload["return_routed_experts"] is True
+        body = sglang_body([7, 8])
+        body["meta_info"]["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
+        return Answer(body=body)
+
+    async def body() -> None:
+        asking = options(routed_experts=(2, 3))
+        for engine_type, say in ((VLLMEngine, vllm), (SGLangEngine, sglang)):
+            async with serving(engine_type, drawing(say), options=asking) as (_, engine):
+                fields = (await generate(engine)).fields
+                assert fields is not None
+                assert fields["routed_experts"].tolist() == [*routes.tolist(), [[0, 1, 2]] * 2]
 
     asyncio.run(body())
 
@@ -485,6 +517,39 @@ def test_cancellation_at_any_time_leaves_nothing(delay: float) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_sampling_masks_of_vllm_become_the_support_of_a_batch(in_rows: bool) -> None:
+    _, tokenizer = build_tiny_model()
+    answer = [*tokenizer.encode("5", add_special_tokens=False), tokenizer.eos_token_id]
+    rows = [[token, *range(9, 9 + number)] for number, token in enumerate(answer)]
+    allowed = [token for row in rows for token in row]
+    ends = [0, *accumulate(map(len, rows))]
+    mask = rows if in_rows else {"token_ids": allowed, "offsets": ends}
+
+    async def draw(asked: Asked) -> Answer:
+        (choice,) = vllm_body(answer)["choices"]
+        return Answer(body={"choices": [choice | {"sampling_mask": mask}]})
+
+    async def body() -> list[Any]:
+        question = Question("q", ({"role": "user", "content": "2 + 3"},), ("5",))
+        agent = MathMultiTurnAgent(SamplingParams(8), tokenizer, None, num_turns=2)
+        async with serving(VLLMEngine, drawing(draw)) as (_, engine):
+            runner = RolloutRunner(engine, agent, ExactAnswerEnvironment([question]))
+            return [one async for one in runner.run([Prompt("q", [7, 8])])]
+
+    (result,) = asyncio.run(body())
+    field = trajpack.TokenField("sampling_mask", torch.int32, ragged=True)
+    batch = trajpack.pack(result.trajectories, fields=[field])
+    turns = batch.num_turns
+    assert result.error is None
+    assert turns == 2
+    assert batch.ragged("sampling_mask").values.tolist() == allowed * turns
+    assert batch.ragged("sampling_mask").cu.diff().tolist() == list(map(len, rows)) * turns
+    head = torch.zeros(len(tokenizer), 4)
+    found = batch.logprobs(torch.zeros(batch.num_tokens, 4), head, support="sampling_mask")
+    torch.testing.assert_close(found, -torch.tensor([*map(len, rows)] * turns).log())
 
 
 @pytest.mark.parametrize("engine_type", [VLLMEngine, SGLangEngine])

@@ -1,5 +1,7 @@
 """Reading responses of vLLM: every shape, every limit, and the wording of refusals."""
 
+import base64
+import io
 import json
 import math
 from dataclasses import replace
@@ -123,6 +125,9 @@ def entries(*values: Any) -> dict[str, Any]:
     return {"logprobs": {"content": [*values]}}
 
 
+NO_TOKEN: dict[str, Any] = {"token_ids": [], "logprobs": {"content": []}}
+
+
 def masks(*rows: Any) -> dict[str, Any]:
     return {"sampling_mask": [*rows]}
 
@@ -146,25 +151,84 @@ def test_sampling_masks_are_read_and_packed() -> None:
     more = masks([207], [8, 129], [])
     completion.append(read(generate(weight_versions=None, **more)), declared=7)
     reply = completion.to_output()
-    assert reply.sampling_mask is not None
     field = TokenField("sampling_mask", torch.int32, ragged=True)
     turn = Turn(
         reply.prompt_ids,
         reply.output_ids,
         reply.output_logprobs,
-        fields={"sampling_mask": reply.sampling_mask},
+        fields=reply.fields,
     )
     batch = pack([Trajectory("a", [turn])], fields=[field])
     assert batch.unpack()[0].turns == (turn,)
     found = batch.ragged("sampling_mask")
     assert found.cu.tolist() == [0, 2, 2, 3, 4, 6, 6]
     assert found.values.tolist() == [5, 207, 350, 207, 8, 129]
-    same = replace(reply, sampling_mask=[[5, 207], [], [350], [207], [8, 129], []])
-    assert reply == same
+    same = [[5, 207], [], [350], [207], [8, 129], []]
+    assert reply == replace(reply, fields={"sampling_mask": same})
     assert reply not in (
-        replace(reply, sampling_mask=None),
-        replace(reply, sampling_mask=[[5]] * 6),
+        replace(reply, fields=None),
+        replace(reply, fields={"sampling_mask": [[5]] * 6}),
+        replace(reply, fields={"another": same}),
     )
+
+
+def npy(routes: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def routes_of(num_tokens: int, begin: int = 0) -> Any:
+    """Return routes of 2 layers and 3 experts a token, distinct for each token."""
+    return np.arange(begin, begin + num_tokens * 6, dtype=np.uint8).reshape(num_tokens, 2, 3)
+
+
+def test_routed_experts_are_read_and_packed() -> None:
+    limits = replace(LIMITS, routed_experts=(2, 3))
+    routes = routes_of(7)
+    for shape in (generate, completions, chat):
+        body = encode(shape(routed_experts=npy(routes)))
+        assert np.array_equal(read_vllm_response(body, limits).routed_experts, routes)
+        assert read_vllm_response(body, LIMITS).routed_experts is None
+    completion = Completion("q", 0, PROMPT, SamplingParams(max_new_tokens=6))
+    aborted = {"finish_reason": "abort", "weight_versions": None}
+    for changes in (aborted | {"routed_experts": npy(routes)}, aborted | NO_TOKEN):
+        completion.append(read_vllm_response(encode(generate(**changes)), limits), declared=7)
+    short = encode(generate(weight_versions=None, routed_experts=npy(routes)))
+    with pytest.raises(ValueError, match="routed_experts of 10 tokens, all but the last, got 7"):
+        completion.append(read_vllm_response(short, limits), declared=7)
+    routes = routes_of(10, 100)  # the whole conversation again
+    body = encode(generate(weight_versions=None, routed_experts=npy(routes)))
+    completion.append(read_vllm_response(body, limits), declared=7)
+    reply = completion.to_output()
+    assert reply.fields is not None
+    turn = Turn(reply.prompt_ids, reply.output_ids, reply.output_logprobs, fields=reply.fields)
+    field = TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False)
+    batch = pack([Trajectory("a", [turn])], fields=[field])
+    assert np.array_equal(batch.fields["routed_experts"][:-1], routes)
+    assert batch.fields["routed_experts"][-1].tolist() == [[0, 1, 2]] * 2  # it was not run
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "--enable-return-routed-experts, got none"),
+        ("*", "routed_experts: "),
+        (base64.b64encode(b"\0" * 28).decode(), "routed_experts: cannot reshape"),
+        (base64.b64encode(b"\x93NUMPY\1\0").decode(), "routed_experts: "),
+        (
+            npy(np.zeros((7, 3, 2), np.int32)),
+            r"integers \[tokens, 2, 3\] in routed_experts, got int32",
+        ),
+        (npy(np.zeros((7, 2, 3), np.float32)), "got float32"),
+        (npy(np.full((7, 2, 3), -1)), "0 or more in routed_experts, got -1"),
+        (npy(np.array([{}])), "routed_experts: Object arrays cannot be loaded"),
+    ],
+)
+def test_wrong_routes_are_refused(given: Any, message: str) -> None:
+    limits = replace(LIMITS, routed_experts=(2, 3))
+    with pytest.raises(ValueError, match=f"vLLM response: .*{message}"):
+        read_vllm_response(encode(generate(routed_experts=given)), limits)
 
 
 GOOD = {"logprob": -0.5}

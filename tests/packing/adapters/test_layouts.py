@@ -234,6 +234,7 @@ def test_conversations_come_back_with_turns_rewards_and_groups(name):
 
 ROUTES = TokenField("routed_experts", torch.uint8, (2, 3), generated_only=False)
 MASK = TokenField("sampling_mask", torch.int32, (4,), fill=-1)
+READ_MASK = TokenField("sampling_mask", torch.int32, ragged=True)
 TEACHER = TokenField("teacher_log_probs", torch.float32)
 TEMPERATURES = TokenField("temperatures", torch.float32)
 WITH_FIELDS: dict[str, tuple[Any, Any, list[TokenField]]] = {
@@ -254,9 +255,15 @@ def test_extra_fields_come_back_where_they_are_named(name, seed):
     write, read, fields = WITH_FIELDS[name]
     batch = random_batch(np.random.default_rng(seed), fields=fields)
     names, given_out = [field.name for field in fields], write(batch)
-    again = pack(read(given_out, fields=names), fields=fields)
+    again = pack(
+        read(given_out, fields=names), fields=[READ_MASK if one is MASK else one for one in fields]
+    )
     assert again.seqlens == batch.seqlens
-    for field in names[1:]:
+    known = batch.fields["sampling_mask"] != -1
+    kept = again.ragged("sampling_mask")
+    assert_same_bits(kept.values, batch.fields["sampling_mask"][known])
+    assert torch.equal(kept.cu.diff(), known.sum(1)[batch.loss_mask])
+    for field in names[2:]:
         values = batch.fields[field]
         if field == "temperatures":  # of prompts too, which are not of a turn
             values = torch.where(batch.loss_mask, values, 0.0)
@@ -267,9 +274,3 @@ def test_extra_fields_come_back_where_they_are_named(name, seed):
     assert_same_bits(again.fields["routed_experts"], routes)
     with pytest.raises(ValueError, match="name sampling_mask in fields, or take them out"):
         read(given_out, fields=[field for field in names if field != "sampling_mask"])
-    if name == "skyrl":
-        return
-    with pytest.raises(ValueError, match="4 tokens, more than sampling_mask_width 3"):
-        read(given_out, fields=names, sampling_mask_width=3)
-    wide = read(given_out, fields=names, sampling_mask_width=6)
-    assert wide[0].turns[0].fields["sampling_mask"].shape[1] == 6

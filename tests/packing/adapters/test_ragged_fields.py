@@ -124,12 +124,13 @@ def test_masks_that_are_no_token_ids_are_refused(name, field):
             prime_rl.to_training_samples,
             partial(prime_rl.from_training_samples, missing_reward=0.0),
         ),
+        (skyrl.to_generator_output, skyrl.from_generator_output),
     ],
 )
 @pytest.mark.parametrize("seed", [5, 25])
 def test_ragged_masks_are_read_as_they_were_written(write, read, seed):
     _, batch = both_batches(seed, "merged")
-    back = read(write(batch), fields=[MASK.name], sampling_mask_width="ragged")
+    back = read(write(batch), fields=[MASK.name])
     again = pack(back, fields=[MASK])
     assert again.seqlens == batch.seqlens
     assert plain(again.ragged(MASK.name)) == plain(batch.ragged(MASK.name))

@@ -1,0 +1,156 @@
+"""The engine of an asynchronous function that completes a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeAlias
+
+from trajpack.agent.engines.queues import End, QueuedEngine
+from trajpack.agent.errors import GenerationError, MalformedResponseError, reason_of
+from trajpack.agent.protocols import GenerationOutput, GenerationRequest
+from trajpack.packing.conversion import INT32_MAX, as_ids, as_integer, as_logprobs, shown
+from trajpack.packing.types import FloatArray, IntArray
+
+Completion: TypeAlias = GenerationOutput | tuple[IntArray, FloatArray, bool]
+"""A completion, or its token ids, their log-probabilities, and whether it has no end-of-sequence
+token."""
+
+
+class FunctionEngine(QueuedEngine):
+    """Generates with an asynchronous function, any number of calls at the same time.
+
+    Use it as an asynchronous context manager. A call is cancelled with its request or its episode,
+    and at the end of the context. What the function raises fails its request alone: a
+    `GenerationError` keeps its class and its reason, any other exception becomes the cause of one.
+
+    Args:
+        function: Called with the token ids of the whole conversation and the sampling parameters;
+            its coroutine returns ``(output_ids, output_logprobs, no_eos)`` or a `GenerationOutput`,
+            in which ``qid`` is replaced by that of the request. A tuple's tokens count as sampled
+            by the version at the time of the call.
+        version: Policy version of the weights.
+
+    Raises:
+        TypeError: If the function cannot be called, or the version is no integer.
+        ValueError: If the version is negative or beyond int32.
+
+    Cost: a task for each call.
+
+    Example:
+        >>> import asyncio
+        >>> async def next_number(prompt_ids, sampling):
+        ...     return [prompt_ids[-1] + 1], [-0.5], False
+        >>> async def ask():
+        ...     async with FunctionEngine(next_number, version=3) as engine:
+        ...         return await engine.generate(("q", [1, 2], None))
+        >>> output = asyncio.run(ask())
+        >>> output.output_ids.tolist(), output.version_end
+        ([3], 3)
+    """
+
+    def __init__(
+        self, function: Callable[[Sequence[int], Any], Awaitable[Completion]], *, version: int = 0
+    ) -> None:
+        super().__init__()
+        if not callable(function):
+            raise TypeError(f"function must be an asynchronous function, got {shown(function)}")
+        self._function = function
+        self._version = 0
+        self._calls: set[asyncio.Task[Any]] = set()
+        self.set_version(version)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that sample now."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Declare that calls from now on sample with other weights.
+
+        Raises:
+            TypeError: If the version is no integer.
+            ValueError: If it is beyond int32, or below the present one.
+        """
+        version = as_integer("version", version)
+        if not self._version <= version <= INT32_MAX:
+            raise ValueError(f"version must be in [{self._version}, {INT32_MAX}], got {version}")
+        self._version = version
+
+    async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise RuntimeError("a FunctionEngine can be entered once")
+        self._begin_serving()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._end_serving(End("the engine was shut down", has_left=True))
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return the completion of one call, see `QueuedEngine.generate`."""
+        qid, prompt_ids, sampling = request
+        if self._end is not None:
+            raise self._end.as_error(qid)
+        self.check_serving()
+        version = self._version
+        call = asyncio.ensure_future(_called(self._function, prompt_ids, sampling))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            completion = await call
+        except GenerationError as error:
+            raise type(error)(qid, error.reason) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            if self._end is not None:
+                raise self._end.as_error(qid) from None
+            raise GenerationError(qid, "the engine's function was cancelled") from None
+        except Exception as error:
+            reason = f"the engine's function failed: {reason_of(error)}"
+            raise GenerationError(qid, reason) from error
+        try:
+            return _output(qid, prompt_ids, completion, version)
+        except (TypeError, ValueError) as error:
+            reason = f"the engine's function returned no completion: {reason_of(error)}"
+            raise MalformedResponseError(qid, reason) from error
+
+
+async def _called(
+    function: Callable[[Sequence[int], Any], Awaitable[Completion]],
+    prompt_ids: Sequence[int],
+    sampling: Any,
+) -> Any:
+    """Await a call, so that a function without ``async`` fails within it."""
+    return await function(prompt_ids, sampling)
+
+
+def _output(qid: str, prompt_ids: Sequence[int], completion: Any, version: int) -> GenerationOutput:
+    """Return a checked completion.
+
+    Raises:
+        TypeError, ValueError: If it is none.
+    """
+    if isinstance(completion, GenerationOutput):
+        output = replace(completion, qid=qid)
+    elif isinstance(completion, tuple) and len(completion) == 3:
+        ids, logprobs, no_eos = completion
+        output = GenerationOutput(qid, prompt_ids, ids, logprobs, bool(no_eos), version, version)
+    else:
+        raise TypeError(
+            "expected (output_ids, output_logprobs, no_eos) or a GenerationOutput, "
+            f"got {shown(completion)}"
+        )
+    ids = as_ids("output_ids", output.output_ids)
+    logprobs = as_logprobs("output_logprobs", output.output_logprobs)
+    if len(ids) != len(logprobs):
+        raise ValueError(
+            f"output_logprobs must have one entry per token, got {len(logprobs)} for {len(ids)}"
+        )
+    return replace(output, output_ids=ids, output_logprobs=logprobs)

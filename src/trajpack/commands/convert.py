@@ -1,0 +1,128 @@
+"""The work of ``trajpack convert``."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trajpack.agent.errors import SetupError
+from trajpack.agent.models.causal_model import first_line
+from trajpack.commands.inspect import load_batch
+from trajpack.commands.terminal import make_console, results, tell, writing
+from trajpack.packing.adapters import areal, prime_rl, slime, torchtitan
+from trajpack.packing.batch.batch import PackedBatch
+from trajpack.packing.batch.inspection import summary
+from trajpack.packing.buffer.buffer import pack
+from trajpack.packing.credit.estimators import GRPO, RLOO, DrGRPO
+from trajpack.packing.durable_files import replacing
+
+READERS: Mapping[str, Any] = {
+    "slime": slime.from_samples,
+    "prime-rl": prime_rl.from_training_samples,
+    "areal": areal.from_padded_dict,
+}
+"""Function that makes trajectories, by format."""
+WRITERS: Mapping[str, Any] = {
+    "slime": slime.to_samples,
+    "prime-rl": prime_rl.to_training_samples,
+    "torchtitan": torchtitan.to_training_samples,
+}
+"""Function that makes a list of samples of a batch, by format."""
+ESTIMATORS = {"grpo": GRPO, "dr-grpo": DrGRPO, "rloo": RLOO}
+
+
+def convert_file(
+    file: Path,
+    source: str,
+    target: str,
+    *,
+    out: Path,
+    advantages: str | None,
+    missing_reward: float | None,
+) -> int:
+    """Read rollouts, pack them, and write them in another format; return the exit status."""
+    suffixes = [".safetensors"] if target == "trajpack" else [".jsonl", ".pt"]
+    if out.suffix not in suffixes or out.is_dir():
+        raise SetupError(f"--out must be a {' or '.join(suffixes)} file, got {out}")
+    if source == "trajpack":
+        batch = load_batch(file)
+    else:
+        given = _read(file)
+        if source == "slime" and isinstance(given, Mapping):  # its dump of a rollout
+            given = given.get("samples")
+        if not isinstance(given, (list, Mapping) if source == "areal" else list):
+            raise SetupError(f"{file} holds no list of {source} samples")
+        batch = _packed(file, source, given, missing_reward)
+    try:
+        if advantages is not None:
+            batch = batch.with_advantages(ESTIMATORS[advantages]())
+        written = batch if target == "trajpack" else WRITERS[target](batch)
+    except ValueError as error:
+        needed = "; name an estimator with --advantages" if "with_advantages" in str(error) else ""
+        raise SetupError(f"{first_line(error)}{needed}") from error
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _write(out, target, written)
+    with results():
+        console = make_console()
+        rows = [
+            ("trajectories", f"{len(batch.ids):,}"),
+            ("sequences", f"{len(batch):,}"),
+            ("tokens", f"{batch.num_tokens:,}, {batch.num_generated:,} of them generated"),
+        ]
+        console.print(summary(rows, f"{source} to {target}", console.width))
+        tell(console, f"written    {out}")
+    return 0
+
+
+def _read(file: Path) -> Any:
+    """Return the content of a JSONL file, a list, or of a file of `torch.save`."""
+    try:
+        if file.suffix == ".pt":
+            return torch.load(file, map_location="cpu", weights_only=True)
+        rows = []
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        rows.append(json.loads(line))
+                    except ValueError as error:
+                        raise SetupError(f"{file}, line {number}: no JSON: {error}") from error
+    except OSError as error:
+        raise SetupError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
+    except (EOFError, RuntimeError, UnicodeDecodeError, pickle.UnpicklingError) as error:
+        raise SetupError(f"cannot read {file}: {first_line(error)}") from error
+    else:
+        return rows
+
+
+def _packed(file: Path, source: str, given: Any, missing_reward: float | None) -> PackedBatch:
+    try:
+        return pack(READERS[source](given, missing_reward=missing_reward))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of untyped JSON
+        remedy = first_line(error).replace("pass missing_reward=0.0", "give --missing-reward 0")
+        raise SetupError(f"{file}: {remedy}") from error
+
+
+def _write(out: Path, target: str, written: Any) -> None:
+    """Write a batch or samples, whole or not at all."""
+    if isinstance(written, PackedBatch):
+        written.save(out)
+        return
+    with replacing(out) as unfinished:
+        if out.suffix == ".pt":
+            torch.save({"samples": written} if target == "slime" else written, unfinished)
+            return
+        with unfinished.open("w", encoding="utf-8") as lines:
+            for row in written:
+                try:
+                    lines.write(json.dumps(row) + "\n")
+                except TypeError as error:
+                    raise SetupError(
+                        f"extra fields have no JSON form, write a .pt: {error}"
+                    ) from error

@@ -1,0 +1,199 @@
+"""The engine of a function: concurrent calls, cancellation, errors, versions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.agent.runner.runner_cases import TwoTurns, prompts, runner, take
+from trajpack.agent import (
+    EngineEndedError,
+    FunctionEngine,
+    GenerationError,
+    GenerationOutput,
+    MalformedResponseError,
+    RequestRefusedError,
+)
+from trajpack.packing.types import Turn
+
+
+async def echo(prompt_ids: Any, sampling: Any) -> Any:
+    return [prompt_ids[-1], prompt_ids[-1] + 1], [-1.0, -2.0], True
+
+
+def asked(function: Any, *, version: int = 0) -> GenerationOutput:
+    async def ask() -> GenerationOutput:
+        async with FunctionEngine(function, version=version) as engine:
+            return await engine.generate(("q", [5, 6], "sampling"))  # type: ignore[arg-type]
+
+    return asyncio.run(ask())
+
+
+def test_a_tuple_is_a_completion_of_the_version_at_the_call() -> None:
+    async def changes(prompt_ids: Any, sampling: Any) -> Any:
+        assert (prompt_ids, sampling) == ([5, 6], "sampling")
+        engine.set_version(4)
+        return await echo(prompt_ids, sampling)
+
+    engine = FunctionEngine(changes, version=3)
+
+    async def ask() -> GenerationOutput:
+        async with engine:
+            return await engine.generate(("q", [5, 6], "sampling"))  # type: ignore[arg-type]
+
+    assert asyncio.run(ask()) == GenerationOutput("q", [5, 6], [6, 7], [-1.0, -2.0], True, 3, 3)
+    assert engine.version == 4
+    with pytest.raises(ValueError, match=r"version must be in \[4, "):
+        engine.set_version(3)
+
+
+def test_an_output_gets_the_name_of_its_request_and_keeps_the_rest() -> None:
+    async def whole(prompt_ids: Any, sampling: Any) -> GenerationOutput:
+        spans = [(7, 0, 1), (8, 1, 2)]
+        return GenerationOutput("", prompt_ids, [1, 2], [-1.0, -0.5], False, 7, 8, spans)
+
+    expected = GenerationOutput(
+        "q", [5, 6], [1, 2], [-1.0, -0.5], False, 7, 8, [(7, 0, 1), (8, 1, 2)]
+    )
+    assert asked(whole) == expected
+
+
+def test_calls_run_at_the_same_time_and_reach_their_own_episodes() -> None:
+    started: list[int] = []
+    all_started = asyncio.Event()
+
+    async def together(prompt_ids: Any, sampling: Any) -> Any:
+        started.append(prompt_ids[0])
+        if len(started) == 6:
+            all_started.set()
+        await all_started.wait()
+        return await echo(prompt_ids, sampling)
+
+    async def roll() -> list[Any]:
+        async with FunctionEngine(together) as engine, asyncio.timeout(20):
+            return await take(runner(engine, TwoTurns(), concurrency=6).run(prompts(6)))
+
+    results = asyncio.run(roll())
+    assert [result.error for result in results] == [None] * 6
+    for result in results:
+        (trajectory,) = result.trajectories
+        first, second = trajectory.turns
+        assert list(first.completion_ids) == [first.prompt_ids[-1], first.prompt_ids[-1] + 1]
+        assert isinstance(second, Turn)
+
+
+class Blocked:
+    """Function that never returns; it notes what began and what was cancelled."""
+
+    def __init__(self) -> None:
+        self.began, self.was_cancelled = asyncio.Event(), False
+
+    async def __call__(self, prompt_ids: Any, sampling: Any) -> Any:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+
+
+def test_closing_an_episode_cancels_its_call() -> None:
+    async def close() -> None:
+        function = Blocked()
+        async with FunctionEngine(function) as engine, asyncio.timeout(20):
+            engine.open_episode("q")
+            await engine.obs_queue.put(("q", [1], None))
+            await function.began.wait()
+            engine.close_episode("q")
+            while not function.was_cancelled:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(close())
+
+
+def test_a_cancelled_request_cancels_its_call() -> None:
+    async def cancel() -> None:
+        function = Blocked()
+        async with FunctionEngine(function) as engine, asyncio.timeout(20):
+            request = asyncio.ensure_future(engine.generate(("q", [1], None)))  # type: ignore[arg-type]
+            await function.began.wait()
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            assert function.was_cancelled
+
+    asyncio.run(cancel())
+
+
+def test_the_end_of_the_context_ends_the_calls() -> None:
+    async def leave() -> None:
+        function = Blocked()
+        async with asyncio.timeout(20):
+            async with FunctionEngine(function) as engine:
+                replies = engine.open_episode("q")
+                await engine.obs_queue.put(("q", [1], None))
+                await function.began.wait()
+            assert function.was_cancelled
+            assert isinstance(await replies.get(), EngineEndedError)
+            with pytest.raises(EngineEndedError, match="'late': the engine was shut down"):
+                await engine.generate(("late", [1], None))  # type: ignore[arg-type]
+            with pytest.raises(RuntimeError, match="can be entered once"):
+                await engine.__aenter__()
+
+    asyncio.run(leave())
+
+
+def test_an_engine_that_was_not_entered_refuses_requests() -> None:
+    with pytest.raises(RuntimeError, match="has not been entered"):
+        asyncio.run(FunctionEngine(echo).generate(("q", [1], None)))  # type: ignore[arg-type]
+
+
+def raising(error: BaseException) -> Any:
+    async def function(prompt_ids: Any, sampling: Any) -> Any:
+        raise error
+
+    return function
+
+
+def test_an_exception_is_the_cause_of_a_generation_error() -> None:
+    with pytest.raises(
+        GenerationError, match="'q': the engine's function failed: KeyError: 'x'"
+    ) as e:
+        asked(raising(KeyError("x")))
+    assert type(e.value) is GenerationError
+    assert isinstance(e.value.__cause__, KeyError)
+    with pytest.raises(GenerationError, match="'q': the engine's function was cancelled"):
+        asked(raising(asyncio.CancelledError()))
+
+
+def test_a_generation_error_keeps_its_class_and_reason() -> None:
+    with pytest.raises(RequestRefusedError, match="episode 'q': too long"):
+        asked(raising(RequestRefusedError("", "too long")))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "expected .output_ids, output_logprobs, no_eos. or a GenerationOutput, got None"),
+        (([1], [-1.0]), "expected .output_ids"),
+        (([1, 2], [-1.0], False), "one entry per token, got 1 for 2"),
+        (([-1], [-1.0], False), "output_ids"),
+        (([1], [float("nan")], False), "output_logprobs"),
+    ],
+)
+def test_what_is_no_completion_is_malformed(returned: Any, message: str) -> None:
+    async def function(prompt_ids: Any, sampling: Any) -> Any:
+        return returned
+
+    with pytest.raises(MalformedResponseError, match=f"'q': .*no completion: .*{message}"):
+        asked(function)
+
+
+def test_what_is_no_asynchronous_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="function must be an asynchronous function, got 3"):
+        FunctionEngine(3)  # type: ignore[arg-type]
+    with pytest.raises(GenerationError, match=r"function failed: TypeError: .*await"):
+        asked(lambda prompt_ids, sampling: ([1], [-1.0], False))

@@ -1,0 +1,173 @@
+"""What `make dist` builds, installed in environments that have only what it asks for."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.lean_environment import lean_environment, required
+from tests.support.source_copy import copy_source
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ["kernels", "packing", "agent"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEVELOPMENT = {"hypothesis", "mypy", "pre-commit", "pytest", "ruff"}
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build an sdist, and a wheel from it, without isolation: setuptools is installed."""
+    out = tmp_path_factory.mktemp("dist")
+    copy = copy_source(tmp_path_factory.mktemp("tree") / "trajpack")
+
+    def build(folder: Path, kind: str) -> None:
+        code = f"import setuptools.build_meta as backend; backend.build_{kind}({str(out)!r})"
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+    build(copy, "sdist")
+    (sdist,) = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out / "unpacked", filter="data")
+    (unpacked,) = (out / "unpacked").iterdir()
+    build(unpacked, "wheel")
+    return out
+
+
+def installed(built: Path, folder: Path, *extras: str) -> Path:
+    """Install the wheel in an environment of its own; return the environment's programs."""
+    python = lean_environment(folder, *extras)
+    (wheel,) = built.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run([*pip, "--no-index", "--no-deps", wheel], check=True)
+    return python.parent
+
+
+@pytest.fixture(scope="module")
+def core(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installed(built, tmp_path_factory.mktemp("core") / "venv")
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env={}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_one_package_with_real_files(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ["__init__.py", "py.typed", "cli.py", *(f"{layer}/" for layer in LAYERS)]:
+        assert any(entry.startswith(f"trajpack/{name}") for entry in names), name
+    tops = {entry.split("/")[0] for entry in names}
+    assert tops == {"trajpack", *(top for top in tops if top.endswith(".dist-info"))}
+    in_wheel = {entry for entry in names if entry.endswith(".py")}
+    in_tree = {
+        f"trajpack/{path.relative_to(ROOT)}"
+        for layer in LAYERS
+        for path in (ROOT / layer).rglob("*.py")
+    }
+    assert in_tree <= in_wheel
+
+
+def test_the_sdist_holds_the_layers(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for layer in LAYERS:
+        assert any(name.startswith(f"src/trajpack/{layer}/") for name in names), layer
+
+
+def test_the_description_can_be_shown(built: Path) -> None:
+    if importlib.util.find_spec("twine") is None:
+        pytest.skip("twine is not installed; make dist installs it")
+    files = [*built.glob("*.whl"), *built.glob("*.tar.gz")]
+    run(sys.executable, "-m", "twine", "check", "--strict", *files)
+
+
+def test_the_command_runs_with_the_core_alone(core: Path) -> None:
+    assert "Usage: trajpack" in run(core / "trajpack", "--help")
+    assert run(core / "trajpack", "--version").split() == ["trajpack", run(
+        core / "python", "-c", "import trajpack; print(trajpack.__version__)"
+    ).strip()]  # fmt: skip
+
+
+def test_the_first_example_runs_with_the_core_alone(core: Path, tmp_path: Path) -> None:
+    example = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[0]
+    (tmp_path / "example.txt").write_text(example)
+    code = (
+        "import doctest, importlib.util, trajpack; from pathlib import Path\n"
+        "done = doctest.testfile('example.txt', module_relative=False); assert done.attempted > 5\n"
+        "assert 'site-packages' in trajpack.__file__ and not done.failed\n"
+        "assert importlib.util.find_spec('transformers') is None\n"
+    )
+    run(core / "python", "-P", "-W", "error", "-c", code, cwd=tmp_path)
+
+
+def test_the_demonstration_needs_its_extra_and_no_more(built: Path, tmp_path: Path) -> None:
+    needed = required("demo")
+    assert not needed & (DEVELOPMENT | {"ray", "trl", "matplotlib", "reasoning-gym"})
+    assert len(needed) < len(required("agent")) * 0.7
+    programs = installed(built, tmp_path / "venv", "demo")
+    command = programs / "trajpack"
+    run(command, "train", "--steps", "1", "--out", "train.html", "--batch", "b.safetensors",
+        cwd=tmp_path)  # fmt: skip
+    assert "reward" in run(command, "inspect", "b.safetensors", "--sequences", "1", cwd=tmp_path)
+    run(command, "report", "b.safetensors", cwd=tmp_path)
+    assert (tmp_path / "b.html").stat().st_size > 10_000
+
+
+def test_the_metadata_names_where_the_project_is() -> None:
+    assert {"Documentation", "Source", "Issues", "Changelog"} <= PROJECT["urls"].keys()
+    for address in PROJECT["urls"].values():
+        assert re.match(r"https://[\w.]+/OWNER/trajpack", address)
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= {
+        *PROJECT["classifiers"]
+    }
+
+
+def test_the_publishing_workflow_holds_no_secret_and_builds_what_is_tested() -> None:
+    path = ROOT / ".github" / "workflows" / "publish.yml"
+    text = path.read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "secrets." not in text
+    assert "password" not in text
+    assert yaml.safe_load(text)["permissions"] == {}
+    assert jobs["build"]["permissions"] == {"contents": "read"}
+    assert jobs["publish"]["permissions"] == {"id-token": "write", "attestations": "write"}
+    assert jobs["publish"]["needs"] == "build"
+    makes = [step["run"] for step in jobs["build"]["steps"] if "make " in step.get("run", "")]
+    assert makes == ["make dist"]
+
+
+def test_a_release_with_placeholders_or_another_version_is_refused(tmp_path: Path) -> None:
+    """Run the workflow's own checks as its shell does."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())["jobs"]
+    (check,) = [step for step in jobs["build"]["steps"] if step.get("name") == "check the release"]
+
+    def passes(tag: str) -> bool:
+        command = ["bash", "-e", "-c", check["run"]]
+        environment = {"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"}
+        return subprocess.run(command, cwd=copy, env=environment, check=False).returncode == 0
+
+    copy = copy_source(tmp_path / "trajpack")
+    import trajpack
+
+    tag = f"v{trajpack.__version__}"
+    assert not passes(tag)
+    project = copy / "pyproject.toml"
+    project.write_text(project.read_text().replace("/OWNER/", "/someone/"))
+    assert passes(tag)
+    assert not passes("v0.0.9")

@@ -22,6 +22,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--results", default="build/benchmarks", help="folder for cpu.json, gpu.json and plots"
     )
+    parser.addoption(
+        "--update", action="store_true", help="replace contests of committed results by those here"
+    )
     parser.addoption("--rehearse", action="store_true", help="tiny benchmarks of the device, here")
 
 
@@ -99,6 +102,8 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     terminalreporter.write_line("")
     terminalreporter.write(render(results))
     part = part_of(config, exitstatus, results["measured"]) if _is_committed(folder) else ""
+    if part and config.getoption("update") and not exitstatus:
+        results, part = updated(folder, results), ""
     if part:
         terminalreporter.write_line(f"\n{folder} is left as it is: {part}")
         folder = BUILD
@@ -119,6 +124,19 @@ def part_of(config, exitstatus, measured):
     wanted = {path for path in every if path.stem.endswith("_gpu") == (measured == "gpu")}
     left_out = sorted(path.name for path in wanted - config.stash[COLLECTED])
     return f"{', '.join(left_out)} did not run" if left_out else ""
+
+
+def updated(folder, results):
+    """Return committed results whose contests of the same jobs are those of a run.
+
+    Each of them says where it comes from, since it is not of the run of the others.
+    """
+    whole = json.loads((folder / f"{results['measured']}.json").read_text())
+    described = {name: results[name] for name in ("hardware", "versions", "commit", "command")}
+    new = [record | {"described": described} for record in results["contests"]]
+    jobs = {record["job"] for record in new}
+    kept = [record for record in whole["contests"] if record["job"] not in jobs]
+    return whole | {"contests": [*kept, *new]}
 
 
 def _is_committed(folder):

@@ -68,6 +68,8 @@ class Contest:
     """At most; one whose share of seconds is used up stops earlier, though not before the first."""
     seconds: float = 0.6
     """Share of each contender, beside the run that is checked."""
+    slow: float = SLOW
+    """Seconds: a run that takes longer is the only one, and counts."""
     clock: Clock | None = None
     """Times one round in seconds, and returns it with the result; the wall clock if None."""
 
@@ -172,7 +174,7 @@ def _run_checked(contest: Contest, contender: Contender, entry: Entry) -> None:
     took, result = (contest.clock or wall_clock)(contender.work)
     (contender.check or contest.check)(result)
     entry.checked, entry.first = True, took
-    if took > SLOW:
+    if took > contest.slow:
         entry.seconds.append(took)
 
 

@@ -45,6 +45,26 @@ def find_file(package: str, file: str) -> tuple[ModuleType | None, str]:
     return module, ""
 
 
+def areal_tree() -> tuple[ModuleType | None, str]:
+    """Return AReaL's module of tries, with stand-ins for what it imports and tries do not call."""
+    from tests.packing.adapters.peers import ABSENT, Peer, stand_ins
+
+    folder, log = Path(sys.prefix, "peers", "areal"), "areal.utils.logging"
+    if not folder.is_dir():
+        return None, "not installed (areal)"
+    absent = [name for name in (*ABSENT["areal"].split(), "orjson") if name != log]
+    sys.path.append(str(folder))
+    try:
+        with stand_ins(*absent):
+            peer = Peer("areal", folder)
+            sys.modules[log] = logging
+            return peer.load("areal.models.tree_attn.tree"), ""
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.split(".")[0] == "areal"]:
+            del sys.modules[name]
+
+
 def contender(module: str, name: str, make: Any, wrote: str, **rest: Any) -> Contender:
     """Return the contender that ``make(module)`` does the work of, or one marked as missing."""
     found, why = find(module)

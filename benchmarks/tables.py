@@ -35,6 +35,8 @@ def render(results: Record) -> str:
     parts = [provenance(results)]
     for job in dict.fromkeys(record["job"] for record in records):
         of_job = _thinned([record for record in records if record["job"] == job])
+        if described := of_job[0].get("described"):  # of another run than the others
+            parts.append(provenance(described | {"measured": results["measured"]}))
         parts.append(_device_tables(of_job) if "device" in of_job[0] else _host_table(of_job))
     reached = lines(records) if results["measured"] == "gpu" else []
     if reached:
@@ -69,6 +71,8 @@ def _host_table(records: list[Record]) -> str:
         [name, *(_cell(record, name) for record in records), _wrote(records, name)]
         for name in names
     ]
+    facts = {name: None for record in records for name in record.get("facts", ())}
+    rows += [[name, *(record["facts"].get(name, "-") for record in records), ""] for name in facts]
     parts = (f"**{records[0]['job']}**", _markdown([head, tokens, *rows]), _notes(records))
     return "\n\n".join(part for part in parts if part)
 

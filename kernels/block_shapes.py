@@ -94,6 +94,15 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "sequences of 64 tokens lie side by side.",
         )
     },
+    "vtrace_scan": {
+        DEFAULT: BlockShape(
+            256,
+            32,
+            "As credit_scan. Without the limit ptxas aims at 168 registers for two states, and "
+            "spills with Triton 3.6.",
+            most_registers=255,
+        )
+    },
     "scores_kernel": {
         DEFAULT: BlockShape(128, 128, "One trajectory a thread, of a few turns each."),
     },

@@ -1,4 +1,4 @@
-"""Trees from trajectories: ours beside the merged layout, and beside TRL's row of the same turns.
+"""Trees from trajectories: ours beside the merged layout, TRL's row and AReaL's tries of the same.
 
 The last column says how many tokens a model computes in each workload. Two promises are asserted:
 without anything shared a tree costs at most `MOST_TIMES` the merged layout, and the plan of a
@@ -7,11 +7,13 @@ million tokens of long conversations takes at most `PLAN_NS` a token.
 
 import warnings
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 
 from benchmarks.contest import OURS, Contender, Contest, as_record, race
+from benchmarks.rivals import areal_tree
 from benchmarks.workloads import many_turns, multi_turn
 from trajpack import Trajectory, TrajectoryBuffer, Turn
 
@@ -19,6 +21,7 @@ JOB = "pack as trees"
 MERGED = f"{OURS}, merged layout"
 PLAN = f"{OURS}, plan only"
 TREE_ROW = "trl TreeRow"
+TRIES = "areal tries and parents"
 MOST_TIMES = 1.3
 PLAN_NS = 10.0
 SLOWER = 2
@@ -106,6 +109,26 @@ def with_tree_row(batch):
     return row.pack()
 
 
+def has_trl():
+    """Return whether TRL is installed."""
+    return find_spec("trl") is not None
+
+
+def by_tries(module, rows):
+    """Return ids and parents of AReaL's one tree: its functions, without its dense masks."""
+    (trie,), (size,) = module._greedy_build_tries(rows, 2**40)
+    ids = module._pack_input_ids(trie, rows["input_ids"], size)
+    return ids[0], module.trie_to_parent_array(trie, size)[0]
+
+
+def padded(batch):
+    """Return a batch as AReaL takes it: rows of one length, and a mask."""
+    rows = batch.input_ids.split(batch.seqlens)
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor(batch.seqlens)
+    return {"input_ids": ids, "attention_mask": torch.arange(ids.shape[1]) < lengths[:, None]}
+
+
 def contenders(trajectories):
     """Return who packs the trajectories, and the notes of what they wrote."""
     buffer = TrajectoryBuffer(device="cpu")
@@ -135,12 +158,20 @@ def contenders(trajectories):
         leaves = int((tree.tree_end == torch.arange(tree.num_nodes) + 1).sum())
         assert tree.num_nodes <= len(got["input_ids"]) <= tree.num_nodes + batch.num_turns + leaves
 
+    def check_tries(got):
+        ids, parents = got
+        assert torch.equal(ids.sort().values, tree.input_ids.sort().values)
+        assert torch.equal((parents < 0).sum(), (tree.tree_parent < 0).sum())
+
+    areal, missing = areal_tree()
+    tries = partial(by_tries, areal, padded(batch)) if areal else None
     nodes, tokens = f"{tree.num_nodes:,}", f"{batch.num_tokens:,}"
     return [
         Contender(OURS, whole(buffer.pack_tree), nodes, check_tree),
         Contender(MERGED, whole(buffer.pack), tokens, check_tree),
         Contender(PLAN, lambda: tables.arrange_tree(counts, stream, reserve), nodes, check_plan),
         Contender(TREE_ROW, partial(with_tree_row, batch), "more", check_row),
+        Contender(TRIES, tries, nodes, check_tries, missing=missing),
     ]
 
 
@@ -162,6 +193,11 @@ def bench_trees(keep):
             assert best[OURS] <= MOST_TIMES * best[MERGED]
         if workload == LONG:
             assert best[PLAN] * 1e6 <= PLAN_NS * SLOWER * held.tokens
+    join_wrote(records)
+
+
+def join_wrote(records):
+    """Let each contender say what it wrote on all workloads."""
     for entries in zip(*(record["entries"] for record in records), strict=True):
         wrote = " / ".join(entry["wrote"] for entry in entries)
         for entry in entries:

@@ -202,8 +202,15 @@ class Staging:
     def _allocate(self, num_rows: int, num_words: int) -> HostRegion:
         size = int(num_rows * self._row_words) + num_words
         if self.device.type == "cuda":
-            # device="cpu", because torch's default device may be another
-            words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+            try:  # device="cpu", because torch's default device may be another
+                words = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                if torch.cuda.is_available():
+                    raise
+                raise ValueError(
+                    f"device must be one that torch finds here, got '{self.device}': there is no "
+                    "CUDA device"
+                ) from error
         else:
             words = torch.from_numpy(np.empty(size, np.int32))
         return HostRegion(self._columns, words, num_rows)

@@ -17,6 +17,7 @@ from torch import nn
 
 from trajpack.packing.batch.batch import PackedBatch
 from trajpack.packing.buffer.buffer import pack
+from trajpack.packing.tree_attention.huggingface import DROPOUTS
 from trajpack.packing.types import Trajectory, Turn
 
 Row: TypeAlias = Mapping[str, Any]
@@ -26,7 +27,6 @@ LENGTHS = (64, 1, 180, 2, 40, 50)
 """Lengths of the trial batch's sequences. Two are shorter than a convolution. Sequences begin at
 multiples of 64, 128 and 256 tokens, and elsewhere. The last one begins within a chunk of 256 tokens
 that holds the end of the one before it."""
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 TF32_SPACING = 2.0**-10
 """Distance between neighbouring numbers around 1 in TF32 and float16."""
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from trajpack.packing.buffer.trees import pack_tree
-from trajpack.packing.isolation.isolation import DROPOUTS, TF32_SPACING, restoring, vocabulary_of
+from trajpack.packing.isolation.isolation import TF32_SPACING, restoring, vocabulary_of
 from trajpack.packing.tree.tree_batch import TreeBatch
+from trajpack.packing.tree_attention.huggingface import check_dropouts
 from trajpack.packing.types import Trajectory, Turn
 
 SHARED = ((0, 0), (0, 12), (1, 30), (0, 12), (3, 13))
@@ -51,11 +52,7 @@ def check_tree_attention(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     name, ids, longest = vocabulary_of(model)
-    for place, module in model.named_modules():
-        if isinstance(module, DROPOUTS) and module.training and module.p:
-            raise ValueError(
-                f"{name} must have no dropout in training with trees, {place} drops {module.p}"
-            )
+    check_dropouts(model)
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     trial = _trial(ids, min(LENGTH, longest))
     batch = pack_tree(trial, device=device)

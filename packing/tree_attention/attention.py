@@ -10,8 +10,8 @@ import torch
 
 from trajpack.packing.tree_attention.blocks import (
     Block,
+    Depths,
     Part,
-    Stretch,
     blocks_of,
     stretches_of,
 )
@@ -66,15 +66,16 @@ class TreeAttention:
     - ``"path"``: blocks of nodes, each with two calls: over the ancestors of all of them, without a
       mask, and over the block itself, which is causal where each node is the parent of the next.
       Small branches share a block of at most 512 nodes, with a mask, where that is less counted
-      work: pairs of a query and a key, those with a mask twice, a gathered row as 32 of them and a
-      call as 1,024. Ancestors that do not follow each other are gathered. A window computes the
-      keys that it holds.
+      work: pairs of a query and a key in every head, a gathered row as 32 pairs, and a call as
+      32,768 pairs of one head. Ancestors that do not follow each other are gathered. A window
+      computes the keys that it holds.
     - ``"flex"``: FlexAttention with a `BlockMask` of two reductions of ``tree_end`` over blocks of
       128 nodes. Compiled once for all shapes on a device. Uncompiled on the host, where torch
       computes the scores of all pairs and no gradients.
     - ``"mask"``: one call with a mask of ``nodes²`` numbers; scores of all pairs of nodes are
       computed.
-    - ``"auto"``: ``"flex"`` on a device, ``"path"`` on the host.
+    - ``"auto"``: ``"flex"`` on a device; on the host ``"mask"`` or ``"path"``, the one with less
+      counted work.
 
     ``"path"`` and ``"mask"`` save the arguments and the result for the backward pass, as the fused
     kernels of torch do. A mask lives as long as its call, the backward pass makes it again. Calls
@@ -98,26 +99,30 @@ class TreeAttention:
     ) -> None:
         check_backend(backend)
         self.tree_end, self.position_ids = tree_end, position_ids
-        on_host = tree_end.device.type == "cpu"
-        self.backend = ("path" if on_host else "flex") if backend == "auto" else backend
-        self._blocks: dict[int | None, Sequence[Block]] = {}
+        on_device = tree_end.device.type != "cpu"
+        self.backend = "flex" if backend == "auto" and on_device else backend
+        self._blocks: dict[tuple[int | None, int], Sequence[Block]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
-    def _stretches(self) -> list[Stretch]:
-        return stretches_of(self.position_ids.cpu().numpy())
+    def _depths(self) -> Depths:
+        return self.position_ids.cpu().numpy()
 
-    def blocks(self, window: int | None = None) -> Sequence[Block]:
-        """Return the blocks of the backends ``"path"`` and ``"mask"``, in a window."""
-        if window not in self._blocks:
-            nodes = len(self.tree_end)
-            whole = Part(((0, nodes),), "masked")
-            self._blocks[window] = (
-                [Block(0, nodes, (whole,))][:nodes]
-                if self.backend == "mask"
-                else blocks_of(self._stretches, window)
-            )
-        return self._blocks[window]
+    def blocks(self, window: int | None = None, heads: int = 1) -> Sequence[Block]:
+        """Return the blocks of all backends but ``"flex"``, in a window."""
+        if (window, heads) not in self._blocks:
+            self._blocks[window, heads] = self._planned(window, heads)
+        return self._blocks[window, heads]
+
+    def _planned(self, window: int | None, heads: int) -> Sequence[Block]:
+        nodes = len(self.tree_end)
+        whole = [Block(0, nodes, (Part(((0, nodes),), "masked"),))][:nodes]
+        if self.backend == "mask":
+            return whole
+        paths = blocks_of(stretches_of(self._depths, heads), window)
+        if self.backend == "path":
+            return paths
+        return min(paths, whole, key=lambda blocks: sum(block.cost(heads) for block in blocks))
 
     def __call__(
         self,
@@ -175,6 +180,6 @@ class TreeAttention:
         )
         joined: Any = JoinedAttention  # torch declares no types of `apply`
         attended: torch.Tensor = joined.apply(
-            query, key, value, sinks, self.blocks(window), mask_of, calls
+            query, key, value, sinks, self.blocks(window, query.shape[1]), mask_of, calls
         )
         return attended

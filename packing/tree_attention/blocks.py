@@ -15,8 +15,8 @@ MOST_QUERIES = 512
 """Queries of a block that has a mask, or a window."""
 LEAST_QUERIES = 64
 """Queries of a block in a smaller window, if the run has as many."""
-PAIRS_OF_CALL = 1024
-"""Pairs of a query and a key that cost about as much as one call."""
+PAIRS_OF_CALL = 2**15
+"""Pairs of a query and a key of one head that cost about as much as one call (measured)."""
 PAIRS_OF_ROW = 32
 """Pairs of a query and a key that cost about as much as gathering one node's key and value."""
 
@@ -56,12 +56,10 @@ class Block(NamedTuple):
             if kind in (None, part.kind)
         )
 
-    @property
-    def cost(self) -> int:
-        """Work of the block, in pairs; making the mask of a pair counts as computing it."""
+    def cost(self, heads: int) -> float:
+        """Return the work of the block, in pairs of all heads."""
         gathered = sum(part.gathered for part in self.parts)
-        work = self.pairs() + self.pairs("masked")
-        return work + PAIRS_OF_ROW * gathered + PAIRS_OF_CALL * len(self.parts)
+        return self.pairs() + PAIRS_OF_ROW * gathered + PAIRS_OF_CALL / heads * len(self.parts)
 
 
 class Stretch(NamedTuple):
@@ -124,13 +122,14 @@ def between(path: tuple[Span, ...], begin: int, end: int) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def stretches_of(depths: Depths) -> list[Stretch]:
+def stretches_of(depths: Depths, heads: int = 1) -> list[Stretch]:
     """Return the stretches of trees with these depths: runs, the small ones joined.
 
     Runs that follow each other become one stretch where that is less work.
 
     Args:
         depths: ``[nodes]``: depths of nodes that are numbered depth first.
+        heads: Heads of the queries.
 
     Cost: a pass over the nodes; for each run the spans of its path.
 
@@ -150,7 +149,8 @@ def stretches_of(depths: Depths) -> list[Stretch]:
             last = found[-1]
             low, high = min(last.lowest, depth), max(last.highest, run.highest)
             joined = Stretch(last.begin, end, low, high, is_run=False, path=last.path)
-            if joined.block(None).cost <= last.block(None).cost + run.block(None).cost:
+            apart = last.block(None).cost(heads) + run.block(None).cost(heads)
+            if joined.block(None).cost(heads) <= apart:
                 found[-1] = joined
                 continue
         found.append(run)

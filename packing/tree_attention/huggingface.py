@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trajpack.packing.optional import require
@@ -20,6 +20,11 @@ MESSAGE = f"{NAME} attention"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 STATES = ("mamba", "ssm", "linear_", "conv", "rwkv", "lru", "xlstm")
 """Parts of the names of settings that only layers with a state have."""
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+"""Modules that draw random numbers in training."""
 RANDOM = ("dropout", "pdrop", "dropout_rate", "dropout_prob", "jitter_noise", "jitter_eps")
 """Ends of the names of settings that draw random numbers in training."""
 REFUSED = {
@@ -61,7 +66,7 @@ def register_tree_attention(backend: Backend = "auto") -> None:
     Args:
         backend: How attention is computed, see
             `trajpack.packing.tree_attention.attention.TreeAttention`: ``"auto"`` takes
-            ``"flex"`` on a device, and ``"path"`` on the host.
+            ``"flex"`` on a device, and on the host one mask or paths, by counted work.
 
     Raises:
         ModuleNotFoundError: If transformers is missing.
@@ -189,11 +194,19 @@ def check_call() -> None:
     """Raise if the model that is running was called with what a tree cannot have.
 
     A layer does not get what the models around it were given. The stack of calls has it: the
-    arguments of their ``forward``.
+    arguments of their ``forward``, also where torch compiles a model or a function that calls it. A
+    backward pass that computes a layer again runs without them; the forward pass has checked it.
 
     Raises:
-        ValueError: Names the argument or the module.
+        ValueError: Names the argument or the module; also if the stack does not show the call.
     """
+    if torch._C._current_graph_task_id() >= 0:  # of a backward pass
+        return
+    if getattr(sys.modules.get("torch._dynamo.config"), "nested_graph_breaks", False):
+        raise ValueError(
+            f"{MESSAGE} cannot check a model's arguments with torch._dynamo.config."
+            "nested_graph_breaks, which hides the calls of compiled models: switch it off"
+        )
     calls = list(_running_models())
     for model, given in calls:
         if given.get("labels") is not None:
@@ -202,13 +215,18 @@ def check_call() -> None:
                 "label, at a branch another node than its parent; call TreeBatch.logprobs"
             )
     if not calls:
-        return
+        raise ValueError(f"{MESSAGE} finds no call of a model of transformers, which it checks")
     if not any("position_ids" in given for _, given in calls):
         raise ValueError(
             f"{MESSAGE} needs position_ids, which {type(calls[0][0]).__name__} does not take"
         )
-    for name, part in calls[-1][0].named_modules():  # of the outermost
-        if isinstance(part, _DropoutNd) and part.training and part.p:
+    check_dropouts(calls[-1][0])  # the outermost
+
+
+def check_dropouts(model: nn.Module) -> None:
+    """Raise a `ValueError` that names the module if one is dropout in training."""
+    for name, part in model.named_modules():
+        if isinstance(part, DROPOUTS) and part.training and part.p:
             raise ValueError(f"{MESSAGE} takes no dropout in training, {name} drops {part.p}")
 
 

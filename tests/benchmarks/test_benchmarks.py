@@ -1,5 +1,6 @@
 """The benchmarks' own logic: no number without a check, and no rival breaks a run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from benchmarks.packing import (
     bench_sizes,
     bench_trainer_inputs,
     bench_tree,
+    bench_tree_model,
     plan_job,
     plan_loops,
 )
@@ -220,8 +222,21 @@ def test_everybody_who_takes_part_in_packing_passes_the_check(job):
 @pytest.mark.parametrize("workload", bench_tree.WORKLOADS)
 def test_everybody_who_packs_trees_passes_the_check(workload):
     held, entrants = bench_tree.contest(workload, 0.01)
-    entries = race(held, [one for one in entrants if one.name != bench_tree.TREE_ROW])
+    peers = (bench_tree.TREE_ROW, bench_tree.TRIES)
+    entries = race(held, [one for one in entrants if one.name not in peers])
     assert [entry.contender for entry in entries if not entry.best] == []
+
+
+@pytest.mark.parametrize("workload", bench_tree_model.WORKLOADS)
+def test_every_way_of_computing_a_tree_gives_the_gradients_of_rows(workload):
+    held, entrants, facts = bench_tree_model.contest(workload, 0.1)
+    record = as_record(held, race(replace(held, rounds=1), entrants))
+    assert [entry["contender"] for entry in record["entries"] if not entry["best_ms"]] == []
+    if bench_tree.has_trl():
+        assert all(facts().values())
+    turns, _, tree = record["entries"][:3]
+    turns["best_ms"], tree["best_ms"] = 9.0, 2.0
+    assert bench_tree_model.share_of_ratio(record, bench_tree_model.TURNS, 3.0) == 1.5
 
 
 def test_extending_is_compared_with_copies_of_as_many_bytes():

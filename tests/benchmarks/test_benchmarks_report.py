@@ -210,6 +210,29 @@ def test_committed_results_stay_where_a_run_is_not_whole(changed, status, said):
     assert said in conftest.part_of(run_of(**changed), status, "cpu")
 
 
+def test_contests_of_a_run_of_a_part_replace_those_of_their_jobs_and_say_where_they_come_from(
+    tmp_path,
+):
+    whole = results_of(record_of([9.0], [9.0], job="kept"), record_of([8.0], [8.0], job="again"))
+    (tmp_path / "cpu.json").write_text(json.dumps(whole | {"commit": "older"}))
+    part = results_of(record_of([7.0], [7.0], job="again")) | {"commit": "newer"}
+    found = conftest.updated(tmp_path, part)
+    assert [one["job"] for one in found["contests"]] == ["kept", "again"]
+    assert [one["entries"][0]["best_ms"] for one in found["contests"]] == [9.0, 7.0]
+    lines = [line for line in render(found).splitlines() if "commit" in line or "**" in line]
+    assert ["older" in lines[0], lines[1], "newer" in lines[2], lines[3]] == [
+        True, "**kept**", True, "**again**",
+    ]  # fmt: skip
+
+
+def test_facts_of_workloads_are_rows_of_the_table():
+    one, other = record_of([1.0], [2.0]), record_of([1.0], [2.0], workload="B: b")
+    table = render(results_of(one | {"facts": {"ratio": "6.0"}}, other | {"facts": {"bytes": "7"}}))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert ["ratio", "6.0", "-", ""] in rows
+    assert ["bytes", "-", "7", ""] in rows
+
+
 def test_pytest_benchmark_is_told_the_rounds_of_the_contest():
     moments = []
 

@@ -146,17 +146,18 @@ def compile_scans(
     return compiled_scans
 
 
-def _folder(version: str) -> Path:
+def folder_of(version: str) -> Path:
+    """Return where `make test` puts another version of Triton."""
     return Path(sys.prefix, "triton", version)
 
 
 def _has_triton(version: str) -> bool:
-    return version == INSTALLED or _folder(version).is_dir()
+    return version == INSTALLED or folder_of(version).is_dir()
 
 
 def _skip_without(version: str) -> None:
     if not _has_triton(version):
-        pytest.skip(f"Triton {version} is not in {_folder(version)}: `make test` puts it there")
+        pytest.skip(f"Triton {version} is not in {folder_of(version)}: `make test` puts it there")
 
 
 def _cache_of(config: pytest.Config, folder: Path, version: str) -> Path:
@@ -173,7 +174,7 @@ def _compile(version: str, variants: str, targets: list[str], cache: Path) -> di
     """Run the program with this Triton, found before the one that is installed."""
     paths = [str(COMPILED)]
     if version != INSTALLED:
-        paths.insert(0, str(_folder(version)))
+        paths.insert(0, str(folder_of(version)))
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     if inherited := environment.get("PYTHONPATH"):
         paths.append(inherited)

@@ -7,17 +7,24 @@ file and the page ``docs/benchmarks/traffic.md``.
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import triton
 
-from tests.ptx.calls import SMALL, Drawn, counted_calls
+from tests.ptx.calls import SMALL, Drawn, counted_calls, other_calls
 from tests.ptx.executor import Report, on_executor
+from tests.ptx.machine_code import machine_code
 
 ROOT = Path(__file__).parents[2]
 COUNTS = Path(__file__).with_name("counts.json")
 PAGE = ROOT / "docs" / "benchmarks" / "traffic.md"
 ARCH = 90
+ALSO = (
+    "vtrace", "segment_mean", "pack, with a field", "pack_resident", "GAE", "GPG",
+    "importance weights of a batch",
+)  # fmt: skip
+"""Calls, beside the counted ones, whose kernels no counted call launches, or in other variants."""
 COLUMNS = {
     "programs": "programs",
     "instructions": "instructions a token",
@@ -27,7 +34,20 @@ COLUMNS = {
     "load_ideal": "at best",
     "store_sectors": "sectors a store",
     "store_ideal": "at best",
+    "in_flight": "loads in flight",
+    "registers": "registers",
+    "spills": "spills",
 }
+COMPARED: dict[str, float | None] = {
+    "instructions": 0.02,
+    "read": 0.02,
+    "written": 0.02,
+    "load_sectors": 0.02,
+    "store_sectors": 0.02,
+    "spills": 0.0,
+    "in_flight": None,
+}
+"""Counts that must not become worse, with an allowance; those without one must not become less."""
 INTRODUCTION = """# Memory traffic of the kernels
 
 The numbers are counted by executing the PTX that Triton {version} compiles for sm_{arch} on CPU
@@ -39,6 +59,11 @@ tokens, B {B} of 32,768, C {C} of 1 to 64. Instructions are PTX instructions of 
 Bytes read and written are the distinct sectors of 32 bytes that a launch touches: the least that
 memory must move. Sectors a load or a store are those of one instruction of a warp, without a cache;
 "at best" is the fewest that hold the bytes asked for.
+
+Registers of a thread, spills and loads in flight are read from the machine code that `ptxas` makes
+of the PTX. Loads in flight are the most loads from global memory that a thread issues before an
+instruction needs one of them. Where a call launches several variants of a kernel, the row has the
+worst.
 """
 
 
@@ -47,7 +72,9 @@ def count() -> dict[str, dict[str, float]]:
     found = {}
     for workload, lengths in SMALL.items():
         tokens = int(lengths.sum())
-        for name, call in counted_calls(Drawn(lengths)):
+        given = Drawn(lengths)
+        further = (one for one in other_calls(given) if one[0] in ALSO)
+        for name, call in chain(counted_calls(given), further):
             with on_executor(ARCH, checks=False, counts=True) as executor:
                 call("triton")
             for kernel, report in sorted(executor.reports.items()):
@@ -68,7 +95,27 @@ def counted(report: Report, tokens: int) -> dict[str, float]:
         "store_sectors": stores.sectors / max(stores.requests, 1),
         "store_ideal": stores.ideal / max(stores.requests, 1),
     }
+    variants = [machine_code(text, ARCH) for text in report.texts]
+    numbers["in_flight"] = min(one.in_flight for one in variants)
+    numbers["registers"] = max(one.registers for one in variants)
+    numbers["spills"] = max(one.spills for one in variants)
     return {name: round(number, 2) for name, number in numbers.items()}
+
+
+def worse(
+    known: dict[str, dict[str, float]], found: dict[str, dict[str, float]]
+) -> dict[str, tuple[float, float]]:
+    """Return the counts that became worse by more than a tenth: what they were, what they are."""
+    return {
+        f"{kernel}: {name}": (known[kernel][name], numbers[name])
+        for kernel, numbers in found.items()
+        for name, least in COMPARED.items()
+        if _is_worse(known[kernel][name], numbers[name], least)
+    }
+
+
+def _is_worse(known: float, found: float, least: float | None) -> bool:
+    return found < 0.9 * known if least is None else found > 1.1 * known + least
 
 
 def page(counts: dict[str, dict[str, float]], version: str) -> str:

@@ -46,6 +46,8 @@ class Report:
         """By memory, kind of access, line of the source and instruction."""
         self.touched: Counter[str] = Counter()
         """Bytes of global memory in distinct sectors, by kind of access."""
+        self.texts: set[str] = set()
+        """PTX of the variants that were launched."""
 
     def add(self, machine: Machine) -> None:
         grid = machine.grid
@@ -129,7 +131,9 @@ class Executor:
             options=self.options,
         )  # fmt: skip
         machine.run()
-        self.reports[program.kernel.name].add(machine)
+        report = self.reports[program.kernel.name]
+        report.add(machine)
+        report.texts.add(compiled.asm["ptx"])
         self.findings += machine.findings
         if self.is_strict and machine.findings:
             raise PtxError("; ".join(f"{text} ({n})" for text, n in machine.findings.items()))

@@ -370,3 +370,10 @@ def test_entries_are_no_sequences():
     for name in (*entries, "shard"):
         with pytest.raises(TypeError, match=f"{name}: entries have no prompts"):
             getattr(one.entries, name)("anything")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_device_that_is_not_there_is_named():
+    turns = [Turn([1], [2], [-0.5])]
+    with pytest.raises(ValueError, match=r"device must be one that torch finds here, got 'cuda'"):
+        pack_tree([Trajectory("a", turns)], device="cuda")

@@ -141,10 +141,10 @@ def test_joining_small_runs_never_costs_more():
         for begin, end in runs_of(depths):
             run = run_of(begin, end, int(depths[begin]), between(path, 0, int(depths[begin])))
             path = (*run.path, (begin, end))
-            alone += run.block(None).cost
-        joined = stretches_of(depths)
+            alone += run.block(None).cost(2)
+        joined = stretches_of(depths, 2)
         assert any(not one.is_run for one in joined)
-        assert sum(one.block(None).cost for one in joined) <= alone
+        assert sum(one.block(None).cost(2) for one in joined) <= alone
 
 
 def runs_of(depths):
@@ -222,10 +222,13 @@ def test_paths_keep_what_a_fused_kernel_keeps_and_no_mask(window, softcap, monke
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 60])
+@pytest.mark.parametrize("padding", [0, 1, 2 * BLOCK + 3])
 @pytest.mark.parametrize("nodes", [1, BLOCK, BLOCK + 1, 130])
-def test_a_block_mask_visits_the_blocks_of_the_dense_mask(nodes, window):
+def test_a_block_mask_visits_the_blocks_of_the_dense_mask(nodes, padding, window):
+    """I6; a node of padding is a root without descendants."""
+    nodes += padding
     for seed in range(6):
-        parents = forest(seed, nodes, 0.05)
+        parents = forest(seed, nodes - padding, 0.05) + [-1] * padding
         blocks = -(-nodes // BLOCK)
         dense = torch.zeros(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
         dense[:nodes, :nodes] = ancestors(parents, window)
@@ -277,11 +280,33 @@ def test_flex_attention_compiles_once_for_all_numbers(windows, softcaps, monkeyp
 
 def test_the_backend_is_chosen_by_the_device_and_can_be_forced():
     ends, depths = comb(2, 30, 20)
-    assert TreeAttention(ends, depths).backend == "path"
+    assert TreeAttention(ends, depths).backend == "auto"
     assert TreeAttention(ends.to("meta"), depths.to("meta")).backend == "flex"
     assert TreeAttention(ends, depths, "mask").backend == "mask"
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'mask', 'path', 'flex'"):
         TreeAttention(ends, depths, "dense")
+
+
+def test_the_host_takes_paths_or_one_mask_by_counted_work(monkeypatch):
+    monkeypatch.setattr(blocks, "PAIRS_OF_CALL", 2**11)
+    chosen = set()
+    for seed, nodes, branching in product(range(4), (1, 30, 90, 200), (0.02, 0.2, 0.5)):
+        given = arrays(forest(seed, nodes, branching))
+        for heads, window in product((1, 8), (None, 9)):
+            cost = {}
+            for backend in ("path", "mask"):
+                planned = TreeAttention(*given, backend).blocks(window, heads)
+                cost[backend] = sum(block.cost(heads) for block in planned)
+            least = min(cost, key=cost.get)
+            want = TreeAttention(*given, least).blocks(window, heads)
+            assert TreeAttention(*given).blocks(window, heads) == want
+            chosen.add((least, heads))
+    assert chosen == set(product(("path", "mask"), (1, 8)))
+    small, long = comb(branches=5, trunk=2, size=4), comb(branches=3, trunk=60, size=50)
+    assert [part.kind for part in TreeAttention(*small).blocks(None, 8)[0].parts] == ["masked"]
+    assert {
+        part.kind for block in TreeAttention(*long).blocks(None, 8) for part in block.parts
+    } == {"all", "causal"}
 
 
 def test_visible_parts_are_those_of_the_whole():

@@ -1,13 +1,14 @@
 """A model computes a tree as it computes the turns one by one, to the gradient."""
 
 import gc
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import flex_attention
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils as flash
 
 from tests.packing.isolation.tiny_models import VOCABULARY, tiny_model
 from trajpack import GRPO, Trajectory, TreeBatch, Turn, pack_tree
@@ -16,6 +17,8 @@ from trajpack.packing.adapters.huggingface import (
     check_tree_attention,
     register_tree_attention,
 )
+from trajpack.packing.tree_attention import blocks
+from trajpack.packing.tree_attention.attention import TreeAttention
 from trajpack.packing.tree_attention.huggingface import _MADE
 
 pytestmark = pytest.mark.filterwarnings(
@@ -194,6 +197,48 @@ def test_log_probabilities_and_gradients_are_those_of_separate_rows(
         assert distance(gradients(model, loss(tree, batch)), want) <= tolerance
 
 
+@pytest.fixture
+def gathering(monkeypatch):
+    """Make blocks so small, and calls so cheap, that paths of small trees are several spans."""
+    monkeypatch.setattr(blocks, "MOST_QUERIES", 8)
+    monkeypatch.setattr(blocks, "PAIRS_OF_CALL", 40)
+
+
+def larger(seed=0):
+    """Return more branches, at several depths, of longer histories."""
+    found = branching(seed)
+    for number, more in enumerate((branching(seed + 1), branching(seed + 2))):
+        for one in more[:-1]:
+            last = found[number].turns[1]
+            heard = [*last.prompt_ids, *last.completion_ids]
+            turns = [
+                Turn([*heard, *turn.prompt_ids[LONGER:]], *list(vars(turn).values())[1:4])
+                for turn in one.turns
+            ]
+            found.append(Trajectory(f"{number}.{one.id}", turns, "task"))
+    return found
+
+
+@pytest.mark.usefixtures("gathering")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_paths_that_gather_keys_give_the_gradients_of_separate_rows(family, dtype, tolerance):
+    """I7 and I8, where the keys of a path are copied."""
+    trajectories = larger()
+    batch = pack_tree(trajectories).with_advantages(GRPO())
+    attention = TreeAttention(batch.tree_end, batch.position_ids, "path")
+    parts = [part for block in attention.blocks(None, 4) for part in block.parts]
+    assert sum(part.gathered > 0 for part in parts) > 5
+    model = tiny_model(family).train()
+    model = exact(model) if dtype == torch.float64 else model
+    for name in ("reinforce", "clipped", "gspo"):
+        tree = by_tree(model, batch, "trajpack_tree, path")
+        rows = by_rows(model, trajectories)
+        assert distance(tree, rows) <= tolerance
+        want = gradients(model, LOSSES[name](rows, batch))
+        assert distance(gradients(model, LOSSES[name](tree, batch)), want) <= tolerance
+
+
 @pytest.mark.parametrize("backend", ["mask", "path", "flex"])
 def test_a_label_a_row_gives_the_log_probabilities_and_gradients_of_separate_rows(backend):
     trajectories = branching()
@@ -280,15 +325,107 @@ def test_layers_share_one_attention_that_lives_as_long_as_the_inputs():
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("llama", "eager")]
+    ("family", "attention"),
+    [
+        ("qwen3", "sdpa"),
+        ("llama", "sdpa"),
+        ("qwen3", "eager"),
+        ("llama", "eager"),
+        ("qwen3", "flex_attention"),
+        ("llama", "flex_attention"),
+    ],
 )
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 40])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_other_layers_fail_on_the_inputs(family, attention, num_nodes):
+    """I14, TRAP 1 and 2: no other attention takes the table for a mask."""
+    if (attention, num_nodes) == ("flex_attention", 1):
+        pytest.skip("a number that is added to the one score of a softmax is right")
     model = tiny_model(family)
     model.set_attn_implementation(attention)
     batch = pack_tree([Trajectory("a", [Turn(range(3, 3 + num_nodes), [], [])])])
-    with pytest.raises((RuntimeError, ValueError)):
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError, IndexError)):
         model(**batch.model_inputs())
+
+
+def test_kernels_of_packed_rows_would_let_branches_see_each_other():
+    """I14, TRAP 3: FlashAttention splits a row where depths are 0; it takes no table for a mask."""
+    batch = pack_tree(branching())
+    table = batch.model_inputs()["attention_mask"]
+    (bounds, _), _ = flash.prepare_fa_kwargs_from_position_ids(batch.position_ids[None])
+    tree = torch.bucketize(torch.arange(batch.num_nodes), bounds[1:-1], right=True)
+    causal = torch.ones(batch.num_nodes, batch.num_nodes, dtype=torch.bool).tril()
+    seen = (tree[:, None] == tree) & causal
+    assert (seen & ~batch.attention_mask()[0, 0]).any()
+    rows = torch.zeros(1, batch.num_nodes, 2, 8)
+    with pytest.raises(IndexError):  # it takes indices of the table for those of keys
+        flash._upad_input(rows, rows, rows, table, batch.num_nodes, flash._unpad_input)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma2", "qwen3_moe"])
+def test_labels_and_attention_weights_are_refused_by_name(family):
+    model = tiny_model(family)
+    model.set_attn_implementation("trajpack_tree")
+    inputs = pack_tree(branching()).model_inputs()
+    with pytest.raises(ValueError, match=r"refuses labels: .*CausalLM would read the row before"):
+        model(**inputs, labels=inputs["input_ids"])
+    with pytest.raises(ValueError, match="refuses output_attentions: it computes no weights"):
+        model(**inputs, output_attentions=True)
+
+
+def compiled_calls(model):
+    """Return a compiled model, one whose layers are compiled, and a compiled function of it."""
+    compiled = partial(torch.compile, backend="eager")
+    yield compiled(model)
+
+    @compiled
+    def step(**given):
+        return model(**given)
+
+    yield step
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    yield model
+
+
+def test_compiled_models_are_checked_and_compute_the_tree():
+    model, batch = tiny_model("qwen3"), pack_tree(branching())
+    model.set_attn_implementation("trajpack_tree")
+    inputs = batch.model_inputs()
+    want = model(**inputs).logits
+    for call in compiled_calls(model):
+        torch._dynamo.reset()
+        torch.testing.assert_close(call(**inputs).logits, want)
+        with pytest.raises(ValueError, match="refuses labels"):
+            call(**inputs, labels=inputs["input_ids"])
+    hidden = torch._dynamo.config.patch(nested_graph_breaks=True)
+    with hidden, pytest.raises(ValueError, match="hides the calls of compiled models: switch it"):
+        model(**inputs)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_computed_again_are_checked_once_and_give_the_same_gradients(reentrant):
+    model, batch = tiny_model("qwen3").train(), pack_tree(branching())
+    want = gradients(model, by_tree(model, batch, "trajpack_tree").sum())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    inputs = batch.model_inputs()
+    with pytest.raises(ValueError, match="refuses labels"):
+        model(**inputs, labels=inputs["input_ids"])
+    by_tree(model, batch, "trajpack_tree").sum().backward()
+    assert distance(torch.cat([w.grad.reshape(-1) for w in model.parameters()]), want) <= 1e-6
+
+
+def test_a_layer_without_a_model_around_it_is_refused():
+    model = tiny_model("qwen3")
+    model.set_attn_implementation("trajpack_tree")
+    inputs = pack_tree(branching()).model_inputs()
+    hidden = model.model.embed_tokens(inputs["input_ids"])
+    place = model.model.rotary_emb(hidden, inputs["position_ids"])
+    with pytest.raises(ValueError, match="finds no call of a model of transformers"):
+        model.model.layers[0](
+            hidden, position_embeddings=place, attention_mask=inputs["attention_mask"]
+        )
 
 
 def test_what_is_no_tree_is_refused():
@@ -329,7 +466,7 @@ def test_masks_of_wrong_dtypes_and_windows_are_refused():
     assert near.sum(1).tolist() == (depth + 1).clamp(max=3).tolist()
 
 
-def test_the_host_takes_paths_and_a_backend_can_be_forced():
+def test_the_host_takes_paths_or_one_mask_and_a_backend_can_be_forced():
     prompt = list(range(3, 103))
     members = [Trajectory(str(i), [Turn(prompt, [i + 3] * 100, [-1.0] * 100)]) for i in range(6)]
     bushy = [Trajectory(str(i), [Turn([1, i + 2], [], [])]) for i in range(40)]
@@ -341,7 +478,8 @@ def test_the_host_takes_paths_and_a_backend_can_be_forced():
             model.set_attn_implementation("trajpack_tree")
             with torch.no_grad():
                 found[backend] = model(**batch.model_inputs()).logits
-        assert torch.equal(found["auto"], found["path"])
+        least = "path" if trajectories is members else "mask"
+        assert torch.equal(found["auto"], found[least])
         torch.testing.assert_close(found["mask"], found["path"])
     with pytest.raises(
         ValueError, match="backend must be one of 'auto', 'mask', 'path', 'flex', got 'dense'"
@@ -349,21 +487,26 @@ def test_the_host_takes_paths_and_a_backend_can_be_forced():
         register_tree_attention("dense")
 
 
-def test_a_token_moves_the_logits_of_its_subtree_alone():
-    batch = pack_tree(branching())
+@pytest.mark.usefixtures("gathering")
+@pytest.mark.parametrize("backend", ["mask", "path", "flex"])
+def test_a_token_moves_the_logits_of_its_subtree_alone(backend):
+    """I10."""
+    batch = pack_tree(larger())
+    assert batch.num_nodes > 120
+    register_tree_attention(backend)
     model = tiny_model("qwen3")
     model.set_attn_implementation("trajpack_tree")
     inputs = batch.model_inputs()
     with torch.no_grad():
         before = model(**inputs).logits[0]
-        for node in (0, LONGER + 1, batch.num_nodes // 2):
+        for node in range(0, batch.num_nodes, 5):
             changed = inputs["input_ids"].clone()
             changed[0, node] = (changed[0, node] + 1) % VOCABULARY
             moved = (model(**(inputs | {"input_ids": changed})).logits[0] != before).any(1)
-            outside = torch.ones(batch.num_nodes, dtype=torch.bool)
-            outside[node : int(batch.tree_end[node])] = False
-            assert not moved[outside].any()
-            assert moved[node]
+            inside = torch.zeros(batch.num_nodes, dtype=torch.bool)
+            inside[node : int(batch.tree_end[node])] = True
+            assert not moved[~inside].any()
+            assert moved[inside].all()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek_v3"])
@@ -417,7 +560,7 @@ def test_the_check_finds_what_ignores_the_tree(monkeypatch):
         check_tree_attention(tiny_model("mamba2"))
     dropping = tiny_model("gpt_neox").train()
     dropping.gpt_neox.emb_dropout.p = 0.1
-    with pytest.raises(ValueError, match=r"with trees, gpt_neox.emb_dropout drops 0.1"):
+    with pytest.raises(ValueError, match=r"in training, gpt_neox.emb_dropout drops 0.1"):
         check_tree_attention(dropping)
     model = tiny_model("qwen3")
     with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot take a tree"):

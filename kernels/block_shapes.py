@@ -94,12 +94,12 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
             "sequences of 64 tokens lie side by side.",
         )
     },
-    "vtrace_scan": {
+    "wide_scan": {
         DEFAULT: BlockShape(
             256,
             32,
-            "As credit_scan. Without the limit ptxas aims at 168 registers for two states, and "
-            "spills with Triton 3.6.",
+            "As credit_scan, for V-trace and along turns. Without the limit ptxas aims at 168 "
+            "registers, and spills.",
             most_registers=255,
         )
     },

@@ -785,7 +785,7 @@ def share_of(scan: Scan, longest: int) -> int:
 def _arguments(scan: Scan) -> dict[str, Any]:
     """Return the arguments that both kernels take, and the options of a launch."""
     mask, chunks, observation = scan.loss_mask, None, scan.observation
-    shape = "vtrace_scan" if scan.kind == "vtrace" else "credit_scan"
+    is_wide = scan.kind == "vtrace" or scan.chunks is not None
     if scan.chunks is not None:
         begins, truncated = scan.chunks.begins, scan.chunks.truncated
         # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
@@ -817,5 +817,7 @@ def _arguments(scan: Scan) -> dict[str, Any]:
             0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
         ),
         "SIZES": (BLOCK, ROW, LONGEST_WALK),
-        **launch_on(shape, scan.cu_seqlens.get_device()).options,
+        **launch_on(
+            "wide_scan" if is_wide else "credit_scan", scan.cu_seqlens.get_device()
+        ).options,
     }

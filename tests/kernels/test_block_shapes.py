@@ -51,7 +51,7 @@ def test_every_kernel_has_a_shape_for_architectures_without_a_row(kernel: str) -
 
 def test_the_blocks_of_a_scan_are_the_same_everywhere() -> None:
     """They settle the order of the sums."""
-    shapes = [*SHAPES["credit_scan"].values(), *SHAPES["vtrace_scan"].values()]
+    shapes = [*SHAPES["credit_scan"].values(), *SHAPES["wide_scan"].values()]
     assert len({shape.block for shape in shapes}) == 1
 
 

@@ -270,7 +270,9 @@ def rows_of_turn(
     expected = {field.name for field in declared}
     if set(rows) != expected:
         got = sorted(map(str, rows))
-        raise ValueError(f"fields must be those declared, {sorted(expected)}, got {got}")
+        unknown = sorted(set(map(str, rows)) - expected)
+        remedy = f"; declare fields=[TokenField({unknown[0]!r}, ...)]" if unknown else ""
+        raise ValueError(f"fields must be those declared, {sorted(expected)}, got {got}{remedy}")
     num_prompt, num_completion = sizes
     converted = list[Rows]()
     for field in declared:

@@ -119,7 +119,7 @@ def _warn_of_retokenized(intake: ValidatedTurns) -> None:
         warnings.warn(
             "TrajectoryBuffer.extend: a prompt replaces a few tokens of its history, so that a new "
             "sequence begins and the history is stored again: build prompts from the sampled token "
-            "ids, not from decoded text; statistics().breaks of the batch has the places",
+            "ids, not from decoded text; the report of the batch shows the places",
             stacklevel=4,  # the caller of pack or add; one above that of extend
         )
 

@@ -173,7 +173,8 @@ def _estimator_of(given: Any) -> Estimator:
         return cast("Estimator", given)
     remedy = f"; make one: {given.__name__}()" if is_class else ""
     raise TypeError(
-        f"{OP}: estimator must be an Estimator, a function or a tensor, got {given!r}{remedy}"
+        f"{OP}: estimator must be an estimator such as trajpack.GRPO(), a function or a tensor, "
+        f"got {given!r}{remedy}"
     )
 
 

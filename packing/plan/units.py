@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -236,6 +237,17 @@ def read_lengths(op: str, seqlens: Any) -> Ints:
         sequence = int(wrong[0])
         raise ValueError(
             f"{op}: seqlens must be in [0, 2147483647], got {lengths[sequence]} at {sequence}"
+        )
+    is_tensor = isinstance(seqlens, torch.Tensor)
+    if (
+        is_tensor
+        and lengths.size > 1
+        and lengths[0] == 0 < lengths[-1]
+        and all(np.diff(lengths) >= 0)
+    ):
+        raise ValueError(
+            f"{op}: seqlens must be lengths, got a tensor that grows from 0 to {lengths[-1]}, as "
+            "boundaries do: pass batch.seqlens, not batch.cu_seqlens"
         )
     return lengths
 

@@ -130,7 +130,10 @@ def test_bad_rows_are_refused_by_name_and_leave_nothing_behind(rows, error, matc
 
 
 def test_rows_that_nobody_declared_are_refused():
-    with pytest.raises(ValueError, match=r"fields must be those declared, \[\], got \['v'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"declared, \[\], got \['v'\]; declare fields=\[TokenField\('v', \.\.\.\)\]",
+    ):
         pack([Trajectory("it", [Turn([1], [2], [0], fields={"v": [1]})])])
 
 

@@ -12,6 +12,11 @@ from trajpack import plan_micro_batches, plan_ranks
     ("asked", "error", "said"),
     [
         ({"seqlens": [[1, 2]]}, ValueError, r"seqlens must be one row of lengths, got shape"),
+        (
+            {"seqlens": torch.tensor([0, 3, 5])},
+            ValueError,
+            "grows from 0 to 5, as boundaries do: pass batch.seqlens, not batch.cu_seqlens",
+        ),
         ({"seqlens": [1.0]}, TypeError, r"seqlens must be integers, got float64"),
         ({"seqlens": [True]}, TypeError, r"seqlens must be integers, got bool"),
         ({"seqlens": [3, -1]}, ValueError, r"must be in \[0, 2147483647\], got -1 at 1"),

@@ -91,12 +91,19 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
     },
     "credit_scan": {
         DEFAULT: BlockShape(
-            128,
+            256,
             32,
-            "A warp with 4 entries a thread, 36 bytes or more of loads: scans and carries are "
-            "shuffles, with two barriers at most, and four sequences of 32 tokens share one warp. "
-            "Without the limit some variants aim at 64 registers and spill.",
-            most_registers=96,
+            "A warp with 8 entries a thread: 2 KB of loads for GAE, scans are shuffles, and four "
+            "sequences of 64 tokens lie side by side.",
+        )
+    },
+    "wide_scan": {
+        DEFAULT: BlockShape(
+            256,
+            32,
+            "As credit_scan, for V-trace and along turns. Without the limit ptxas aims at 168 "
+            "registers, and spills.",
+            most_registers=255,
         )
     },
     "scores_kernel": {

@@ -71,7 +71,7 @@ def gae(  # noqa: PLR0913 - a convention is an argument
             also if boundaries do not go from 0 to ``tokens``.
 
     Cost: one launch where ``max_seqlen`` is at most 4,096 or there are at most 4,096 tokens;
-    else three, and 33 bytes of scratch for 128 tokens. No copy, no host synchronisation.
+    else two, and 16 bytes of scratch for 1,024 tokens. No copy, no host synchronisation.
 
     Example:
         >>> rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])

@@ -91,7 +91,7 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
     Returns:
         Advantages and returns, float32 ``[tokens]``, 0 where not generated.
 
-    Cost: one launch where ``max_seqlen`` or ``num_positions`` is at most 4,096, else three. No
+    Cost: one launch where ``max_seqlen`` or ``num_positions`` is at most 4,096, else two. No
         copy, no host synchronisation.
     """
     results: tuple[torch.Tensor, torch.Tensor] = torch.ops.trajpack.credit_of_turns(

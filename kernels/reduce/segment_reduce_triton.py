@@ -115,10 +115,10 @@ def _reduce_chunk(
             counted = place[None, :] < left[:, None]
             offset = first[:, None] + place[None, :]
             entry = tl.load(x + offset, mask=counted, other=0)
-            entries = entries + (entry,)  # type: ignore[assignment]  # noqa: RUF005
+            entries = entries + (entry,)  # type: ignore[assignment]
             if HAS_MASK:
                 counted = tl.load(mask + offset, mask=counted, other=0) != 0
-            marks = marks + (counted,)  # type: ignore[assignment]  # noqa: RUF005
+            marks = marks + (counted,)  # type: ignore[assignment]
         for step in tl.static_range(STEPS):
             summand = tl.where(marks[step], _as_summand(entries[step], MAX), nothing)
             lanes = _join(lanes, summand, MAX)

@@ -1,7 +1,7 @@
 """The reverse scan behind every credit estimator: its op, and its meaning in torch and numpy.
 
-GAE, TD(λ), turn-level GAE, discounted returns and credit along turns take one scan. V-trace takes
-two: the first finds the value that follows each token. The recurrence, with state ``x`` behind a
+GAE, TD(λ), turn-level GAE, discounted returns and credit along turns scan one state. V-trace scans
+two: the value that follows each token, and the trace. The recurrence, with state ``x`` behind a
 token, is ``decay·x + increment``; see `trajpack.kernels.scan.observations`.
 """
 

@@ -1,35 +1,40 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Triton kernels of the scan over tokens: blocks of a segment, folded from its end.
 
-A block is one associative scan at reversed addresses, so that the scan runs forward, and one warp:
-the compiled code has two barriers at most. Each entry's state then takes in the state behind the
-block, and the state before the block is carried on. So the order of sums depends on the segment
-alone. One program walks a whole segment in one launch. Segments longer than a row of ``ROW`` blocks
-take three launches: the first finds the effect of each block on the state; the second, with a
-program for each row, finds the effect of the blocks that are behind a block in its row; in the
-third each program folds the rows behind its own and writes a block. The blocks of a segment's last
-row take the same steps either way, hence the same bits. There are no atomic additions of floats.
+A block is ``BLOCK`` entries of one warp, ``EACH`` neighbours to a lane, at reversed addresses, so
+that the scan runs forward. A lane composes its entries, the lanes are composed in rounds of
+doubling reach, and the state behind the block enters every lane. Short segments lie side by side
+in a block, each in as many lanes as the longest of them needs. A round joins two lanes only within
+a segment, so a segment's bits are those of a block of its own.
+
+States, decays and increments are float64; results are rounded once, to float32.
+
+One launch scans segments of up to ``LONGEST_WALK`` entries, block after block. Where longer ones
+may be, a launch before it finds the effect on the state of each of their rows of ``ROW`` entries;
+then a program for each row folds the effects of the rows behind it, in an order that depends on the
+segment alone.
+There are no atomic operations.
 
 Positions count the scanned tokens, segment after segment. Without chunks a position is the
 token's own index; with chunks it is looked up among the chunks' first positions.
 
 The kernels pass these tuples on, in which an input that is not given is ``None`` or ``()``:
 
-- ``source``: rewards, values, loss mask, chunks, log-probabilities of the KL penalty;
+- ``source``: rewards, values, loss mask, chunks, log-probabilities of the KL penalty, and those of
+  the importance ratios;
 - ``chunks``: first positions, first tokens, stride of these, spans, rewards, ``(1,)`` if a chunk
   is one action, ``(truncated,)``;
-- ``inputs``: source, limits, log-probabilities of the importance ratios, discounted next values;
-- ``span``: first and past-last position of a segment, first and last chunk of all segments of a
-  block, last chunk of the segment;
-- ``segment``: span, γ and λ, the state behind the last entry.
+- ``segments``: boundaries, γ and λ of each segment, bootstrap, γ and λ of all;
+- ``inputs``: source, segments, limits.
 
-``FORM`` holds the numbers of the kind of scan, of the observation and of the KL penalty's
-estimator.
+V-trace has two states: the discounted value that follows, and the trace. ``FORM`` holds the numbers
+of the kind of scan, of the observation and of the KL penalty's estimator.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import triton
@@ -41,38 +46,57 @@ from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Scan
 from trajpack.kernels.search_triton import find_segment, find_segments
 
-Outputs: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-
 BLOCK = block_shape("credit_scan", DEFAULT).block
 """Entries of a block. The same on every architecture, because it fixes the order of sums."""
-ROW = 32
-"""Blocks of a row, counted from a segment's end."""
-LONGEST_WALK = ROW * BLOCK
-"""Longest segment that one program walks: more than one row takes three launches."""
+ROW = 4 * BLOCK
+"""Entries of a row: a long segment is cut into rows, counted from its end, of a program each."""
+LONGEST_WALK = 16 * BLOCK
+"""Longest segment that one program scans."""
+EACH = tl.constexpr(8)
+"""Entries of a lane."""
+LANE_SHIFT = tl.constexpr(3)
+"""Logarithm of EACH."""
+LANES = tl.constexpr(32)
+"""Most segments of a program; lanes that fold the effects of blocks."""
+GROUP = tl.constexpr(16)
+"""Blocks that a lane folds one after another."""
 
 CARRY, CARRY_DROP, COMPACT, IGNORE, MULTIPLY, RESET = (
     tl.constexpr(number) for number in range(len(OBSERVATIONS))
 )
 """Observations, by their index in `OBSERVATIONS`."""
-GAE, RETURNS, NEXT_VALUES, VTRACE, ADJOINT = (tl.constexpr(number) for number in range(len(KINDS)))
+GAE, RETURNS, VTRACE, ADJOINT = (tl.constexpr(number) for number in range(len(KINDS)))
 """Kinds of scan, by their index in `KINDS`."""
 
 
 @triton.jit
-def compose(first_decay, first_increment, second_decay, second_increment):
-    decay = first_decay * second_decay
-    return decay, tl.fma(second_decay, first_increment, second_increment)
+def split_entries(entries, COUNT: tl.constexpr):
+    """Return the first of every ``COUNT`` neighbours, the second, ..."""
+    if COUNT == 1:
+        return (entries,)
+    else:
+        evens, odds = tl.split(tl.reshape(entries, [entries.shape[0] // 2, 2]))
+        evens = split_entries(evens, COUNT // 2)
+        odds = split_entries(odds, COUNT // 2)
+        parts = ()
+        for at in tl.static_range(COUNT // 2):
+            parts = parts + (evens[at], odds[at])
+        return parts
 
 
 @triton.jit
-def compose_within(
-    first_owner, first_decay, first_increment, second_owner, second_decay, second_increment
-):
-    """Compose two steps of the same segment; the second alone where they have other owners."""
-    decay, increment = compose(first_decay, first_increment, second_decay, second_increment)
-    same = first_owner == second_owner
-    decay = tl.where(same, decay, second_decay)
-    return second_owner, decay, tl.where(same, increment, second_increment)
+def join_entries(parts, COUNT: tl.constexpr):
+    """Undo `split_entries`."""
+    if COUNT == 1:
+        return parts[0]
+    else:
+        evens = ()
+        odds = ()
+        for at in tl.static_range(COUNT // 2):
+            evens = evens + (parts[2 * at],)
+            odds = odds + (parts[2 * at + 1],)
+        pairs = tl.join(join_entries(evens, COUNT // 2), join_entries(odds, COUNT // 2))
+        return tl.reshape(pairs, [pairs.shape[0] * 2])
 
 
 @triton.jit
@@ -82,65 +106,59 @@ def add_carry(increment, decay, state):
 
 
 @triton.jit
-def spread_entry(lanes, place, LANES: tl.constexpr):
-    """Return the entry of ``lanes`` at ``place`` in ``LANES`` lanes: one shuffle within a warp."""
-    return tl.gather(lanes, tl.full((LANES,), 0, tl.int32) + place, 0)
+def last_of(lanes):
+    """Return the last lane's entry in every lane: one shuffle within a warp."""
+    return tl.gather(lanes, tl.full(lanes.shape, lanes.shape[0] - 1, tl.int32), 0)
 
 
 @triton.jit
-def split_in_four(entries, BLOCK: tl.constexpr):
-    """Give each lane four neighbouring entries: return the first of each lane, the second, ..."""
-    evens, odds = tl.split(tl.reshape(entries, [BLOCK // 4, 2, 2]))
-    first, third = tl.split(evens)
-    second, fourth = tl.split(odds)
-    return first, second, third, fourth
+def scan_block(weight, increment, rate, place, state, FORM: tl.constexpr):
+    """Compose the steps of a block, last token first.
 
-
-@triton.jit
-def scan_block(decay, increment, first, BLOCK: tl.constexpr):
-    """Compose the steps of a block, last token first, in lanes of four.
-
-    Return the effect of all lanes before each lane; decays and increments of each lane's first
-    three entries; decay and increment of the whole block, in every lane. Lanes of four take a
-    quarter of the shuffles that lanes of one would. ``first`` [BLOCK / 4] is the lane in which the
-    segment of each lane begins, ``None`` if the block has one segment.
+    ``weight`` [entries] is the factor of the decay beside ``rate``, below 0 where the state passes;
+    ``None`` stands for 1. ``place`` is the number of lanes of the same segment before each lane,
+    ``state`` the state behind the block; both, and ``rate``, have an entry for each lane.
+    Return the state behind each entry, and decay and increment of the whole block in every lane.
     """
-    lane = tl.arange(0, BLOCK // 4)
-    decay0, decay1, decay2, decay3 = split_in_four(decay, BLOCK)
-    increment0, increment1, increment2, increment3 = split_in_four(increment, BLOCK)
-    decays, increments = compose(decay0, increment0, decay1, increment1)
-    decays, increments = compose(decays, increments, decay2, increment2)
-    decays, increments = compose(decays, increments, decay3, increment3)
-    if first is None:
-        decays, increments = tl.associative_scan((decays, increments), 0, compose)
-        begins = lane == 0
+    lane = tl.arange(0, place.shape[0])
+    increments = split_entries(increment, EACH)
+    decays = ()
+    decay = tl.full(place.shape, 1.0, tl.float64)
+    if weight is None:
+        for _ in tl.static_range(EACH):
+            decays = decays + (rate,)
+            decay *= rate
     else:
-        steps = first, decays, increments
-        _, decays, increments = tl.associative_scan(steps, 0, compose_within)
-        begins = lane == first
-    block_decay = spread_entry(decays, BLOCK // 4 - 1, BLOCK // 4)
-    block_increment = spread_entry(increments, BLOCK // 4 - 1, BLOCK // 4)
+        weights = split_entries(weight, EACH)
+        for at in tl.static_range(EACH):
+            own = rate
+            if FORM[0] == VTRACE:
+                own = rate * weights[at]
+            elif FORM[1] == RESET:
+                own = tl.where(weights[at] == 0, 0.0, rate)
+            own = tl.where(weights[at] < 0, 1.0, own)
+            decays = decays + (own,)
+            decay *= own
+    total = increments[0]
+    for at in tl.static_range(1, EACH):
+        total = tl.fma(decays[at], total, increments[at])
+    for doubling in tl.static_range(5):
+        if 1 << doubling < place.shape[0]:
+            before = tl.maximum(lane - (1 << doubling), 0)
+            joins = place >= 1 << doubling
+            carry = tl.gather(total, before, 0)
+            carried = tl.fma(decay, carry, total)
+            total = tl.where(joins & (carry != 0), carried, total)
+            decay = tl.where(joins, decay * tl.gather(decay, before, 0), decay)
     before = tl.maximum(lane - 1, 0)
-    decays = tl.where(begins, 1.0, tl.gather(decays, before, 0))
-    increments = tl.where(begins, 0.0, tl.gather(increments, before, 0))
-    return (
-        (decays, increments),
-        (decay0, decay1, decay2),
-        (increment0, increment1, increment2),
-        block_decay,
-        block_increment,
-    )
-
-
-@triton.jit
-def states_of_block(lanes, decays, increments, state, BLOCK: tl.constexpr):
-    """Return the state behind each entry of a block; ``state`` is that behind it, in every lane."""
-    state0 = add_carry(lanes[1], lanes[0], state)
-    state1 = add_carry(increments[0], decays[0], state0)
-    state2 = add_carry(increments[1], decays[1], state1)
-    state3 = add_carry(increments[2], decays[2], state2)
-    states = tl.join(tl.join(state0, state2), tl.join(state1, state3))
-    return tl.reshape(states, [BLOCK])
+    behind = tl.where(place == 0, 0.0, tl.gather(total, before, 0))
+    current = tl.where(place == 0, 1.0, tl.gather(decay, before, 0))
+    current = add_carry(behind, current, state)
+    states = (current,)
+    for at in tl.static_range(EACH - 1):
+        current = tl.fma(decays[at], current, increments[at])
+        states = states + (current,)
+    return join_entries(states, EACH), last_of(decay), last_of(total)
 
 
 @triton.jit
@@ -150,22 +168,23 @@ def clip_symmetric(number, bound):
 
 
 @triton.jit
-def clipped_ratio(weights, at, generated, cap):
-    """Return min(π/μ, cap) of generated tokens, 1 of others."""
-    logprobs, rollout_logprobs = weights
-    ours = tl.load(logprobs + at, mask=generated, other=0.0).to(tl.float64)
-    theirs = tl.load(rollout_logprobs + at, mask=generated, other=0.0).to(tl.float64)
-    ratio = tl.exp(ours - theirs)
+def clip_ratio(ratio, generated, cap):
+    """Return min(ratio, cap) of generated tokens, 1 of others."""
     return tl.where(generated, tl.where(ratio > cap, cap, ratio), 1.0)
+
+
+@triton.jit
+def difference(pair, at, known):
+    """Return what the first tensor has at tokens less what the second has, in float64."""
+    first, second = pair
+    ours = tl.load(first + at, mask=known, other=0.0).to(tl.float64)
+    return ours - tl.load(second + at, mask=known, other=0.0).to(tl.float64)
 
 
 @triton.jit
 def kl_penalty(kl, limits, at, generated, ESTIMATOR: tl.constexpr):
     """Return the weighted KL estimate of tokens; ``ESTIMATOR`` 1 to 3 is k1 to k3."""
-    logprobs, ref_logprobs = kl
-    ours = tl.load(logprobs + at, mask=generated, other=0.0).to(tl.float64)
-    theirs = tl.load(ref_logprobs + at, mask=generated, other=0.0).to(tl.float64)
-    ratio = ours - theirs
+    ratio = difference(kl, at, generated)
     if ESTIMATOR == 1:
         penalty = ratio
     elif ESTIMATOR == 2:
@@ -179,29 +198,28 @@ def kl_penalty(kl, limits, at, generated, ESTIMATOR: tl.constexpr):
 
 
 @triton.jit
-def read_chunk(chunks, position, exists, span, clip):
+def read_chunk(chunks, position, exists, range_of_chunks, own_last, clip):
     """Return token, first generated token of its chunk, and reward at each position.
 
     A chunk's reward is on its last generated token, with the rewards of the chunks behind it that
     generated nothing.
     """
     cu_positions, addresses, stride, spans, rewards, _by_turn, _truncated = chunks
-    _begin, _end, first, last, own_last = span
+    first, last = range_of_chunks
     chunk = find_segments(cu_positions, first, last, position, 1)
     begins = tl.load(cu_positions + chunk, mask=exists, other=0)
     at = tl.load(addresses + chunk * stride, mask=exists, other=0) + position - begins
     begin = tl.load(spans + chunk * 2, mask=exists, other=0)
     end = tl.load(spans + chunk * 2 + 1, mask=exists, other=0)
     ends_turn = exists & (at >= begin) & (at == end - 1)
-    own = tl.load(rewards + chunk, mask=ends_turn, other=0.0).to(tl.float64)
-    reward = clip_symmetric(own, clip)
+    reward = clip_symmetric(tl.load(rewards + chunk, mask=ends_turn, other=0.0), clip)
     chunk += 1
     open_ended = ends_turn & (chunk <= own_last)
     while tl.max(open_ended.to(tl.int32), 0) > 0:
         next_begin = tl.load(spans + chunk * 2, mask=open_ended, other=0)
         next_end = tl.load(spans + chunk * 2 + 1, mask=open_ended, other=1)
         open_ended &= next_begin == next_end
-        more = tl.load(rewards + chunk, mask=open_ended, other=0.0).to(tl.float64)
+        more = tl.load(rewards + chunk, mask=open_ended, other=0.0)
         reward += clip_symmetric(more, clip)
         chunk += 1
         open_ended &= chunk <= own_last
@@ -209,10 +227,11 @@ def read_chunk(chunks, position, exists, span, clip):
 
 
 @triton.jit
-def read_token(inputs, span, position, exists, FORM: tl.constexpr):
+def read_entries(inputs, entries, FORM: tl.constexpr):
     """Return token, whether it was generated, reward and value; 0 where it does not exist."""
-    rewards, values, loss_mask, chunks, kl = inputs[0]
-    limits = inputs[1]
+    rewards, values, loss_mask, chunks, kl, _ratios = inputs[0]
+    limits = inputs[2]
+    position, exists, _is_last, range_of_chunks, own_last, _gamma, _lam = entries
     if chunks is None:
         at = position
         generated = exists
@@ -220,11 +239,12 @@ def read_token(inputs, span, position, exists, FORM: tl.constexpr):
             generated = exists & (tl.load(loss_mask + at, mask=exists, other=0) != 0)
         reward = tl.load(rewards + at, mask=exists, other=0.0).to(tl.float64)
     else:
-        at, begin, reward = read_chunk(chunks, position, exists, span, limits[2])
+        at, begin, reward = read_chunk(
+            chunks, position, exists, range_of_chunks, own_last, limits[2]
+        )
         generated = exists & (at >= begin)
-    if kl is not None:
-        reward -= kl_penalty(kl, limits, at, generated, FORM[2])
-    if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
+        if kl is not None:
+            reward -= kl_penalty(kl, limits, at, generated, FORM[2])
         if len(chunks[5]) > 0:
             generated = exists & (at == begin)
     value = tl.zeros_like(reward)
@@ -237,124 +257,118 @@ def read_token(inputs, span, position, exists, FORM: tl.constexpr):
 
 
 @triton.jit
-def next_value(inputs, segment, position, exists, OBSERVATION: tl.constexpr):
-    """Return the discounted value behind tokens, with the rewards of skipped tokens in between.
-
-    Chunks of V-trace hold no skipped tokens: there it is the value of the next position.
-    """
-    values, chunks = inputs[0][1], inputs[0][3]
-    span, rates, tail = segment
-    if chunks is None:
-        behind = tl.load(inputs[3] + position, mask=exists, other=0.0)
+def passed_on(reward, is_last, OBSERVATION: tl.constexpr):
+    """Return the rewards that skipped tokens pass to the last generated token before them."""
+    if OBSERVATION == CARRY:
+        return reward
+    elif OBSERVATION == COMPACT:
+        return tl.where(is_last, reward, 0.0)
     else:
-        follows = exists & (position + 1 < span[1])
-        chunk = find_segments(chunks[0], span[2], span[3], position + 1, 1)
-        begins = tl.load(chunks[0] + chunk, mask=follows, other=0)
-        at = tl.load(chunks[1] + chunk * chunks[2], mask=follows, other=0) + position + 1 - begins
-        value = tl.load(values + at, mask=follows, other=0.0).to(tl.float64)
-        if OBSERVATION == MULTIPLY:
-            begin = tl.load(chunks[3] + chunk * 2, mask=follows, other=0)
-            value = tl.where(at >= begin, value, 0.0)
-        behind = tl.where(follows, rates[0] * value, tail)
-    return behind
+        return tl.zeros_like(reward)
 
 
 @triton.jit
-def step_of(inputs, token, behind, exists, is_last, rates, FORM: tl.constexpr):
-    """Return decay and increment of tokens.
-
-    Rewards that skipped tokens pass on belong to the last generated token before them.
-    """
-    at, generated, reward, value = token
-    SCAN: tl.constexpr = FORM[0]
-    OBSERVATION: tl.constexpr = FORM[1]
-    gamma, lam = rates
-    limits, weights = inputs[1], inputs[2]
-    decay = tl.zeros_like(reward) + gamma * lam
-    if SCAN == ADJOINT:
-        increment = tl.where(generated, reward, 0.0)
-    elif SCAN == NEXT_VALUES:
-        decay = tl.zeros_like(reward)
-        increment = gamma * value
-    elif SCAN == VTRACE:
-        ratio = clipped_ratio(weights, at, generated, limits[3])
-        if OBSERVATION == RESET:
-            behind = tl.where(generated, behind, 0.0)
-        increment = gamma * ratio * (reward + behind - value)
-        decay *= clipped_ratio(weights, at, generated, limits[4])
-    else:
-        increment = gamma * (1.0 - lam) * value + decay * reward
-    if OBSERVATION == RESET:
-        decay = tl.where(generated, decay, 0.0)
-    elif OBSERVATION <= COMPACT:
-        decay = tl.where(generated, decay, 1.0)
-        passed = tl.zeros_like(reward)
-        if OBSERVATION == CARRY and SCAN <= NEXT_VALUES:
-            passed = reward
-        elif OBSERVATION == COMPACT and SCAN <= NEXT_VALUES:
-            passed = tl.where(is_last, reward, 0.0)
+def observe(generated, increment, passed, weight, OBSERVATION: tl.constexpr):
+    """Return increment and weight of the decay, as the convention has them where not generated."""
+    if OBSERVATION <= COMPACT:
         increment = tl.where(generated, increment, passed)
-    return tl.where(exists, decay, 1.0), tl.where(exists, increment, 0.0)
+        weight = tl.where(generated, weight, -1.0)
+    elif OBSERVATION == RESET:
+        weight = tl.where(generated, weight, 0.0)
+    return increment, weight
 
 
 @triton.jit
-def read_block(inputs, segment, top, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the tokens before ``top``, last one first, their next values and their steps."""
-    span, rates, _tail = segment
-    position = top - 1 - tl.arange(0, BLOCK)
-    exists = position >= span[0]
-    token = read_token(inputs, span, position, exists, FORM)
-    behind = tl.zeros((BLOCK,), tl.float64)
-    if FORM[0] == VTRACE:
-        behind = next_value(inputs, segment, position, exists, FORM[1])
-    is_last = position == span[1] - 1
-    decay, increment = step_of(inputs, token, behind, exists, is_last, rates, FORM)
-    return token, behind, decay, increment
+def steps_of_vtrace(inputs, outputs, entries, lanes, state, steps, FORM: tl.constexpr):
+    """Return increment and weight of the trace; what `write_results` takes; effect on ``state``.
 
-
-@triton.jit
-def write_block(
-    inputs, outputs, segment, top, state, first, FORM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write the outputs of the tokens before ``top``; ``state`` [BLOCK / 4] is that behind them.
-
-    Return the effect of the block on the state, in every lane. If several segments share the
-    block, ``segment`` and ``top`` [BLOCK] are of each entry; ``first`` as in `scan_block`.
+    ``state`` is the value that follows the block, and ``steps`` what `read_entries` returns. The
+    effect is decay and increment, and the factor in the trace, which is 0 if there are ``outputs``.
     """
-    token, behind, decay, increment = read_block(inputs, segment, top, FORM, BLOCK)
-    lanes, decays, increments, block_decay, block_increment = scan_block(
-        decay, increment, first, BLOCK
-    )
-    states = states_of_block(lanes, decays, increments, state, BLOCK)
-    SCAN: tl.constexpr = FORM[0]
-    span, rates, _tail = segment
-    position = top - 1 - tl.arange(0, BLOCK)
-    exists = position >= span[0]
-    at, generated, reward, value = token
-    gamma, lam = rates
-    limits, weights = inputs[1], inputs[2]
-    main, other = outputs
-    if SCAN == NEXT_VALUES:
-        tl.store(main + position, states, mask=exists)
-    elif SCAN == ADJOINT:
-        gradient = adjoint_of(generated, reward, states, gamma * lam, position == span[0], FORM[1])
-        tl.store(main + at, gradient.to(tl.float32), mask=exists)
+    at, generated, reward, value = steps
+    gamma, lam = entries[5], entries[6]
+    limits = inputs[2]
+    place, rate = lanes
+    nothing = tl.zeros_like(reward)
+    ratio = tl.exp(difference(inputs[0][5], at, generated))
+    rho = clip_ratio(ratio, generated, limits[3])
+    c = clip_ratio(ratio, generated, limits[4])
+    passed = passed_on(reward, entries[2], FORM[1])
+    increment, passes = observe(generated, gamma * value, passed, nothing, FORM[1])
+    following, decay, total = scan_block(passes, increment, rate, place, state, FORM)
+    factor = tl.zeros_like(decay)
+    if len(outputs) == 0:
+        start = tl.zeros_like(decay)
+        share, _, _ = scan_block(passes, nothing, rate, place, start + 1.0, FORM)
+        share *= gamma * rho
+        if FORM[1] == RESET:
+            share = tl.where(generated, share, 0.0)
+        share, weight = observe(generated, share, nothing, c, FORM[1])
+        _, _, factor = scan_block(weight, share, rate, place, start, FORM)
+    if FORM[1] == RESET:
+        following = tl.where(generated, following, 0.0)
+    surprise = reward + following - value
+    increment, weight = observe(generated, gamma * rho * surprise, nothing, c, FORM[1])
+    traced = clip_ratio(ratio, generated, limits[5]), surprise, value + rho * surprise, lam * c
+    return increment, weight, traced, (decay, total, factor)
+
+
+@triton.jit
+def scan_entries(inputs, outputs, entries, lanes, states, FORM: tl.constexpr):
+    """Scan the entries of a block, and write their results if there are ``outputs``.
+
+    ``lanes`` are place and decay rate of each lane, ``states`` the two states behind the block.
+    Return the effect of the block: decay and increment of the first state; decay and increment of
+    the second, and its factor in the first.
+    """
+    steps = read_entries(inputs, entries, FORM)
+    _at, generated, reward, value = steps
+    _position, _exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
+    place, rate = lanes
+    nothing = tl.zeros_like(reward)
+    traced = ()
+    of_second = ()
+    if FORM[0] == VTRACE:
+        increment, weight, traced, of_second = steps_of_vtrace(
+            inputs, outputs, entries, lanes, states[1], steps, FORM
+        )
+    elif FORM[0] == ADJOINT:
+        own = tl.where(generated, reward, 0.0)
+        increment, weight = observe(generated, own, nothing, nothing + 1.0, FORM[1])
     else:
-        written = exists
-        if inputs[0][3] is not None:
-            written = generated
-        if SCAN == VTRACE:
-            surprise = reward + behind - value
-            advantage = clipped_ratio(weights, at, generated, limits[5]) * (surprise + states)
-            target = value + clipped_ratio(weights, at, generated, limits[3]) * surprise
-            target += lam * clipped_ratio(weights, at, generated, limits[4]) * states
+        own = gamma * (1.0 - lam) * value
+        own = tl.fma(nothing + gamma * lam, reward, own)
+        passed = passed_on(reward, is_last, FORM[1])
+        increment, weight = observe(generated, own, passed, nothing + 1.0, FORM[1])
+    states, decay, total = scan_block(weight, increment, rate, place, states[0], FORM)
+    if len(outputs) > 0:
+        write_results(inputs, outputs, entries, steps, states, traced, FORM)
+    return (decay, total) + of_second
+
+
+@triton.jit
+def write_results(inputs, outputs, entries, steps, states, traced, FORM: tl.constexpr):
+    """Write the results of a block, from the state behind each entry."""
+    at, generated, reward, value = steps
+    _position, exists, is_last, _range_of_chunks, _own_last, gamma, lam = entries
+    written = exists
+    if inputs[0][3] is not None:
+        written = generated
+    if FORM[0] == ADJOINT:
+        first = adjoint_of(generated, reward, states, gamma * lam, is_last, FORM[1])
+    else:
+        if FORM[0] == VTRACE:
+            capped, surprise, target, trace = traced
+            first = capped * (surprise + states)
+            second = target + trace * states
         else:
-            advantage = reward - value + states
-            target = reward + states
-        tl.store(main + at, tl.where(generated, advantage, 0.0).to(tl.float32), mask=written)
-        if other is not None:
-            tl.store(other + at, tl.where(generated, target, 0.0).to(tl.float32), mask=written)
-    return block_decay, block_increment
+            first = reward - value + states
+            second = reward + states
+        first = tl.where(generated, first, 0.0)
+    tl.store(outputs[0] + at, first.to(tl.float32), mask=written)
+    if len(outputs) > 1:
+        second = tl.where(generated, second, 0.0)
+        tl.store(outputs[1] + at, second.to(tl.float32), mask=written)
 
 
 @triton.jit
@@ -371,8 +385,19 @@ def adjoint_of(generated, reward, states, rate, is_first, OBSERVATION: tl.conste
 
 
 @triton.jit
+def carry_on(effect, states):
+    """Return the states before a stretch of entries, from its effect and the states behind it."""
+    increment = effect[1]
+    second = states[1]
+    if len(effect) > 2:
+        increment = add_carry(increment, effect[4], second)
+        second = add_carry(effect[3], effect[2], second)
+    return add_carry(increment, effect[0], states[0]), second
+
+
+@triton.jit
 def span_of(chunks, cu_seqlens, segment):
-    """Return a segment's first and past-last position, and its first and last chunk."""
+    """Return a segment's first and past-last position, and its first and past-last chunk."""
     first = tl.load(cu_seqlens + segment)
     past = tl.load(cu_seqlens + segment + 1)
     begin = first
@@ -380,28 +405,277 @@ def span_of(chunks, cu_seqlens, segment):
     if chunks is not None:
         begin = tl.load(chunks[0] + first)
         end = tl.load(chunks[0] + past)
-    last = tl.maximum(past - 1, 0)
-    return begin, end, first, last, last
+    return begin, end, first, past
 
 
 @triton.jit
-def segment_of(chunks, cu_seqlens, rates, bootstrap, segment, gamma, lam):
-    """Return a segment's span, its γ and λ, and the state behind its last entry."""
-    span = span_of(chunks, cu_seqlens, segment)
-    gammas, lams = rates
+def segments_of(inputs, segment, past):
+    """Return of segments their first and past-last position, last chunk, γ, λ, and state behind.
+
+    Those from ``past`` on have no entries.
+    """
+    chunks = inputs[0][3]
+    cu_seqlens, gammas, lams, bootstrap, gamma, lam = inputs[1]
+    is_given = segment < past
+    segment = tl.minimum(segment, past - 1)
+    begin, end, _first, past_chunk = span_of(chunks, cu_seqlens, segment)
+    own_last = tl.maximum(past_chunk - 1, 0)
     if gammas is not None:
         gamma = tl.load(gammas + segment)
     if lams is not None:
         lam = tl.load(lams + segment)
-    tail = tl.zeros((), tl.float64)
+    tail = tl.zeros(segment.shape, tl.float64)
     if bootstrap is not None:
-        goes_on = True
+        goes_on = tl.full(segment.shape, 1, tl.int1)
         if chunks is not None:  # noqa: SIM102 - the compiler takes one condition at a time
             if len(chunks[6]) > 0:
-                goes_on = tl.load(chunks[6][0] + span[3]) != 0
-        value = tl.load(bootstrap + segment, mask=goes_on, other=0.0)
-        tail += gamma * value.to(tl.float64)
-    return span, (gamma + tl.zeros((), tl.float64), lam + tl.zeros((), tl.float64)), tail
+                goes_on = tl.load(chunks[6][0] + own_last) != 0
+        tail = gamma * tl.load(bootstrap + segment, mask=goes_on, other=0.0).to(tl.float64)
+    return begin, tl.where(is_given, end, begin), own_last, gamma, lam, tail
+
+
+@triton.jit
+def owners_of(inputs, number, past, WIDTH: tl.constexpr):
+    """Let the segments from ``number`` on take lanes, one after another, as long as they fit.
+
+    A segment takes as many of the ``WIDTH`` lanes as hold its entries; a longer one takes all, and
+    stands alone. Return how many segments have lanes; of each lane its segment, or ``past``, and
+    the lanes of the same segment before it.
+    """
+    begin, end, _, _, _, _ = segments_of(inputs, number + tl.arange(0, LANES), past)
+    taken = tl.minimum(tl.cdiv(end - begin, EACH), WIDTH + 1)
+    behind = tl.cumsum(taken, 0)
+    given = (behind <= WIDTH) & (number + tl.arange(0, LANES) < past)
+    count = tl.maximum(tl.sum(given.to(tl.int32), 0), 1)
+    lane = tl.arange(0, WIDTH)
+    owner = tl.zeros_like(lane)
+    for halving in tl.static_range(5):
+        half = 16 >> halving
+        owner += tl.where(tl.gather(behind, owner + (half - 1), 0) <= lane, half, 0)
+    last = tl.gather(behind, owner, 0)
+    place = lane - last + tl.gather(taken, owner, 0)
+    owned = (owner < count) & (lane < last)
+    return count, tl.where(owned, number + owner, past), tl.where(owned, place, 0)
+
+
+@triton.jit
+def lay_out(inputs, number, past, BLOCK: tl.constexpr):
+    """Lay the segments from ``number`` on side by side in a block, each from a lane on.
+
+    Return what `entries_of` takes; place and decay rate of each lane; the state behind its segment;
+    the number of segments.
+    """
+    WIDTH: tl.constexpr = BLOCK // EACH
+    chunks, cu_seqlens = inputs[0][3], inputs[1][0]
+    count, segment, place = owners_of(inputs, number, past, WIDTH)
+    begin, end, own_last, gamma, lam, tail = segments_of(inputs, segment, past)
+    rate = gamma * lam + tl.zeros_like(tail)
+    top = end - 1 - place * EACH
+    range_of_chunks = 0, 0
+    if chunks is not None:
+        first = tl.load(cu_seqlens + number)
+        after = tl.load(cu_seqlens + tl.minimum(number + count, past))
+        range_of_chunks = first, tl.maximum(after - 1, first)
+        own_last = at_entries(own_last, 0, BLOCK)
+    top = at_entries(top, 0, BLOCK) - (tl.arange(0, BLOCK) & (EACH - 1))
+    begin, end = at_entries(begin, 0, BLOCK), at_entries(end, 0, BLOCK)
+    return (top, begin, end, range_of_chunks, own_last, gamma, lam), (place, rate), tail, count
+
+
+@triton.jit
+def at_entries(lanes, start, BLOCK: tl.constexpr):
+    """Return the number of each entry's lane.
+
+    ``start`` is 0 or more. One that changes in a loop keeps the compiler from holding all of the
+    entries' numbers in registers throughout the loop.
+    """
+    return tl.gather(lanes, (tl.arange(0, BLOCK) >> LANE_SHIFT) + (start >> 31), 0)
+
+
+@triton.jit
+def entries_of(inputs, laid, start, FORM: tl.constexpr):
+    """Return what `scan_entries` takes, ``start`` entries before the tops."""
+    top, begin, end, range_of_chunks, own_last, gamma, lam = laid
+    if inputs[1][1] is not None:
+        gamma = at_entries(gamma, start, top.shape[0])
+    if inputs[1][2] is not None:
+        lam = at_entries(lam, start, top.shape[0])
+    position = top - start
+    is_last = position == end - 1
+    if FORM[0] == ADJOINT:  # mirrored: a sequence's last token comes first
+        is_last = position == begin
+    return position, position >= begin, is_last, range_of_chunks, own_last, gamma, lam
+
+
+@triton.jit
+def row_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, SIZES: tl.constexpr):
+    """Find the row that ends in a window, if it is of a long segment and does not begin it.
+
+    Window w is the positions [w * ROW, (w + 1) * ROW). The window's first position belongs to the
+    segment of such a row, so there is at most one per window. Return its segment, the number of
+    entries behind it, and whether it exists. ``SIZES`` are those of a block, a row and the longest
+    walk.
+    """
+    ROW: tl.constexpr = SIZES[1]
+    if chunks is None:
+        segment = find_segment(cu_seqlens, num_segments, window * ROW, 1)
+    else:
+        chunk = find_segment(chunks[0], num_chunks, window * ROW, 1)
+        segment = find_segment(cu_seqlens, num_segments, chunk, 1)
+    begin, end, _, _ = span_of(chunks, cu_seqlens, segment)
+    behind = ((end - 1) // ROW - window) * ROW
+    exists = (end > window * ROW) & (end - behind - begin > ROW) & (end - begin > SIZES[2])
+    return segment, behind, exists
+
+
+@triton.jit
+def compose(decay, increment, next_decay, next_increment):
+    """Compose the effects of two stretches of entries on one state; the first is applied first."""
+    return decay * next_decay, add_carry(next_increment, next_decay, increment)
+
+
+@triton.jit
+def compose_two(
+    decay, increment, second_decay, second_increment, factor,
+    next_decay, next_increment, next_second_decay, next_second_increment, next_factor,
+):  # fmt: skip
+    """Compose the effects of two stretches of entries on two states."""
+    effect = next_decay, next_increment, next_second_decay, next_second_increment, next_factor
+    first, second = carry_on(effect, (increment, second_increment))
+    factor = add_carry(next_factor * second_decay, next_decay, factor)
+    return decay * next_decay, first, second_decay * next_second_decay, second, factor
+
+
+@triton.jit
+def no_effect(LANES: tl.constexpr, FORM: tl.constexpr):
+    """Return the effect of no entry, which `together` and `carry_on` take."""
+    one, zero = tl.full((LANES,), 1.0, tl.float64), tl.zeros((LANES,), tl.float64)
+    if FORM[0] == VTRACE:
+        return one, zero, one, zero, zero
+    else:
+        return one, zero
+
+
+@triton.jit
+def together(effect, following, FORM: tl.constexpr):
+    """Compose two effects."""
+    if FORM[0] == VTRACE:
+        return compose_two(
+            effect[0], effect[1], effect[2], effect[3], effect[4],
+            following[0], following[1], following[2], following[3], following[4],
+        )  # fmt: skip
+    else:
+        return compose(effect[0], effect[1], following[0], following[1])
+
+
+@triton.jit(do_not_specialize=["num_segments", "num_chunks"])
+def effects_kernel(
+    source, effects, cu_seqlens, rates, bootstrap, num_segments, num_chunks, gamma: tl.float64,
+    lam: tl.float64, kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
+    rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
+    FORM: tl.constexpr, SIZES: tl.constexpr,
+):  # fmt: skip
+    """Write the effect on the state of the row of one window, if it has one."""
+    limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
+    inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
+    LANES: tl.constexpr = SIZES[0] // EACH
+    window = tl.program_id(0)
+    number, start, exists = row_of_window(
+        source[3], cu_seqlens, num_segments, num_chunks, window, SIZES
+    )
+    if exists:
+        laid, lanes, tail, _ = lay_out(inputs, number, number + 1, SIZES[0])
+        states = tl.zeros_like(tail), tl.zeros_like(tail)
+        total = no_effect(LANES, FORM)
+        for done in range(0, SIZES[1], SIZES[0]):
+            entries = entries_of(inputs, laid, start + done, FORM)
+            effect = scan_entries(inputs, (), entries, lanes, states, FORM)
+            total = together(total, effect, FORM)
+        lane = tl.arange(0, LANES)
+        for at in tl.static_range(len(total)):
+            own = effects + len(total) * window + at + tl.zeros_like(lane)
+            tl.store(own, total[at], mask=lane == 0)
+
+
+@triton.jit
+def fold_effects(effects, window, count, states, FORM: tl.constexpr):
+    """Return the states behind a row, from the effects of the ``count`` rows behind it.
+
+    ``window`` is that of the segment's last row. A lane composes ``GROUP`` rows.
+    """
+    lane = tl.arange(0, LANES)
+    done = 0
+    while done < count:
+        neutral = no_effect(LANES, FORM)
+        total = neutral
+        for at in tl.static_range(GROUP):
+            row = done + lane * GROUP + at
+            effect = ()
+            for part in tl.static_range(len(neutral)):
+                own = effects + (window - row) * len(neutral) + part
+                effect = effect + (tl.load(own, mask=row < count, other=neutral[part]),)
+            total = together(total, effect, FORM)
+        if FORM[0] == VTRACE:
+            total = tl.associative_scan(total, 0, compose_two)
+        else:
+            total = tl.associative_scan(total, 0, compose)
+        last = tl.full(states[0].shape, LANES - 1, tl.int32)
+        effect = ()
+        for part in tl.static_range(len(total)):
+            effect = effect + (tl.gather(total[part], last, 0),)
+        states = carry_on(effect, states)
+        done += LANES * GROUP
+    return states
+
+
+@triton.jit
+def scan_side_by_side(
+    inputs, outputs, effects, segments, reach, FORM: tl.constexpr, SIZES: tl.constexpr
+):
+    """Scan segments that fit side by side in a block, or one longer segment block after block.
+
+    ``segments`` are the first and the past-last; ``reach`` the entries of a long segment behind the
+    first block, and up to the end of the last one. With ``effects``, a segment of rows that
+    ``reach`` holds whole is scanned in the row that begins it alone. Return how many were scanned.
+    """
+    number, past = segments
+    done, stop = reach
+    laid, lanes, tail, count = lay_out(inputs, number, past, SIZES[0])
+    states = tail, tail
+    if FORM[0] >= VTRACE:
+        states = tl.zeros_like(tail), tail
+    begin, end, _, _ = span_of(inputs[0][3], inputs[1][0], number)
+    length = end - begin
+    if effects is not None:  # noqa: SIM102 - the compiler takes one condition at a time
+        if length > SIZES[2]:
+            if stop >= length:
+                done = (length - 1) // SIZES[1] * SIZES[1]
+            states = fold_effects(effects, (end - 1) // SIZES[1], done // SIZES[1], states, FORM)
+    stop = tl.minimum(stop, tl.maximum(length, 1))
+    while done < stop:
+        entries = entries_of(inputs, laid, done, FORM)
+        effect = scan_entries(inputs, outputs, entries, lanes, states, FORM)
+        states = carry_on(effect, states)
+        done += SIZES[0]
+    return count
+
+
+@triton.jit
+def longest_first(inputs, program, num_segments):
+    """Return the segment of a program, so that the first programs have the longest ones.
+
+    The programs of each ``LANES`` neighbours take them by length; it is ``num_segments`` or more
+    for a program without a segment.
+    """
+    stride = tl.cdiv(num_segments, LANES)
+    lane = tl.arange(0, LANES)
+    first = program % stride * LANES
+    begin, end, _, _, _, _ = segments_of(inputs, first + lane, num_segments)
+    key = tl.minimum(end - begin, 1 << 25) * LANES + LANES - lane
+    place = tl.zeros_like(lane)
+    for other in tl.static_range(LANES):
+        place += (tl.gather(key, tl.full((LANES,), other, tl.int32), 0) > key).to(tl.int32)
+    return first + tl.sum(tl.where(place == program // stride, lane, 0), 0)
 
 
 @triton.jit
@@ -412,443 +686,138 @@ def fill_with_zeros(outputs, turn_ids, tile, num_tokens, BLOCK: tl.constexpr):
     """
     at = tile * BLOCK + BLOCK - 1 - tl.arange(0, BLOCK)
     rest = tl.load(turn_ids + at, mask=at < num_tokens, other=0) < 0
-    main, other = outputs
-    tl.store(main + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
-    tl.store(other + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    tl.store(outputs[0] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
+    tl.store(outputs[1] + at, tl.zeros((BLOCK,), tl.float32), mask=rest)
 
 
-@triton.jit
-def block_of_window(chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK: tl.constexpr):
-    """Find the block that ends in a window and does not begin its segment.
-
-    Window w is the positions [w * BLOCK, (w + 1) * BLOCK). The window's first position belongs to
-    the segment of such a block, so there is at most one per window. Return its segment, the number
-    of blocks behind it, and whether it exists.
-    """
-    if chunks is None:
-        segment = find_segment(cu_seqlens, num_segments, window * BLOCK, 1)
-    else:
-        chunk = find_segment(chunks[0], num_chunks, window * BLOCK, 1)
-        segment = find_segment(cu_seqlens, num_segments, chunk, 1)
-    begin, end, _, _, _ = span_of(chunks, cu_seqlens, segment)
-    behind = (end - 1) // BLOCK - window
-    exists = (end > window * BLOCK) & (end - behind * BLOCK - begin > BLOCK)
-    return segment, behind, exists
-
-
-@triton.jit
-def share_block(chunks, cu_seqlens, number, past, LANES: tl.constexpr):
-    """Find the segments before ``past`` that fit in one block, from ``number`` on.
-
-    Return how many, and for each lane its segment and the lane in which that begins: a segment
-    begins in a lane of its own. Lanes behind the last segment belong to it.
-    """
-    lane = tl.arange(0, LANES)
-    own = number + lane
-    begin, end, _, _, _ = span_of(chunks, cu_seqlens, tl.minimum(own, past - 1))
-    lanes = tl.where(own < past, (end - begin + 3) >> 2, LANES + 1)
-    ends = tl.cumsum(lanes, 0)
-    count = tl.sum((ends <= LANES).to(tl.int32), 0)
-    slot = tl.zeros_like(lane)
-    half = LANES // 2
-    while half > 0:
-        there = tl.gather(ends, slot + half - 1, 0)
-        slot = tl.where(there <= lane, slot + half, slot)
-        half //= 2
-    slot = tl.minimum(slot, tl.maximum(count - 1, 0))
-    return count, number + slot, tl.gather(ends - lanes, slot, 0)
-
-
-@triton.jit
-def write_segments(
-    inputs, outputs, cu_seqlens, rates, bootstrap, number, count, owner, first, gamma, lam,
-    FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write ``count`` segments that share a block; ``owner`` and ``first`` are of each lane."""
-    chunks = inputs[0][3]
-    state = tl.zeros((BLOCK // 4,), tl.float64)
-    if FORM[0] <= NEXT_VALUES:
-        _, _, tail = segment_of(chunks, cu_seqlens, rates, bootstrap, owner, gamma, lam)
-        state += tail
-    lane = tl.arange(0, BLOCK) // 4
-    span, of_entries, tail = segment_of(
-        chunks, cu_seqlens, rates, bootstrap, tl.gather(owner, lane, 0), gamma, lam
-    )
-    top = span[1] + 4 * tl.gather(first, lane, 0)
-    begin, end, _, _, last = span
-    first_chunk = tl.load(cu_seqlens + number)
-    last_chunk = tl.maximum(tl.load(cu_seqlens + number + count) - 1, 0)
-    segment = (begin, end, first_chunk, last_chunk, last), of_entries, tail
-    write_block(inputs, outputs, segment, top, state, first, FORM, BLOCK)
-
-
-@triton.jit
-def walk_segment(
-    inputs, outputs, cu_seqlens, rates, bootstrap, number, gamma, lam, FORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write one segment, block after block from its end."""
-    segment = segment_of(inputs[0][3], cu_seqlens, rates, bootstrap, number, gamma, lam)
-    state = tl.zeros((BLOCK // 4,), tl.float64)
-    if FORM[0] <= NEXT_VALUES:
-        state += segment[2]
-    top = segment[0][1]
-    while top > segment[0][0]:
-        block_decay, block_increment = write_block(
-            inputs, outputs, segment, top, state, None, FORM, BLOCK
-        )
-        state = add_carry(block_increment, block_decay, state)
-        top -= BLOCK
-
-
-@triton.jit(do_not_specialize=["num_segments", "share", "num_tokens"])
-def walk_kernel(
-    source, weights, before, outputs, cu_seqlens, rates, bootstrap, fill_ids, num_segments,
-    share, num_tokens, gamma: tl.float64, lam: tl.float64, kl_coefficient: tl.float64,
-    kl_clamp: tl.float64, reward_clip: tl.float64, rho_clip: tl.float64, c_clip: tl.float64,
-    advantage_rho_clip: tl.float64, FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Walk ``share`` segments, block after block from their ends; later programs fill with 0.
-
-    Neighbours that fit in one block share it.
-    """
-    limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    inputs = (source, limits, weights, before)
-    number = tl.program_id(0) * share
-    if number < num_segments:
-        past = tl.minimum(number + share, num_segments)
-        while number < past:
-            count = 1
-            if rates[1] is None:  # a λ of each entry would take too many registers
-                count, owner, first = share_block(source[3], cu_seqlens, number, past, BLOCK // 4)
-                if count > 1:
-                    write_segments(
-                        inputs, outputs, cu_seqlens, rates, bootstrap, number, count, owner, first,
-                        gamma, lam, FORM, BLOCK,
-                    )  # fmt: skip
-            if count <= 1:
-                walk_segment(
-                    inputs, outputs, cu_seqlens, rates, bootstrap, number, gamma, lam, FORM, BLOCK
-                )
-            number += tl.maximum(count, 1)
-    elif fill_ids is not None:
-        tile = tl.program_id(0) - tl.cdiv(num_segments, share)
-        fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
-
-
-@triton.jit(do_not_specialize=["num_segments", "num_chunks"])
-def block_steps_kernel(
-    source, weights, before, steps, cu_seqlens, rates, bootstrap, num_segments, num_chunks,
-    gamma: tl.float64, lam: tl.float64, kl_coefficient: tl.float64, kl_clamp: tl.float64,
-    reward_clip: tl.float64, rho_clip: tl.float64, c_clip: tl.float64,
-    advantage_rho_clip: tl.float64, FORM: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the effect on the state of the block of one window, if it has one."""
-    limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    inputs = (source, limits, weights, before)
-    chunks = source[3]
-    window = tl.program_id(0)
-    number, behind, exists = block_of_window(
-        chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
-    )
-    if exists:
-        segment = segment_of(chunks, cu_seqlens, rates, bootstrap, number, gamma, lam)
-        top = segment[0][1] - behind * BLOCK
-        _, _, decay, increment = read_block(inputs, segment, top, FORM, BLOCK)
-        _, _, _, block_decay, block_increment = scan_block(decay, increment, None, BLOCK)
-        lane = tl.arange(0, BLOCK // 4)
-        own = steps + 2 * window + tl.zeros_like(lane)
-        tl.store(own, block_decay, mask=lane == 0)
-        tl.store(own + 1, block_increment, mask=lane == 0)
-
-
-@triton.jit
-def row_of(
-    chunks, cu_seqlens, num_segments, num_chunks, num_windows, ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Find the row of a program: its segment, its number, the window of its last block, its blocks.
-
-    Rows are counted from the segment's end. The first programs have the whole row that holds the
-    block of window ``ROW`` times their number, if it does not begin its segment; the others have
-    the first row of a segment. The block that begins a segment is not counted.
-    """
-    program = tl.program_id(0)
-    num_groups = tl.cdiv(num_windows, ROW)
-    if program < num_groups:
-        window = program * ROW
-        segment, behind, exists = block_of_window(
-            chunks, cu_seqlens, num_segments, num_chunks, window, BLOCK
-        )
-        begin, end, _, _, _ = span_of(chunks, cu_seqlens, segment)
-        row = behind // ROW
-        is_whole = exists & ((row + 1) * ROW <= (end - begin - 1) // BLOCK)
-        blocks = tl.where(is_whole, ROW, 0)
-    else:
-        segment = program - num_groups
-        begin, end, _, _, _ = span_of(chunks, cu_seqlens, segment)
-        blocks = tl.maximum(end - begin - 1, 0) // BLOCK
-        row = blocks // ROW
-        blocks -= row * ROW
-    return segment, row, (end - 1) // BLOCK - row * ROW, blocks
-
-
-@triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows"])
-def fold_rows_kernel(
-    chunks, steps, carries, rows, cu_seqlens, gammas, bootstrap, num_segments, num_chunks,
-    num_windows, gamma: tl.float64, ROW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Fold the blocks of a row: write the effect of those behind each block, and of the whole row.
-
-    In a segment's last row the state behind is known: there the increments are states.
-    """
-    segment, row, window, blocks = row_of(
-        chunks, cu_seqlens, num_segments, num_chunks, num_windows, ROW, BLOCK
-    )
-    if blocks > 0:
-        lane = tl.arange(0, ROW)
-        own = steps + 2 * (window - lane)
-        decays = tl.load(own, mask=lane < blocks, other=1.0)
-        increments = tl.load(own + 1, mask=lane < blocks, other=0.0)
-        total_decay = tl.full((ROW,), 1.0, tl.float64)
-        total = tl.zeros((ROW,), tl.float64)
-        if row == 0:
-            _span, _rates, tail = segment_of(
-                chunks, cu_seqlens, (gammas, None), bootstrap, segment, gamma, 0.0
-            )
-            total += tail
-        behind_decay = total_decay
-        behind = total
-        for done in range(blocks):
-            here = lane == done
-            behind_decay = tl.where(here, total_decay, behind_decay)
-            behind = tl.where(here, total, behind)
-            decay = spread_entry(decays, done, ROW)
-            total = add_carry(spread_entry(increments, done, ROW), decay, total)
-            total_decay *= decay
-        own = carries + 2 * (window - lane)
-        tl.store(own, behind_decay, mask=lane < blocks)
-        tl.store(own + 1, behind, mask=lane < blocks)
-        # the segment's first block has no window of its own
-        own = carries + 2 * (num_windows + segment) + tl.zeros_like(lane)
-        is_first = (lane == 0) & (blocks < ROW)
-        tl.store(own, total_decay, mask=is_first)
-        tl.store(own + 1, total, mask=is_first)
-        whole = rows + 2 * (window // ROW) + tl.zeros_like(lane)
-        is_whole = (lane == 0) & (blocks == ROW)
-        tl.store(whole, total_decay, mask=is_whole)
-        tl.store(whole + 1, total, mask=is_whole)
-
-
-@triton.jit
-def carry_on(first_decay, first_increment, second_decay, second_increment):
-    increment = add_carry(second_increment, second_decay, first_increment)
-    return first_decay * second_decay, increment
-
-
-@triton.jit
-def state_of_row(rows, window, row, state, ROW: tl.constexpr):
-    """Return the state behind a row, from those of the rows behind it: the last has a state."""
-    lane = tl.arange(0, ROW)
-    done = 0
-    while done < row:
-        known = done + lane < row
-        own = rows + 2 * (window // ROW - done - lane)
-        decay = tl.load(own, mask=known, other=1.0)
-        increment = tl.load(own + 1, mask=known, other=0.0)
-        decay = tl.where(done + lane == 0, 0.0, decay)
-        decay, increment = tl.associative_scan((decay, increment), 0, carry_on)
-        increment = spread_entry(increment, ROW - 1, state.shape[0])
-        decay = spread_entry(decay, ROW - 1, state.shape[0])
-        state = add_carry(increment, decay, state)
-        done += ROW
-    return state
-
-
-@triton.jit(do_not_specialize=["num_segments", "num_chunks", "num_windows", "num_tokens"])
-def block_states_kernel(
-    source, weights, before, outputs, carries, rows, cu_seqlens, rates, bootstrap, fill_ids,
-    num_segments, num_chunks, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
+@triton.jit(do_not_specialize=["num_segments", "share", "num_chunks", "num_windows", "num_tokens"])
+def scan_kernel(
+    source, outputs, effects, cu_seqlens, rates, bootstrap, fill_ids, num_segments, share,
+    num_chunks, num_windows, num_tokens, gamma: tl.float64, lam: tl.float64,
     kl_coefficient: tl.float64, kl_clamp: tl.float64, reward_clip: tl.float64,
     rho_clip: tl.float64, c_clip: tl.float64, advantage_rho_clip: tl.float64,
-    FORM: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Write one block: of a window, then the first of each segment; later programs fill with 0."""
+    """Scan ``share`` segments; with ``effects``, a row of a long segment; or fill with 0.
+
+    With ``effects`` the programs of segments scan of a long one the row that begins it alone, which
+    has no window of its own.
+    """
     limits = (kl_coefficient, kl_clamp, reward_clip, rho_clip, c_clip, advantage_rho_clip)
-    inputs = (source, limits, weights, before)
-    chunks = source[3]
+    inputs = (source, (cu_seqlens, rates[0], rates[1], bootstrap, gamma, lam), limits)
+    BLOCK: tl.constexpr = SIZES[0]
     program = tl.program_id(0)
-    if program < num_windows + num_segments:
-        if program < num_windows:
-            number, behind, exists = block_of_window(
-                chunks, cu_seqlens, num_segments, num_chunks, program, BLOCK
+    walks = tl.cdiv(num_segments, share)
+    if share == 1:
+        walks = tl.cdiv(walks, LANES) * LANES
+    if program < walks + num_windows:
+        number = program * share
+        past = tl.minimum(number + share, num_segments)
+        start = 0
+        stop = 2147483647
+        if program < walks:
+            if share == 1:
+                number = longest_first(inputs, program, num_segments)
+                past = tl.minimum(number + 1, num_segments)
+        elif effects is not None:
+            number, start, exists = row_of_window(
+                source[3], cu_seqlens, num_segments, num_chunks, program - walks, SIZES
             )
-        else:
-            number = program - num_windows
-            begin, end, _, _, _ = span_of(chunks, cu_seqlens, number)
-            behind = tl.maximum(end - begin - 1, 0) // BLOCK
-            exists = end > begin
-        if exists:
-            segment = segment_of(chunks, cu_seqlens, rates, bootstrap, number, gamma, lam)
-            end = segment[0][1]
-            state = tl.zeros((BLOCK // 4,), tl.float64)
-            row = behind // ROW
-            if FORM[0] <= NEXT_VALUES:
-                state += tl.where(row == 0, segment[2], 0.0)
-            state = state_of_row(rows, (end - 1) // BLOCK, row, state, ROW)
-            if behind > row * ROW:
-                own = carries + 2 * program
-                carried = tl.load(own + 1)
-                if row == 0:
-                    state = tl.zeros_like(state) + carried
-                else:
-                    state = add_carry(carried, tl.load(own), state)
-            write_block(inputs, outputs, segment, end - behind * BLOCK, state, None, FORM, BLOCK)
+            past = number + exists.to(tl.int32)
+            stop = start + SIZES[1]
+        while number < past:
+            number += scan_side_by_side(
+                inputs, outputs, effects, (number, past), (start, stop), FORM, SIZES
+            )
     elif fill_ids is not None:
-        tile = program - num_windows - num_segments
-        fill_with_zeros(outputs, fill_ids, tile, num_tokens, BLOCK)
+        fill_with_zeros(outputs, fill_ids, program - walks - num_windows, num_tokens, BLOCK)
 
 
 def credit_scan_forward(scan: Scan) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch a scan; see `trajpack.kernels.scan.credit_scan.run_scan`."""
-    before = None
-    if scan.kind == "vtrace" and scan.chunks is None:
-        before = torch.empty(scan.num_positions, dtype=torch.float64, device=scan.device)
-        launch(scan._replace(kind="next_values"), None, (before, None))
     first = torch.empty(scan.num_tokens, dtype=torch.float32, device=scan.device)
     if scan.kind in ("returns", "adjoint"):
-        launch(scan, before, (first, None))
+        launch(scan, (first,))
         return first, first.new_empty(0)
     second = torch.empty_like(first)
-    launch(scan, before, (first, second))
+    launch(scan, (first, second))
     return first, second
 
 
-def launch(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Launch one kernel or three, by the sizes that the host knows."""
+def launch(scan: Scan, outputs: tuple[torch.Tensor, ...]) -> None:
+    """Launch one kernel, or two where a segment may be longer than `LONGEST_WALK`."""
     if not scan.num_tokens:
         return
     longest = scan.num_positions if scan.max_seqlen is None else scan.max_seqlen
-    if min(scan.num_positions, longest) <= LONGEST_WALK:
-        walk_segments(scan, before, outputs)
-    else:
-        scan_blocks(scan, before, outputs)
-
-
-def walk_segments(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Launch one program per segment, or per as many short ones as fill about two blocks."""
-    share = 1
-    if scan.lams is None:
-        entries = scan.num_positions + 3 * scan.num_segments  # a segment begins in a lane of four
-        share = max(2 * BLOCK * scan.num_segments // max(entries, 1), 1)
-    programs = triton.cdiv(scan.num_segments, share)
-    _launch_writing(walk_kernel, programs, scan, before=before, outputs=outputs, share=share)
-
-
-def scan_blocks(scan: Scan, before: torch.Tensor | None, outputs: Outputs) -> None:
-    """Launch one program per block for its effect, one per row, and one per block to write."""
-    carries, rows = fold_rows(scan, steps_of_blocks(scan, before))
-    write_blocks(scan, before, outputs, carries=carries, rows=rows)
-
-
-def steps_of_blocks(scan: Scan, before: torch.Tensor | None) -> torch.Tensor:
-    """Launch one program per window; return float64 ``[windows, 2]``, set where a block ends."""
-    windows = triton.cdiv(scan.num_positions, BLOCK)
-    steps = torch.empty((windows, 2), dtype=torch.float64, device=scan.device)
+    windows, effects = 0, None
+    arguments = _arguments(scan)
     with torch.cuda.device_of(scan.cu_seqlens):  # Triton launches on the current device
-        block_steps_kernel[(windows,)](
-            before=before, steps=steps, num_chunks=scan.num_chunks, **_arguments(scan)
-        )
-    return steps
-
-
-def fold_rows(scan: Scan, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch one program per row: return what is behind each block in its row, and whole rows."""
-    windows = steps.shape[0]
-    groups = triton.cdiv(windows, ROW)
-    carries, rows = (steps.new_empty((size, 2)) for size in (windows + scan.num_segments, groups))
-    starts = scan.kind not in ("vtrace", "adjoint")  # whose state behind the last token is 0
-    with torch.cuda.device_of(scan.cu_seqlens):
-        fold_rows_kernel[(groups + scan.num_segments,)](
-            chunks=_chunks(scan),
-            steps=steps,
-            carries=carries,
-            rows=rows,
-            cu_seqlens=scan.cu_seqlens,
-            gammas=scan.gammas if starts else None,
-            bootstrap=scan.bootstrap if starts else None,
-            num_segments=scan.num_segments,
-            num_chunks=scan.num_chunks,
+        if min(scan.num_positions, longest) > LONGEST_WALK:
+            windows = triton.cdiv(scan.num_positions, ROW)
+            numbers = windows * (5 if scan.kind == "vtrace" else 2)
+            effects = torch.empty(numbers, dtype=torch.float64, device=scan.device)
+            effects_kernel[(windows,)](effects=effects, **arguments)
+        share = share_of(scan, longest)
+        fill_ids, tiles = scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
+        if fill_ids is None or scan.by_turn:
+            fill_ids, tiles = None, 0
+        walks = triton.cdiv(scan.num_segments, share)
+        if share == 1:
+            walks = triton.cdiv(walks, LANES.value) * LANES.value
+        scan_kernel[(walks + windows + tiles,)](
+            outputs=outputs,
+            effects=effects,
+            fill_ids=fill_ids,
+            share=share,
             num_windows=windows,
-            gamma=scan.gamma,
-            ROW=ROW,
-            BLOCK=BLOCK,
-            **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
-        )
-    return carries, rows
-
-
-def write_blocks(
-    scan: Scan,
-    before: torch.Tensor | None,
-    outputs: Outputs,
-    *,
-    carries: torch.Tensor,
-    rows: torch.Tensor,
-) -> None:
-    """Launch one program per window and one per segment."""
-    programs = carries.shape[0]
-    own = {"carries": carries, "rows": rows, "num_windows": programs - scan.num_segments}
-    own |= {"num_chunks": scan.num_chunks, "ROW": ROW}
-    _launch_writing(block_states_kernel, programs, scan, before=before, outputs=outputs, **own)
-
-
-def _launch_writing(kernel: Any, programs: int, scan: Scan, **own: Any) -> None:
-    """Launch a kernel that writes outputs: tiles of 0 are added where no chunk writes."""
-    fill_ids, tiles = scan.turn_ids, triton.cdiv(scan.num_tokens, BLOCK)
-    if fill_ids is None or scan.by_turn or scan.kind == "next_values":
-        fill_ids, tiles = None, 0
-    with torch.cuda.device_of(scan.cu_seqlens):
-        kernel[(programs + tiles,)](
-            fill_ids=fill_ids, num_tokens=scan.num_tokens, **own, **_arguments(scan)
+            num_tokens=scan.num_tokens,
+            **arguments,
         )
 
 
-def _chunks(scan: Scan) -> tuple[Any, ...] | None:
-    """Return the chunks as the kernels take them."""
-    if scan.chunks is None:
-        return None
-    begins, truncated = scan.chunks.begins, scan.chunks.truncated
-    # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
-    return (
-        scan.chunks.cu_positions,
-        begins,
-        begins.stride(0),
-        scan.chunks.spans,
-        scan.chunks.rewards,
-        (1,) if scan.by_turn else (),
-        () if truncated is None else (truncated.view(torch.uint8),),
-    )
+def share_of(scan: Scan, longest: int) -> int:
+    """Return the number of segments of a program: about four blocks of short ones, or one."""
+    mean = min(longest, triton.cdiv(scan.num_positions, max(scan.num_segments, 1)))
+    width = mean + EACH.value
+    return min(4 * BLOCK // width, LANES.value) if 2 * width <= BLOCK else 1
 
 
 def _arguments(scan: Scan) -> dict[str, Any]:
-    """Return the arguments that the kernels over tokens share, and the options of a launch."""
-    mask = None if scan.loss_mask is None else scan.loss_mask.view(torch.uint8)
+    """Return the arguments that both kernels take, and the options of a launch."""
+    mask, chunks, observation = scan.loss_mask, None, scan.observation
+    is_wide = scan.kind == "vtrace" or scan.chunks is not None
+    if scan.chunks is not None:
+        begins, truncated = scan.chunks.begins, scan.chunks.truncated
+        # empty tuples in place of None: Triton 3.6 cannot compare a tuple that holds a None
+        chunks = (
+            scan.chunks.cu_positions,
+            begins,
+            begins.stride(0),
+            scan.chunks.spans,
+            scan.chunks.rewards,
+            (1,) if scan.by_turn else (),
+            () if truncated is None else (truncated.view(torch.uint8),),
+        )
+    elif mask is None:  # all tokens are steps
+        observation = "ignore"
+    mask = None if mask is None else mask.view(torch.uint8)
     return {
-        "source": (scan.rewards, scan.values, mask, _chunks(scan), scan.kl),
-        "weights": scan.weights,
+        "source": (scan.rewards, scan.values, mask, chunks, scan.kl, scan.weights),
         "cu_seqlens": scan.cu_seqlens,
         "rates": (scan.gammas, scan.lams),
         "bootstrap": scan.bootstrap,
         "num_segments": scan.num_segments,
+        "num_chunks": scan.num_chunks,
         "gamma": scan.gamma,
         "lam": scan.lam,
         **scan.limits._asdict(),
         "FORM": (
             KINDS.index(scan.kind),
-            OBSERVATIONS.index(scan.observation),
+            OBSERVATIONS.index(observation),
             0 if scan.estimator is None else KL_ESTIMATORS.index(scan.estimator) + 1,
         ),
-        "BLOCK": BLOCK,
-        **launch_on("credit_scan", scan.cu_seqlens.get_device()).options,
+        "SIZES": (BLOCK, ROW, LONGEST_WALK),
+        **launch_on(
+            "wide_scan" if is_wide else "credit_scan", scan.cu_seqlens.get_device()
+        ).options,
     }

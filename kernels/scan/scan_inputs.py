@@ -16,9 +16,9 @@ from trajpack.kernels.validation import (
 )
 
 FLOATS = (torch.float32, torch.float64)
-KINDS = ("gae", "returns", "next_values", "vtrace", "adjoint")
-"""Kinds of scan: advantages and returns; discounted returns alone; the discounted value that
-follows each token; V-trace; the gradient of the first two with respect to rewards."""
+KINDS = ("gae", "returns", "vtrace", "adjoint")
+"""Kinds of scan: advantages and returns; discounted returns alone; V-trace; the gradient of the
+first two with respect to rewards."""
 
 
 class ScanChunks(NamedTuple):

@@ -400,7 +400,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Warns:
             UserWarning: If the estimator compares trajectories and every group has one member.
 
-        Cost: one or two launches over tokens, two more for trajectories of more than 4,096 of
+        Cost: one or two launches over tokens, one more for trajectories of more than 4,096 of
         them, three where trajectories are compared, four for `GPG`, six for `GiGPO`, which sorts
         its states; two more if the estimator whitens, or one where trajectories are compared. Up
         to three more with ``scores``; six where cut-off trajectories are

@@ -32,7 +32,7 @@ MORE: dict[str, Any] = {
     "GRPO, mask": GRPO(truncated="mask", reward_clip=0.75),
 }
 ESTIMATORS = EVERY | MORE
-SIZES = {"short": (40, 12), "of three launches": (300, 160)}
+SIZES = {"short": (40, 12), "of two launches": (300, 160)}
 """Trajectories, and tokens of a turn's parts: up to 4,096 generated tokens, and more."""
 
 

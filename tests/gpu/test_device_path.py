@@ -211,4 +211,4 @@ def test_the_device_sees_one_copy_and_two_kernels() -> None:
     buffer = filled_buffer(random_trajectories(100, 300))
     names = device_events(buffer.pack)
     assert sum("Memcpy" in name for name in names) == 1, names
-    assert sorted(n for n in names if "Mem" not in n) == ["build_kernel", "walk_kernel"], names
+    assert sorted(n for n in names if "Mem" not in n) == ["build_kernel", "scan_kernel"], names

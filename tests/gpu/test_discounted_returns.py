@@ -1,6 +1,8 @@
-"""Discounted returns on real hardware: two ways to cut the work, the same bits."""
+"""Discounted returns on real hardware, where the longest segment is known and where it is not."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from tests.gpu.conftest import capture, no_waiting, replay
 from trajpack.kernels.credit.discounted_returns import discounted_returns
-from trajpack.kernels.scan.credit_scan_triton import scan_blocks, walk_segments
+from trajpack.kernels.scan.credit_scan_triton import launch
 from trajpack.kernels.scan.scan_inputs import Scan
 from trajpack.testing import assert_same_bits, boundaries, returns_by_loop
 
@@ -36,26 +38,26 @@ def on_device(
     return rewards.cuda(), boundaries(lengths).cuda(), torch.from_numpy(discounts).cuda()
 
 
-def by_regime(
-    rewards: torch.Tensor, cu_seqlens: torch.Tensor, discounts: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return what a program per segment and what a program per block write."""
+def launched(tensors: Sequence[torch.Tensor], max_seqlen: int | None) -> torch.Tensor:
+    """Return what the kernels write for a bound."""
+    rewards, cu_seqlens, discounts = tensors
     num = rewards.shape[0]
     scan = Scan(cu_seqlens, num, num, rewards, gammas=discounts, kind="returns")
-    walked, in_blocks = torch.empty(2, num, device=rewards.device)
-    walk_segments(scan, None, (walked, None))
-    scan_blocks(scan, None, (in_blocks, None))
-    return [walked, in_blocks]
+    returns = torch.empty(num, device=rewards.device)
+    launch(scan._replace(max_seqlen=max_seqlen), (returns,))
+    return returns
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_regimes_give_the_same_bits_and_equal_the_loop(shape: str, dtype: torch.dtype) -> None:
+def test_a_known_bound_gives_the_same_bits_and_both_equal_the_loop(
+    shape: str, dtype: torch.dtype
+) -> None:
     rewards, lengths, discounts = inputs_of(shape)
     rewards = rewards.to(dtype)
     tensors = on_device(rewards, lengths, discounts)
-    returns, in_blocks = by_regime(*tensors)
-    assert_same_bits(in_blocks, returns)
+    returns = launched(tensors, None)
+    assert_same_bits(launched(tensors, max(lengths)), returns)
     for _ in range(3):
         assert_same_bits(discounted_returns(*tensors), returns)
     exact = returns_by_loop(rewards.numpy(), lengths, discounts)
@@ -69,7 +71,7 @@ def test_a_segment_has_the_same_bits_whatever_it_is_packed_with() -> None:
     together = discounted_returns(*on_device(rewards, lengths, discounts)).split(lengths)
     for index, part in enumerate(rewards.split(lengths)):
         alone = on_device(part, lengths[index : index + 1], discounts[index : index + 1])
-        for bound in (None, 0):
+        for bound in (None, lengths[index]):
             assert_same_bits(discounted_returns(*alone, max_seqlen=bound), together[index])
 
 

@@ -51,7 +51,8 @@ def test_every_kernel_has_a_shape_for_architectures_without_a_row(kernel: str) -
 
 def test_the_blocks_of_a_scan_are_the_same_everywhere() -> None:
     """They settle the order of the sums."""
-    assert len({shape.block for shape in SHAPES["credit_scan"].values()}) == 1
+    shapes = [*SHAPES["credit_scan"].values(), *SHAPES["wide_scan"].values()]
+    assert len({shape.block for shape in shapes}) == 1
 
 
 def test_an_architecture_has_its_own_row(on_architecture, monkeypatch) -> None:

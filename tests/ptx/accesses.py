@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tests.ptx.program import Program
 
 Step = Callable[[Any, Any], Any]
-NAMES = {"ld", "st", "atom", "red", "cp", "fence", "membar", "stmatrix", "createpolicy"}
+NAMES = {"ld", "st", "atom", "red", "cp", "fence", "membar", "createpolicy"}
+NAMES |= {"ldmatrix", "stmatrix"}
 MATRIX = ["sync", "aligned", "m8n8", "shared", "b16"]
 SPACES = ("param", "global", "shared", "local")
 ATOMICS: dict[str, Callable[..., Any]] = {
@@ -189,7 +190,7 @@ def compile_access(p: Program, one: Instruction, guard: Step | None) -> Step:
     if name in ("fence", "membar"):
         orders = not {"cta", "cluster"} & {*words} and not words[1].startswith(("proxy", "mbar"))
         return (lambda m, s: m.ordering.fence(s.numbers)) if orders else (lambda m, s: None)
-    if name in ("cp", "stmatrix"):
+    if name in ("cp", "ldmatrix", "stmatrix"):
         return _copy(p, one, guard) if name == "cp" else _matrix(p, one)
     space = next((s for w in words[1:] if (s := w.split("::")[0]) in SPACES), "generic")
     if space == "generic" or {"mmio", "cluster"} & {*words} or words[-1] not in DTYPES:
@@ -347,18 +348,23 @@ def _copy(p: Program, one: Instruction, guard: Step | None) -> Step:
 
 
 def _matrix(p: Program, one: Instruction) -> Step:
-    """``stmatrix`` of 8 by 8 matrices of 16 bits, whose rows have an address each."""
+    """``ldmatrix``, ``stmatrix``: 8 by 8 matrices of 16 bits, whose rows have an address each."""
     if [w for w in one.words[1:] if w not in ("x1", "x2", "x4")] != MATRIX:
         raise NotImplementedError(str(one))
-    where = _address(p, one.operands[0], "shared")
-    sources = [p.source(name, "b32") for name in inside(one.operands[1])]
-    access, lane = Access(one, "shared", 4, 1), np.arange(32)
+    is_load = one.words[0] == "ldmatrix"
+    words, place = one.operands if is_load else one.operands[::-1]
+    where, lane = _address(p, place, "shared"), np.arange(32)
+    access, make = Access(one, "shared", 4, 1), p.target if is_load else p.source
+    registers = [make(name, "b32") for name in inside(words)]
 
     def run(m: Any, s: Any) -> None:
         rows = where(m, s).reshape(-1, 32)
-        for number, source in enumerate(sources):
+        for number, register in enumerate(registers):
             places = rows[:, number * 8 + lane // 4] + (lane % 4 * 4).astype(np.uint32)
-            words = _words(m, s, [source], slice(None), np.uint32)
-            access.store(m, s.numbers, places.ravel(), words)
+            if is_load:
+                register(m, s, access.load(m, s.numbers, places.ravel())[0])
+            else:
+                words = _words(m, s, [register], slice(None), np.uint32)
+                access.store(m, s.numbers, places.ravel(), words)
 
     return run

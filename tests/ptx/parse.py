@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-SYNCHRONISING = ("shfl.", "redux.", "bar.", "barrier.", "vote.", "stmatrix.", "match.", "elect.")
+SYNCHRONISING = ("shfl.", "redux.", "bar.", "barrier.", "vote.", "match.", "elect.")
+SYNCHRONISING += ("ldmatrix.", "stmatrix.")
 """Instructions that wait for other threads; each begins a block."""
 LEAVING = ("bra", "brx", "ret", "exit", "trap")
 NOWHERE = ("$L__tmp", "$L__func")

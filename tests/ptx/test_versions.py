@@ -34,4 +34,4 @@ def test_every_kernel_runs_as_this_version_compiles_it(version: str, arch: str) 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["version"] == version
-    assert {"walk_kernel", "build_kernel", "fold_kernel"} <= {*found["kernels"]}
+    assert {"scan_kernel", "build_kernel", "fold_kernel"} <= {*found["kernels"]}

@@ -34,12 +34,7 @@ from trajpack.kernels.rearrange.segments import Rows
 from trajpack.kernels.rearrange.select_tokens_triton import select_forward
 from trajpack.kernels.reduce.segment_reduce_triton import chunk_fold, chunk_partials, segment_rows
 from trajpack.kernels.reduce.whiten_triton import moments_forward, whiten_forward
-from trajpack.kernels.scan.credit_scan_triton import (
-    fold_rows,
-    steps_of_blocks,
-    walk_segments,
-    write_blocks,
-)
+from trajpack.kernels.scan.credit_scan_triton import LONGEST_WALK, launch
 from trajpack.kernels.scan.observations import OBSERVATIONS
 from trajpack.kernels.scan.scan_inputs import KINDS, Limits, Scan, ScanChunks
 
@@ -56,10 +51,7 @@ DEMANDING = {
     "pad_forward": {"3 x 1", "3 x 2"},
     "unpad_forward": {"3 x 1", "3 x 2"},
     "select_forward": {"own and 3 x 1 and 3 x 2 and 3 x 4 and 3 x 8"},
-    "walk_segments": {"reset, float64, a rate each", "chunks, vtrace"},
-    "steps_of_blocks": {"chunks, k3"},
-    "fold_rows": {"chunks, by turn"},
-    "write_blocks": {"chunks, vtrace"},
+    "launch": {"reset, float64, a rate each", "chunks, vtrace, in rows"},
     "scores_forward": {"turns", "given"},
     "spread_forward": {"trajectories and steps", "two of turns"},
     "advantages_of_sizes": {
@@ -87,9 +79,9 @@ those under another ceiling. Aligned inputs are where the compiler may widen an 
 
 def demanding_launches(device: str = "cpu") -> Launches:
     """Yield the variants that are closest to a kernel's bounds."""
-    for label, launch in launches_of_every_variant(device):
-        if label in DEMANDING[launch.func.__name__]:
-            yield label, launch
+    for label, call in launches_of_every_variant(device):
+        if label in DEMANDING[call.func.__name__]:
+            yield label, call
 
 
 def launches_of_every_variant(device: str = "cpu") -> Launches:
@@ -240,31 +232,18 @@ def launches_of_logits(rows: torch.Tensor) -> Launches:
             yield label, partial(slope_forward, logits, tile, pairs, vectors, of_picked, **mean)
 
 
-FOLDED = ("carry", "reset, float64, a rate each", "chunks, k3", "chunks, by turn")
-"""Scans whose rows are folded by a variant of their own."""
-
-
 def launches_of_scans(cu_seqlens: torch.Tensor) -> Launches:
     """Every kind of scan, with and without what it may do without, by both regimes."""
     for label, scan in scans(cu_seqlens).items():
         yield from _launches_of_scan(label, scan)
-        if label in FOLDED:
-            steps = torch.zeros((2, 2), dtype=torch.float64, device=cu_seqlens.device)
-            yield label, partial(fold_rows, scan, steps)
 
 
 def _launches_of_scan(label: str, scan: Scan) -> Launches:
-    before = None
-    if scan.kind == "vtrace" and scan.chunks is None:
-        before = torch.zeros(99, dtype=torch.float64, device=scan.device)
-    alone = scan.kind in ("returns", "next_values", "adjoint")
-    dtype = torch.float64 if scan.kind == "next_values" else torch.float32
-    main = torch.zeros(99, dtype=dtype, device=scan.device)
-    outputs = main, None if alone else torch.zeros_like(main)
-    pairs = torch.zeros((9, 2), dtype=torch.float64, device=scan.device)
-    yield label, partial(walk_segments, scan, before, outputs)
-    yield label, partial(steps_of_blocks, scan, before)
-    yield label, partial(write_blocks, scan, before, outputs, carries=pairs, rows=pairs)
+    main = torch.zeros(99, device=scan.device)
+    outputs = (main,) if scan.kind in ("returns", "adjoint") else (main, torch.zeros_like(main))
+    yield label, partial(launch, scan, outputs)
+    long = scan._replace(num_positions=LONGEST_WALK + 1)
+    yield f"{label}, in rows", partial(launch, long, outputs)
 
 
 def launches_of_every_scan(device: str = "cpu") -> Launches:
@@ -321,7 +300,6 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
             rewards=tokens.double(), values=None, loss_mask=None, kind="returns", **rated
         )._replace(lams=None, bootstrap=None),
         "gradient": gae._replace(values=None, kind="adjoint"),
-        "next values": gae._replace(kind="next_values"),
         "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
         "chunks, vtrace": of_chunks._replace(kind="vtrace", **weighted),
         "chunks, k3": of_chunks._replace(

@@ -37,19 +37,12 @@ from trajpack.kernels.reduce.segment_reduce_triton import (
     segment_reduce_kernel,
 )
 from trajpack.kernels.reduce.whiten_triton import moments_kernel, whiten_kernel
-from trajpack.kernels.scan.credit_scan_triton import (
-    block_states_kernel,
-    block_steps_kernel,
-    fold_rows_kernel,
-    walk_kernel,
-)
+from trajpack.kernels.scan.credit_scan_triton import effects_kernel, scan_kernel
 
 KERNELS = (
     build_kernel,
-    walk_kernel,
-    block_steps_kernel,
-    fold_rows_kernel,
-    block_states_kernel,
+    effects_kernel,
+    scan_kernel,
     gather_fields_kernel,
     gather_words_kernel,
     group_advantages_kernel,

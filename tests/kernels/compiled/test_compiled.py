@@ -34,10 +34,8 @@ KERNELS = {
     "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
     "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
     "unpad_kernel": Bounds(15, 128, 168),  # four blocks; three waves
-    "walk_kernel": Bounds(10, 96, 128),  # 21 blocks of 32 threads; four waves
-    "block_steps_kernel": Bounds(10, 80, 128),
-    "fold_rows_kernel": Bounds(4, 40, 64),
-    "block_states_kernel": Bounds(10, 96, 128),
+    "effects_kernel": Bounds(9, 224, 256),  # nine blocks of 32 threads; two waves
+    "scan_kernel": Bounds(18, 255, 256),  # eight blocks of 32 threads; two waves
     "group_advantages_kernel": Bounds(7, 128, 128),  # a block of 32 threads each
     "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
     "segment_reduce_kernel": Bounds(6, 48, 64),  # ten blocks of 128 threads; eight waves
@@ -59,8 +57,7 @@ MORE_REGISTERS = {("3.6.0", "gfx942", "build_kernel"): 72}
 """Kernels that need more with one version: past 2 GiB, seven waves instead of eight."""
 ADDS_INTEGERS = {"sum_slots_kernel", "moments_kernel"}
 """Kernels with atomic additions: of integers, which are the same in any order."""
-MOST_SCALARS_SPILLED = {"walk_kernel": 24, "block_steps_kernel": 24, "block_states_kernel": 24}
-MOST_SCALARS_SPILLED |= {"weigh_kernel": 32}
+MOST_SCALARS_SPILLED = {"effects_kernel": 24, "scan_kernel": 32, "weigh_kernel": 32}
 """On gfx942 scalars that do not fit go to lanes of vector registers, and never to memory."""
 
 COPIES = ("build_kernel", "gather_fields_kernel", "gather_words_kernel", "pad_kernel")

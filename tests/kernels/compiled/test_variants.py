@@ -14,12 +14,14 @@ from tests.kernels.compiled.test_compiled import KERNELS
 from tests.kernels.conftest import builds
 from trajpack import kernels
 
-PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "vtrace": 2, "split and merge": 2}
+PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "split and merge": 2}
 PARTS |= {"whiten": 2, "whiten, large": 2}
-"""Operators that launch a kernel for two things: a scan and its gradient, the values behind the
-tokens and V-trace, a micro-batch and the batch that is merged, whitening by moments of one chunk
-and of several. All others launch it for one."""
-SHARED = {"fold_rows_kernel", "moments_kernel"}
+"""Operators that launch a kernel for two things: a scan and its gradient, a micro-batch and
+the batch that is merged, whitening by moments of one chunk and of several. All others launch it for
+one."""
+LONGEST = 4096
+"""Most entries of a scan by one launch; above it the kernel is another variant."""
+SHARED = {"moments_kernel"}
 """Kernels of which two parts may launch the same variant, or one part none."""
 
 
@@ -29,9 +31,12 @@ def test_no_size_asks_for_a_variant_of_its_own(compiled: Any) -> None:
         assert of_kernels, operator
         for kernel, variants in of_kernels.items():
             if operator != "planted":
-                parts = (
-                    {1, PARTS.get(operator, 1)} if kernel in SHARED else {PARTS.get(operator, 1)}
-                )
+                regimes = {min(sizes) > LONGEST for sizes in variants}
+                for sizes in variants if kernel == "scan_kernel" and len(regimes) > 1 else ():
+                    assert max(sizes) <= LONGEST or min(sizes) > LONGEST, (operator, variants)
+                scans = len(regimes) if kernel == "scan_kernel" else 1
+                most = PARTS.get(operator, 1) * scans
+                parts = {1, most} if kernel in SHARED else {most}
                 assert len(variants) in parts, (operator, kernel, variants)
 
 

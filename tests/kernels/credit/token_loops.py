@@ -114,9 +114,13 @@ MASKS = (
 
 @contextmanager
 def small_blocks(block: int = 16) -> Iterator[None]:
-    """Let Triton's scans have blocks of a few entries, so that short sequences have several."""
+    """Let Triton's scans have blocks of a few entries, so that short sequences have several.
+
+    Rows have two blocks; segments of more than a row are cut into rows.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(credit_scan_triton, "BLOCK", block)
+        for name, size in (("BLOCK", block), ("ROW", 2 * block), ("LONGEST_WALK", 2 * block)):
+            patch.setattr(credit_scan_triton, name, size)
         yield
 
 

@@ -22,8 +22,8 @@ from tests.kernels.credit.token_loops import (
     small_blocks,
     vtrace_by_loop,
 )
+from trajpack.kernels.scan import credit_scan_triton
 from trajpack.kernels.scan.credit_scan import run_scan
-from trajpack.kernels.scan.credit_scan_triton import scan_blocks, walk_segments
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.kernels.scan.scan_inputs import Limits, Scan, ScanChunks
 from trajpack.testing import assert_same_bits, boundaries
@@ -189,38 +189,24 @@ def test_rewards_are_clipped_and_penalised_by_kl(estimator: str, clamp: float, i
         assert_rounds(rows, numbers, magnitude=1e7)  # the reference rounds penalties to float32
 
 
-@pytest.mark.parametrize("kind", ["gae", "next_values", "vtrace"])
-@pytest.mark.parametrize("observation", OBSERVATIONS)
-def test_both_regimes_give_the_same_bits(observation: str, kind: str) -> None:
-    assert_regimes_agree(observation, kind)
-
-
 @pytest.mark.parametrize("kind", ["gae", "vtrace"])
-def test_segments_that_share_a_block_have_the_same_bits(kind: str) -> None:
-    with small_blocks(32):
-        assert_regimes_agree("carry", kind, lam=0.9, lams=None)
-
-
-def assert_regimes_agree(observation: str, kind: str, **given: Any) -> None:
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("longest", [8, 99])
+def test_blocks_of_any_size_equal_the_reference(
+    longest: int, observation: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments in rows of 8, in one walk, and side by side; every token is written."""
     case = case_of()
     weights = (case.batch.logprobs, case.batch.rollout_logprobs) if kind == "vtrace" else None
     limits = Limits(reward_clip=0.75, rho_clip=0.875)
     scan = case.scan._replace(kind=kind, observation=observation, weights=weights, limits=limits)
-    scan = scan._replace(**given)
-    before = torch.linspace(-1, 1, scan.num_positions).double() if kind == "vtrace" else None
-    num = scan.num_positions if kind == "next_values" else scan.num_tokens
-    results = []
-    for regime in ("walk", "blocks"):
-        main = torch.full((num,), 7.0, dtype=torch.float64 if kind == "next_values" else None)
-        outputs = main, None if kind == "next_values" else torch.full_like(main, 7.0)
-        if regime == "walk":
-            walk_segments(scan, before, outputs)
-        else:
-            scan_blocks(scan, before, outputs)
-        results.append([rows for rows in outputs if rows is not None])
-    for actual, expected in zip(*results, strict=True):
-        assert_same_bits(actual, expected)
-        assert kind == "next_values" or not (actual == 7.0).any(), "every token is written"
+    exact = run_scan(scan, "torch")
+    monkeypatch.setattr(credit_scan_triton, "LONGEST_WALK", longest)
+    for block in (8, 64):
+        monkeypatch.setattr(credit_scan_triton, "BLOCK", block)
+        monkeypatch.setattr(credit_scan_triton, "ROW", block)
+        for actual, expected in zip(run_scan(scan, "triton"), exact, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("segments", [[], [[]], [[], []], [[""], []]])

@@ -183,6 +183,6 @@ def generated(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
 def small_scans(longest: int = 8) -> Iterator[None]:
     """Let Triton's scans be cut where segments pass ``longest`` entries: the executor is slow."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in (("BLOCK", 16), ("LONGEST_WALK", longest)):
+        for name, size in (("BLOCK", 16), ("ROW", 16), ("LONGEST_WALK", longest)):
             patch.setattr(credit_scan_triton, name, size)
         yield

@@ -134,7 +134,7 @@ def test_the_kernel_writes_the_bits_of_the_reference_in_one_launch(trajectories)
     with on_executor() as executor:
         on_device = pack_tree(trajectories, impl="triton")
     assert_trees_equal(on_device, pack_tree(trajectories, impl="torch"))
-    launched = ["walk_kernel", "build_kernel"] if on_device.num_nodes else []
+    launched = ["scan_kernel", "build_kernel"] if on_device.num_nodes else []
     assert executor.launched == launched  # the turns' returns, then all fields
 
 
@@ -234,7 +234,7 @@ def test_fields_are_written_by_one_launch_each_kind_and_saved(tmp_path):
     fields = [VALUES, ROUTES]
     with on_executor() as executor:
         batch = pack_tree(given_fields, fields=fields, impl="triton")
-    launched = ["build_kernel", "gather_fields_kernel", "gather_fields_kernel", "walk_kernel"]
+    launched = ["build_kernel", "gather_fields_kernel", "gather_fields_kernel", "scan_kernel"]
     assert sorted(executor.launched) == launched
     assert batch.fields["routes"].tolist() == [[0, 0], [1, 0], [2, 2], [1, 1], [2, 2]]
     assert batch.entries.fields["values"].tolist() == [0.5, 0.25]

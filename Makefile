@@ -95,6 +95,11 @@ dist: $(DIST_STAMP) ## Build sdist and wheel in dist, and check them; `make test
 	$(BIN)/python -m build --no-isolation --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
 
+.PHONY: hub-kernels
+hub-kernels: environment ## Write the kernels to build/hub, in the layout of Hugging Face's package `kernels`
+	rm -rf build/hub
+	$(BIN)/python .ci/hub_kernels.py build/hub
+
 # four workers also on two cores, since some tests wait for other processes
 WORKERS ?= 4
 

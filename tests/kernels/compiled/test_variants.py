@@ -15,10 +15,10 @@ from tests.kernels.conftest import builds
 from trajpack import kernels
 
 PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "split and merge": 2}
-PARTS |= {"whiten": 2, "whiten, large": 2}
+PARTS |= {"whiten": 2, "whiten, large": 2, "GiGPO, group_advantages_kernel": 2}
 """Operators that launch a kernel for two things: a scan and its gradient, a micro-batch and
-the batch that is merged, whitening by moments of one chunk and of several. All others launch it for
-one."""
+the batch that is merged, whitening by moments of one chunk and of several, groups of trajectories and of turns.
+All others launch it for one."""
 LONGEST = 4096
 """Most entries of a scan by one launch; above it the kernel is another variant."""
 SHARED = {"moments_kernel"}
@@ -35,7 +35,8 @@ def test_no_size_asks_for_a_variant_of_its_own(compiled: Any) -> None:
                 for sizes in variants if kernel == "scan_kernel" and len(regimes) > 1 else ():
                     assert max(sizes) <= LONGEST or min(sizes) > LONGEST, (operator, variants)
                 scans = len(regimes) if kernel == "scan_kernel" else 1
-                most = PARTS.get(operator, 1) * scans
+                parts_of = PARTS.get(f"{operator}, {kernel}", PARTS.get(operator, 1))
+                most = parts_of * scans
                 parts = {1, most} if kernel in SHARED else {most}
                 assert len(variants) in parts, (operator, kernel, variants)
 

@@ -15,10 +15,10 @@ from tests.kernels.conftest import builds
 from trajpack import kernels
 
 PARTS = {"gae, gradient": 2, "discounted_returns, gradient": 2, "vtrace": 2, "split and merge": 2}
-PARTS |= {"whiten": 2, "whiten, large": 2}
+PARTS |= {"whiten": 2, "whiten, large": 2, "GiGPO, group_advantages_kernel": 2}
 """Operators that launch a kernel for two things: a scan and its gradient, the values behind the
 tokens and V-trace, a micro-batch and the batch that is merged, whitening by moments of one chunk
-and of several. All others launch it for one."""
+and of several, trajectories and turns. All others launch it for one."""
 SHARED = {"fold_rows_kernel", "moments_kernel"}
 """Kernels of which two parts may launch the same variant, or one part none."""
 
@@ -29,10 +29,9 @@ def test_no_size_asks_for_a_variant_of_its_own(compiled: Any) -> None:
         assert of_kernels, operator
         for kernel, variants in of_kernels.items():
             if operator != "planted":
-                parts = (
-                    {1, PARTS.get(operator, 1)} if kernel in SHARED else {PARTS.get(operator, 1)}
-                )
-                assert len(variants) in parts, (operator, kernel, variants)
+                parts = PARTS.get(f"{operator}, {kernel}", PARTS.get(operator, 1))
+                most = {1, parts} if kernel in SHARED else {parts}
+                assert len(variants) in most, (operator, kernel, variants)
 
 
 @builds("90")

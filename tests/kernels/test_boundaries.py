@@ -15,11 +15,16 @@ from trajpack.kernels.credit.turns import (
     Turns,
     credit_of_turns,
     scores_of_trajectories,
-    spread_of_trajectories,
+    spread as spread_turns,
 )
 from trajpack.kernels.fields.gather_fields import FieldLayout, gather_fields
 from trajpack.kernels.fields.pieces import PIECE_WIDTH, Piece
-from trajpack.kernels.groups.group_advantages import Members, Rule, advantages_of
+from trajpack.kernels.groups.group_advantages import (
+    Members,
+    Rule,
+    advantages_of,
+    order_by_state,
+)
 from trajpack.kernels.runs import Run
 from trajpack.kernels.scan.scan_inputs import ScanChunks
 from trajpack.kernels.validation import values_to_check
@@ -140,14 +145,15 @@ def test_wrong_spans_are_named(op, spans, checked):
 
 CU_TURNS, TURNS = torch.tensor([0, 1, 2]).int(), torch.tensor([[0, 2], [2, 4]]).int()
 TURN_IDS = torch.tensor([0, 0, 1, 1]).int()
-ORDER = torch.arange(TOKENS)
+ORDER, ORDER_32 = torch.arange(TOKENS), torch.arange(TOKENS).int()
+GROUPS = torch.tensor([0, TOKENS]).int()
 WORDS = torch.zeros(8, dtype=torch.int32)
 
 
-def spread(ids=TURN_IDS, cu_turns=CU_TURNS, spans=TURNS):
-    return spread_of_trajectories(
-        Turns(ids, cu_turns, spans), torch.zeros(2), None, weight=0.0, impl="triton"
-    )
+def spread(starts=(0, 2, 4), turns=(0, 1, 0), index=None):
+    runs = runs_of(torch.tensor(starts))
+    runs[:, Run.TURN] = torch.tensor(turns)
+    return spread_turns(Turns(TURN_IDS, runs), torch.zeros(2), index=index, impl="triton")
 
 
 def scanned(cu_turns=CU_TURNS, begins=TURNS[:, 0], spans=TURNS, cu_positions=CU_TURNS * 2):
@@ -158,9 +164,9 @@ def scanned(cu_turns=CU_TURNS, begins=TURNS[:, 0], spans=TURNS, cu_positions=CU_
     )  # fmt: skip
 
 
-def compared(order=ORDER, **tables):
-    members = Members(IDS[:1] if "owners" in tables else IDS, order, **tables)
-    return advantages_of(ROWS, members, 1, Rule("mean", "std", 1, 0.0, "raw"), impl="triton")
+def compared(order=ORDER, groups=GROUPS):
+    members = Members(IDS, 1, order, groups)
+    return advantages_of(ROWS, members, Rule("mean", "std", 1, 0.0, "raw"), impl="triton")
 
 
 def weighed(segments):
@@ -186,13 +192,17 @@ def ints(*numbers):
 
 
 FOLLOWED = {
-    "turns of tokens": (spread, ints(0, 0, 1, 2), "spread: turn_ids must be in [-1, 2)"),
-    "trajectories of turns": (
-        lambda table=CU_TURNS: spread(cu_turns=table), ints(0, 3, 2), "spread: cu_turns must go",
+    "runs": (
+        lambda table=(0, 2, 4): spread(table), (0, 3, 5),
+        "spread: runs must go from 0 to num_tokens",
     ),
-    "spans": (
-        lambda table=TURNS: spread(spans=table), ints([0, 2], [2, 5]),
-        "spread: spans must lie within 4 entries and not end before they begin, segment 1",
+    "turns of runs": (
+        lambda table=(0, 1, 0): spread(turns=table), (0, 2, 0),
+        "spread: turns of runs must be in [0, 2)",
+    ),
+    "values of turns": (
+        lambda table=CU_TURNS[:2]: spread(index=table), ints(0, 3),
+        "spread: index must be in [0, 3)",
     ),
     "turns that are scanned": (scanned, ints(0, 1, 3), "credit_of_turns: cu_turns must go from 0"),
     "begins of chunks": (
@@ -214,13 +224,17 @@ FOLLOWED = {
         ints(0, 2, 9), "scores_of_trajectories: cu_turns must go from 0 to turns 2",
     ),
     "order": (compared, ints(0, 1, 2, 4), "group_advantages: order must be in [0, 4)"),
-    "inner order": (
-        lambda table=ORDER: compared(states=IDS, inner=table), ints(0, 1, -1, 3),
-        "group_advantages: inner must be in [0, 4), they go from -1 to 3",
+    "groups in an order": (
+        lambda table=GROUPS: compared(groups=table), ints(0, 5),
+        "group_advantages: groups must lie within 4 entries",
     ),
-    "owners": (
-        lambda table=IDS: compared(owners=table), ints(0, 1, 0, 0),
-        "group_advantages: owners must be in [0, 1)",
+    "order of states": (
+        lambda table=ORDER_32: order_by_state(table, GROUPS, IDS), ints(0, 1, -1, 3),
+        "order_by_state: order must be in [0, 4), they go from -1 to 3",
+    ),
+    "groups of states": (
+        lambda table=GROUPS: order_by_state(ORDER.int(), table, IDS), ints(0, 3),
+        "order_by_state: cu_groups must go from 0 to members 4",
     ),
     "weighed segments": (
         lambda table=CU_TURNS: weighed(table), ints(0, 1, 5), "importance_weights: segments must",

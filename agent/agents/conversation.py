@@ -130,6 +130,8 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     observation: Any = None
+    unanswered: int = 0
+    """Requests whose reply was not taken, because the wait for it ended early."""
     birth_time_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
     def error(self, reason: str, kind: type[EpisodeError] = EpisodeError) -> EpisodeError:
@@ -188,8 +190,7 @@ class Conversation:
         try:
             async with asyncio.timeout(timeout):
                 with self.guard("the engine's queues failed"):
-                    await self.obs_queue.put(request)
-                    reply = await self.act_queue.get()
+                    reply = await self._reply_to(request)
         except TimeoutError as error:
             raise self.error(f"no reply within {timeout} s", EpisodeTimeoutError) from error
         if isinstance(reply, GenerationError) and reply.qid == self.qid:
@@ -216,6 +217,17 @@ class Conversation:
                     f"{len(self.token_ids)} tokens that were sent, got {len(seen)}"
                 )
         return Exchange(len(self.token_ids), ids, logprobs, first, last, reply)
+
+    async def _reply_to(self, request: Observation) -> Reply:
+        """Send a request and return its reply, after that of a request whose wait has ended."""
+        while self.unanswered:
+            await self.act_queue.get()
+            self.unanswered -= 1
+        await self.obs_queue.put(request)
+        self.unanswered = 1
+        reply = await self.act_queue.get()
+        self.unanswered = 0
+        return reply
 
     async def judge(self, answer: str) -> tuple[float, bool]:
         """Return the environment's number for ``answer``, and whether it ended the episode.

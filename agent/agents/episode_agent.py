@@ -15,7 +15,7 @@ from trajpack.packing.types import Trajectory, Turn
 
 
 class _Episode(NamedTuple):
-    """What `EpisodeAgent.generate` needs of the running episode."""
+    """The running episode, as `EpisodeAgent.generate` reads it."""
 
     agent: EpisodeAgent
     conversation: Conversation
@@ -71,13 +71,16 @@ class EpisodeAgent(ABC):
         Args:
             prompt: Opening. Its id names the episode.
             env: Environment of the runner; an agent that judges its answers itself ignores it.
+
+        Tasks that it starts must have ended, or be cancelled, when it returns.
         """
 
     async def generate(self, token_ids: Sequence[int], gconfig: Any = None) -> Turn:
         """Return the engine's completion of a prompt as a turn, with reward 0.
 
         The turn is frozen: ``dataclasses.replace(turn, reward=1.0)`` gives it a reward. Calls of
-        one episode are served one after the other, also those of several tasks.
+        one episode are served one after the other, also those of several tasks. A call after one
+        that was cancelled or late waits for the reply of that one first.
 
         Args:
             token_ids: Token ids of everything that the engine is to see.
@@ -89,7 +92,7 @@ class EpisodeAgent(ABC):
             GenerationError: If the engine could not generate.
             RuntimeError: Outside of an episode of this agent.
 
-        Cost: one copy of the prompt; no copy of the completion.
+        Cost: a few copies of the prompt; no copy of the completion.
         """
         episode = _episode.get(None)
         if episode is None or episode.agent is not self:

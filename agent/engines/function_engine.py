@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeAlias
 
+import numpy as np
+
 from trajpack.agent.engines.queues import End, QueuedEngine
 from trajpack.agent.errors import GenerationError, MalformedResponseError, reason_of
 from trajpack.agent.protocols import GenerationOutput, GenerationRequest
@@ -94,11 +96,12 @@ class FunctionEngine(QueuedEngine):
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return the completion of one call, see `QueuedEngine.generate`."""
         qid, prompt_ids, sampling = request
+        prompt_ids = list(prompt_ids)  # the function and the caller may change theirs
         if self._end is not None:
             raise self._end.as_error(qid)
         self.check_serving()
         version = self._version
-        call = asyncio.ensure_future(_called(self._function, prompt_ids, sampling))
+        call = asyncio.ensure_future(_called(self._function, prompt_ids.copy(), sampling))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
@@ -141,12 +144,14 @@ def _output(qid: str, prompt_ids: Sequence[int], completion: Any, version: int) 
         output = replace(completion, qid=qid)
     elif isinstance(completion, tuple) and len(completion) == 3:
         ids, logprobs, no_eos = completion
-        output = GenerationOutput(qid, prompt_ids, ids, logprobs, bool(no_eos), version, version)
+        output = GenerationOutput(qid, prompt_ids, ids, logprobs, no_eos, version, version)
     else:
         raise TypeError(
             "expected (output_ids, output_logprobs, no_eos) or a GenerationOutput, "
             f"got {shown(completion)}"
         )
+    if not isinstance(output.no_eos, bool | np.bool_):
+        raise TypeError(f"no_eos must be a bool, got {shown(output.no_eos)}")
     ids = as_ids("output_ids", output.output_ids)
     logprobs = as_logprobs("output_logprobs", output.output_logprobs)
     if len(ids) != len(logprobs):

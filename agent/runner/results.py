@@ -197,7 +197,7 @@ class RunOutcome:
             _logger.warning(
                 "all %d trajectories earned the same reward, %g: estimators that compare the "
                 "trajectories of a group give them no advantage; see the environment's answers, or "
-                "take other questions or a policy that answers some of them",
+                "take easier or harder questions",
                 self._num_trajectories,
                 *self._rewards,
             )

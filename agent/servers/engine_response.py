@@ -301,6 +301,8 @@ def _with_routes(
     if sizes is None or not sample.output_ids.size:
         return sample
     if encoded is None:
+        if sample.finish_reason == "abort":
+            return sample  # the rest of the completion brings the routes of all tokens
         expected = "routed_experts: start the server with --enable-return-routed-experts"
         raise _refusal(server, expected, "none")
     try:
@@ -309,8 +311,9 @@ def _with_routes(
             routes: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
         else:
             routes = np.frombuffer(raw, "<i4").reshape(-1, *sizes)
-    except (ValueError, EOFError, SyntaxError) as error:
-        raise ValueError(f"{server} response: routed_experts: {error}") from None
+    except (ValueError, EOFError, SyntaxError, MemoryError, OverflowError) as error:
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{server} response: routed_experts: {reason}") from None
     if routes.dtype.kind not in "iu" or routes.ndim != 3 or routes.shape[1:] != sizes:
         expected = f"integers [tokens, {sizes[0]}, {sizes[1]}] in routed_experts"
         raise _refusal(server, expected, f"{routes.dtype} {list(routes.shape)}")

@@ -115,11 +115,12 @@ def credit_of_turns(  # noqa: PLR0913 - a convention is an argument
     return results
 
 
-def scores_of_trajectories(
+def scores_of_trajectories(  # noqa: PLR0913 - tables of a batch
     turn_rewards: torch.Tensor,
     turn_truncated: torch.Tensor,
     cu_generated: torch.Tensor,
     cu_turns: torch.Tensor,
+    group_ids: torch.Tensor,
     *,
     clip: float,
     impl: str,
@@ -129,14 +130,23 @@ def scores_of_trajectories(
     """Sum the rewards and the generated tokens of each trajectory's turns.
 
     ``turn_rewards`` are float64, ``cu_generated`` int32 ``[turns + 1]``: generated tokens before
-    each turn. ``given`` are floats ``[trajectories]`` in place of the sums. Scores are clipped to
-    ``[-clip, clip]``.
+    each turn. ``group_ids`` are int32 ``[trajectories]``, negative for padding, which
+    `Scores.shares` leave out. ``given`` are floats ``[trajectories]`` in place of the sums. Scores
+    are clipped to ``[-clip, clip]``.
 
     Cost: one launch. No copy, no host synchronisation.
     """
     return Scores(
         *torch.ops.trajpack.scores_of_trajectories(
-            turn_rewards, turn_truncated, cu_generated, cu_turns, given, clip, masks, impl
+            turn_rewards,
+            turn_truncated,
+            cu_generated,
+            cu_turns,
+            group_ids,
+            given,
+            clip,
+            masks,
+            impl,
         )
     )
 
@@ -217,13 +227,13 @@ def _run_scores(
     cu_turns: torch.Tensor,
     *inputs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, clip, masks, impl = inputs
+    group_ids, given, clip, masks, impl = inputs
     num_turns = turn_rewards.shape[0]
     check_boundaries("scores_of_trajectories", cu_turns, num_turns, name="cu_turns", end="turns")
     if impl == "triton":
         from trajpack.kernels.credit.turns_triton import scores_forward
 
-        tables = turn_rewards, turn_truncated, cu_generated, cu_turns
+        tables = turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids
         return scores_forward(*tables, given, clip=clip, masks=masks)
     scores = given
     if scores is None:
@@ -231,11 +241,11 @@ def _run_scores(
     scores = scores.double().clamp(-clip, clip)
     ends = cu_turns[1:].long()
     lengths = cu_generated[cu_turns.long()].diff()
-    counted = ends > cu_turns[:-1]
-    valid = torch.ones_like(counted)
+    has_turns = ends > cu_turns[:-1]
+    valid = torch.ones_like(has_turns)
     if num_turns:
-        valid = ~(counted & turn_truncated[(ends - 1).clamp(min=0)])
-    counted = counted & valid if masks else counted
+        valid = ~(has_turns & turn_truncated[(ends - 1).clamp(min=0)])
+    counted = (group_ids >= 0) & valid if masks else group_ids >= 0
     shares = torch.stack([counted.sum(), (counted & (scores != 0)).sum()]).int()[None]
     return scores, lengths, valid, shares
 
@@ -303,7 +313,7 @@ register_op(
 )
 register_op(
     "scores_of_trajectories(Tensor turn_rewards, Tensor turn_truncated, Tensor cu_generated, "
-    "Tensor cu_turns, Tensor? given, float clip, bool masks, str impl) "
+    "Tensor cu_turns, Tensor group_ids, Tensor? given, float clip, bool masks, str impl) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _run_scores,
     _fake_scores,

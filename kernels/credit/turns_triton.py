@@ -18,10 +18,10 @@ TURN = tl.constexpr(int(Run.TURN))
 
 @triton.jit(do_not_specialize=["num_segments", "masks"])
 def scores_kernel(
-    turn_rewards, turn_truncated, cu_generated, cu_turns, given, scores, lengths, valid, shares,
-    num_segments, clip: tl.float64, masks, BLOCK: tl.constexpr,
+    turn_rewards, turn_truncated, cu_generated, cu_turns, group_ids, given, scores, lengths, valid,
+    shares, num_segments, clip: tl.float64, masks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores of ``BLOCK`` trajectories, and how many of them count and are not 0."""
+    """Write the scores of ``BLOCK`` trajectories, and how many of a group count and are not 0."""
     segment = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = segment < num_segments
     begin = tl.load(cu_turns + segment, mask=exists, other=0)
@@ -42,7 +42,8 @@ def scores_kernel(
     tl.store(lengths + segment, past - first, mask=exists)
     cut = tl.load(turn_truncated + end - 1, mask=exists & (end > begin), other=0)
     tl.store(valid + segment, (cut == 0).to(tl.int8), mask=exists)
-    counted = (end > begin) & ((cut == 0) | (masks == 0))
+    group = tl.load(group_ids + segment, mask=exists, other=-1)
+    counted = (group >= 0) & ((cut == 0) | (masks == 0))
     part = shares + 2 * tl.program_id(0)
     tl.store(part, tl.sum(counted.to(tl.int32), 0))
     tl.store(part + 1, tl.sum((counted & (score != 0)).to(tl.int32), 0))
@@ -53,6 +54,7 @@ def scores_forward(
     turn_truncated: torch.Tensor,
     cu_generated: torch.Tensor,
     cu_turns: torch.Tensor,
+    group_ids: torch.Tensor,
     given: torch.Tensor | None,
     *,
     clip: float,
@@ -70,8 +72,9 @@ def scores_forward(
     if programs:
         with torch.cuda.device_of(turn_rewards):  # Triton launches on the current device
             scores_kernel[(programs,)](
-                turn_rewards, turn_truncated.view(torch.int8), cu_generated, cu_turns, given,
-                scores, lengths, valid.view(torch.int8), shares, num_segments, clip, int(masks),
+                turn_rewards, turn_truncated.view(torch.int8), cu_generated, cu_turns, group_ids,
+                given, scores, lengths, valid.view(torch.int8), shares, num_segments, clip,
+                int(masks),
                 BLOCK=launch.block, **launch.options,
             )  # fmt: skip
     return scores, lengths, valid, shares

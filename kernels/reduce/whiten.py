@@ -20,7 +20,7 @@ def masked_moments(x: torch.Tensor, mask: torch.Tensor, *, impl: Impl = "auto") 
 
     Each chunk of fixed size is centred on its own mean, and chunks are merged in a fixed order:
     the relative error of the deviations is about 10⁻¹⁶ · mean / std, not of its square. Chunks
-    start at the first entry, so uncounted entries appended at the end change no bit.
+    start at the first entry, so with Triton uncounted entries appended at the end change no bit.
 
     Args:
         x: ``[entries]`` float32 or float64. Uncounted entries may have any value, NaN included.

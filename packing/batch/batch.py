@@ -506,13 +506,15 @@ class PackedBatch(LabelMethods, LogprobMethods):
             impl: See `trajpack.kernels`.
 
         Returns:
-            float32 ``[tokens]``, 0 where not generated.
+            float32 ``[tokens]``, 0 where not generated. Use `narrow` to leave tokens out: of a
+            packed batch a `loss_mask` that was written to through NumPy or ``.data`` is not read.
 
         Raises:
             ValueError: If ``per`` is unknown, or the aggregation has no sequence mean; see also
                 `trajpack.kernels.loss_weights`.
 
-        Cost: one launch for ``"token_mean"`` and four for all others, of which one is over tokens.
+        Cost: one launch over tokens for ``"token_mean"`` and ``"constant"``, and a second one for
+        the former in a `StaticBatch`; four for all others, of which one is over tokens.
         Of a batch whose `loss_mask` was narrowed, or that was not packed but copied or loaded, that
         of `trajpack.kernels.loss_weights` and a dozen small operations. A few more with
         ``truncated="mask"``. No copy, no synchronisation.
@@ -532,10 +534,11 @@ class PackedBatch(LabelMethods, LogprobMethods):
 
         counts, places = self._units(aggregation, per, truncated)
         check_denominator(aggregation, denominator, self.device)
-        if aggregation == "token_mean" and denominator is None and truncated == "keep":
-            denominator = self.num_generated if self._is_whole else None
+        is_known = self._is_whole and not self.is_padded  # by every replay of a graph
+        if aggregation == "token_mean" and denominator is None and truncated == "keep" and is_known:
+            denominator = self.num_generated or None
         chosen = resolve_impl("loss_weights", impl, self.input_ids)
-        weights = shares_of(aggregation, counts, places, denominator or None, chosen)
+        weights = shares_of(aggregation, counts, places, denominator, chosen)
         if places is None or places.ids is not None:
             return weights
         return spread(Turns(self.turn_ids, self.run_table), weights, impl=chosen)[0]

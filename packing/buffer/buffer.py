@@ -117,9 +117,10 @@ def _warn_of_retokenized(intake: ValidatedTurns) -> None:
     """Warn if a prompt repeats its history with a few other tokens."""
     if intake.has_retokenized:
         warnings.warn(
-            "TrajectoryBuffer.extend: a prompt replaces a few tokens of its history, so that a new "
-            "sequence begins and the history is stored again: build prompts from the sampled token "
-            "ids, not from decoded text; the report of the batch shows the places",
+            "TrajectoryBuffer.extend: a prompt replaces a few tokens of the completion before it, "
+            "so that a new sequence begins and the history is stored again: if it was built from "
+            "decoded text, build it from the sampled token ids; the report of the batch shows the "
+            "places",
             stacklevel=4,  # the caller of pack or add; one above that of extend
         )
 
@@ -226,8 +227,8 @@ class TrajectoryBuffer:
 
         Warns:
             UserWarning: If one of the call's first 65,536 log-probabilities is above 0.01; if one
-                of its first 4 prompts that break a prefix replaces a few tokens of the history by a
-                few others, as re-tokenized text does.
+                of its first 4 prompts that break a prefix replaces a few tokens of the completion
+                before it by a few others, as re-tokenized text does.
 
         Each number is read once, and the read value is checked and stored. An array that another
         thread writes meanwhile may raise, but an unchecked value is never stored.

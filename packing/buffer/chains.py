@@ -389,7 +389,7 @@ def _look_at_break(intake: ValidatedTurns, tips: list[ChainEnd]) -> None:
     intake.num_breaks += len(tips) > 1
     if len(tips) > 1 and intake.num_breaks <= MOST_BREAKS:
         history, turn = tips[-2:]
-        intake.has_retokenized |= is_retokenized(history.prompt + history.completion, turn.prompt)
+        intake.has_retokenized |= is_retokenized(history.prompt, history.completion, turn.prompt)
 
 
 def take_numbers(intake: ValidatedTurns, turn: Turn, begin: int, size: int) -> None:

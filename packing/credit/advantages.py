@@ -494,6 +494,7 @@ def _members(
         batch.turn_truncated,
         batch.cu_generated,
         batch.cu_turns,
+        batch.group_ids,
         given=given,
         clip=clip,
         masks=masks,

@@ -243,7 +243,7 @@ def read_lengths(op: str, seqlens: Any) -> Ints:
         is_tensor
         and lengths.size > 1
         and lengths[0] == 0 < lengths[-1]
-        and all(np.diff(lengths) >= 0)
+        and (lengths[1:] >= lengths[:-1]).all()
     ):
         raise ValueError(
             f"{op}: seqlens must be lengths, got a tensor that grows from 0 to {lengths[-1]}, as "

@@ -74,20 +74,24 @@ def reason_of(history: Tokens, prompt: Tokens) -> tuple[Reason, int | None, int 
     return ("left", None, None) if back is None else ("rewritten" if back[1] else "stripped", *back)
 
 
-def is_retokenized(history: bytes, prompt: bytes) -> bool:
-    """Return whether a prompt replaces up to 8 tokens of its history by up to 8 others.
+def is_retokenized(prompt: bytes, completion: bytes, later: bytes) -> bool:
+    """Return whether a later prompt repeats a turn with up to 8 tokens of its completion replaced.
 
     That is what tokens of decoded text do, or a template that ends messages in its own way.
 
     Args:
-        history: int32 tokens of the whole history.
-        prompt: int32 tokens of the whole prompt.
+        prompt: int32 tokens of the turn's prompt.
+        completion: int32 tokens of its completion.
+        later: int32 tokens of the prompt of a later turn.
 
-    Cost: one comparison of both; three sorts of what is behind the first token that differs.
+    Cost: one comparison of all; three sorts of 64 tokens.
     """
-    one, other = np.frombuffer(history, np.int32), np.frombuffer(prompt, np.int32)
+    if not later.startswith(prompt):
+        return False
+    one = np.frombuffer(completion, np.int32)
+    other = np.frombuffer(later, np.int32, offset=len(prompt))
     begin = _agreeing(one, other)
-    reason, removed, added = reason_of(one[begin:], other[begin:])
+    reason, removed, added = reason_of(*(of[begin : begin + 4 * RUN] for of in (one, other)))
     return reason == "rewritten" and 0 < (removed or 0) <= RUN and 0 < (added or 0) <= RUN
 
 

@@ -131,6 +131,29 @@ def test_a_late_reply_ends_the_episode() -> None:
     assert isinstance(error, EpisodeTimeoutError)
 
 
+@pytest.mark.parametrize("same_prompt", [True, False])
+def test_the_reply_of_a_cancelled_call_is_not_taken_for_the_next_ones(same_prompt: bool) -> None:
+    asked: list[int] = []
+
+    async def first_is_slow(prompt_ids: Any, sampling: Any) -> Any:
+        asked.append(len(prompt_ids))
+        await asyncio.sleep(0.1 if len(asked) == 1 else 0)
+        return [100 * len(asked)] * sampling.max_new_tokens, [-0.5] * sampling.max_new_tokens, False
+
+    async def body(agent: EpisodeAgent, prompt: Prompt) -> list[Turn]:
+        call = asyncio.ensure_future(agent.generate(prompt.input_ids))
+        while not asked:  # noqa: ASYNC110 - what is waited for is a list
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        ids = prompt.input_ids if same_prompt else [7]
+        return [await agent.generate(ids, SamplingParams(max_new_tokens=3)) for _ in range(2)]
+
+    (result,) = rolled_out(Written(body), first_is_slow)
+    assert result.error is None
+    assert [list(turn.completion_ids) for turn in result.turns] == [[200] * 3, [300] * 3]
+
+
 def test_generate_belongs_to_an_episode_of_its_agent() -> None:
     async def body(agent: EpisodeAgent, prompt: Prompt) -> list[Turn]:
         return [await Written(body).generate(prompt.input_ids)]

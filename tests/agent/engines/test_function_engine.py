@@ -182,6 +182,7 @@ def test_a_generation_error_keeps_its_class_and_reason() -> None:
         (([1, 2], [-1.0], False), "one entry per token, got 1 for 2"),
         (([-1], [-1.0], False), "output_ids"),
         (([1], [float("nan")], False), "output_logprobs"),
+        (([1], [-1.0], "stop"), "no_eos must be a bool, got 'stop'"),
     ],
 )
 def test_what_is_no_completion_is_malformed(returned: Any, message: str) -> None:
@@ -197,3 +198,11 @@ def test_what_is_no_asynchronous_function_is_refused() -> None:
         FunctionEngine(3)  # type: ignore[arg-type]
     with pytest.raises(GenerationError, match=r"function failed: TypeError: .*await"):
         asked(lambda prompt_ids, sampling: ([1], [-1.0], False))
+
+
+def test_a_function_that_changes_its_prompt_changes_no_completion() -> None:
+    async def function(prompt_ids: Any, sampling: Any) -> Any:
+        prompt_ids.append(9)
+        return [1], [-1.0], False
+
+    assert list(asked(function).prompt_ids) == [5]

@@ -178,6 +178,14 @@ def npy(routes: Any) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def header(num_tokens: int) -> str:
+    """Return a file without data that claims to have this many tokens."""
+    file = io.BytesIO()
+    described = {"descr": "<i4", "fortran_order": False, "shape": (num_tokens, 2, 3)}
+    np.lib.format.write_array_header_1_0(file, described)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def routes_of(num_tokens: int, begin: int = 0) -> Any:
     """Return routes of 2 layers and 3 experts a token, distinct for each token."""
     return np.arange(begin, begin + num_tokens * 6, dtype=np.uint8).reshape(num_tokens, 2, 3)
@@ -221,6 +229,8 @@ def test_routed_experts_are_read_and_packed() -> None:
             r"integers \[tokens, 2, 3\] in routed_experts, got int32",
         ),
         (npy(np.zeros((7, 2, 3), np.float32)), "got float32"),
+        (header(10**13), "routed_experts: "),
+        (header(1 << 70), "routed_experts: "),
         (npy(np.full((7, 2, 3), -1)), "0 or more in routed_experts, got -1"),
         (npy(np.array([{}])), "routed_experts: Object arrays cannot be loaded"),
     ],

@@ -318,7 +318,7 @@ def launches_of_spreads(cu_turns: torch.Tensor) -> Launches:
     rows = torch.zeros(64, device=device)
     runs, index = words[:24].view(3, 8), words[:32]
     truncated = torch.zeros(32, dtype=torch.bool, device=device)
-    inputs = rows[:32].double(), truncated, words[:33], cu_turns
+    inputs = rows[:32].double(), truncated, words[:33], cu_turns, words[:32]
     for label, given in (("turns", None), ("given", rows), ("given, float64", rows.double())):
         yield label, partial(scores_forward, *inputs, given, clip=1.0, masks=False)
     for label, given in {

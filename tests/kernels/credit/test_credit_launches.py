@@ -103,11 +103,11 @@ def launches_of(estimator: Any, layout: Any = "merged", **more: Any) -> list[str
 
 @pytest.mark.parametrize("layout", ["merged", "turns"])
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_an_estimator_is_four_launches_at_most(name: str, layout: str) -> None:
+def test_an_estimator_takes_few_launches(name: str, layout: str) -> None:
     with small_scans():
         launched = launches_of(EVERY[name], layout)
     assert launched == LAUNCHES[name]
-    assert len(launched) <= 4
+    assert len(launched) <= (5 if name == "GiGPO" else 4)
 
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if LAUNCHES[name][:2] == SCAN])

@@ -31,13 +31,21 @@ def scored_turns(sizes: list[int], seed: int = 0) -> tuple[torch.Tensor, ...]:
     num = sum(sizes)
     rewards = torch.from_numpy(rng.standard_normal(num))
     truncated = torch.from_numpy(rng.random(num) < 0.5)
-    return rewards, truncated, boundaries(rng.integers(0, 9, num).tolist()), boundaries(sizes)
+    groups = torch.arange(len(sizes), dtype=torch.int32)
+    groups[4::5] = -1  # padding
+    return (
+        rewards,
+        truncated,
+        boundaries(rng.integers(0, 9, num).tolist()),
+        boundaries(sizes),
+        groups,
+    )
 
 
 @pytest.mark.parametrize("clip", [float("inf"), 0.75])
 @pytest.mark.parametrize("name", SCORED)
 def test_scores_lengths_and_validity_equal_a_loop(name: str, clip: float, impl: str) -> None:
-    rewards, truncated, cu_generated, cu_turns = inputs = scored_turns(SCORED[name])
+    rewards, truncated, cu_generated, cu_turns, groups = inputs = scored_turns(SCORED[name])
     got = scores_of_trajectories(*inputs, clip=clip, impl=impl)
     scores, lengths, valid = [], [], []
     bounds = cu_turns.tolist()
@@ -52,10 +60,9 @@ def test_scores_lengths_and_validity_equal_a_loop(name: str, clip: float, impl: 
     assert got.scores.dtype == torch.float64
     assert (got.lengths.tolist(), got.lengths.dtype) == (lengths, torch.int32)
     assert (got.valid.tolist(), got.valid.dtype) == (valid, torch.bool)
-    has_turns = cu_turns.diff() > 0
     for masks in (False, True):
         shares = scores_of_trajectories(*inputs, clip=clip, masks=masks, impl=impl).shares
-        counted = has_turns & got.valid if masks else has_turns
+        counted = (groups >= 0) & got.valid if masks else groups >= 0
         expected = [int(counted.sum()), int((counted & (got.scores != 0)).sum())]
         assert shares.sum(0).tolist() == expected
 
@@ -66,18 +73,18 @@ def test_scores_that_are_given_replace_the_sums(dtype: torch.dtype, impl: str) -
     given = torch.tensor([0.5, -3.0, 0.25, 0.0], dtype=dtype)
     got = scores_of_trajectories(*inputs, given=given, clip=2.0, impl=impl)
     assert got.scores.tolist() == [0.5, -2.0, 0.25, 0.0]
-    assert got.shares.sum(0).tolist() == [3, 2]
+    assert got.shares.sum(0).tolist() == [4, 3]
 
 
 def test_scores_have_the_same_bits_alone_and_packed(impl: str) -> None:
-    rewards, truncated, cu_generated, cu_turns = scored_turns([5, 3, 0, 40])
+    rewards, truncated, cu_generated, cu_turns, groups = scored_turns([5, 3, 0, 40])
     together = scores_of_trajectories(
-        rewards, truncated, cu_generated, cu_turns, clip=float("inf"), impl=impl
+        rewards, truncated, cu_generated, cu_turns, groups, clip=float("inf"), impl=impl
     )
     for index, (begin, end) in enumerate(((0, 5), (5, 8), (8, 8), (8, 48))):
         alone = scores_of_trajectories(
             rewards[begin:end], truncated[begin:end], cu_generated[begin : end + 1],
-            boundaries([end - begin]), clip=float("inf"), impl=impl,
+            boundaries([end - begin]), groups[:1], clip=float("inf"), impl=impl,
         )  # fmt: skip
         for whole, one in zip(together[:3], alone[:3], strict=True):
             assert_same_bits(whole[index : index + 1], one)

@@ -49,7 +49,6 @@ def turn_of(prompt, completion):
 RETOKENIZED = [
     [*HISTORY[:33], 7, *HISTORY[35:], 8, 9],  # one token for two
     [*HISTORY[:33], 7, 7, *HISTORY[34:]],  # two for one
-    [*HISTORY[:20], 7, *HISTORY[21:], 8],  # in the prompt
 ]
 OTHERWISE = [
     [*HISTORY, 8, 9],  # no break
@@ -57,6 +56,7 @@ OTHERWISE = [
     HISTORY[:30],  # a second attempt
     [*HISTORY[:30], *range(70, 90), 8],  # another history
     [*HISTORY[:10], *range(70, 80), *HISTORY[20:], 8],  # a rewritten message
+    [*HISTORY[:20], 7, *HISTORY[21:], 8],  # another prompt of one template
 ]
 
 

@@ -25,11 +25,12 @@ from trajpack import (
     Trajectory,
     TrajectoryBuffer,
     Turn,
+    TurnReturns,
     pack,
     pack_resident,
 )
 from trajpack.packing.credit import estimators
-from trajpack.packing.credit.advantages import chunks_of, num_groups_of
+from trajpack.packing.credit.advantages import RULES, chunks_of, num_groups_of
 from trajpack.testing import assert_batches_equal, assert_same_bits
 
 
@@ -99,7 +100,19 @@ def padded(rows, size, fill):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*EVERY, *MORE])
 def test_padding_changes_no_advantage(name, layout):
-    """What stands beside padding is NaN, or a state like others."""
+    padding_changes_nothing(name, layout, "torch")
+
+
+GROUPED = [name for name in [*EVERY, *MORE] if isinstance(named(name), (*RULES, TurnReturns))]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_padding_changes_no_advantage_of_a_kernel(name):
+    padding_changes_nothing(name, "merged", "triton")
+
+
+def padding_changes_nothing(name, layout, impl):
+    """Compare with a static batch whose padding has NaN beside it, or a state like others."""
     estimator, trajectories = named(name), some_trajectories(8)
     plain = pack(trajectories, layout, device="cpu")
     buffer = TrajectoryBuffer(device="cpu")
@@ -113,7 +126,7 @@ def test_padding_changes_no_advantage(name, layout):
         key: padded(rows, sizes.get(key, static.capacity), 0 if key == "state_ids" else torch.nan)
         for key, rows in inputs.items()
     }
-    batch = static.batch.with_advantages(estimator, **inside)
+    batch = static.batch.with_advantages(estimator, **inside, impl=impl)
     assert_close(batch.advantages[: plain.num_tokens], expected.advantages, estimator)
     assert_same_bits(batch.returns[: plain.num_tokens], expected.returns)
     assert not batch.advantages[plain.num_tokens :].any()

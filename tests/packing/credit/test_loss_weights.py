@@ -174,6 +174,8 @@ def test_batches_without_tokens_and_devices_without_values_are_fine(aggregation)
     on_meta = pack(some_trajectories(), device="meta")
     assert on_meta.loss_weights(aggregation).is_meta
     assert on_meta.loss_denominator(aggregation).is_meta
+    total = torch.ones((), device="meta")
+    assert on_meta.loss_weights(aggregation, denominator=total).is_meta
     for per in PER if aggregation in OF_SEQUENCES else ():
         assert on_meta.loss_weights(aggregation, per=per, truncated="mask").is_meta
 
@@ -195,3 +197,13 @@ def test_wrong_input_is_named():
         batch.loss_weights("constant")
     with pytest.raises(ValueError, match="loss_denominator: aggregation='constant' has the"):
         batch.loss_denominator("constant")
+
+
+def test_weights_of_a_static_batch_take_no_count_of_the_host():
+    """So that a captured graph divides by the count of what it is filled with."""
+    buffer = TrajectoryBuffer(device="cpu")
+    buffer.extend(some_trajectories())
+    batch = buffer.pack_into(StaticBatch(500, 60, device="cpu"))
+    expected = batch.loss_weights("token_mean")
+    object.__setattr__(batch, "num_generated", 1)
+    assert_same_bits(batch.loss_weights("token_mean"), expected)

@@ -132,3 +132,8 @@ def test_the_container_of_lengths_does_not_matter(name):
         plan = plan_micro_batches(container(lengths), 256, algorithm=name, min_bins=0)
         assert plan.order.tolist() == expected.order.tolist()
         assert plan.cu_bins.tolist() == expected.cu_bins.tolist()
+
+
+def test_lengths_of_any_other_kind_may_begin_with_none():
+    for lengths in ([0, 3, 5], torch.tensor([0, 5, 3]), torch.tensor([0]), torch.tensor([0, 0])):
+        assert plan_micro_batches(lengths, capacity=16).seqlens.tolist() == list(map(int, lengths))

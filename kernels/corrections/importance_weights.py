@@ -228,7 +228,8 @@ def importance_weights(
     logarithms over the segment's generated tokens, level ``"geometric"`` averages them; the
     logarithm is then clamped to ±20. For a `Rejection` the logarithms of tokens are clamped to ±20
     before they are summed, and sums and means are not: as in verl. Logarithms are float32. Their
-    sums are exact, of multiples of 2⁻³²; a token's logarithm beyond ±1024 counts as infinite.
+    sums are exact, of multiples of 2⁻³², if their magnitudes add up to less than 2³¹; a token's
+    logarithm beyond ±1024 counts as infinite.
     `Correction` defines the weight of a ratio. For turns, pass ``turn_spans`` and ``turn_ids`` of a
     packed batch; for sequences, ``cu_seqlens``.
 
@@ -309,8 +310,7 @@ def weigh_tokens(
     places: Places | None,
     impl: Impl,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `importance_weights`; a slot of ``places`` is a segment there."""
-    check_weighed(logprobs, rollout_logprobs, loss_mask, correction)
+    """Return the results of `importance_weights` of checked tensors, by slots of ``places``."""
     rejection = correction.rejection or Rejection()
     if not correction.needs_segments:
         places = None

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from trajpack.kernels.block_shapes import DEFAULT, block_shape, launch_on
+from trajpack.kernels.corrections.importance_weights import OF_SEGMENTS
 from trajpack.kernels.corrections.slots import LOG_BOUND, UNIT, Places
 from trajpack.kernels.corrections.slots_triton import (
     ABOVE,
@@ -46,7 +47,6 @@ MERGED = 256
 """Chunks that are merged at once."""
 MOST_PROGRAMS = 1024
 """Programs that scale weights: each merges the sums of all chunks."""
-OF_SEGMENTS = ("segment", "geometric")
 OUTSIDE = {"truncate": 0, "mask": 1, "keep": 2}
 _UNIT, _BOUND, _WORDS = tl.constexpr(UNIT), tl.constexpr(LOG_BOUND), tl.constexpr(WORDS)
 

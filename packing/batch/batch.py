@@ -400,12 +400,11 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Warns:
             UserWarning: If the estimator compares trajectories and every group has one member.
 
-        Cost: one or two launches over tokens, one more for trajectories of more than 4,096 of
-        them, three where trajectories are compared, four for `GPG`, six for `GiGPO`, which sorts
-        its states; two more if the estimator whitens, or one where trajectories are compared. Up
-        to three more with ``scores``; six where cut-off trajectories are
-        masked. Of a batch that was not packed but copied or loaded, the host knows less: up to
-        six more, and trajectories of several sequences count as one of all their tokens.
+        Cost: one launch over tokens, a second one for trajectories of more than 4,096 of them,
+        three where trajectories are compared, five for `GiGPO`; one or two more if the estimator
+        whitens, a dozen with ``all_reduce``; up to five where cut-off trajectories are masked. Of
+        a batch that was not packed but copied or loaded, the host knows less: up to six more, and
+        trajectories of several sequences count as one of all their tokens.
         ``metrics`` of an estimator that does not whiten are one launch at most, at first access:
         read them before `advantages` are changed in place, and before a `StaticBatch` runs again.
         No copy, no synchronisation.
@@ -608,7 +607,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
         Reference:
             `trajpack.kernels.importance_weights`.
         """
-        from trajpack.kernels.corrections.importance_weights import weigh_tokens
+        from trajpack.kernels.corrections.importance_weights import check_weighed, weigh_tokens
         from trajpack.kernels.corrections.slots import Places
 
         if per not in ("trajectory", "turn"):
@@ -618,6 +617,7 @@ class PackedBatch(LabelMethods, LogprobMethods):
             owners, num_slots = self.group_order.owners, self.cu_turns.shape[0] - 1
         places = Places(None, self.turn_ids, owners, self.num_turns, num_slots)
         tokens = logprobs, self.rollout_logprobs, self.loss_mask
+        check_weighed(*tokens, correction)
         return weigh_tokens(*tokens, correction, places, impl)
 
     def _units(

@@ -205,4 +205,4 @@ def test_a_function_that_changes_its_prompt_changes_no_completion() -> None:
         prompt_ids.append(9)
         return [1], [-1.0], False
 
-    assert list(asked(function).prompt_ids) == [5]
+    assert list(asked(function).prompt_ids) == [5, 6]

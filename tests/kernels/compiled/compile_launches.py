@@ -300,6 +300,7 @@ def scans(cu_seqlens: torch.Tensor) -> dict[str, Scan]:
             rewards=tokens.double(), values=None, loss_mask=None, kind="returns", **rated
         )._replace(lams=None, bootstrap=None),
         "gradient": gae._replace(values=None, kind="adjoint"),
+        "vtrace, carry": gae._replace(kind="vtrace", **weighted),
         "vtrace, multiply": gae._replace(kind="vtrace", observation="multiply", **weighted),
         "chunks, vtrace": of_chunks._replace(kind="vtrace", **weighted),
         "chunks, k3": of_chunks._replace(

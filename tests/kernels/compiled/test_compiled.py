@@ -34,8 +34,8 @@ KERNELS = {
     "gather_words_kernel": Bounds(2, 56, 64),  # nine blocks of 128 threads
     "pad_kernel": Bounds(15, 96, 128),  # five blocks of 128 threads, for rows of odd bytes
     "unpad_kernel": Bounds(15, 128, 168),  # four blocks; three waves
-    "effects_kernel": Bounds(9, 224, 256),  # nine blocks of 32 threads; two waves
-    "scan_kernel": Bounds(18, 255, 256),  # eight blocks of 32 threads; two waves
+    "effects_kernel": Bounds(10, 232, 256),  # eight blocks of 32 threads; two waves
+    "scan_kernel": Bounds(20, 255, 256),  # eight blocks of 32 threads; two waves
     "group_advantages_kernel": Bounds(7, 128, 128),  # a block of 32 threads each
     "order_kernel": Bounds(2, 128, 128),  # a block of 32 threads for 32 members
     "segment_reduce_kernel": Bounds(6, 48, 64),  # ten blocks of 128 threads; eight waves

@@ -114,8 +114,8 @@ SHAPES: dict[str, dict[str, BlockShape]] = {
         DEFAULT: BlockShape(
             1024,
             256,
-            "4 tokens a thread: 36 bytes of loads, one 16-byte store. 122 registers: 512 threads on "
-            "an SM request 18 KB.",
+            "4 tokens a thread: 36 bytes of loads, one 16-byte store. 122 registers: 512 threads "
+            "of an SM request 18 KB.",
         )
     },
     "loss_weights": {

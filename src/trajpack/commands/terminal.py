@@ -101,9 +101,10 @@ def results() -> Iterator[None]:
 
 
 def readable(path: Path) -> None:
-    """Raise a SetupError unless ``path`` is a file that can be read."""
+    """Raise a SetupError if ``path`` cannot be read; what is no file is left to its reader."""
     try:
-        path.open("rb").close()
+        if path.is_file() or not path.exists():  # to open a pipe would wait for its writer
+            path.open("rb").close()
     except OSError as error:
         raise SetupError(f"cannot read {path}: {error.strerror or error}") from error
 

@@ -29,6 +29,7 @@ from trajpack.agent.agents.answer_log import AnswerLog
 from trajpack.agent.agents.math_multi_turn import MathMultiTurnAgent
 from trajpack.agent.engines.transformers_engine import TransformersEngine
 from trajpack.agent.environments.math_verify import MathVerifyEnvironment
+from trajpack.agent.environments.questions import arithmetic_questions
 from trajpack.agent.errors import EngineEndedError
 from trajpack.agent.models.tiny_model import build_tiny_model
 from trajpack.agent.protocols import Prompt
@@ -240,7 +241,10 @@ def test_outside_text_is_escaped_and_never_markup(tmp_path: Path) -> None:
         (["--bogus"], "No such option: --bogus"),
         (["--turn-discount", "nan"], "--turn-discount must be a finite number, got 'nan'"),
         (["--dataset", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory; "),
-        (["--dataset", "."], "Is a directory; --dataset takes a JSONL file; dataset.to_json(FILE) wr"),
+        (
+            ["--dataset", "."],
+            "Is a directory; --dataset takes a JSONL file; dataset.to_json(FILE) wr",
+        ),
         (["--model", "missing"], "cannot load a model from missing: it is not a folder"),
         (["--model", "."], "cannot load a model from .: it has no config.json"),
         (["--device", "no-such"], "device 'no-such' cannot be used: "),

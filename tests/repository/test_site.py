@@ -88,7 +88,9 @@ def test_every_sketch_defines_the_names_that_it_uses(tmp_path: Path) -> None:
     sketches = tmp_path / "sketches"
     sketches.mkdir()
     for page in {*DOCS.rglob("*.md")} - {DOCS / "ray.md"}:
-        for number, text in enumerate(re.findall(r"^```py\n(.*?)^```", page.read_text(), re.S | re.M)):
+        for number, text in enumerate(
+            re.findall(r"^```py\n(.*?)^```", page.read_text(), re.S | re.M)
+        ):
             (sketches / f"{page.stem}_{number}.py").write_text(text)
     assert len([*sketches.iterdir()]) > 10
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", sketches]

@@ -177,7 +177,9 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
         try:
             readable(dataset)
         except SetupError as error:
-            raise SetupError(f"{error}; --dataset takes a JSONL file; {_TO_JSON}") from error.__cause__
+            raise SetupError(
+                f"{error}; --dataset takes a JSONL file; {_TO_JSON}"
+            ) from error.__cause__
     say("loading torch and transformers")
     from trajpack.commands.rollout import roll_out
 

@@ -138,7 +138,8 @@ def _packed(file: Path, source: str, given: Any, missing_reward: float | None) -
         return pack(READERS[source](given, missing_reward=missing_reward))
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # of untyped JSON
         remedy = first_line(error).replace("pass missing_reward=0.0", "give --missing-reward 0")
-        in_python = rf"read them in Python by {_place(source, '"\1"')}"
+        unread = r'"\1"'  # the field that the error names
+        in_python = f"read them in Python by {_place(source, unread)}"
         remedy = re.sub(r"name (\w+) in fields", in_python, remedy)
         raise SetupError(f"{file}: {remedy}") from error
 

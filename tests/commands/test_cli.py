@@ -189,7 +189,7 @@ def test_inspect_shows_each_span_with_its_kind_and_text(batch_file: Path) -> Non
     assert "3 more sequences; --sequences 4 shows all" in done.stdout
     kinds = re.findall(r"^│ +(prompt|observation|generated) ", done.stdout, re.MULTILINE)
     assert kinds == ["prompt", "generated", "observation", "generated"]
-    assert f"user {arithmetic_questions(2, seed=0)[0].text}" in " ".join(done.stdout.split())
+    assert f"{arithmetic_questions(2, seed=0)[0].text}<|im_end|>" in done.stdout
     assert re.search(r"turn 1 +reward -?1, return -?1, ", done.stdout)
 
 

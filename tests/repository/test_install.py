@@ -18,6 +18,8 @@ from tests.support.source_copy import copy_source
 LAYERS = ("kernels", "packing", "agent")
 PYTHON = sys.executable
 NEEDED = "trajpack needs Python 3.11, 3.12 or 3.13"
+VERSION = 'case "$*" in *version_info*) echo 3.12.0 ;;'
+"""Beginning of a script that tells its version as Python does."""
 
 
 @cache
@@ -338,7 +340,7 @@ def test_make_installs_the_tools_by_the_same_script(installed: Path) -> None:
     (installed / ".venv/.installed").unlink()
     script(installed / ".ci/install", 'echo "install $2 into $1 from $3"')
     (installed / ".venv/bin/python").unlink()  # a link to the real one
-    script(installed / ".venv/bin/python", "echo 3.12.0")
+    script(installed / ".venv/bin/python", f"{VERSION} esac")
     done = run(["make", "install", "TORCH_INDEX=cpu"], installed)
     assert done.returncode == 0, done.stderr
     assert "install dev into .venv/bin/python from cpu" in done.stdout
@@ -348,9 +350,10 @@ def test_make_installs_the_tools_by_the_same_script(installed: Path) -> None:
 def test_a_failed_installation_of_the_demonstration_is_tried_again(installed: Path) -> None:
     (installed / ".venv/.installed").unlink()
     (installed / ".venv/bin/python").unlink()  # a link to the real one
-    script(installed / ".venv/bin/python", 'echo 3.12.0; case "$*" in *"pip "*) exit 1 ;; esac')
+    script(installed / ".venv/bin/python", f'{VERSION} *"pip "*) exit 1 ;; esac')
     done = run(["make", "demo"], installed)
     assert done.returncode == 2
+    assert ".demo-installed] Error 1" in done.stderr
     assert not (installed / ".venv/.demo-installed").exists()
 
 

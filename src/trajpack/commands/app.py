@@ -174,16 +174,18 @@ def rollout(  # noqa: PLR0913, PLR0917 - a command's options are its parameters
     settings = _Rollout(**chosen)
     check_places(out, settings.answers, replace=force or is_continued(log))
     if dataset is not None:
-        try:
-            readable(dataset)
-        except SetupError as error:
-            raise SetupError(
-                f"{error}; --dataset takes a JSONL file; {_TO_JSON}"
-            ) from error.__cause__
+        _check_data_set(dataset)
     say("loading torch and transformers")
     from trajpack.commands.rollout import roll_out
 
     return partial(roll_out, settings, layout, out)
+
+
+def _check_data_set(file: Path) -> None:
+    try:
+        readable(file)
+    except SetupError as error:
+        raise SetupError(f"{error}; --dataset takes a JSONL file; {_TO_JSON}") from error.__cause__
 
 
 _TO_JSON = "dataset.to_json(FILE) writes one of a Hugging Face data set"

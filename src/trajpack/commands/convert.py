@@ -71,8 +71,8 @@ def convert_file(
         if not isinstance(given, (list, Mapping) if source == "areal" else list):
             raise SetupError(f"{file} holds no list of {source} samples")
         batch = _packed(file, source, given, missing_reward)
-        rows = [given] if isinstance(given, Mapping) else given
-        unread = [key for key in UNREAD[source] if any(row.get(key) is not None for row in rows)]
+        samples = [given] if isinstance(given, Mapping) else given
+        unread = [key for key in UNREAD[source] if any(one.get(key) is not None for one in samples)]
         remedy = f"; {_place(source)} reads extra fields" if source != "areal" else ""
         _tell_left_out(f"not read from {source}", unread, remedy)
     if target != "trajpack":

@@ -438,7 +438,8 @@ def test_the_ops_keep_the_contract_of_torch(options: str, whole: bool) -> None:
     if options == "all":
         temperature, bias, softcap = case.temperature, case.bias, 1.5
     boundaries, tokens = case.support
-    head = case.hidden, case.weight, bias, case.rows, temperature
+    turned = case.weight.detach().T.contiguous().T.requires_grad_()  # as of an embedding [H, V]
+    head = case.hidden, turned, bias, case.rows, temperature
     arguments = (*head, boundaries, tokens, softcap, whole, True, "torch")
     torch.library.opcheck(torch.ops.trajpack.logit_statistics, arguments)
     found = torch.ops.trajpack.logit_statistics(*arguments)
@@ -521,6 +522,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"support": (torch.tensor([0, 1, 3, 3, 3, 3, 3, 3, 3, 3]).int(), torch.tensor([1, 1, 1]))},
         "distinct in support, row 1 has 1 twice",
     ),
+    "targets in a list": ({"targets": [1, 2, 3]}, "targets must be boundaries and tokens, got list"),
+    "a support that is no pair": ({"support": 3}, "support must be boundaries and tokens, got int 3"),
+    "a group that is none": ({"group": 2}, "group must be a torch.*ProcessGroup, got int"),
     "another impl": ({"impl": "cuda"}, "impl must be"),
 }  # fmt: skip
 

@@ -522,8 +522,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"support": (torch.tensor([0, 1, 3, 3, 3, 3, 3, 3, 3, 3]).int(), torch.tensor([1, 1, 1]))},
         "distinct in support, row 1 has 1 twice",
     ),
-    "targets in a list": ({"targets": [1, 2, 3]}, "targets must be boundaries and tokens, got list"),
-    "a support that is no pair": ({"support": 3}, "support must be boundaries and tokens, got int 3"),
+    "targets in a list": ({"targets": [1, 2, 3]}, "targets must be boundaries and tokens, got l"),
+    "a support that is no pair": ({"support": 3}, "support must be boundaries and tokens, got int"),
     "a group that is none": ({"group": 2}, "group must be a torch.*ProcessGroup, got int"),
     "another impl": ({"impl": "cuda"}, "impl must be"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trajpack.kernels import token_logprobs, topk_kl
@@ -374,6 +375,24 @@ def test_all_logits_are_never_in_memory(device: str) -> None:
             needs=[True, True, False], with_mean=True, impl="torch",
         )  # fmt: skip
     assert largest.elements == vocabulary * width  # the gradient of the weight
+
+
+def test_a_call_and_its_gradients_allocate_nothing_larger_than_the_head() -> None:
+    case = Case(64, 1200, torch.float32)
+    case.targets = torch.stack([one[0] if len(one) else one.new_tensor(3) for one in case.allowed])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = token_logprobs(
+            *case.inputs,
+            entropy=True,
+            bias=case.bias,
+            softcap=9.0,
+            support=case.support,
+            temperature=case.temperature,
+        )
+        gradients(found, case)
+    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
+    assert len(events) > 1000
+    assert max(one.nbytes() for one in events) == case.weight.nbytes < 64 * 1200
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -196,7 +196,7 @@ def gradients(
     hidden = logits.hidden.index_select(0, logits.rows)
     sums, num_rows = logits.sums, hidden.shape[0]
     of_hidden = torch.zeros_like(hidden, dtype=sums) if needs[0] else None
-    of_weight = torch.zeros_like(logits.weight) if needs[1] else None
+    of_weight = hidden.new_zeros(logits.weight.shape) if needs[1] else None
     of_bias = torch.zeros_like(logits.weight[:, :1]) if needs[2] else None
     by_column = [
         (total, right, hidden.new_empty(0, dtype=sums))

@@ -64,7 +64,8 @@ def token_logprobs(  # noqa: PLR0913 - all but four are keywords
         targets: ``[R]`` int32 or int64 tokens in ``[0, V)``; or any number of tokens of each row,
             such as a teacher's: boundaries ``[R + 1]`` int32 and distinct tokens ``[P]``.
         bias: ``[V]`` of the same dtype.
-        temperature: Positive: one number, or ``[R]`` float32. No gradient flows to it.
+        temperature: Positive: one number, which is rounded to float32, or ``[R]`` float32. No
+            gradient flows to it.
         softcap: Positive: the largest absolute logit, as of Gemma 2. None for no cap.
         entropy: Whether to return entropies too.
         support: Tokens that could be sampled, one target a row: boundaries and distinct tokens, as
@@ -266,7 +267,11 @@ class _Head:
 
     def pairs(self, name: str, sets: TokenSets) -> Pairs:
         """Check and return the tokens of the rows."""
-        op, (boundaries, tokens) = self.op, sets
+        op = self.op
+        if not isinstance(sets, (tuple, list)) or len(sets) != 2:
+            got = f"{type(sets).__name__} {sets!r}"[:60]
+            raise TypeError(f"{op}: {name} must be boundaries and tokens, got {got}")
+        boundaries, tokens = sets
         check_tensor(op, f"tokens of {name}", tokens, dtypes=IDS, device=self.rows.device)
         _check_boundaries(op, name, boundaries, num_rows=self.rows.shape[0], tokens=tokens)
         pairs = Pairs(boundaries, tokens.long())

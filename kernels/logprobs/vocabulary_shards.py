@@ -15,6 +15,9 @@ def shard_of(op: str, name: str, head: torch.Tensor, group: Any) -> tuple[torch.
     """
     if not isinstance(head, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(head).__name__}")
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        got = type(group).__name__
+        raise TypeError(f"{op}: group must be a torch.distributed.ProcessGroup, got {got}")
     if hasattr(head, "device_mesh"):
         return _local_part(op, name, head, group)
     if group is None:

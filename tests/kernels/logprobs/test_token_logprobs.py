@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trajpack.kernels import token_logprobs, topk_kl
@@ -376,6 +377,24 @@ def test_all_logits_are_never_in_memory(device: str) -> None:
     assert largest.elements == vocabulary * width  # the gradient of the weight
 
 
+def test_a_call_and_its_gradients_allocate_nothing_larger_than_the_head() -> None:
+    case = Case(64, 1200, torch.float32)
+    case.targets = torch.stack([one[0] if len(one) else one.new_tensor(3) for one in case.allowed])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        found = token_logprobs(
+            *case.inputs,
+            entropy=True,
+            bias=case.bias,
+            softcap=9.0,
+            support=case.support,
+            temperature=case.temperature,
+        )
+        gradients(found, case)
+    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
+    assert len(events) > 1000
+    assert max(one.nbytes() for one in events) == case.weight.nbytes < 64 * 1200
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_all_gathered_rows_are_never_in_memory(
     device: str, monkeypatch: pytest.MonkeyPatch
@@ -438,7 +457,8 @@ def test_the_ops_keep_the_contract_of_torch(options: str, whole: bool) -> None:
     if options == "all":
         temperature, bias, softcap = case.temperature, case.bias, 1.5
     boundaries, tokens = case.support
-    head = case.hidden, case.weight, bias, case.rows, temperature
+    turned = case.weight.detach().T.contiguous().T.requires_grad_()  # as of an embedding [H, V]
+    head = case.hidden, turned, bias, case.rows, temperature
     arguments = (*head, boundaries, tokens, softcap, whole, True, "torch")
     torch.library.opcheck(torch.ops.trajpack.logit_statistics, arguments)
     found = torch.ops.trajpack.logit_statistics(*arguments)
@@ -521,6 +541,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"support": (torch.tensor([0, 1, 3, 3, 3, 3, 3, 3, 3, 3]).int(), torch.tensor([1, 1, 1]))},
         "distinct in support, row 1 has 1 twice",
     ),
+    "targets in a list": ({"targets": [1, 2, 3]}, "targets must be boundaries and tokens, got l"),
+    "a support that is no pair": ({"support": 3}, "support must be boundaries and tokens, got int"),
+    "a group that is none": ({"group": 2}, "group must be a torch.*ProcessGroup, got int"),
     "another impl": ({"impl": "cuda"}, "impl must be"),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from trajpack import Trajectory, Turn, pack
 from trajpack.kernels import token_logprobs, topk_kl
 from trajpack.kernels.logprobs import token_logprobs as module
 
@@ -65,6 +66,28 @@ def results(leaves: list[torch.Tensor], **options: Any) -> dict[str, list[torch.
     return found
 
 
+def results_of_a_model(mesh: Any = None) -> dict[str, list[torch.Tensor]]:
+    """Return log-probabilities, entropies and gradients of a model with an odd vocabulary."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trajpack.packing.adapters.huggingface import LMHead
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 27, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    if mesh is not None:
+        plan = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh, plan)
+    head = LMHead(model, group=None if mesh is None else mesh.get_group())
+    batch = pack([Trajectory("a", [Turn([1, 2], [3, 26, 14, 13, 12], [-0.5] * 5)])])
+    found = head.logprobs(batch, entropy=True)
+    (found[0].sum() + found[1] @ torch.arange(5.0)).backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return {"a model": [*(one.detach() for one in found), *grads]}
+
+
 def be_rank(rank: int, folder: str) -> None:
     """Write results of half of the vocabulary, plain and as parts of ``DTensor``."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
@@ -84,7 +107,7 @@ def be_rank(rank: int, folder: str) -> None:
     spread = [distribute_tensor(one, mesh, [Shard(0)]) for one in head]
     found = {
         "parts": results([hidden, *(one[half] for one in head)], group=group),
-        "DTensor": results([hidden, *spread], group=group),
+        "DTensor": results([hidden, *spread], group=group) | results_of_a_model(mesh),
     }
     for message, wrong in (("without group", {}), ("Replicate", {"group": group})):
         other = spread[0] if not wrong else spread[0].redistribute(placements=[Replicate()])
@@ -106,7 +129,7 @@ def test_two_ranks_equal_one(tmp_path: Path, warm_programs: Any) -> None:
         subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=tmp_path) for rank in range(2)
     ]
     assert [rank.wait(200) for rank in ranks] == [0, 0]
-    expected = results(leaves(26))
+    expected = results(leaves(26)) | results_of_a_model()
     for rank in range(2):
         found = torch.load(tmp_path / f"found_{rank}.pt")
         for how, calls in found.items():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.packing.isolation.tiny_models import tiny_model
-from trajpack import GRPO, StaticBatch, Trajectory, TrajectoryBuffer, Turn, pack
+from trajpack import GRPO, StaticBatch, TokenField, Trajectory, TrajectoryBuffer, Turn, pack
 from trajpack.kernels.validation import HOSTS
 from trajpack.packing.adapters.huggingface import LMHead
 from trajpack.packing.micro_batches.alignment import Alignment
@@ -103,6 +103,27 @@ def test_a_batch_knows_its_generated_tokens_without_reading_a_device(monkeypatch
             with monkeypatch.context() as patch:
                 patch.setattr(torch.Tensor, "cpu", None)
                 assert credited.generated_lens == expected
+
+
+def test_log_probabilities_read_nothing_from_a_device() -> None:
+    field = TokenField("sampling_mask", torch.int32, ragged=True)
+    turn = Turn([1, 2], [3, 4, 5], [-0.5] * 3, fields={"sampling_mask": [[3, 8], [4], [5]]})
+    batch = pack([Trajectory(name, [turn]) for name in "abc"], device="meta", fields=[field])
+    batch = batch.with_advantages(GRPO())
+    weight = torch.zeros(9, 4, device="meta", requires_grad=True)
+    for one in (batch, batch.select([2, 0], Alignment(total_multiple=8))):
+        hidden = torch.zeros(one.num_tokens, 4, device="meta", requires_grad=True)
+        num_rows = one.num_generated
+        temperature = torch.ones(num_rows, device="meta")
+        # a meta tensor whose value is read raises
+        found = one.logprobs(
+            hidden, weight, entropy=True, support="sampling_mask", temperature=temperature
+        )
+        assert [len(values) for values in found] == [num_rows] * 2
+        grads = torch.autograd.grad(found[0].sum() + found[1].sum(), (hidden, weight))
+        assert [grad.shape for grad in grads] == [hidden.shape, weight.shape]
+        own, rest = one.logprobs(hidden, weight, tokens="sampling_mask")
+        assert (len(own), len(rest)) == (4 * num_rows // 3, num_rows)
 
 
 def test_an_empty_batch_has_no_rows() -> None:

@@ -276,13 +276,13 @@ def arrange_tree(
     is_last = np.append(is_first[1:], True)[: len(turn)]
     owner = tables["turn_trajectory"][: counts.turns].astype(np.int64)
     chains = Chains(trie, place[is_first], begin[is_first], end[is_last], owner)
-    bounds = tables["cu_generated"][: counts.turns + 1]
-    tables["cu_seqlens"][: len(trie.roots)] = trie.roots
+    trees, bounds = trie.roots, tables["cu_generated"][: counts.turns + 1]
+    tables["cu_seqlens"][: len(trees)] = trees
     tables["turn_spans"][: counts.turns] = np.stack([bounds[:-1], bounds[1:]], 1)
     tables["turn_begin"][: counts.turns] = trie.node_at(chains.place, chains.begin - 1)
     num_trained = int((generated[1] - generated[0]).sum())
     plan = TreePlan(chains, split, num_rows, num_trained, first_entry, num_tokens)
-    return plan, counts._replace(spans=num_rows, sequences=len(trie.roots) - 1, tokens=num_tokens)
+    return plan, counts._replace(spans=num_rows, sequences=len(trees) - 1, tokens=num_tokens)
 
 
 def _node_rows(
@@ -296,10 +296,9 @@ def _node_rows(
     segments, (begins, ends) = trie.segments, generated
     cuts = np.concatenate([2 * segments.starts[:-1], 2 * ends[ends < trie.num_nodes] + 1])
     cuts.sort(kind="stable")  # two sorted parts
-    start, is_end = cuts >> 1, cuts & 1
-    kept = np.diff(start, append=-1) != 0
-    interval = np.cumsum(is_end)[kept]  # the first that ends behind the start
-    at, start = np.cumsum(1 - is_end)[kept] - 1, start[kept]
+    last = np.flatnonzero(np.diff(cuts >> 1, append=-1))  # of those at one node
+    start, interval = cuts[last] >> 1, np.cumsum(cuts & 1)[last]  # the first that ends behind it
+    at = last - interval
     place, depth = segments.places[at], segments.depths[at] + start - segments.starts[at]
     length = np.diff(start, append=trie.num_nodes)
     parent = np.where(depth > 0, start - 1, -1)

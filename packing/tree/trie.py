@@ -234,8 +234,8 @@ def without_last(agreed: Ints, one: Ints, other: Ints) -> Ints:
 
 def union_of(begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
     """Join intervals that overlap or touch; return begins and ends in order."""
-    order = np.argsort(begins)
-    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    both = np.sort(begins << 32 | ends)
+    begins, ends = both >> 32, np.maximum.accumulate(both & 0xFFFFFFFF)
     opens = np.append(True, begins[1:] > ends[:-1])[: begins.size]
     return begins[opens], ends[np.append(opens[1:], True)[: ends.size]]
 
@@ -284,9 +284,10 @@ def _sorted(
         begins, known = at[heads], depth[heads] + 1
         ends = begins + sizes
     sizes = lengths[order]
-    again = (agreed == sizes) & (agreed == np.append(-1, sizes)[:-1])
-    if again.any():
-        order = order[np.lexsort((order, np.cumsum(~again)))]
+    again = (agreed[1:] == sizes[1:]) & (agreed[1:] == sizes[:-1])
+    alike = np.flatnonzero(np.append(again, False) | np.append(False, again)[: sizes.size])
+    chain, number = order[alike], np.cumsum(np.append(True, ~again))[alike]
+    order[alike] = chain[np.lexsort((chain, number))]
     return order, agreed
 
 

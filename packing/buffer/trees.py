@@ -26,7 +26,7 @@ from trajpack.packing.buffer.buffer import (
     write_batch,
 )
 from trajpack.packing.buffer.staging import DeviceRegion
-from trajpack.packing.buffer.tables import TABLE_ROWS, Counts
+from trajpack.packing.buffer.tables import TABLE_ROWS, Counts, Span
 from trajpack.packing.conversion import INT32_MAX, shown
 from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.nodes import Boundary, Entries
@@ -219,23 +219,10 @@ def arrange_tree(
 
     Cost: as `trie_of`, and a few passes over chains, spans and segments; none over tokens.
     """
-    counts, fields, staging = state.counts, buffer.fields, buffer._staging
+    counts, staging = state.counts, buffer._staging
     spans = np.ascontiguousarray(buffer._tables.spans.rows[: counts.spans].T)
-    turn, chain, begin, end, version, logprob, source = spans
-    field_rows = buffer._tables.rows.rows[: counts.spans]
-    sources, lengths = np.zeros((2, counts.chains), np.int64)
-    sources[chain] = source
-    lengths[chain] = end  # that of the last span
-    first_rows = np.zeros((counts.chains, len(fields)), np.int64)
-    if fields:
-        first_rows[chain] = field_rows
-    words = staging.region.stream
-    compared = [
-        Rows(words.view(np.uint8), first_rows[:, number], field.row_bytes)
-        for number, field in enumerate(fields)
-        if not field.generated_only
-    ]
-    trie = trie_of(words, sources, lengths, compared, duplicate=duplicate)
+    turn, chain, begin, end, version, logprob, _ = spans
+    trie, sources, first_rows = _trie_of(buffer, spans, counts.chains, duplicate=duplicate)
     place = trie.places[chain]
     index, depth, node, length = trie.pieces(place, begin, end)
     generated = union_of(node, node + length)
@@ -265,11 +252,11 @@ def arrange_tree(
         out[:split], out[split] = of_nodes.get(column, 0), padding.get(column, 0)
         out[split + 1 : num_rows], out[num_rows] = of_entries.get(column, 0), 0
     tables["runs"][num_rows, Run.START] = num_tokens
-    for number, field in enumerate(fields):
-        out = tables["field_sources"][:num_rows, number]
+    for number, field in enumerate(buffer.fields):
+        out, of_spans = tables["field_sources"][:num_rows, number], buffer._tables.rows.rows
         out[:] = 0
         if field.generated_only:
-            out[split + 1 :] = field_rows[index, number] + skipped * field.row_bytes
+            out[split + 1 :] = of_spans[index, number] + skipped * field.row_bytes
         else:
             out[:split] = first_rows[node_chain, number] + of_nodes[NODE] * field.row_bytes
     is_first = np.diff(turn, prepend=-1) != 0
@@ -283,6 +270,24 @@ def arrange_tree(
     num_trained = int((generated[1] - generated[0]).sum())
     plan = TreePlan(chains, split, num_rows, num_trained, first_entry, num_tokens)
     return plan, counts._replace(spans=num_rows, sequences=len(trees) - 1, tokens=num_tokens)
+
+
+def _trie_of(
+    buffer: TrajectoryBuffer, spans: Ints, num_chains: int, *, duplicate: bool
+) -> tuple[Trie, Ints, Ints]:
+    """Return the trie of the chains, their first words, and the first bytes of their fields."""
+    chain, words = spans[Span.CHAIN], buffer._staging.region.stream
+    sources, lengths = np.zeros((2, num_chains), np.int64)
+    sources[chain], lengths[chain] = spans[Span.SOURCE], spans[Span.END]  # that of the last span
+    first_rows = np.zeros((num_chains, len(buffer.fields)), np.int64)
+    if buffer.fields:
+        first_rows[chain] = buffer._tables.rows.rows[: len(chain)]
+    compared = [
+        Rows(words.view(np.uint8), first_rows[:, number], field.row_bytes)
+        for number, field in enumerate(buffer.fields)
+        if not field.generated_only
+    ]
+    return trie_of(words, sources, lengths, compared, duplicate=duplicate), sources, first_rows
 
 
 def _node_rows(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_BREAKS = 8
 """Breaks that are shown, unless all are asked for."""
 
+
 @dataclass(frozen=True)
 class TreeStatistics:
     """Plain numbers about a `TreeBatch`.

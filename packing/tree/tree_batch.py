@@ -14,8 +14,8 @@ import torch
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
 from trajpack.packing.batch.storage import save
-from trajpack.packing.micro_batches.cutting import merged
 from trajpack.packing.micro_batches.alignment import Alignment
+from trajpack.packing.micro_batches.cutting import merged
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
     Fewest,

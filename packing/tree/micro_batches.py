@@ -44,8 +44,7 @@ class TreeMicroBatch(TreeNodes):
     Made by `TreeBatch.micro_batches`. Its nodes are those that `trajpack.pack_tree` makes of these
     chains alone, numbered from 0; ``chains.trie.order`` are their numbers in the batch. Padding
     follows: nodes at depth 0, without a parent and without entries, that see themselves alone. It
-    is no tree, but the last of `seqlens`. The tensors over nodes are those of `TreeNodes`, a base
-    class.
+    is no tree, but the last of `seqlens`. All else is that of `TreeNodes`, a base class.
 
     Attributes:
         entries: Generated tokens of its turns, see `MicroEntries`.

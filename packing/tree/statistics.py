@@ -142,17 +142,7 @@ def _breaks(tree: TreeBatch, opening: Ints) -> Iterator[PrefixBreak]:
 
 
 def describe_tree(statistics: TreeStatistics) -> list[tuple[str, str]]:
-    """Return the statistics of a tree as pairs of a name and a value in words.
-
-    Example:
-        >>> from trajpack import Trajectory, Turn, pack_tree
-        >>> turns = [Turn([1, 2], [8, 3, 4], [-0.1] * 3), Turn([1, 2, 3, 4, 5], [6], [-0.1])]
-        >>> for name, value in describe_tree(pack_tree([Trajectory("a", turns)]).statistics()):
-        ...     print(name, "=", value)
-        tree = 9 nodes in 1 tree, for 11 tokens merged (a ratio of 1.22) or 11 as turns (1.22)
-        shared tokens = 0 in chains, 2 in trajectories, 0 in groups, 0 across groups
-        prefix breaks = 1 of 1 continuation: 1 stripped
-    """
+    """Return the statistics of a tree as pairs of a name and a value in words."""
     num_continuations = statistics.num_turns - statistics.num_trajectories
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in statistics.reasons.most_common())
     return [
@@ -187,17 +177,8 @@ def break_rows(
 ) -> list[tuple[str, str]]:
     """Return the breaks as pairs of a turn and words; the last pair says how many were left out.
 
-    Args:
-        statistics: Statistics of a tree.
-        ids: Names of the trajectories, as of ``batch.entries``.
-        decode: Function from token ids to text; ``None`` shows the ids alone.
-        full: Whether to leave no break out.
-
-    Example:
-        >>> from trajpack import Trajectory, Turn, pack_tree
-        >>> turns = [Turn([1, 2], [8, 3, 4], [-0.1] * 3), Turn([1, 2, 3, 4, 5], [6], [-0.1])]
-        >>> break_rows(pack_tree([Trajectory("a", turns)]).statistics(), ["a"])
-        [('turn 1', 'of a: at 2 came 3, turn 0 has 8; 1 stripped')]
+    ``ids`` are the names of the trajectories; ``decode`` makes texts of token ids, ``None`` shows
+    the ids alone; with ``full`` no break is left out.
     """
     breaks = statistics.breaks if full else statistics.breaks[:MOST_BREAKS]
     rows = [(f"turn {one.turn}", _words(one, ids, decode)) for one in breaks]

@@ -18,7 +18,7 @@ of the longest."""
 AT_ONCE = 1 << 17
 """Entries that are compared at once; they stay in the cache."""
 MOST_KEYS = 1 << 62
-"""Numbers that sort a round of chains, if there are fewer."""
+"""Keys of a round of chains that fit an integer."""
 
 
 class Rows(NamedTuple):
@@ -115,12 +115,6 @@ class Trie:
         """Return the nodes at depths ``[begin, end)`` on the path of each place.
 
         Cost: a pass over the stretches for each owner on the longest path.
-
-        Example:
-            >>> words = np.array([1, 2, 5, 1, 3], np.int32)  # chains 1 2 5 and 1 3
-            >>> trie = trie_of(words, np.array([0, 3]), np.array([3, 2]))
-            >>> trie.pieces(np.array([1]), np.array([0]), np.array([2])).node
-            array([0, 3])
         """
         index, found = np.arange(len(place)), list[Ints]()
         while index.size:
@@ -263,13 +257,15 @@ def _sorted(
         for memory, begin, size in rows:
             same = _common(memory, begin[pair] + since * size, same * size) // size
         depth = since + same
-        letter, of_pivot = _letters(words, sources, lengths, pair, depth, rows=rows)
+        at_depth = [Rows(memory, begin[pair] + depth * size, size) for memory, begin, size in rows]
+        letter, of_pivot = _letters(words, sources[pair] + depth, depth < lengths[pair], at_depth)
         # before the pivot: the earlier a chain leaves its path, the further; behind it likewise
         side, deepest = np.sign(letter - of_pivot), int(same.max())
         key = group * (2 * deepest + 3) + side * (deepest + 1 - same)
-        width = int(letter.max()) + 2
-        if sizes.size * (2 * deepest + 3) * width < MOST_KEYS:
-            moved = np.argsort(key * width + letter)
+        width, bits = int(letter.max()) + 2, key.size.bit_length()
+        if sizes.size * (2 * deepest + 3) * width << bits < MOST_KEYS:  # numbers, half the time
+            member = np.arange(key.size)
+            moved = np.sort((key * width + letter) << bits | member) & ((1 << bits) - 1)
         else:
             moved = np.lexsort((letter, key))
         key, depth, letter, side = key[moved], depth[moved], letter[moved], side[moved]
@@ -283,33 +279,17 @@ def _sorted(
         heads, sizes = heads[goes_on], sizes[goes_on]
         begins, known = at[heads], depth[heads] + 1
         ends = begins + sizes
-    sizes = lengths[order]
-    again = (agreed[1:] == sizes[1:]) & (agreed[1:] == sizes[:-1])
-    alike = np.flatnonzero(np.append(again, False) | np.append(False, again)[: sizes.size])
-    chain, number = order[alike], np.cumsum(np.append(True, ~again))[alike]
-    order[alike] = chain[np.lexsort((chain, number))]
     return order, agreed
 
 
 def _letters(
-    words: npt.NDArray[np.int32],
-    sources: Ints,
-    lengths: Ints,
-    chains: Ints,
-    depth: Ints,
-    *,
-    rows: Sequence[Rows],
+    words: npt.NDArray[np.int32], places: Ints, is_token: npt.NDArray[Any], rows: Sequence[Rows]
 ) -> Ints:
-    """Return numbers that compare as tokens of chains do, with their rows; -1 behind the end.
-
-    ``chains`` are ``[any, members]``, their depths ``[members]``.
-    """
-    is_token = depth < lengths[chains]
-    letters = np.where(is_token, words.take(sources[chains] + depth, mode="clip"), np.int64(-1))
+    """Return numbers that compare as the tokens at places do, with their rows; -1 for no token."""
+    letters = np.where(is_token, words.take(places, mode="clip"), np.int64(-1))
     if rows and is_token.any():
-        of, at = chains[is_token], np.broadcast_to(depth, chains.shape)[is_token]
         parts = [letters[is_token].astype(">u4")[:, None].view(np.uint8)]
-        parts += [_windows(memory, begin[of] + at * size, size) for memory, begin, size in rows]
+        parts += [_windows(memory, begin[is_token], size) for memory, begin, size in rows]
         raw = np.concatenate(parts, 1)
         letters[is_token] = np.unique(raw.view(f"S{raw.shape[1]}"), return_inverse=True)[1].ravel()
     return letters
@@ -356,7 +336,7 @@ def _trie(order: Ints, agreed: Ints, shared: Ints, lengths: Ints) -> Trie:
     again = np.flatnonzero(~parts & (shared > 0))
     while again.size:
         parent[again] = parent[parent[again]]
-        again = again[(shared[parent[again]] == shared[again]) & (parent[again] > 0)]
+        again = again[shared[parent[again]] == shared[again]]
     parent[shared == 0] = -1
     owns, cuts = np.flatnonzero(shared < lengths), np.flatnonzero(parts)
     cuts = cuts[shared[cuts] < lengths[parent[cuts]]]  # else the chain before it ends there

@@ -120,7 +120,7 @@ def load_tree(path: str | os.PathLike[str]) -> TreeBatch:
 
 
 def tree_of(batch: PackedBatch, share: Share = "once", boundary: Boundary = "shared") -> TreeBatch:
-    """Return the tree of a batch of layout ``"merged"``, on the host: the inverse of `merged_of`.
+    """Return the tree of a batch of layout ``"merged"`` on the host: undo `TreeBatch.merged`.
 
     Raises:
         ValueError: If the batch has another layout.

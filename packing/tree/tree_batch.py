@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
+import numpy as np
 import torch
 
+from trajpack.kernels.fields.gather_fields import UNITS
 from trajpack.kernels.scan.observations import PASSING
 from trajpack.packing.batch.batch import UNALIGNED, PackedBatch, SequenceOf
 from trajpack.packing.batch.storage import save
 from trajpack.packing.micro_batches.alignment import Alignment
 from trajpack.packing.micro_batches.cutting import merged
+from trajpack.packing.token_fields import TokenField
 from trajpack.packing.tree.chain_plan import (
     ChainPlan,
     Fewest,
@@ -23,10 +27,10 @@ from trajpack.packing.tree.chain_plan import (
     plan_chain_ranks,
     plan_chains,
 )
-from trajpack.packing.tree.merged import merged_of
 from trajpack.packing.tree.micro_batches import TreeMicroBatch, cut_chains, place_turns
 from trajpack.packing.tree.nodes import Entries, TreeNodes
 from trajpack.packing.tree.statistics import TreeStatistics, statistics_of
+from trajpack.packing.tree.trie import expanded
 
 if TYPE_CHECKING:
     from trajpack.kernels.corrections.importance_weights import Correction
@@ -37,6 +41,15 @@ if TYPE_CHECKING:
     from trajpack.packing.credit.estimators import Estimator
     from trajpack.packing.types import Trajectory
 
+CONTEXT = {
+    "turn_ids": -1,
+    "policy_versions": -1,
+    "rollout_logprobs": 0.0,
+    "returns": 0.0,
+    "loss_mask": False,
+    "advantages": 0.0,
+}
+"""Values of tokens that were not generated."""
 Share: TypeAlias = Literal["once", "sum", "mean"]
 """Weight of an entry, see `TreeBatch.entry_weights`."""
 
@@ -304,7 +317,45 @@ class TreeBatch(TreeNodes):
 
         Cost: copies the batch to the host (synchronises), and a pass over the tokens of all chains.
         """
-        return merged_of(self)
+        tree = self.to("cpu")
+        entries, (trie, place, begin, end, _) = tree.entries, tree.chains
+        chain, lengths = trie.order[place], trie.lengths[trie.places]
+        starts, pieces = (
+            np.cumsum(lengths) - lengths,
+            trie.pieces(trie.places, 0 * lengths, lengths),
+        )
+        begin, end = starts[chain] + begin, starts[chain] + end
+        path = torch.from_numpy(expanded(pieces.node, pieces.length))
+        at = torch.from_numpy(expanded(begin, end - begin))
+        given = {field.name: getattr(entries, field.name) for field in dataclasses.fields(entries)}
+        for name, value in CONTEXT.items():
+            if (values := given[name]) is not None:
+                given[name] = values.new_full((len(path),), value).index_copy_(0, at, values)
+        order = np.argsort(chain, kind="stable")
+        opens, ended = np.diff(chain[order], prepend=-1) != 0, np.roll(end[order], 1)
+        begins = np.empty_like(end)  # where the turn before in its chain ended, or the chain starts
+        begins[order] = np.where(opens, starts[chain[order]], ended)
+        tables = {
+            "sequence_ids": np.repeat(np.arange(len(lengths)), lengths),
+            "turn_spans": np.stack([begin, end], 1),
+            "turn_begin": begins,
+            "cu_seqlens": np.append(starts, len(path)),
+        }
+        given |= {name: torch.from_numpy(table.astype(np.int32)) for name, table in tables.items()}
+        given["fields"] = {
+            field.name: _spread(field, entries.fields[field.name], at, len(path))
+            if field.generated_only
+            else tree.fields[field.name][path]
+            for field in entries.token_fields
+        }
+        given |= {
+            "input_ids": tree.input_ids[path],
+            "position_ids": tree.position_ids[path],
+            "prompt_mask": ~given["loss_mask"],
+            "layout": "merged",
+            "seqlens": tuple(lengths.tolist()),
+        }
+        return PackedBatch(**given)
 
     def unpack(self) -> list[Trajectory]:
         """Return the packed trajectories, equal in every value, in their order.
@@ -365,3 +416,14 @@ class TreeBatch(TreeNodes):
             f"{len(self)} trees; {self.num_nodes:,} nodes, {self.num_entries:,} entries; "
             f"share {self.share!r}, boundary {self.boundary!r}; {self.device})"
         )
+
+
+def _spread(
+    field: TokenField, rows: torch.Tensor, place: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Return rows of all tokens, with the field's fill where none was generated."""
+    layout = field.layout
+    unit = UNITS[layout.dtype.itemsize]  # torch fills few dtypes
+    fill = int.from_bytes(layout.fill, sys.byteorder, signed=True)
+    bits = torch.full((num_tokens, *layout.shape), fill, dtype=unit)
+    return bits.index_copy_(0, place, rows.view(unit)).view(layout.dtype)

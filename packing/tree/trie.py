@@ -121,7 +121,7 @@ class Trie:
             shared = self.shared[place]
             low = np.maximum(begin, shared)
             own = np.stack([index, low, self.first[place] + low - shared, end - low])
-            found.append(own[:, low < end])
+            found.append(own[:, np.flatnonzero(low < end)])
             end = np.minimum(end, shared)
             left = np.flatnonzero(begin < end)
             index, begin, end = index[left], begin[left], end[left]
@@ -253,12 +253,13 @@ def _sorted(
         at, group = expanded(begins, sizes), np.repeat(np.arange(sizes.size), sizes)
         chain, pivots, since = order[at], order[(begins + ends) // 2], known[group]
         pair = np.stack([chain, pivots[group]])
-        same = _common(words, sources[pair] + since, lengths[pair].min(0) - since)
+        first, length = sources[pair], lengths[pair]
+        same = _common(words, first + since, np.minimum(*length) - since)
         for memory, begin, size in rows:
             same = _common(memory, begin[pair] + since * size, same * size) // size
         depth = since + same
         at_depth = [Rows(memory, begin[pair] + depth * size, size) for memory, begin, size in rows]
-        letter, of_pivot = _letters(words, sources[pair] + depth, depth < lengths[pair], at_depth)
+        letter, of_pivot = _letters(words, first + depth, depth < length, at_depth)
         # before the pivot: the earlier a chain leaves its path, the further; behind it likewise
         side, deepest = np.sign(letter - of_pivot), int(same.max())
         key = group * (2 * deepest + 3) + side * (deepest + 1 - same)
@@ -332,12 +333,11 @@ def _trie(order: Ints, agreed: Ints, shared: Ints, lengths: Ints) -> Trie:
     before = _earlier(shared, most)  # where each chain parts from, or a chain that parts there
     behind = len(shared) - _earlier(np.append(shared, 0)[::-1], most)[::-1]
     parts = shared > shared[before]
-    parent = before.copy()
+    parent = np.where(shared > 0, before, -1)
     again = np.flatnonzero(~parts & (shared > 0))
     while again.size:
         parent[again] = parent[parent[again]]
         again = again[shared[parent[again]] == shared[again]]
-    parent[shared == 0] = -1
     owns, cuts = np.flatnonzero(shared < lengths), np.flatnonzero(parts)
     cuts = cuts[shared[cuts] < lengths[parent[cuts]]]  # else the chain before it ends there
     places = np.append(owns, parent[cuts])
@@ -356,7 +356,7 @@ def _earlier(values: Ints, most: int) -> Ints:
     The first value is one of the smallest. No value is larger than the `most` values before it.
     """
     before = np.maximum(np.arange(len(values)) - 1, 0)
-    left = np.flatnonzero(values[before] > values)
+    left = np.flatnonzero(values[:-1] > values[1:]) + 1
     if left.size:
         own, end = values[left], left.copy()  # all from `end` on up to the place are larger
         for level, least in reversed([*enumerate(_least(values, most))]):

@@ -127,14 +127,12 @@ class TreeAttention:
     ) -> torch.Tensor:
         """Return the attention of all nodes, ``[1, heads, nodes, value size]``.
 
-        Args:
-            query: ``[1, heads, nodes, size]``.
-            key: ``[1, key heads, nodes, size]``; ``heads`` is a multiple of ``key heads``.
-            value: ``[1, key heads, nodes, value size]``.
-            scaling: Factor of the scores, by default one by the root of ``size``.
-            window: Depths that a query attends to, its own included; all if ``None``.
-            softcap: Scores become ``softcap * tanh(score / softcap)``.
-            sinks: ``[heads]``: a score of each head that takes part in the softmax without a value.
+        ``query`` is ``[1, heads, nodes, size]``, ``key`` ``[1, key heads, nodes, size]`` and
+        ``value`` ``[1, key heads, nodes, value size]``; ``heads`` is a multiple of ``key heads``.
+        Scores are multiplied by ``scaling``, by default one by the root of ``size``, and become
+        ``softcap * tanh(score / softcap)``. A query attends to ``window`` depths, its own included,
+        to all if ``None``. ``sinks``, ``[heads]``, are scores that take part in the softmax without
+        a value.
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         device = query.device.type
